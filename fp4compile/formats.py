@@ -1,0 +1,184 @@
+"""Block formats: what the stored numbers of a quantised tensor mean.
+
+A format is an element type, the block of elements that shares one scale, the type of that
+scale, an optional outer (second-level) float32 scale, and the published contract whose bits
+it follows. It holds no tensors; `reference.py` gives the arithmetic.
+
+    value = element * block scale * outer scale
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+import torch
+
+ELEMENT_MAX = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
+ELEMENT_DTYPE = {"e2m1": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SCALE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+
+NVFP4_CONTRACTS = ("torchao", "te")
+MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
+
+
+def unknown_name(what: str, name: object, allowed) -> str:
+    """The message for a name that is none of `allowed`: what came, what is allowed, the nearest match."""
+    allowed = sorted(allowed)
+    near = difflib.get_close_matches(str(name), allowed, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}.{hint} Allowed: {', '.join(allowed)}"
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A block-scaled number format.
+
+    element: "e2m1" (FP4, two codes a byte), "e4m3" or "e5m2" (FP8).
+    block: (rows, columns) that share one block scale; None where a format has no block scales.
+    scale: type of the block scale, "e4m3" (NVFP4) or "e8m0" (MX); None without block scales.
+    outer: granularity of the float32 outer scale: None, "tensor" or "row".
+    contract: whose bits: NVFP4 "torchao" or "te"; MX "floor", "ceil", "even" or "rceil".
+
+    Raises ValueError for a combination that no contract defines.
+    """
+
+    element: str
+    block: tuple[int, int] | None
+    scale: str | None
+    outer: str | None
+    contract: str
+
+    def __post_init__(self):
+        if self.element not in ELEMENT_MAX:
+            raise ValueError(unknown_name("element", self.element, ELEMENT_MAX))
+        if self.outer not in (None, "tensor", "row"):
+            raise ValueError(f"outer={self.outer!r}: allowed are None, 'tensor', 'row'")
+        if self.scale == "e4m3":
+            self._check_nvfp4()
+        elif self.scale == "e8m0":
+            self._check_mx()
+        elif self.scale is None:
+            if (self.element, self.block, self.outer, self.contract) != ("e4m3", None, "row", "torchao"):
+                raise ValueError(
+                    "a format without block scales is float8_rowwise: element 'e4m3', block None, outer 'row', "
+                    f"contract 'torchao'; got {self.spec}"
+                )
+        else:
+            raise ValueError(f"scale={self.scale!r}: allowed are 'e4m3' (NVFP4), 'e8m0' (MX), None")
+
+    def _check_nvfp4(self):
+        if self.element != "e2m1":
+            raise ValueError(f"element={self.element!r}: E4M3 block scales go with 'e2m1' elements")
+        if self.block not in ((1, 16), (16, 16)):
+            raise ValueError(f"block={self.block}: E4M3 block scales serve blocks (1, 16) and (16, 16)")
+        if self.contract not in NVFP4_CONTRACTS:
+            raise ValueError(unknown_name("contract for E4M3 scales", self.contract, NVFP4_CONTRACTS))
+        if self.outer == "row" and self.block == (16, 16):
+            raise ValueError("outer='row' contradicts block=(16, 16): a square block spans rows with different scales")
+        if self.contract == "torchao" and (self.outer == "row" or self.block == (16, 16)):
+            raise ValueError("contract='torchao' defines blocks (1, 16) with outer None or 'tensor'; use contract='te'")
+
+    def _check_mx(self):
+        if self.block not in ((1, 32), (32, 32)):
+            raise ValueError(f"block={self.block}: E8M0 block scales serve blocks (1, 32) and (32, 32)")
+        if self.outer is not None:
+            raise ValueError(f"outer={self.outer!r}: MX formats have no outer scale")
+        if self.contract not in MX_CONTRACTS:
+            raise ValueError(unknown_name("contract for E8M0 scales", self.contract, MX_CONTRACTS))
+
+    @property
+    def spec(self) -> str:
+        """The format spelled out, e.g. "e2m1:1x16:e4m3:tensor:torchao"; `get` reads it back."""
+        block = "-" if self.block is None else f"{self.block[0]}x{self.block[1]}"
+        return ":".join((self.element, block, self.scale or "-", self.outer or "-", self.contract))
+
+    @property
+    def name(self) -> str:
+        """The registered name, or the spec of a format that has none: the string that ops carry."""
+        return _NAME_OF.get(self, self.spec)
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.element == "e2m1"
+
+    @property
+    def square(self) -> bool:
+        """Whether one scale serves a tile of rows, so that a matrix and its transpose carry the same codes."""
+        return self.block is not None and self.block[0] > 1
+
+    @property
+    def block_cols(self) -> int:
+        """Elements along the quantised dimension that share a scale; 1 without block scales (no padding)."""
+        return 1 if self.block is None else self.block[1]
+
+    @property
+    def element_max(self) -> float:
+        return ELEMENT_MAX[self.element]
+
+    @property
+    def data_dtype(self) -> torch.dtype:
+        return ELEMENT_DTYPE[self.element]
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return SCALE_DTYPE[self.scale] if self.scale else torch.float32
+
+    def bits_per_element(self) -> float:
+        """Stored bits an element: codes plus its share of the block scale (outer scales not counted)."""
+        scale_bits = 8 / (self.block[0] * self.block[1]) if self.block else 0.0
+        return (4 if self.packed else 8) + scale_bits
+
+
+def _nvfp4(outer, contract, block=(1, 16)):
+    return BlockFormat("e2m1", block, "e4m3", outer, contract)
+
+
+def _mx(element, mode, block=(1, 32)):
+    return BlockFormat(element, block, "e8m0", None, mode)
+
+
+NAMED: dict[str, BlockFormat] = {
+    "nvfp4": _nvfp4("tensor", "torchao"),
+    "nvfp4_one_level": _nvfp4(None, "torchao"),
+    "nvfp4_te": _nvfp4("tensor", "te"),
+    "nvfp4_rowwise": _nvfp4("row", "te"),
+    "nvfp4_16x16": _nvfp4("tensor", "te", (16, 16)),
+    "mxfp8": _mx("e4m3", "rceil"),
+    "mxfp8_floor": _mx("e4m3", "floor"),
+    "mxfp8_ceil": _mx("e4m3", "ceil"),
+    "mxfp8_even": _mx("e4m3", "even"),
+    "mxfp8_e5m2": _mx("e5m2", "rceil"),
+    "mxfp8_32x32": _mx("e4m3", "rceil", (32, 32)),
+    "mxfp4": _mx("e2m1", "rceil"),
+    "float8_rowwise": BlockFormat("e4m3", None, None, "row", "torchao"),
+}
+_NAME_OF = {fmt: name for name, fmt in NAMED.items()}
+_SPEC = re.compile(r"(\w+):(?:(\d+)x(\d+)|-):(\w+|-):(\w+|-):(\w+)")
+
+
+def get(format: "str | BlockFormat") -> BlockFormat:
+    """The format of a name, a spec string, or itself.
+
+    Raises ValueError for an unknown name, TypeError for anything but a string or a BlockFormat.
+    """
+    if isinstance(format, BlockFormat):
+        return format
+    if not isinstance(format, str):
+        raise TypeError(f"format: expected a name or a BlockFormat, got {type(format).__name__}")
+    if format in NAMED:
+        return NAMED[format]
+    match = _SPEC.fullmatch(format)
+    if match is None:
+        raise ValueError(unknown_name("format", format, NAMED))
+    element, rows, cols, scale, outer, contract = match.groups()
+    block = (int(rows), int(cols)) if rows else None
+    return BlockFormat(element, block, None if scale == "-" else scale, None if outer == "-" else outer, contract)
+
+
+def compatible(a: BlockFormat, b: BlockFormat) -> bool:
+    """Whether the matrix units multiply these two: equal scale type and block length along the contraction.
+
+    SM100 kinds: mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), f8f6f4 (float8_rowwise).
+    """
+    return (a.scale, a.block_cols) == (b.scale, b.block_cols)

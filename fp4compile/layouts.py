@@ -1,0 +1,53 @@
+"""Scale layouts: where the byte of a block scale lies in memory.
+
+`linear`: [..., rows, blocks], as the blocks lie in the matrix.
+`swizzled`: the layout that the block-scaled matrix instructions read (cuBLAS "1D block scaling factors layout"):
+rows padded to 128 and block columns to 4 with zero bytes, cut into 128x4 tiles of 512 bytes, row-major over the
+tiles; inside a tile the byte of (r, c) is at (r % 32) * 16 + (r // 32) * 4 + c. One flat run of bytes a matrix.
+"""
+
+import torch
+import torch.nn.functional as F
+
+LAYOUTS = ("linear", "swizzled")
+TILE_ROWS, TILE_COLS = 128, 4
+
+
+def ceil_div(n, d: int):
+    """n / d rounded up; n may be symbolic."""
+    return (n + d - 1) // d
+
+
+def swizzled_numel(rows, cols):
+    """Bytes of the swizzled scales of a [rows, cols] scale matrix, padding included; rows and cols may be symbolic."""
+    return ceil_div(rows, TILE_ROWS) * TILE_ROWS * ceil_div(cols, TILE_COLS) * TILE_COLS
+
+
+def to_swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """[..., rows, cols] one-byte scales -> [..., swizzled_numel(rows, cols)], padding bytes zero."""
+    *batch, rows, cols = scales.shape
+    tiles_r, tiles_c = ceil_div(rows, TILE_ROWS), ceil_div(cols, TILE_COLS)
+    pad = (0, tiles_c * TILE_COLS - cols, 0, tiles_r * TILE_ROWS - rows)
+    padded = F.pad(scales.view(torch.uint8), pad)
+    tiles = padded.reshape(*batch, tiles_r, TILE_ROWS // 32, 32, tiles_c, TILE_COLS)
+    n = len(batch)
+    tiles = tiles.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4)  # tile row, tile column, r % 32, r // 32, c
+    return tiles.reshape(*batch, swizzled_numel(rows, cols)).view(scales.dtype)
+
+
+def from_swizzled(swizzled: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """[..., swizzled_numel(rows, cols)] -> [..., rows, cols], the inverse of `to_swizzled`.
+
+    Raises ValueError if the length does not fit rows and cols.
+    """
+    *batch, numel = swizzled.shape
+    if numel != swizzled_numel(rows, cols):
+        raise ValueError(
+            f"swizzled scales of a {rows}x{cols} scale matrix take {swizzled_numel(rows, cols)} bytes, got {numel}"
+        )
+    tiles_r, tiles_c = ceil_div(rows, TILE_ROWS), ceil_div(cols, TILE_COLS)
+    tiles = swizzled.view(torch.uint8).reshape(*batch, tiles_r, tiles_c, 32, TILE_ROWS // 32, TILE_COLS)
+    n = len(batch)
+    padded = tiles.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4)
+    padded = padded.reshape(*batch, tiles_r * TILE_ROWS, tiles_c * TILE_COLS)
+    return padded[..., :rows, :cols].contiguous().view(swizzled.dtype)

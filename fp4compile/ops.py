@@ -1,0 +1,229 @@
+"""The functional op set: the language between the graph passes and the kernels.
+
+    fp4compile::quantize(x, format, dim, *, outer, layout) -> (data, scales, outer)
+    fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
+    fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
+
+Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
+and recompute them. `quantize` always returns three tensors; the one that a format does not have is empty ([0]).
+The Python functions below them are the eager interface, on `BlockScaled` operands.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile import formats, reference
+from fp4compile.formats import BlockFormat, unknown_name
+from fp4compile.layouts import LAYOUTS, ceil_div, swizzled_numel
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_lib = torch.library.Library("fp4compile", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_lib.define(
+    "quantize(Tensor x, str format, int dim=-1, *, Tensor? outer=None, str layout='linear')"
+    " -> (Tensor data, Tensor scales, Tensor outer_scale)",
+    tags=_tags,
+)
+_lib.define(
+    "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
+    tags=_tags,
+)
+_lib.define(
+    "scaled_mm(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
+    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    tags=_tags,
+)
+
+
+# ---------------------------------------------------------------- quantize
+
+
+@torch.library.impl(_lib, "quantize", "CompositeExplicitAutograd")
+def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
+    fmt = formats.get(format)
+    data, scales, computed = reference.quantize(x.movedim(dim, -1), fmt, outer, layout)
+    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
+    # A given outer scale is not handed through: an op may not return its input.
+    fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
+    return data, scales, fresh
+
+
+@torch.library.register_fake("fp4compile::quantize", lib=_lib)
+def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear"):
+    fmt = formats.get(format)
+    lead = list(x.shape)
+    k = lead.pop(dim)
+    blocks = ceil_div(k, fmt.block_cols)
+    padded = blocks * fmt.block_cols
+    data = x.new_empty((*lead, padded // 2 if fmt.packed else padded), dtype=fmt.data_dtype)
+    scales = x.new_empty(_scales_shape(lead, blocks, fmt, layout), dtype=fmt.scale_dtype)
+    outer_shape: tuple = (0,)
+    if outer is None and fmt.outer is not None:
+        outer_shape = (*lead, 1) if fmt.outer == "row" else ()
+    return data, scales, x.new_empty(outer_shape, dtype=torch.float32)
+
+
+def _scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
+    if fmt.scale is None:
+        return (0,)
+    *batch, rows = lead or [1]
+    if layout == "swizzled":
+        return (*batch, swizzled_numel(rows, blocks))
+    if not lead:
+        return (blocks,)
+    return (*batch, ceil_div(rows, fmt.block[0]), blocks)
+
+
+# ---------------------------------------------------------------- dequantize
+
+
+@torch.library.impl(_lib, "dequantize", "CompositeExplicitAutograd")
+def _dequantize(data, scales, outer, format, cols, dtype):
+    return reference.dequantize(data, scales, outer, formats.get(format), cols, dtype)
+
+
+@torch.library.register_fake("fp4compile::dequantize", lib=_lib)
+def _dequantize_fake(data, scales, outer, format, cols, dtype):
+    return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
+
+
+# ---------------------------------------------------------------- scaled_mm
+
+
+@torch.library.impl(_lib, "scaled_mm", "CompositeExplicitAutograd")
+def _scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
+    a_fmt = None if a_format is None else formats.get(a_format)
+    b_fmt = None if b_format is None else formats.get(b_format)
+    return reference.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+
+
+@torch.library.register_fake("fp4compile::scaled_mm", lib=_lib)
+def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
+    return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+
+
+# ---------------------------------------------------------------- the eager interface
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A quantised tensor: codes, scales and what they mean. value = element * block scale * outer.
+
+    data: codes, the quantised dimension last and padded to whole blocks; uint8 with two codes a byte (E2M1),
+        float8_e4m3fn or float8_e5m2.
+    scales: block scales, float8_e4m3fn or float8_e8m0fnu, in `layout`; None for a format without block scales.
+        linear: [..., rows, blocks] (square blocks: [..., rows / block, blocks]); swizzled: one flat run a matrix.
+    outer: float32 decode factor, [] or [..., rows, 1]; None means 1.
+    format, layout: see `formats` and `layouts`.
+    shape: logical shape of the represented values, the quantised dimension last and without padding.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    outer: torch.Tensor | None
+    format: BlockFormat
+    shape: tuple[int, ...]
+    layout: str = "linear"
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The represented values: `shape`, in dtype (bf16, fp16 or fp32). ValueError for another dtype."""
+        _check_float("dtype", dtype)
+        return torch.ops.fp4compile.dequantize(
+            self.data, self.scales, self.outer, self.format.name, self.shape[-1], dtype
+        )
+
+
+def quantize(
+    x: torch.Tensor,
+    format: str | BlockFormat,
+    *,
+    dim: int = -1,
+    outer: torch.Tensor | None = None,
+    layout: str = "linear",
+) -> BlockScaled:
+    """Quantise a tensor to a block format.
+
+    x: bf16, fp16 or fp32, one dimension or more, any strides, any size (padded with zeros to whole blocks).
+    format: a name of `formats.NAMED`, a spec string or a `BlockFormat`.
+    dim: the dimension to quantise along; it is the last one of the result (dim=0 of a matrix gives 32x1 blocks,
+        the data transposed).
+    outer: a static decode factor, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
+    layout: "linear" or "swizzled".
+
+    Returns a `BlockScaled`. Not differentiable. Raises TypeError for what is no tensor or no floating point of 16
+    or 32 bits, ValueError for an unknown format or layout, a dim out of range, or an outer scale of wrong shape,
+    dtype or device.
+    """
+    fmt = formats.get(format)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x: dtype {x.dtype} cannot be quantised; allowed are bfloat16, float16, float32")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
+    if layout not in LAYOUTS:
+        raise ValueError(unknown_name("layout", layout, LAYOUTS))
+    lead = list(x.shape)
+    k = lead.pop(dim)
+    if outer is not None:
+        _check_outer(outer, fmt, lead, x.device)
+    data, scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, outer=outer, layout=layout)
+    if outer is None and fmt.outer is not None:
+        outer = computed
+    return BlockScaled(data, scales if fmt.scale else None, outer, fmt, (*lead, k), layout)
+
+
+def scaled_mm(
+    a: BlockScaled, b: BlockScaled, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """A @ B^T of two quantised operands, rescaled: [..., M, K] x [..., N, K] -> [..., M, N] in out_dtype.
+
+    The float32 product is multiplied once by outer_a * outer_b, bias [N] is added, the result is cast. Operands of
+    different formats multiply if scale type and block length agree (MXFP8 x MXFP4, NVFP4 1x16 x 16x16).
+
+    Raises TypeError for an operand that is no `BlockScaled`, ValueError for shapes, formats, devices, a bias or an
+    out_dtype that do not fit.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, BlockScaled):
+            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
+        if len(operand.shape) < 2:
+            raise ValueError(f"{name}: expected two dimensions or more, got shape {operand.shape}")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
+    if a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(f"batch dimensions differ: a has {a.shape[:-2]}, b has {b.shape[:-2]}")
+    if not formats.compatible(a.format, b.format):
+        raise ValueError(
+            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
+        )
+    if a.data.device != b.data.device:
+        raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}")
+    if bias is not None and (bias.shape != (b.shape[-2],) or bias.device != a.data.device):
+        raise ValueError(
+            f"bias: expected shape ({b.shape[-2]},) on {a.data.device}, got {tuple(bias.shape)} on {bias.device}"
+        )
+    _check_float("out_dtype", out_dtype)
+    return torch.ops.fp4compile.scaled_mm(
+        a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
+    )
+
+
+def _check_float(name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
+
+
+def _check_outer(outer: torch.Tensor, fmt: BlockFormat, lead: list[int], device: torch.device) -> None:
+    if not isinstance(outer, torch.Tensor):
+        raise TypeError(f"outer: expected a float32 torch.Tensor, got {type(outer).__name__}")
+    if fmt.outer is None:
+        raise ValueError(f"outer: format {fmt.name} has no outer scale")
+    allowed = (*lead, 1) if fmt.outer == "row" else ()
+    if outer.dtype != torch.float32 or outer.device != device or tuple(outer.shape) != allowed:
+        raise ValueError(
+            f"outer: expected float32 of shape {allowed} on {device}, "
+            f"got {outer.dtype} of shape {tuple(outer.shape)} on {outer.device}"
+        )

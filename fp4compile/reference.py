@@ -1,0 +1,298 @@
+"""The numeric contract in plain PyTorch: the CPU implementation, and the oracle of every kernel.
+
+All arithmetic is float32 after upcasting, one rounding per written operation. No constant tensors are made, so
+that the functions run inside CUDA graph capture. Shapes: `quantize` takes the quantised dimension last.
+
+Sources of the formulas: torchao 0.18 `nvfp4_quantize`, `to_mx` and float8 rowwise; Transformer Engine's NVFP4
+reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from fp4compile.formats import BlockFormat, compatible
+from fp4compile.layouts import ceil_div, from_swizzled, to_swizzled
+
+FLT_MAX = torch.finfo(torch.float32).max
+E4M3_MAX = 448.0
+NVFP4_MAX = 6.0 * E4M3_MAX  # 2688: the largest element times the largest block scale
+E4M3_MIN_NORMAL = 2.0**-6
+FLOAT8_AMAX_EPS = 1e-12  # torchao float8: the smallest amax that a scale is made from
+
+MX_EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
+MX_MBITS = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
+
+
+# ---------------------------------------------------------------- elements and scales
+
+
+def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+    """float32 y, |y| <= 6 -> uint8 E2M1 codes 0..15, round to nearest, ties to the even code; NaN gives 7.
+
+    `negative` sets the sign bit: the sign of the unscaled value, so that underflow keeps it and -0.0 has none.
+    """
+    mag = y.abs()
+    code = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
+    # "not below" instead of "above", so that NaN falls through to the largest code as in the PTX conversion.
+    for below in (mag <= 0.25, mag < 0.75, mag <= 1.25, mag < 1.75, mag <= 2.5, mag < 3.5, mag <= 5.0):
+        code += ~below
+    return code | ((negative & ~y.isnan()).to(torch.uint8) << 3)
+
+
+def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 E2M1 codes 0..15 -> float32."""
+    mag = (codes & 7).to(torch.int32)
+    # Codes 2..7 are the top of a float32 with a rebiased exponent; 0 and 1 are the subnormals 0 and 0.5.
+    normal = ((mag << 22) + (126 << 23)).view(torch.float32)
+    value = torch.where(mag < 2, mag * 0.5, normal)
+    return torch.where(codes > 7, -value, value)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [..., K] -> [..., K / 2], the even element in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(data: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., K / 2] -> codes [..., K]."""
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def saturate(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32 -> FP8, saturating, ties to even; NaN stays NaN."""
+    limit = torch.finfo(dtype).max
+    return y.clamp(-limit, limit).to(dtype)
+
+
+def _visible(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """The E4M3 scales, 0x7F (NaN) wherever the block amax is not finite."""
+    return torch.where(amax.isfinite(), scale.view(torch.uint8), 0x7F).view(torch.float8_e4m3fn)
+
+
+def e8m0_scale(amax: torch.Tensor, element: str, mode: str) -> torch.Tensor:
+    """Block amax (float32, not negative) -> E8M0 bytes (uint8) of the smallest or nearest power of two, by mode."""
+    finite = amax.isfinite()
+    if mode == "rceil":
+        bits = (amax * _f32(1.0 / _element_max(element))).view(torch.int32)
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        byte = exponent + torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)
+    else:
+        bits = amax.view(torch.int32)
+        if mode == "even":
+            bits = (bits + (1 << (23 - MX_MBITS[element] - 1))) & -(1 << 23)
+        exponent = (bits >> 23) - 127 - MX_EMAX[element]
+        if mode == "ceil":
+            exponent = exponent + ((bits & 0x7FFFFF) > 0)
+        byte = exponent.clamp(-127, 128) + 127
+    return torch.where(finite, byte, 255).to(torch.uint8)
+
+
+def e8m0_decode(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes (uint8) -> float32 2^(byte - 127); 255 gives NaN."""
+    return torch.where(byte == 255, torch.nan, _exp2(byte.to(torch.int32) - 127))
+
+
+def _exp2(exponent: torch.Tensor) -> torch.Tensor:
+    """int32 in [-149, 127] -> float32 2^exponent, exactly (subnormals too)."""
+    normal = (exponent + 127) << 23
+    subnormal = 1 << (exponent + 149).clamp(0, 22)
+    return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
+
+
+def _f32(value: float) -> float:
+    """A Python float rounded to float32."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def _element_max(element: str) -> float:
+    return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[element]
+
+
+# ---------------------------------------------------------------- quantise
+
+
+def quantize(
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, layout: str = "linear"
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Quantise along the last dimension.
+
+    x: [..., R, K] (or [K]) bf16, fp16 or fp32. outer: float32 decode factor, [] or [..., R, 1]; None computes it
+    from x where the format has one.
+    Returns data [..., R, ceil(K / block) * block] (half of that, packed, for E2M1), block scales
+    ([..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None without block scales), and
+    the outer scale in float32 (None where the format has none and none was given).
+    """
+    if x.dim() == 1:
+        return _drop_row(quantize(x.unsqueeze(0), fmt, outer, layout), layout)
+    x = x.float()
+    if fmt.scale is None:
+        return _quantize_rowwise(x, fmt, outer)
+    blocks = _blocks(x, fmt)
+    amax = blocks.abs().amax((-3, -1))  # NaN propagates
+    if fmt.scale == "e8m0":
+        byte = e8m0_scale(amax, fmt.element, fmt.contract)
+        scales, factor = byte.view(torch.float8_e8m0fnu), _exp2(127 - byte.to(torch.int32))
+    elif fmt.contract == "torchao":
+        outer = _torchao_outer(x) if outer is None and fmt.outer else outer
+        scales, factor = _torchao_scales(amax, outer)
+    else:
+        senc, outer = _te_outer(x, fmt, outer)
+        scales, factor = _te_scales(amax, senc, outer)
+    data = _encode(x, blocks, factor[..., :, None, :, None], fmt)
+    return data, _lay_out(scales, fmt, x.shape[-2], layout), outer
+
+
+def _drop_row(result, layout: str):
+    data, scales, outer = result
+    if scales is not None and layout == "linear":
+        scales = scales.squeeze(0)
+    return data.squeeze(0), scales, outer.squeeze(0) if outer is not None and outer.dim() == 2 else outer
+
+
+def _blocks(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """[..., R, K] -> [..., R / br, br, K / bc, bc], zero-padded to whole blocks."""
+    rows, cols = fmt.block
+    r, k = ceil_div(x.shape[-2], rows), ceil_div(x.shape[-1], cols)
+    padded = F.pad(x, (0, k * cols - x.shape[-1], 0, r * rows - x.shape[-2]))
+    return padded.reshape(*x.shape[:-2], r, rows, k, cols)
+
+
+def _encode(x, blocks, factor, fmt: BlockFormat) -> torch.Tensor:
+    """Elements times their block's encode factor, rounded to codes: [..., R, padded K], packed for E2M1."""
+    limit = fmt.element_max
+    y = (blocks * factor).clamp(-limit, limit)
+    if fmt.packed:
+        codes = e2m1_encode(y, blocks < 0)
+    else:
+        codes = saturate(y, fmt.data_dtype)
+    *batch, r, rows, k, cols = blocks.shape
+    codes = codes.reshape(*batch, r * rows, k * cols)[..., : x.shape[-2], :].contiguous()
+    return pack(codes) if fmt.packed else codes
+
+
+def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:
+    if layout == "linear":
+        return scales
+    if fmt.square:  # the matrix instruction reads a scale for each row
+        scales = _expand_rows(scales, fmt, rows)
+    return to_swizzled(scales)
+
+
+def _expand_rows(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
+    """Compact square-block scales [..., R / br, C] -> one a row [..., R, C]."""
+    repeated = scales.view(torch.uint8).repeat_interleave(fmt.block[0], dim=-2)
+    return repeated[..., :rows, :].view(scales.dtype)
+
+
+def _amax(x: torch.Tensor, per_row: bool) -> torch.Tensor:
+    """abs max of the tensor ([]) or of each row ([..., R, 1]); 0 where there is nothing."""
+    if x.shape[-1] == 0 or x.numel() == 0:
+        return x.new_zeros((*x.shape[:-1], 1) if per_row else ())
+    return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
+
+
+def _torchao_outer(x: torch.Tensor) -> torch.Tensor:
+    amax = _amax(x, per_row=False)
+    return torch.where(amax == 0, 1.0, amax / NVFP4_MAX)
+
+
+def _torchao_scales(amax: torch.Tensor, outer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E4M3 block scales, encode factors) of contract torchao."""
+    scale = amax / 6.0
+    if outer is not None:
+        scale = scale / outer
+    scales = _visible(saturate(scale.clamp(min=E4M3_MIN_NORMAL), torch.float8_e4m3fn), amax)
+    s = scales.float()
+    return scales, (1.0 / s if outer is None else (1.0 / outer) / s)
+
+
+def _te_outer(x, fmt: BlockFormat, outer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(encode scale, decode scale) of contract te; the encode scale is 1 and the decode scale None at one level."""
+    if outer is not None:
+        return 1.0 / outer, outer
+    if fmt.outer is None:
+        return x.new_ones(()), None
+    amax = _amax(x, per_row=fmt.outer == "row")
+    senc = (NVFP4_MAX / amax).clamp(max=FLT_MAX)
+    senc = torch.where((amax == 0) | (senc == 0), 1.0, senc)
+    return senc, 1.0 / senc
+
+
+def _te_scales(amax: torch.Tensor, senc: torch.Tensor, outer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(E4M3 block scales, encode factors) of contract te."""
+    scale = (amax * (senc * _f32(1.0 / 6.0))).clamp(max=FLT_MAX)
+    scales = _visible(saturate(scale, torch.float8_e4m3fn), amax)
+    s = scales.float()
+    return scales, (1.0 / (s if outer is None else s * outer)).clamp(max=FLT_MAX)
+
+
+def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
+    """torchao float8 rowwise: encode = 448 / max(amax, 1e-12), divided in float64; decode = 1 / encode."""
+    if outer is None:
+        amax = _amax(x, per_row=True).double().clamp(min=FLOAT8_AMAX_EPS)
+        encode = (E4M3_MAX / amax).float()
+        # Inf / Inf: an infinite amax must not turn into a zero encode scale and finite codes.
+        encode = torch.where(amax.isfinite(), encode, torch.nan)
+        outer = 1.0 / encode
+    else:
+        encode = 1.0 / outer
+    return saturate(x * encode, fmt.data_dtype), None, outer
+
+
+# ---------------------------------------------------------------- dequantise and multiply
+
+
+def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
+    """Codes times block scales in float32, without the outer scale: [..., R, padded K]. Every product is exact.
+
+    scales: linear (as many dimensions as data) or swizzled (one fewer).
+    """
+    values = e2m1_decode(unpack(data)) if fmt.packed else data.float()
+    if scales is None:
+        return values
+    if scales.dim() < data.dim():
+        scales = from_swizzled(scales, data.shape[-2], values.shape[-1] // fmt.block_cols)
+    elif fmt.square:
+        scales = _expand_rows(scales, fmt, data.shape[-2])
+    decoded = e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
+    blocks = values.unflatten(-1, (scales.shape[-1], fmt.block_cols))
+    return (blocks * decoded.unsqueeze(-1)).flatten(-2)
+
+
+def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """The represented values, [..., R, cols] in dtype: element * block scale * outer in float32, then the cast."""
+    if data.dim() == 1:
+        if scales is not None and scales.numel() == ceil_div(cols, fmt.block_cols):  # linear, not swizzled
+            scales = scales.unsqueeze(0)
+        return dequantize(data.unsqueeze(0), scales, outer, fmt, cols, dtype).squeeze(0)
+    values = expand(data, scales, fmt)[..., :cols]
+    return (values if outer is None else values * outer).to(dtype)
+
+
+def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> torch.Tensor:
+    """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
+
+    A format of None marks a plain floating-point operand. The float32 product is multiplied once by
+    outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is cast.
+    """
+    if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
+        raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
+    left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
+    right = b.float() if b_fmt is None else expand(b, b_scales, b_fmt)
+    k = min(left.shape[-1], right.shape[-1])  # a plain operand is not padded; the packed one's padding is zero
+    out = left[..., :k] @ right[..., :k].transpose(-2, -1)
+    outer = _outer_product(a_outer, b_outer)
+    if outer is not None:
+        out = out * outer
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+def _outer_product(a_outer, b_outer):
+    """outer_a ([] or [..., M, 1]) * outer_b ([] or [..., N, 1], turned into a row), or the one that is there."""
+    if b_outer is not None and b_outer.dim() > 0:
+        b_outer = b_outer.transpose(-2, -1)
+    if a_outer is None or b_outer is None:
+        return b_outer if a_outer is None else a_outer
+    return a_outer * b_outer
