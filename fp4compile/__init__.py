@@ -1,6 +1,24 @@
 """fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile."""
 
+from fp4compile.backend import backend
+from fp4compile.calibrate import calibrate
+from fp4compile.capture import explain
 from fp4compile.formats import BlockFormat
 from fp4compile.ops import BlockScaled, quantize, scaled_mm
+from fp4compile.recipe import Recipe, recipes
+from fp4compile.recipe_io import add_arguments
+from fp4compile.report import Report
 
-__all__ = ["BlockFormat", "BlockScaled", "quantize", "scaled_mm"]
+__all__ = [
+    "BlockFormat",
+    "BlockScaled",
+    "Recipe",
+    "Report",
+    "add_arguments",
+    "backend",
+    "calibrate",
+    "explain",
+    "quantize",
+    "recipes",
+    "scaled_mm",
+]

@@ -1,0 +1,56 @@
+"""Static activation scales: run a model over sample batches and note each layer's largest activation."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fp4compile.capture import observe
+from fp4compile.passes.plan import Decision
+from fp4compile.recipe import Recipe
+from fp4compile.recipe_io import resolve
+from fp4compile.reference import NVFP4_MAX
+
+
+def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Recipe = "nvfp4_static") -> Recipe:
+    """The recipe with static activation scales measured on the batches: amax / 2688 for each layer it quantises.
+
+    batches: each a tensor, a tuple of positional or a dict of keyword arguments for the model. The model runs
+        uncompiled, without gradients.
+    recipe: any whose activations (fprop_x) are NVFP4 with a tensor outer scale; its scales become static.
+
+    Raises ValueError for another recipe, for no batches, and if no activation was seen or one was not finite.
+    """
+    chosen = resolve(recipe).replace(activation_scale="static")
+    amax: dict[str, torch.Tensor] = {}
+
+    def see(decision: Decision, activation: torch.Tensor) -> None:
+        name = decision.gemm.module
+        seen = activation.detach().float().abs().amax() if activation.numel() else activation.new_zeros(())
+        amax[name] = torch.maximum(amax[name], seen) if name in amax else seen
+
+    # Scales do not decide which layers are quantised, so the recipe is watched as a dynamic one.
+    watched = observe(model, chosen.replace(activation_scale="dynamic", static_scales=()), see)
+    count = 0
+    with torch.no_grad():
+        for batch in batches:
+            _call(watched, batch)
+            count += 1
+    if count == 0:
+        raise ValueError("batches: got none; calibration needs at least one")
+    return chosen.replace(static_scales={name: _decode_factor(name, value) for name, value in amax.items()})
+
+
+def _call(model: Callable, batch: Any) -> None:
+    if isinstance(batch, dict):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
+def _decode_factor(name: str, amax: torch.Tensor) -> float:
+    if not torch.isfinite(amax):
+        raise ValueError(f"batches: the activation of layer {name!r} is not finite")
+    return (amax / NVFP4_MAX).item() or 1.0

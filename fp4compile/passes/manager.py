@@ -1,0 +1,138 @@
+"""One manager object a pass slot of Inductor: the order of the passes, their cache key, match counts, dumps.
+
+`JointPasses` goes into `joint_custom_pre_pass`, which sees forward and backward of a training graph together, and
+inference graphs too. It runs a pass that the user had in the slot first, on the graph that this pass expects.
+"""
+
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from fp4compile.passes.find import Gemm, Input, find
+from fp4compile.passes.plan import Decision, plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import Recipe
+from fp4compile.report import Row
+
+log = logging.getLogger("fp4compile")
+_dump_number = itertools.count()
+
+# Where finished graphs report: rows of the products, match counts.
+Sink = Callable[[list[Row], dict[str, int]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class JointPasses(CustomGraphPass):
+    """find -> plan -> rewrite on a joint or inference graph.
+
+    inputs: what is known of the compiled function's arguments, by position. sink: takes the rows and match counts.
+    user_passes: what the slot held before, run first.
+    """
+
+    recipe: Recipe
+    inputs: tuple[Input, ...]
+    sink: Sink
+    user_passes: tuple[Callable[[Graph], None], ...] = ()
+
+    def __call__(self, graph: Graph) -> None:
+        for user_pass in self.user_passes:
+            user_pass(graph)
+        start = time.perf_counter()
+        decisions = analyse(graph, self.recipe, self.inputs)
+        rows = [describe(decision) for decision in decisions]
+        with dumped(graph, "rewrite"):
+            rewritten = rewrite(graph, decisions)
+        counts = {"find": len(decisions), "rewrite": rewritten}
+        log.info("joint graph: %s in %.1f ms", counts, 1e3 * (time.perf_counter() - start))
+        for row in rows:
+            log.debug("%s", row)
+        self.sink(rows, counts)
+
+    def uuid(self) -> tuple | None:
+        """Covers recipe, parameter names, device, this package's source and the user's passes; None if theirs is."""
+        theirs = [getattr(p, "uuid", lambda: None)() for p in self.user_passes]
+        if any(key is None for key in theirs):
+            return None
+        return ("fp4compile", self.recipe.digest, names_digest(self.inputs), device_key(), source_digest(), *theirs)
+
+
+def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
+    """find and plan: what would happen to each product of the graph."""
+    return plan(find(graph, inputs), recipe, inputs)
+
+
+def describe(decision: Decision) -> Row:
+    """The report's row of a decision. Reads the graph, so it is made before the rewrite."""
+    gemm = decision.gemm
+    m, n, k = (_size(size) for size in gemm.dims) if gemm.dims else (None, None, None)
+    flops = _size(gemm.flops)
+    return Row(
+        module=gemm.module, product=gemm.product, m=m, n=n, k=k,
+        left=_operand_format(gemm, "left", decision), right=_operand_format(gemm, "right", decision),
+        tier=decision.tier, reason=decision.reason, flops=flops if isinstance(flops, int) and flops else None,
+    )  # fmt: skip
+
+
+def _size(size) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _operand_format(gemm: Gemm, side: str, decision: Decision) -> str | None:
+    fmt, operand = getattr(decision, side), getattr(gemm, side)
+    if fmt is not None or operand is None:
+        return fmt
+    return str(operand.source.meta["val"].dtype).removeprefix("torch.")
+
+
+class dumped:
+    """Writes the graph before and after a pass to the directory FP4COMPILE_DUMP, if that is set."""
+
+    def __init__(self, graph: Graph, name: str):
+        self.graph, self.name = graph, name
+        self.directory = os.environ.get("FP4COMPILE_DUMP")
+
+    def __enter__(self):
+        if self.directory:
+            self.number = next(_dump_number)
+            self._write("before")
+
+    def __exit__(self, *exc):
+        if self.directory:
+            self._write("after")
+
+    def _write(self, when: str) -> None:
+        module = torch.fx.GraphModule(self.graph.owning_module or {}, self.graph)
+        text = module.print_readable(print_output=False)
+        directory = Path(self.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{os.getpid()}_{self.number:03d}_{self.name}_{when}.py").write_text(text)
+
+
+def names_digest(inputs: tuple[Input, ...]) -> str:
+    return hashlib.sha256(repr([entry.parameter for entry in inputs]).encode()).hexdigest()
+
+
+def device_key() -> str:
+    """The GPU that kernels are specialised for: its compute capability, "cpu" without one."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "sm{}{}".format(*torch.cuda.get_device_capability())
+
+
+@functools.cache
+def source_digest() -> str:
+    """Hash of this package's source: a changed pass or kernel misses the caches."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

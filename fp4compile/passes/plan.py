@@ -1,0 +1,135 @@
+"""Decide by recipe what each product becomes: `Gemm` x `Recipe` x names -> `Decision` with a reason. Never mutates."""
+
+import re
+from dataclasses import dataclass
+
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+from fp4compile.ops import FLOAT_DTYPES
+from fp4compile.passes.find import Gemm, Input
+from fp4compile.recipe import Recipe, named
+
+_LM_HEADS = ("lm_head", "embed_out", "unembed", "output_projection")
+_DEVICES = ("cpu", "cuda")
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to a product. reason: why it is left alone; None where it is quantised.
+
+    left, right: format names of the operands; None keeps that operand in high precision.
+    left_outer, right_outer: static decode factors; None computes them.
+    tier: who computes it, "reference", "emulated" or "native".
+    """
+
+    gemm: Gemm
+    reason: str | None = None
+    left: str | None = None
+    right: str | None = None
+    left_outer: float | None = None
+    right_outer: float | None = None
+    tier: str | None = None
+
+
+def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
+    """One decision for each product, in the same order."""
+    blocks = _count_blocks(recipe, inputs)
+    return [_decide(gemm, recipe, blocks) for gemm in gemms]
+
+
+def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
+    reason = gemm.unsupported or _unfit(gemm)
+    if reason is not None:
+        return Decision(gemm, reason)
+    rule = recipe.rule_for(gemm.module)
+    if rule is not None and rule.action == "skip":
+        return Decision(gemm, f"rule {rule.pattern!r}")
+    layer_recipe = recipe
+    if rule is not None and rule.action != "quantize":
+        layer_recipe = named(rule.action)
+    if not layer_recipe.quantizes(gemm.product):
+        return Decision(gemm, _left_by_recipe(gemm, layer_recipe))
+    if rule is None:  # a rule that names a layer outranks the defaults for its place in the model
+        reason = _excluded_place(gemm, recipe, blocks)
+    reason = reason or _too_small(gemm, recipe)
+    if reason is not None:
+        return Decision(gemm, reason)
+    return _quantised(gemm, layer_recipe, recipe)
+
+
+def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
+    chosen = {}
+    for side, operand in (("left", gemm.left), ("right", gemm.right)):
+        chosen[side] = getattr(layer_recipe, operand.role)
+        if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
+            outer = recipe.static_scale(gemm.module)
+            if outer is None:
+                return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
+            chosen[f"{side}_outer"] = outer
+    return Decision(gemm, **chosen, tier="reference")
+
+
+def _unfit(gemm: Gemm) -> str | None:
+    """What no recipe can change: dtype and device of the operands."""
+    for operand in (gemm.left, gemm.right):
+        value = operand.source.meta["val"]
+        if value.dtype not in FLOAT_DTYPES:
+            return f"dtype {str(value.dtype).removeprefix('torch.')}"
+        if value.device.type not in _DEVICES:
+            return f"device {value.device.type}"
+    out = gemm.node.meta["val"].dtype
+    return None if out in FLOAT_DTYPES else f"dtype {str(out).removeprefix('torch.')}"
+
+
+def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
+    if gemm.product == "attention":
+        return "activation x activation: the recipe leaves attention in high precision"
+    return f"recipe {recipe.name} leaves {gemm.product} in high precision"
+
+
+def _excluded_place(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> str | None:
+    if recipe.skip_lm_head and _is_lm_head(gemm):
+        return "LM head"
+    place = _block_index(gemm.module)
+    if place is None:
+        return None
+    container, index = place
+    if index < recipe.skip_first_blocks:
+        return f"block {index} is among the first {recipe.skip_first_blocks}"
+    if recipe.skip_last_blocks and index >= blocks.get(container, 0) - recipe.skip_last_blocks:
+        return f"block {index} is among the last {recipe.skip_last_blocks}"
+    return None
+
+
+def _is_lm_head(gemm: Gemm) -> bool:
+    return gemm.tied_to_embedding or gemm.module == "output" or gemm.module.split(".")[-1] in _LM_HEADS
+
+
+def _block_index(module: str) -> tuple[str, int] | None:
+    """("model.layers", 3) of "model.layers.3.mlp.up_proj"; None outside a numbered list."""
+    match = _BLOCK.search(module)
+    return None if match is None else (module[: match.start()], int(match.group(1)))
+
+
+def _count_blocks(recipe: Recipe, inputs: tuple[Input, ...]) -> dict[str, int]:
+    """Number of blocks of each numbered list, from the parameters' names."""
+    counts: dict[str, int] = {}
+    for entry in inputs:
+        place = _block_index(entry.parameter) if entry.parameter else None
+        if place is not None:
+            container, index = place
+            counts[container] = max(counts.get(container, 0), index + 1)
+    if recipe.num_blocks is not None:
+        counts = dict.fromkeys(counts, recipe.num_blocks)
+    return counts
+
+
+def _too_small(gemm: Gemm, recipe: Recipe) -> str | None:
+    names = (("M", "min_m"), ("N", "min_n"), ("K", "min_k"))
+    for size, (letter, limit) in zip(gemm.layer, names, strict=True):
+        # A symbolic size that may be large enough counts as large enough: no guard is added.
+        if statically_known_true(size < getattr(recipe, limit)):
+            return f"{letter}={size} is below {limit}={getattr(recipe, limit)}"
+    return None

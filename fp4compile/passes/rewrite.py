@@ -1,0 +1,135 @@
+"""Rewrite the planned products of a joint graph into quantise -> scaled_mm.
+
+Entry: `rewrite(graph, decisions)`. A product left @ right contracts left's last dimension with right's first, and
+`scaled_mm` takes both operands with the contraction last. So the left operand is quantised along its last dimension
+and the right one along its first; a transposition in the graph only swaps which dimension of the source that is,
+and never costs a copy.
+
+New nodes take the metadata of the product they serve (activation checkpointing, partitioner tags, module stacks) and
+their value from the op's fake implementation.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile import formats
+from fp4compile.passes.find import Gemm, Operand
+from fp4compile.passes.plan import Decision
+
+aten = torch.ops.aten
+_SAME_VALUES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def rewrite(graph: Graph, decisions: list[Decision]) -> int:
+    """Rewrite every quantised decision; returns how many."""
+    builder = _Builder(graph)
+    chosen = [d for d in decisions if d.reason is None]
+    for decision in chosen:
+        builder.replace(decision)
+    graph.eliminate_dead_code()
+    return len(chosen)
+
+
+class _Builder:
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.quantised: dict[tuple, tuple[Node, Node | None, Node | None]] = {}
+
+    def replace(self, decision: Decision) -> None:
+        gemm, node = decision.gemm, decision.gemm.node
+        dtype = node.meta["val"].dtype
+        with self.graph.inserting_before(node):
+            left = self._operand(gemm, gemm.left, decision.left, decision.left_outer, -1)
+            right = self._operand(gemm, gemm.right, decision.right, decision.right_outer, -2)
+            args = (*left, decision.left, *right, decision.right)
+            if gemm.bias is None:
+                out = self._scaled_mm(args, None, dtype, node.meta)
+            elif (gemm.beta, gemm.alpha) == (1, 1) and gemm.bias.meta["val"].dim() == 1:
+                out = self._scaled_mm(args, gemm.bias, dtype, node.meta)
+            else:
+                out = self._general_addmm(gemm, args, dtype)
+        node.replace_all_uses_with(out)
+        self.graph.erase_node(node)
+
+    def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
+        """beta * bias + alpha * product in float32, then the cast, for a bias that is no row or scaled."""
+        meta = gemm.node.meta
+        product = self._scaled_mm(args, None, torch.float32, meta)
+        if gemm.alpha != 1:
+            product = self._call(aten.mul.Tensor, (product, gemm.alpha), meta)
+        if gemm.beta != 0:
+            product = self._call(aten.add.Tensor, (product, gemm.bias), meta, alpha=gemm.beta)
+        if dtype != torch.float32:
+            product = self._call(torch.ops.prims.convert_element_type.default, (product, dtype), meta)
+        return product
+
+    def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict) -> Node:
+        return self._call(torch.ops.fp4compile.scaled_mm.default, (*args, bias, dtype), meta)
+
+    def _operand(self, gemm: Gemm, operand: Operand, fmt: str | None, outer: float | None, dim: int) -> tuple:
+        """(data, scales, outer) with the contraction last; `dim` is the contraction in the operand as multiplied."""
+        if operand.transposed:
+            dim = -3 - dim  # -1 <-> -2
+        meta = self._meta_for(gemm, operand)
+        if fmt is None:
+            if dim == -1:
+                return operand.source, None, None
+            rank = operand.source.meta["val"].dim()
+            swap = self._call(aten.transpose.int, (operand.source, rank - 2, rank - 1), meta)
+            return swap, None, None
+        key = (_same_values(operand.source), fmt, dim, outer)
+        if key not in self.quantised:
+            self.quantised[key] = self._quantize(operand.source, fmt, dim, outer, meta)
+        return self.quantised[key]
+
+    def _quantize(self, source: Node, fmt: str, dim: int, outer: float | None, meta: dict) -> tuple:
+        kwargs = {}
+        if outer is not None:
+            device = source.meta["val"].device
+            kwargs["outer"] = self._call(aten.full.default, ([], outer), meta, dtype=torch.float32, device=device)
+        node = self._call(torch.ops.fp4compile.quantize.default, (source, fmt, dim), meta, **kwargs)
+        data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))
+        known = formats.get(fmt)
+        if known.outer is None:
+            computed = None
+        return data, scales if known.scale else None, kwargs.get("outer", computed)
+
+    def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
+        """Metadata of a quantise: where the partitioner and activation checkpointing shall count it."""
+        if operand.role == "wgrad_x":
+            # Part of the forward, made for the backward: recomputed where the layer's forward is recomputed.
+            return gemm.forward.meta
+        if operand.role == "dgrad_w":
+            # A packed copy of a parameter that is there anyway: never saved, made when the backward needs it.
+            return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
+        return gemm.node.meta
+
+    def _call(self, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
+        node.meta["val"] = _fake_value(node)
+        return node
+
+
+def _fake_value(node: Node) -> Any:
+    def value(arg):
+        return arg.meta["val"] if isinstance(arg, Node) else arg
+
+    args, kwargs = torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    fake = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), None)
+    mode = getattr(fake, "fake_mode", None) or torch._guards.detect_fake_mode()
+    with mode:
+        return node.target(*args, **kwargs)
+
+
+def _same_values(node: Node) -> tuple:
+    """A key that is equal for nodes which reshape the same node in the same way (each of Q, K, V has its own view)."""
+    if node.target in _SAME_VALUES:
+        return (_same_values(node.args[0]), tuple(str(size) for size in node.args[1]))
+    return (node,)

@@ -1,0 +1,268 @@
+"""Recipes: which operand of which product takes which format, and which layers are left alone.
+
+A `Recipe` is frozen and hashable; contradictions raise when it is built. `recipe_io.py` reads recipes from TOML, the
+environment and command lines.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fp4compile import formats
+from fp4compile.formats import BlockFormat, unknown_name
+
+PRODUCTS = ("fprop", "dgrad", "wgrad", "attention")
+_OPERANDS = {
+    "fprop": ("fprop_x", "fprop_w"),
+    "dgrad": ("dgrad_dy", "dgrad_w"),
+    "wgrad": ("wgrad_dy", "wgrad_x"),
+    "attention": ("attention_a", "attention_b"),
+}
+_ACTIONS = ("skip", "quantize")
+_NOT_YET = "needs the random Hadamard transform and stochastic rounding, which are not available yet"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to do with the layers whose fully qualified module name matches a glob.
+
+    action: "skip", "quantize" (also where the recipe's defaults would leave the layer alone), or the name of a
+    recipe whose formats the layer takes.
+    """
+
+    pattern: str
+    action: str
+
+    def __post_init__(self):
+        for name in ("pattern", "action"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"rules: {name} must be a string, got {type(getattr(self, name)).__name__}")
+        if self.action not in (*_ACTIONS, *_NAMED):
+            raise ValueError(unknown_name("rule action", self.action, (*_ACTIONS, *_NAMED)))
+
+    def matches(self, module: str) -> bool:
+        return fnmatchcase(module, self.pattern)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The user's decisions about precision.
+
+    fprop_x ... attention_b: format name of each operand (`formats.NAMED`, a spec string or a `BlockFormat`); None
+        keeps it in high precision. A product with no format at all is left alone.
+    rules: ordered; the first whose glob matches the layer's name decides.
+    min_m, min_n, min_k: smallest tokens, out features and in features of a layer worth quantising.
+    skip_first_blocks, skip_last_blocks: transformer blocks left alone at either end. num_blocks: how many there
+        are, for models whose graphs are broken into parts that do not show it.
+    skip_lm_head: leave the language-model head alone.
+    activation_scale: "dynamic", or "static": the outer scale of fprop_x is read from static_scales.
+    static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them.
+    hadamard, stochastic_rounding: products whose operands are transformed, or rounded stochastically.
+    """
+
+    name: str = "custom"
+    fprop_x: str | None = None
+    fprop_w: str | None = None
+    dgrad_dy: str | None = None
+    dgrad_w: str | None = None
+    wgrad_dy: str | None = None
+    wgrad_x: str | None = None
+    attention_a: str | None = None
+    attention_b: str | None = None
+    rules: tuple[Rule, ...] = ()
+    min_m: int = 1
+    min_n: int = 32
+    min_k: int = 32
+    skip_first_blocks: int = 0
+    skip_last_blocks: int = 0
+    num_blocks: int | None = None
+    skip_lm_head: bool = True
+    activation_scale: str = "dynamic"
+    static_scales: tuple[tuple[str, float], ...] = ()
+    hadamard: tuple[str, ...] = ()
+    stochastic_rounding: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        self._normalise()
+        self._check_types()
+        for product in PRODUCTS:
+            self._check_product(product)
+        self._check_static()
+        self._check_training()
+
+    def _normalise(self) -> None:
+        def put(name, value):
+            object.__setattr__(self, name, value)
+
+        for name in _ROLES:
+            value = getattr(self, name)
+            if value is not None:
+                put(name, formats.get(value).name)
+        put("rules", tuple(_rule(entry) for entry in self.rules))
+        scales = self.static_scales
+        scales = scales.items() if isinstance(scales, dict) else scales
+        put("static_scales", tuple(sorted((str(name), float(scale)) for name, scale in scales)))
+        for name in ("hadamard", "stochastic_rounding"):
+            put(name, tuple(getattr(self, name)))
+
+    def _check_types(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name: expected a string, got {type(self.name).__name__}")
+        if not isinstance(self.skip_lm_head, bool):
+            raise TypeError(f"skip_lm_head: expected a bool, got {type(self.skip_lm_head).__name__}")
+        for name in ("min_m", "min_n", "min_k", "skip_first_blocks", "skip_last_blocks", "num_blocks"):
+            value = getattr(self, name)
+            if value is None and name == "num_blocks":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+            if value < 0:
+                raise ValueError(f"{name}={value}: must not be negative")
+
+    def _check_product(self, product: str) -> None:
+        left, right = (None if name is None else formats.get(name) for name in self.operands(product))
+        if left is not None and right is not None:
+            if not formats.compatible(left, right):
+                raise ValueError(
+                    f"{product}: formats {left.name} and {right.name} cannot be multiplied: "
+                    "scale types or block lengths differ"
+                )
+        elif any(fmt is not None and fmt.scale is None for fmt in (left, right)):
+            raise ValueError(f"{product}: float8_rowwise needs both operands in that format")
+
+    def _check_static(self) -> None:
+        if self.activation_scale not in ("dynamic", "static"):
+            raise ValueError(f"activation_scale={self.activation_scale!r}: allowed are 'dynamic', 'static'")
+        if self.activation_scale == "static":
+            fmt = None if self.fprop_x is None else formats.get(self.fprop_x)
+            if fmt is None or fmt.outer != "tensor":
+                raise ValueError(
+                    f"activation_scale='static' needs an fprop_x whose outer scale is one a tensor, got {self.fprop_x}"
+                )
+
+    def _check_training(self) -> None:
+        for name in ("hadamard", "stochastic_rounding"):
+            for product in getattr(self, name):
+                if product not in PRODUCTS:
+                    raise ValueError(f"{name}: {unknown_name('product', product, PRODUCTS)}")
+        outside = [product for product in self.hadamard if product != "wgrad"]
+        if outside:
+            raise ValueError(f"hadamard={outside}: the Hadamard transform is defined for the operands of wgrad only")
+        if self.hadamard or self.stochastic_rounding:
+            raise ValueError(f"recipe {self.name!r} {_NOT_YET}")
+
+    def operands(self, product: str) -> tuple[str | None, str | None]:
+        """Format names of a product's left and right operand, as the recipe's fields name them."""
+        first, second = _OPERANDS[product]
+        return getattr(self, first), getattr(self, second)
+
+    def quantizes(self, product: str) -> bool:
+        """Whether any operand of the product has a format."""
+        return any(fmt is not None for fmt in self.operands(product))
+
+    def rule_for(self, module: str) -> Rule | None:
+        """The first rule whose glob matches the module name."""
+        return next((rule for rule in self.rules if rule.matches(module)), None)
+
+    def static_scale(self, module: str) -> float | None:
+        return dict(self.static_scales).get(module)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of the recipe's content; the same in every process."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `from_dict` gives an equal recipe back."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
+        plain["static_scales"] = dict(self.static_scales)
+        plain["hadamard"], plain["stochastic_rounding"] = list(self.hadamard), list(self.stochastic_rounding)
+        return plain
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "Recipe":
+        """From fields as `to_dict` gives them; a key "recipe" names the recipe that they override.
+
+        Raises ValueError for an unknown field or recipe.
+        """
+        fields = dict(fields)
+        base = fields.pop("recipe", None)
+        return (cls() if base is None else named(base)).replace(**fields)
+
+    @classmethod
+    def from_toml(cls, path) -> "Recipe":
+        """See `recipe_io.from_toml`."""
+        from fp4compile import recipe_io
+
+        return recipe_io.from_toml(path)
+
+    @classmethod
+    def from_args(cls, args) -> "Recipe | None":
+        """See `recipe_io.from_args`."""
+        from fp4compile import recipe_io
+
+        return recipe_io.from_args(args)
+
+    def replace(self, **overrides: Any) -> "Recipe":
+        """A copy with fields replaced. Raises ValueError for a field that does not exist."""
+        allowed = [field.name for field in dataclasses.fields(self)]
+        for name in overrides:
+            if name not in allowed:
+                raise ValueError(unknown_name("recipe field", name, allowed))
+        return dataclasses.replace(self, **overrides)
+
+
+_ROLES = tuple(role for pair in _OPERANDS.values() for role in pair)
+
+
+def _rule(entry: Any) -> Rule:
+    if isinstance(entry, Rule):
+        return entry
+    if isinstance(entry, dict):
+        for key in entry:
+            if key not in ("pattern", "action"):
+                raise ValueError(unknown_name("rule field", key, ("pattern", "action")))
+        return Rule(entry.get("pattern", "*"), entry.get("action", "skip"))
+    if isinstance(entry, tuple | list) and len(entry) == 2:
+        return Rule(*entry)
+    raise TypeError(f"rules: expected a Rule, a dict or a (pattern, action) pair, got {entry!r}")
+
+
+def _all(x: BlockFormat | str, w: str | None = None) -> dict[str, Any]:
+    """x for activations and gradients, w (x where not given) for weights."""
+    return dict.fromkeys(_ROLES[:6], x) | dict.fromkeys(("fprop_w", "dgrad_w"), w or x)
+
+
+# One-level scales have nothing to lift small gradients into range, static scales are measured on activations alone,
+# and weight-only keeps activations as they are: these three quantise the forward product only.
+_NAMED: dict[str, dict[str, Any]] = {
+    "nvfp4": _all("nvfp4"),
+    "nvfp4_one_level": {"fprop_x": "nvfp4_one_level", "fprop_w": "nvfp4_one_level"},
+    "nvfp4_static": {"fprop_x": "nvfp4", "fprop_w": "nvfp4", "activation_scale": "static"},
+    "nvfp4_rowwise": _all("nvfp4_te") | {"fprop_x": "nvfp4_rowwise"},
+    "nvfp4_weight_only": {"fprop_w": "nvfp4"},
+    "mxfp8": _all("mxfp8"),
+    "mxfp8_floor": _all("mxfp8_floor"),
+    "mxfp8_32x32": _all("mxfp8", w="mxfp8_32x32"),
+    "mxfp4": _all("mxfp4"),
+    "float8_rowwise": _all("float8_rowwise"),
+}
+
+
+def recipes() -> tuple[str, ...]:
+    """The names of the named recipes."""
+    return tuple(_NAMED)
+
+
+def named(name: str) -> Recipe:
+    """The recipe of a name. Raises ValueError for an unknown one, with the nearest match."""
+    if name == "nvfp4_train":
+        raise ValueError(f"recipe 'nvfp4_train' {_NOT_YET}; 'nvfp4' or 'mxfp8' train without them")
+    if name not in _NAMED:
+        raise ValueError(unknown_name("recipe", name, _NAMED))
+    return Recipe(name=name, **_NAMED[name])
