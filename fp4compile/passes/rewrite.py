@@ -21,7 +21,7 @@ from fp4compile.passes.find import Gemm, Operand
 from fp4compile.passes.plan import Decision
 
 aten = torch.ops.aten
-_SAME_VALUES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_REPEATED = (aten.view.default, aten._unsafe_view.default, torch.ops.prims.convert_element_type.default)
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
@@ -81,7 +81,7 @@ class _Builder:
             rank = operand.source.meta["val"].dim()
             swap = self._call(aten.transpose.int, (operand.source, rank - 2, rank - 1), meta)
             return swap, None, None
-        key = (_same_values(operand.source), fmt, dim, outer)
+        key = (_value_key(operand.source), fmt, dim, outer)
         if key not in self.quantised:
             self.quantised[key] = self._quantize(operand.source, fmt, dim, outer, meta)
         return self.quantised[key]
@@ -128,8 +128,11 @@ def _fake_value(node: Node) -> Any:
         return node.target(*args, **kwargs)
 
 
-def _same_values(node: Node) -> tuple:
-    """A key that is equal for nodes which reshape the same node in the same way (each of Q, K, V has its own view)."""
-    if node.target in _SAME_VALUES:
-        return (_same_values(node.args[0]), tuple(str(size) for size in node.args[1]))
+def _value_key(node: Node) -> tuple:
+    """A key that is equal for nodes that reshape or cast the same node in the same way.
+
+    Each of Q, K and V has its own view of their input, and under autocast its own cast.
+    """
+    if node.target in _REPEATED:
+        return (node.target, _value_key(node.args[0]), str(node.args[1]))
     return (node,)

@@ -1,0 +1,57 @@
+"""What the tests read compiled graphs with."""
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+
+class Recorder(CustomGraphPass):
+    """A user's pass that keeps the text of every graph it is given, changing nothing."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, graph):
+        self.graphs.append(summary(graph))
+
+    def uuid(self):
+        return "recorder"
+
+
+def summary(graph: torch.fx.Graph) -> str:
+    """Products, quantisers and the output, one a line, with dtypes and shapes of what they make."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            args = torch.utils._pytree.tree_leaves(node.args)
+            lines.append("return " + ", ".join(_typed(arg) for arg in args if arg is not None))
+        elif _shown(node):
+            lines.append(f"{_typed(node)} = {_name(node)}({', '.join(_argument(arg) for arg in node.args)})")
+    return "\n".join(lines)
+
+
+def _shown(node) -> bool:
+    name = str(node.target)
+    return name.startswith("fp4compile") or any(product in name for product in ("aten.mm", "aten.addmm", "aten.bmm"))
+
+
+def _name(node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _argument(arg) -> str:
+    return str(arg)
+
+
+def _typed(node) -> str:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return str(node)
+    return f"{node}: {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def compile_recorded(model, backend, slot="post_grad_custom_pre_pass", **options):
+    """(compiled model, recorder); the recorder sees each graph that reaches the slot."""
+    recorder = Recorder()
+    return torch.compile(model, backend=backend, options={slot: recorder, **options}), recorder

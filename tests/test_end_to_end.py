@@ -1,0 +1,206 @@
+"""Compiled outputs and gradients equal the same computation composed by hand from quantize and dequantize."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4compile
+from fp4compile.recipe import named, recipes
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+STATIC = {"": 0.0021}
+
+
+def recipe_of(name):
+    chosen = named(name)
+    return chosen.replace(static_scales=STATIC) if name == "nvfp4_static" else chosen
+
+
+def values(x, fmt, dim, outer=None):
+    """x as the product sees it: quantised along dim and expanded again, in x's own orientation, float32."""
+    if fmt is None:
+        return x.float()
+    scale = None if outer is None else torch.tensor(outer, device=x.device)
+    return fp4compile.quantize(x, fmt, dim=dim, outer=scale).dequantize().movedim(-1, dim)
+
+
+def by_hand(recipe, x, w, bias, dy, compute_dtype):
+    """(y, dx, dw, dbias) in float32 before the output cast; x [tokens, K], w [N, K], dy [tokens, N]."""
+    outer = STATIC[""] if recipe.activation_scale == "static" else None
+    xc = x.to(compute_dtype)
+    # A quantised weight comes from the parameter itself, one in high precision from its cast.
+    wf = w if recipe.fprop_w else w.to(compute_dtype)
+    wd = w if recipe.dgrad_w else w.to(compute_dtype)
+    y = values(xc, recipe.fprop_x, -1, outer).double() @ values(wf, recipe.fprop_w, -1).double().t()
+    if bias is not None:
+        y = y + bias.to(compute_dtype).double()
+    dx = values(dy, recipe.dgrad_dy, -1).double() @ values(wd, recipe.dgrad_w, 0).double()
+    dw = values(dy, recipe.wgrad_dy, 0).double().t() @ values(xc, recipe.wgrad_x, 0).double()
+    return y, dx, dw, dy.float().sum(0)
+
+
+def assert_rounds_to(actual, exact, dtype):
+    """actual is exact rounded to dtype, give or take 1e-5 of the largest value before that rounding."""
+    slack = 1e-5 * exact.abs().max()
+    low, high = (exact - slack).to(dtype), (exact + slack).to(dtype)
+    outside = (actual < low) | (actual > high)
+    assert not outside.any(), f"{outside.sum()} of {actual.numel()} elements off, at most by {(actual - exact).abs().max()}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["2d", "3d", "bias", "4d_bias", "bf16", "autocast", "no_bias_autocast"])
+@pytest.mark.parametrize("name", recipes())
+def test_linear_equals_hand_composition(name, case, device):
+    recipe = recipe_of(name)
+    shape = {"2d": (24,), "4d_bias": (2, 3, 4)}.get(case, (2, 12))
+    dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    layer = torch.nn.Linear(80, 48, bias=case in ("bias", "4d_bias", "bf16", "autocast"), device=device, dtype=dtype)
+    x = torch.randn(*shape, 80, device=device, dtype=dtype, requires_grad=True)
+    autocast = "autocast" in case
+    compute = torch.bfloat16 if autocast else dtype
+
+    compiled = torch.compile(layer, backend=fp4compile.backend(recipe, strict=True), fullgraph=True)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+        y = compiled(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+
+    flat = x.detach().reshape(-1, 80)
+    bias = None if layer.bias is None else layer.bias.detach()
+    expected = by_hand(recipe, flat, layer.weight.detach(), bias, dy.reshape(-1, 48), compute)
+    assert y.dtype == compute
+    assert_rounds_to(y.detach().reshape(-1, 48).double(), expected[0], compute)
+    assert_rounds_to(x.grad.reshape(-1, 80).double(), expected[1], compute)
+    assert_rounds_to(layer.weight.grad.double(), expected[2], compute)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_inference_equals_training_forward(name):
+    layer = torch.nn.Linear(64, 48)
+    x = torch.randn(5, 64)
+    compiled = torch.compile(layer, backend=fp4compile.backend(recipe_of(name)))
+    trained = compiled(x)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), trained)
+
+
+def test_quantisation_changes_the_result():
+    """The recipes above do something: the quantised product differs from the plain one by the format's noise."""
+    layer = torch.nn.Linear(256, 64)
+    x = torch.randn(32, 256)
+    plain = layer(x)
+    for name, low, high in (("mxfp8", 0.01, 0.06), ("nvfp4", 0.05, 0.2)):
+        error = torch.compile(layer, backend=fp4compile.backend(name))(x) - plain
+        assert low < error.norm() / (plain - layer.bias).norm() < high
+
+
+def test_all_roles_in_high_precision_change_nothing():
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    x = torch.randn(8, 64)
+    with pytest.warns(UserWarning, match="quantised nothing"):
+        ours = torch.compile(layer, backend=fp4compile.backend(fp4compile.Recipe()))(x)
+    torch._dynamo.reset()
+    assert torch.equal(ours, torch.compile(layer)(x))
+
+
+class Functional(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(48, 64))
+        self.wt = torch.nn.Parameter(torch.randn(64, 48))
+        self.b = torch.nn.Parameter(torch.randn(48))
+
+
+SOURCES = {
+    "x @ w.t()": (lambda m, x: x @ m.w.t(), False),
+    "matmul": (lambda m, x: torch.matmul(x, m.wt), True),
+    "addmm": (lambda m, x: torch.addmm(m.b, x.reshape(-1, 64), m.wt), True),
+    "F.linear": (lambda m, x: F.linear(x, m.w, m.b), False),
+    "w @ x.t()": (lambda m, x: (m.w @ x.reshape(-1, 64).t()).t(), False),
+    "strided input": (lambda m, x: F.linear(x.transpose(0, 1), m.w).transpose(0, 1), False),
+    "half of w": (lambda m, x: x @ m.wt[:, :48], True),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_of_products(source, grad):
+    function, transposed = SOURCES[source]
+    model = Functional()
+    x = torch.randn(3, 8, 64, requires_grad=grad)
+    backend = fp4compile.backend("mxfp8", strict=True)
+    with torch.set_grad_enabled(grad):
+        y = torch.compile(lambda x: function(model, x), backend=backend)(x)
+    weight = model.wt.detach() if transposed else model.w.detach().t()
+    expected = values(x.detach(), "mxfp8", -1) @ values(weight, "mxfp8", 0)
+    if source in ("addmm", "F.linear"):
+        expected = expected + model.b.detach()
+    assert_rounds_to(y.detach().reshape(-1, 48).double(), expected.reshape(-1, 48).double(), torch.float32)
+    assert {row.product for row in backend.report.quantised} == ({"fprop", "dgrad", "wgrad"} if grad else {"fprop"})
+    assert len(backend.report.rows) == (3 if grad else 1)
+
+
+@pytest.mark.parametrize("alpha,beta,rows", [(2.0, 1.0, 1), (1.0, 0.5, 1), (1.0, 1.0, 8), (3.0, 0.0, 8)])
+def test_addmm_with_factors_or_a_matrix_added(alpha, beta, rows):
+    model = Functional()
+    x, added = torch.randn(8, 64), torch.randn(rows, 48)
+    backend = fp4compile.backend("mxfp8", strict=True)
+    compiled = torch.compile(lambda x: torch.addmm(added, x, model.wt, alpha=alpha, beta=beta), backend=backend)
+    product = values(x, "mxfp8", -1).double() @ values(model.wt.detach(), "mxfp8", 0).double()
+    assert_rounds_to(compiled(x).detach().double(), beta * added + alpha * product, torch.float32)
+
+
+def test_frozen_parameter_has_no_wgrad():
+    layer = torch.nn.Linear(64, 48)
+    layer.weight.requires_grad_(False)
+    backend = fp4compile.backend("mxfp8")
+    x = torch.randn(8, 64, requires_grad=True)
+    torch.compile(layer, backend=backend)(x).sum().backward()
+    assert [row.product for row in backend.report.rows] == ["fprop", "dgrad"]
+
+
+def test_input_without_gradient_has_no_dgrad():
+    layer = torch.nn.Linear(64, 48)
+    backend = fp4compile.backend("mxfp8")
+    torch.compile(layer, backend=backend)(torch.randn(8, 64)).sum().backward()
+    assert [row.product for row in backend.report.rows] == ["fprop", "wgrad"]
+
+
+@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_activation_is_visible(name, bad):
+    layer = torch.nn.Linear(64, 48)
+    x = torch.randn(8, 64)
+    x[3, 5] = bad
+    y = torch.compile(layer, backend=fp4compile.backend(recipe_of(name)))(x)
+    assert not y[3].isfinite().any()
+
+
+def test_weight_changed_in_place_is_seen():
+    layer = torch.nn.Linear(64, 48)
+    x = torch.randn(8, 64)
+    compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4"))
+    with torch.no_grad():
+        compiled(x)
+        layer.weight.mul_(-2.0)
+        changed = compiled(x)
+        torch._dynamo.reset()
+        assert torch.equal(changed, torch.compile(layer, backend=fp4compile.backend("nvfp4"))(x))
+        layer.load_state_dict({"weight": torch.zeros(48, 64), "bias": torch.ones(48)})
+        assert torch.equal(compiled(x), torch.ones(8, 48))
+
+
+def test_attention_products_only_if_asked():
+    def attend(q, k, v):
+        return torch.softmax(q @ k.transpose(-2, -1), -1) @ v
+
+    q, k, v = torch.randn(3, 2, 4, 32, 64).unbind(0)
+    with pytest.warns(UserWarning, match="leaves attention in high precision"):
+        plain = torch.compile(attend, backend=fp4compile.backend("mxfp8"))(q, k, v)
+    torch.testing.assert_close(plain, attend(q, k, v))
+
+    asked = fp4compile.backend("mxfp8", attention_a="mxfp8", attention_b="mxfp8")
+    out = torch.compile(attend, backend=asked)(q, k, v)
+    p = torch.softmax(values(q, "mxfp8", -1) @ values(k, "mxfp8", -1).transpose(-2, -1), -1)
+    torch.testing.assert_close(out, values(p, "mxfp8", -1) @ values(v, "mxfp8", -2), rtol=1e-5, atol=1e-5)
+    assert [row.product for row in asked.report.quantised] == ["attention", "attention"]
