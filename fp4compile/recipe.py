@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from fp4compile import formats
-from fp4compile.formats import BlockFormat, unknown_name
+from fp4compile.formats import unknown_name
 
 PRODUCTS = ("fprop", "dgrad", "wgrad", "attention")
 _OPERANDS = {
@@ -52,8 +53,9 @@ class Rule:
 class Recipe:
     """The user's decisions about precision.
 
-    fprop_x ... attention_b: format name of each operand (`formats.NAMED`, a spec string or a `BlockFormat`); None
-        keeps it in high precision. A product with no format at all is left alone.
+    fprop_x ... attention_b: format name of each operand (`formats.NAMED`, a spec string or a `BlockFormat`); None,
+        or "none" where a file cannot say None, keeps it in high precision. A product with no format at all is left
+        alone.
     rules: ordered; the first whose glob matches the layer's name decides.
     min_m, min_n, min_k: smallest tokens, out features and in features of a layer worth quantising.
     skip_first_blocks, skip_last_blocks: transformer blocks left alone at either end. num_blocks: how many there
@@ -95,25 +97,20 @@ class Recipe:
         self._check_training()
 
     def _normalise(self) -> None:
-        def put(name, value):
+        """Every spelling of a value becomes the one that compares, hashes and is written to JSON."""
+        normal = {role: _format_name(role, getattr(self, role)) for role in _ROLES}
+        normal["rules"] = tuple(_rule(entry) for entry in _sequence("rules", self.rules))
+        normal["static_scales"] = _scales(self.static_scales)
+        for name in ("hadamard", "stochastic_rounding"):
+            normal[name] = tuple(_sequence(name, getattr(self, name)))
+        for name, value in normal.items():
             object.__setattr__(self, name, value)
 
-        for name in _ROLES:
-            value = getattr(self, name)
-            if value is not None:
-                put(name, formats.get(value).name)
-        put("rules", tuple(_rule(entry) for entry in self.rules))
-        scales = self.static_scales
-        scales = scales.items() if isinstance(scales, dict) else scales
-        put("static_scales", tuple(sorted((str(name), float(scale)) for name, scale in scales)))
-        for name in ("hadamard", "stochastic_rounding"):
-            put(name, tuple(getattr(self, name)))
-
     def _check_types(self) -> None:
-        if not isinstance(self.name, str):
-            raise TypeError(f"name: expected a string, got {type(self.name).__name__}")
-        if not isinstance(self.skip_lm_head, bool):
-            raise TypeError(f"skip_lm_head: expected a bool, got {type(self.skip_lm_head).__name__}")
+        for name, kind in (("name", str), ("activation_scale", str), ("skip_lm_head", bool)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
         for name in ("min_m", "min_n", "min_k", "skip_first_blocks", "skip_last_blocks", "num_blocks"):
             value = getattr(self, name)
             if value is None and name == "num_blocks":
@@ -169,6 +166,7 @@ class Recipe:
         return next((rule for rule in self.rules if rule.matches(module)), None)
 
     def static_scale(self, module: str) -> float | None:
+        """The decode factor of the activation that enters a layer; None where none was measured."""
         return dict(self.static_scales).get(module)
 
     @functools.cached_property
@@ -188,8 +186,10 @@ class Recipe:
     def from_dict(cls, fields: dict[str, Any]) -> "Recipe":
         """From fields as `to_dict` gives them; a key "recipe" names the recipe that they override.
 
-        Raises ValueError for an unknown field or recipe.
+        Raises ValueError for an unknown field or recipe, TypeError for what is no dict.
         """
+        if not isinstance(fields, dict):
+            raise TypeError(f"recipe: expected a dict of fields, got {type(fields).__name__}")
         fields = dict(fields)
         base = fields.pop("recipe", None)
         return (cls() if base is None else named(base)).replace(**fields)
@@ -200,6 +200,13 @@ class Recipe:
         from fp4compile import recipe_io
 
         return recipe_io.from_toml(path)
+
+    @classmethod
+    def from_env(cls) -> "Recipe | None":
+        """See `recipe_io.from_env`."""
+        from fp4compile import recipe_io
+
+        return recipe_io.from_env()
 
     @classmethod
     def from_args(cls, args) -> "Recipe | None":
@@ -220,20 +227,48 @@ class Recipe:
 _ROLES = tuple(role for pair in _OPERANDS.values() for role in pair)
 
 
+def _format_name(role: str, value: Any) -> str | None:
+    if value is None or value == "none":
+        return None
+    try:
+        return formats.get(value).name
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{role}: {error}") from None
+
+
+def _sequence(field: str, value: Any) -> list | tuple:
+    # A string is a sequence of letters to Python, and a dict one of keys: both are mistakes here.
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{field}: expected a list or a tuple, got {type(value).__name__}")
+    return value
+
+
+def _scales(value: Any) -> tuple[tuple[str, float], ...]:
+    scales: dict[str, float] = {}
+    for pair in value.items() if isinstance(value, dict) else _sequence("static_scales", value):
+        match pair:
+            case [str(module), float() | int() as scale] if not isinstance(scale, bool):
+                scales[module] = float(scale)
+            case _:
+                raise TypeError(f"static_scales: expected pairs of a module name and a float, got {pair!r}")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"static_scales: {module!r} has {scale}; a decode factor is positive and finite")
+    return tuple(sorted(scales.items()))
+
+
 def _rule(entry: Any) -> Rule:
     if isinstance(entry, Rule):
         return entry
     if isinstance(entry, dict):
-        for key in entry:
-            if key not in ("pattern", "action"):
-                raise ValueError(unknown_name("rule field", key, ("pattern", "action")))
-        return Rule(entry.get("pattern", "*"), entry.get("action", "skip"))
+        if set(entry) != {"pattern", "action"}:
+            raise ValueError(f"rules: a rule has a pattern and an action, got {entry}")
+        return Rule(**entry)
     if isinstance(entry, tuple | list) and len(entry) == 2:
         return Rule(*entry)
     raise TypeError(f"rules: expected a Rule, a dict or a (pattern, action) pair, got {entry!r}")
 
 
-def _all(x: BlockFormat | str, w: str | None = None) -> dict[str, Any]:
+def _all(x: str, w: str | None = None) -> dict[str, Any]:
     """x for activations and gradients, w (x where not given) for weights."""
     return dict.fromkeys(_ROLES[:6], x) | dict.fromkeys(("fprop_w", "dgrad_w"), w or x)
 
@@ -261,6 +296,8 @@ def recipes() -> tuple[str, ...]:
 
 def named(name: str) -> Recipe:
     """The recipe of a name. Raises ValueError for an unknown one, with the nearest match."""
+    if not isinstance(name, str):
+        raise TypeError(f"recipe: expected a name, got {type(name).__name__}")
     if name == "nvfp4_train":
         raise ValueError(f"recipe 'nvfp4_train' {_NOT_YET}; 'nvfp4' or 'mxfp8' train without them")
     if name not in _NAMED:

@@ -22,8 +22,8 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
     Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that is not there.
     """
     if recipe is None:
-        recipe = os.environ.get(ENVIRONMENT) or DEFAULT
-    if isinstance(recipe, Recipe):
+        chosen = from_env() or named(DEFAULT)
+    elif isinstance(recipe, Recipe):
         chosen = recipe
     elif isinstance(recipe, dict):
         chosen = Recipe.from_dict(recipe)
@@ -36,13 +36,19 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
     return chosen.replace(**overrides) if overrides else chosen
 
 
+def from_env() -> Recipe | None:
+    """The recipe that FP4COMPILE_RECIPE names (a name or the path of a .toml file); None where it is unset."""
+    value = os.environ.get(ENVIRONMENT)
+    return resolve(value) if value else None
+
+
 def from_toml(path: str | Path) -> Recipe:
     """The recipe of a TOML file: its table [fp4compile], or the whole file; fields as in `Recipe.from_dict`.
 
     Raises ValueError for a file that is not TOML.
     """
     try:
-        content = tomllib.loads(Path(path).read_text())
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     return Recipe.from_dict(content.get("fp4compile", content))
@@ -71,20 +77,19 @@ def from_args(args: argparse.Namespace) -> Recipe | None:
     Raises ValueError for an unknown recipe or field, for a malformed FIELD=VALUE, and for options without a recipe.
     """
     overrides = _overrides(args)
-    if args.fp4compile_recipe is None and not os.environ.get(ENVIRONMENT):
-        if overrides:
-            raise ValueError(f"{', '.join(overrides)} given without --fp4compile-recipe")
+    skips = tuple((glob, "skip") for glob in args.fp4compile_skip)
+    base = from_env() if args.fp4compile_recipe is None else resolve(args.fp4compile_recipe)
+    if base is None:
+        if overrides or skips:
+            raise ValueError(f"--fp4compile options without --fp4compile-recipe or {ENVIRONMENT}")
         return None
-    base = resolve(args.fp4compile_recipe)
-    if "rules" in overrides:
-        overrides["rules"] = (*overrides["rules"], *base.rules)
+    if skips:  # what the command line leaves alone outranks the recipe's own rules
+        overrides["rules"] = (*skips, *overrides.get("rules", base.rules))
     return base.replace(**overrides)
 
 
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
-    if args.fp4compile_skip:
-        overrides["rules"] = tuple((glob, "skip") for glob in args.fp4compile_skip)
     if args.fp4compile_skip_first is not None:
         overrides["skip_first_blocks"] = args.fp4compile_skip_first
     if args.fp4compile_skip_last is not None:

@@ -1,0 +1,317 @@
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp4compile import formats
+from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes
+from fp4compile.recipe_io import add_arguments, resolve
+
+BACKWARD = ("dgrad", "wgrad")
+FORWARD_ONLY = ("nvfp4_one_level", "nvfp4_static", "nvfp4_weight_only")
+
+
+@pytest.fixture(autouse=True)
+def no_recipe_in_the_environment(monkeypatch):
+    monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
+
+
+def rich_recipe() -> Recipe:
+    """One that uses every field which may differ from its default today."""
+    return Recipe(
+        name="mine",
+        fprop_x="nvfp4",
+        fprop_w="nvfp4_16x16",
+        wgrad_dy=formats.BlockFormat("e2m1", (1, 32), "e8m0", None, "ceil"),
+        attention_a="mxfp8",
+        rules=[("*.mlp.*", "mxfp8"), {"pattern": "layers.1.*", "action": "skip"}, Rule("*", "quantize")],
+        min_m=2,
+        min_n=64,
+        min_k=96,
+        skip_first_blocks=1,
+        skip_last_blocks=2,
+        num_blocks=12,
+        skip_lm_head=False,
+        activation_scale="static",
+        static_scales={"layers.0.q": 0.25, "embed": 1},
+    )
+
+
+def parse(*arguments: str) -> Recipe | None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return Recipe.from_args(parser.parse_args(arguments))
+
+
+# ---------------------------------------------------------------- named recipes
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_named_recipe_is_complete(name):
+    recipe = named(name)
+    assert recipe.name == name
+    assert recipe.quantizes("fprop")
+    assert [recipe.quantizes(product) for product in BACKWARD] == [name not in FORWARD_ONLY] * 2
+    assert not recipe.quantizes("attention")
+
+
+def test_operands_of_named_recipes():
+    assert {product: named("mxfp8_32x32").operands(product) for product in PRODUCTS} == {
+        "fprop": ("mxfp8", "mxfp8_32x32"),
+        "dgrad": ("mxfp8", "mxfp8_32x32"),
+        "wgrad": ("mxfp8", "mxfp8"),
+        "attention": (None, None),
+    }
+    assert named("nvfp4_rowwise").operands("fprop") == ("nvfp4_rowwise", "nvfp4_te")
+    assert named("nvfp4_rowwise").operands("wgrad") == ("nvfp4_te", "nvfp4_te")
+    assert named("nvfp4_weight_only").operands("fprop") == (None, "nvfp4")
+    assert named("nvfp4_static").activation_scale == "static"
+
+
+@pytest.mark.parametrize("ask", [named, resolve])
+def test_training_recipe_is_not_there_yet(ask):
+    with pytest.raises(ValueError, match="Hadamard.*stochastic.*not available yet.*'nvfp4' or 'mxfp8'"):
+        ask("nvfp4_train")
+    assert "nvfp4_train" not in recipes()
+
+
+def test_unknown_names_suggest_the_nearest():
+    with pytest.raises(ValueError, match="unknown recipe 'mxpf8'.*'mxfp8'"):
+        named("mxpf8")
+    with pytest.raises(ValueError, match="unknown recipe field 'min_nn'.*'min_n'"):
+        resolve("mxfp8", min_nn=3)
+    with pytest.raises(ValueError, match="fprop_x: unknown format 'nvfp5'.*'nvfp4'"):
+        Recipe(fprop_x="nvfp5")
+    with pytest.raises(ValueError, match="unknown rule action 'skpi'.*'skip'"):
+        Recipe(rules=[("*", "skpi")])
+
+
+# ---------------------------------------------------------------- normal form, round trip, digest
+
+
+def test_spellings_of_one_recipe_are_equal():
+    mine = rich_recipe()
+    assert mine.wgrad_dy == "e2m1:1x32:e8m0:-:ceil"
+    assert mine.rules == (Rule("*.mlp.*", "mxfp8"), Rule("layers.1.*", "skip"), Rule("*", "quantize"))
+    assert mine.static_scales == (("embed", 1.0), ("layers.0.q", 0.25))
+    other = mine.replace(static_scales=[("layers.0.q", 0.25), ("embed", 1.0)], rules=list(mine.rules))
+    assert other == mine and hash(other) == hash(mine) and other.digest == mine.digest
+    assert Recipe(fprop_x=formats.NAMED["nvfp4"], fprop_w="none") == Recipe(fprop_x="nvfp4")
+
+
+@pytest.mark.parametrize("recipe", [rich_recipe(), *map(named, recipes())], ids=lambda recipe: recipe.name)
+def test_round_trip_through_json(recipe):
+    back = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
+    assert back == recipe and back.digest == recipe.digest
+
+
+def test_digest_is_the_same_in_another_process():
+    code = "from fp4compile.recipe import named; print(named('nvfp4').digest)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "17", "PYTHONPATH": str(Path(__file__).parents[1]), "HOME": str(Path.home())},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == named("nvfp4").digest
+
+
+def test_digest_tells_recipes_apart():
+    variants = [rich_recipe(), rich_recipe().replace(min_m=3), rich_recipe().replace(rules=())]
+    variants += map(named, recipes())
+    assert len({recipe.digest for recipe in variants}) == len(variants)
+
+
+# ---------------------------------------------------------------- rules and scales
+
+
+@pytest.mark.parametrize(
+    "module, action",
+    [
+        ("layers.1.mlp", "skip"),
+        ("layers.10.mlp", "mxfp8"),
+        ("model.layers.1.mlp", "mxfp8"),
+        ("layers.1.q.a", "skip"),
+        ("LAYERS.1.q", None),
+        ("lm_head", None),
+    ],
+)
+def test_first_matching_rule_decides(module, action):
+    recipe = Recipe(rules=[("layers.1.*", "skip"), ("layers.1*", "mxfp8"), ("*.mlp", "mxfp8")])
+    rule = recipe.rule_for(module)
+    assert (rule and rule.action) == action
+
+
+def test_static_scale_by_module_name():
+    recipe = rich_recipe()
+    assert recipe.static_scale("layers.0.q") == 0.25
+    assert recipe.static_scale("layers.0") is None
+
+
+# ---------------------------------------------------------------- contradictions and mistakes
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"fprop_x": "nvfp4", "fprop_w": "mxfp8"}, "fprop: formats nvfp4 and mxfp8 cannot be multiplied"),
+        ({"attention_a": "nvfp4", "attention_b": "float8_rowwise"}, "attention: formats"),
+        ({"dgrad_w": "float8_rowwise"}, "dgrad: float8_rowwise needs both operands"),
+        ({"fprop_x": "e2m1:16x16:e4m3:row:te"}, "fprop_x: outer='row' contradicts block"),
+        ({"fprop_x": "e2m1:1x16:e8m0:-:rceil"}, "fprop_x: block"),
+        ({"min_m": -1}, "min_m=-1"),
+        ({"num_blocks": -2}, "num_blocks=-2"),
+        ({"activation_scale": "frozen"}, "activation_scale='frozen'.*'static'"),
+        ({"activation_scale": "static"}, "activation_scale='static' needs"),
+        ({"activation_scale": "static", "fprop_x": "nvfp4_one_level"}, "activation_scale='static' needs"),
+        ({"activation_scale": "static", "fprop_x": "nvfp4_rowwise"}, "activation_scale='static' needs"),
+        ({"hadamard": ("fprop",)}, "wgrad only"),
+        ({"hadamard": ("wgrad", "dgrad")}, r"\['dgrad'\].*wgrad only"),
+        ({"hadamard": ("wgard",)}, "hadamard: unknown product 'wgard'.*'wgrad'"),
+        ({"hadamard": ("wgrad",)}, "not available yet"),
+        ({"stochastic_rounding": ["dgrad"]}, "not available yet"),
+        ({"static_scales": {"a": float("nan")}}, "positive and finite"),
+        ({"static_scales": {"a": 0.0}}, "positive and finite"),
+        ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),
+        ({"recipe": "nvfp"}, "unknown recipe 'nvfp'"),
+    ],
+)
+def test_contradictions_raise_when_built(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict(fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"fprop_x": 4}, "fprop_x: .*expected a name"),
+        ({"name": None}, "name: expected a str"),
+        ({"min_m": True}, "min_m: expected an int, got bool"),
+        ({"min_k": 32.0}, "min_k: expected an int, got float"),
+        ({"skip_lm_head": 1}, "skip_lm_head: expected a bool, got int"),
+        ({"activation_scale": None}, "activation_scale: expected a str"),
+        ({"rules": "skip"}, "rules: expected a list"),
+        ({"rules": {"layers.*": "skip"}}, "rules: expected a list"),
+        ({"rules": ["layers.*"]}, "rules: expected a Rule"),
+        ({"rules": [(1, "skip")]}, "pattern must be a string"),
+        ({"hadamard": "wgrad"}, "hadamard: expected a list"),
+        ({"static_scales": {"a": "1"}}, "static_scales: expected pairs"),
+        ({"static_scales": [1.0]}, "static_scales: expected pairs"),
+        ({"static_scales": 1.0}, "static_scales: expected a list"),
+        ({"recipe": 4}, "recipe: expected a name"),
+        ([], "recipe: expected a dict"),
+    ],
+)
+def test_wrong_types_name_the_field(fields, message):
+    with pytest.raises(TypeError, match=message):
+        Recipe.from_dict(fields)
+
+
+def test_a_product_may_keep_one_operand_in_high_precision():
+    assert Recipe(fprop_w="mxfp8").quantizes("fprop")
+    assert Recipe(fprop_x="mxfp8", fprop_w="mxfp4").quantizes("fprop")
+
+
+# ---------------------------------------------------------------- where recipes come from
+
+
+def test_resolve_takes_every_form(tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text('recipe = "mxfp8"\nmin_n = 64\n')
+    expected = named("mxfp8").replace(min_n=64)
+    for form in (expected, {"recipe": "mxfp8", "min_n": 64}, file, str(file)):
+        assert resolve(form) == expected
+    assert resolve("mxfp8", min_n=64) == expected
+    assert resolve() == named("nvfp4")
+    with pytest.raises(TypeError, match="recipe: expected a name.*got int"):
+        resolve(4)
+
+
+def test_toml_says_all_that_a_dict_says(tmp_path):
+    file = tmp_path / "pyproject.toml"
+    file.write_text(
+        """
+        [fp4compile]
+        recipe = "nvfp4"
+        name = "careful"
+        dgrad_dy = "none"
+        skip_lm_head = false
+        rules = [["*.router", "skip"], {pattern = "*.down", action = "mxfp8"}]
+        [fp4compile.static_scales]
+        "layers.0" = 0.5
+        [other]
+        min_n = 7
+        """
+    )
+    assert Recipe.from_toml(file) == named("nvfp4").replace(
+        name="careful",
+        dgrad_dy=None,
+        skip_lm_head=False,
+        rules=(Rule("*.router", "skip"), Rule("*.down", "mxfp8")),
+        static_scales={"layers.0": 0.5},
+    )
+
+
+def test_bad_toml(tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text("recipe = mxfp8")
+    with pytest.raises(ValueError, match="bad.toml is not TOML"):
+        resolve(file)
+    with pytest.raises(FileNotFoundError):
+        resolve("absent.toml")
+
+
+def test_environment(monkeypatch, tmp_path):
+    assert Recipe.from_env() is None
+    monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp4")
+    assert Recipe.from_env() == resolve() == parse() == named("mxfp4")
+    assert resolve("mxfp8") == parse("--fp4compile-recipe", "mxfp8") == named("mxfp8")
+    file = tmp_path / "r.toml"
+    file.write_text("min_n = 64")
+    monkeypatch.setenv("FP4COMPILE_RECIPE", str(file))
+    assert resolve() == Recipe(min_n=64)
+    monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp5")
+    with pytest.raises(ValueError, match="unknown recipe 'mxfp5'"):
+        resolve()
+
+
+def test_arguments():
+    assert parse() is None
+    chosen = parse(
+        *("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", "*.gate", "--fp4compile-skip", "*.router"),
+        *("--fp4compile-skip-first", "1", "--fp4compile-skip-last", "0", "--fp4compile-lm-head"),
+        *("--fp4compile-set", "min_n=64", "--fp4compile-set", 'name="x"', "--fp4compile-set", "wgrad_x = none"),
+    )
+    assert chosen == named("mxfp8").replace(
+        rules=(Rule("*.gate", "skip"), Rule("*.router", "skip")),
+        skip_first_blocks=1,
+        skip_lm_head=False,
+        min_n=64,
+        name="x",
+        wgrad_x=None,
+    )
+
+
+def test_skip_arguments_come_before_the_rules_of_the_recipe(tmp_path):
+    file = tmp_path / "r.toml"
+    file.write_text('recipe = "mxfp8"\nrules = [["*", "mxfp4"]]')
+    chosen = parse("--fp4compile-recipe", str(file), "--fp4compile-skip", "*.gate")
+    assert chosen.rules == (Rule("*.gate", "skip"), Rule("*", "mxfp4"))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--fp4compile-skip", "*.gate"), "options without --fp4compile-recipe"),
+        (("--fp4compile-skip-first", "1"), "options without --fp4compile-recipe"),
+        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_n"), "expected FIELD=VALUE"),
+        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_q=1"), "unknown recipe field 'min_q'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*arguments)
