@@ -1,0 +1,46 @@
+# `make demo` and `make test` from a fresh clone need Python 3.11 or 3.12 and, for Inductor on a CPU, a C++ compiler.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --disable-pip-version-check --quiet
+TRITON := 3.9.0
+TORCHAO := 0.18.0
+# Stamps: set-up runs once, and again when one of these files changes.
+INSTALLED := $(VENV)/installed
+TESTABLE := $(VENV)/testable
+SETUP := pyproject.toml constraints.txt Makefile
+
+.PHONY: demo test lint setup bench clean
+
+demo: $(INSTALLED)
+	$(RUN) -m fp4compile demo
+
+test: lint
+	$(RUN) -m pytest $(PYTEST)
+
+lint: $(TESTABLE)
+	$(RUN) -m ruff check .
+
+bench: $(TESTABLE)
+	$(RUN) -m benchmarks.compile_time
+	$(RUN) -m benchmarks.minilm
+
+setup: $(TESTABLE)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# torch first: the right build of it decides which Triton fits.
+$(INSTALLED): $(SETUP)
+	@echo "setting up $(VENV) (torch is large, this takes some minutes)"
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch==2.13.0
+	$(RUN) -c "import triton" 2>/dev/null || $(PIP) triton==$(TRITON)
+	$(PIP) --constraint constraints.txt --editable .
+	touch $@
+
+# torchao is an oracle of the tests only; its dependencies are none that they need.
+$(TESTABLE): $(INSTALLED)
+	$(PIP) --constraint constraints.txt --editable ".[test]"
+	$(PIP) --no-deps torchao==$(TORCHAO)
+	touch $@
