@@ -150,11 +150,19 @@ def as_passes(slot: Any) -> tuple:
 
 
 @functools.cache
-def _by_name(name: str) -> Backend:
-    return backend(None if name == "default" else name)
+def _by_name(name: str) -> Callable:
+    """A function, because Dynamo's registry sets attributes on what it registers. `.report` is its backend's."""
+    chosen = backend(None if name == "default" else name)
+
+    def compile_named(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+        return chosen(gm, example_inputs, **kwargs)
+
+    compile_named.__name__ = chosen.__name__
+    compile_named.report, compile_named.reset = chosen.report, chosen.reset
+    return compile_named
 
 
-def __getattr__(name: str) -> Backend:
+def __getattr__(name: str) -> Callable:
     """The backends that the `torch_dynamo_backends` entry points name: `default` and every named recipe."""
     if name == "default" or name in recipes():
         return _by_name(name)

@@ -28,8 +28,11 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
     """Rewrite every quantised decision; returns how many."""
     builder = _Builder(graph)
     chosen = [d for d in decisions if d.reason is None]
-    for decision in chosen:
-        builder.replace(decision)
+    built = [(decision.gemm.node, builder.build(decision)) for decision in chosen]
+    # Only now: until every replacement is built, the decisions' operands must stay what they name.
+    for node, replacement in built:
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
     graph.eliminate_dead_code()
     return len(chosen)
 
@@ -39,7 +42,8 @@ class _Builder:
         self.graph = graph
         self.quantised: dict[tuple, tuple[Node, Node | None, Node | None]] = {}
 
-    def replace(self, decision: Decision) -> None:
+    def build(self, decision: Decision) -> Node:
+        """The quantised product, inserted before the one that it will replace."""
         gemm, node = decision.gemm, decision.gemm.node
         dtype = node.meta["val"].dtype
         with self.graph.inserting_before(node):
@@ -47,13 +51,10 @@ class _Builder:
             right = self._operand(gemm, gemm.right, decision.right, decision.right_outer, -2)
             args = (*left, decision.left, *right, decision.right)
             if gemm.bias is None:
-                out = self._scaled_mm(args, None, dtype, node.meta)
-            elif (gemm.beta, gemm.alpha) == (1, 1) and gemm.bias.meta["val"].dim() == 1:
-                out = self._scaled_mm(args, gemm.bias, dtype, node.meta)
-            else:
-                out = self._general_addmm(gemm, args, dtype)
-        node.replace_all_uses_with(out)
-        self.graph.erase_node(node)
+                return self._scaled_mm(args, None, dtype, node.meta)
+            if (gemm.beta, gemm.alpha) == (1, 1) and gemm.bias.meta["val"].dim() == 1:
+                return self._scaled_mm(args, gemm.bias, dtype, node.meta)
+            return self._general_addmm(gemm, args, dtype)
 
     def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
         """beta * bias + alpha * product in float32, then the cast, for a bias that is no row or scaled."""
