@@ -61,7 +61,7 @@ class BlockFormat:
             if (self.element, self.block, self.outer, self.contract) != ("e4m3", None, "row", "torchao"):
                 raise ValueError(
                     "a format without block scales is float8_rowwise: element 'e4m3', block None, outer 'row', "
-                    f"contract 'torchao'; got {self.spec}"
+                    f"contract 'torchao'; got {self.element!r}, {self.block}, {self.outer!r}, {self.contract!r}"
                 )
         else:
             raise ValueError(f"scale={self.scale!r}: allowed are 'e4m3' (NVFP4), 'e8m0' (MX), None")
