@@ -10,7 +10,7 @@ reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil).
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats import BlockFormat, compatible
+from fp4compile.formats import ELEMENT_MAX, BlockFormat, compatible
 from fp4compile.layouts import ceil_div, from_swizzled, to_swizzled
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -32,11 +32,10 @@ def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     `negative` sets the sign bit: the sign of the unscaled value, so that underflow keeps it and -0.0 has none.
     """
     mag = y.abs()
-    code = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
-    # "not below" instead of "above", so that NaN falls through to the largest code as in the PTX conversion.
-    for below in (mag <= 0.25, mag < 0.75, mag <= 1.25, mag < 1.75, mag <= 2.5, mag < 3.5, mag <= 5.0):
-        code += ~below
-    return code | ((negative & ~y.isnan()).to(torch.uint8) << 3)
+    code = negative.to(torch.uint8) << 3
+    for above in (mag > 0.25, mag >= 0.75, mag > 1.25, mag >= 1.75, mag > 2.5, mag >= 3.5, mag > 5.0):
+        code += above
+    return code.masked_fill_(y.isnan(), 7)  # as in the PTX conversion
 
 
 def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
@@ -44,7 +43,7 @@ def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
     mag = (codes & 7).to(torch.int32)
     # Codes 2..7 are the top of a float32 with a rebiased exponent; 0 and 1 are the subnormals 0 and 0.5.
     normal = ((mag << 22) + (126 << 23)).view(torch.float32)
-    value = torch.where(mag < 2, mag * 0.5, normal)
+    value = torch.where(mag < 2, mag.float() * 0.5, normal)
     return torch.where(codes > 7, -value, value)
 
 
@@ -58,10 +57,18 @@ def unpack(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
 
 
+def e2m1_unpack(data: torch.Tensor) -> torch.Tensor:
+    """Packed E2M1 uint8 [..., K / 2] -> float32 [..., K]: `unpack` and `e2m1_decode` in one read of the data."""
+    every_byte = torch.arange(256, dtype=torch.uint8, device=data.device).unsqueeze(-1)
+    pairs = e2m1_decode(unpack(every_byte))
+    values = pairs.index_select(0, data.flatten().to(torch.int32))
+    return values.view(*data.shape[:-1], 2 * data.shape[-1])
+
+
 def saturate(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 -> FP8, saturating, ties to even; NaN stays NaN."""
+    """float32 -> FP8, saturating, ties to even; NaN gives 0x7F, whatever its sign."""
     limit = torch.finfo(dtype).max
-    return y.clamp(-limit, limit).to(dtype)
+    return y.clamp(-limit, limit).nan_to_num_(nan=torch.nan).to(dtype)
 
 
 def _visible(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
@@ -73,7 +80,7 @@ def e8m0_scale(amax: torch.Tensor, element: str, mode: str) -> torch.Tensor:
     """Block amax (float32, not negative) -> E8M0 bytes (uint8) of the smallest or nearest power of two, by mode."""
     finite = amax.isfinite()
     if mode == "rceil":
-        bits = (amax * _f32(1.0 / _element_max(element))).view(torch.int32)
+        bits = (amax * _f32(1.0 / ELEMENT_MAX[element])).view(torch.int32)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
         byte = exponent + torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)
     else:
@@ -104,8 +111,14 @@ def _f32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def _element_max(element: str) -> float:
-    return {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[element]
+def _divide(a, b) -> torch.Tensor:
+    """a / b with one rounding, where one of the two is a number.
+
+    PyTorch computes number / tensor, and on CUDA tensor / number, as a product with the reciprocal: two roundings.
+    """
+    if isinstance(a, torch.Tensor):
+        return a / a.new_full((), b)
+    return b.new_full((), a) / b
 
 
 # ---------------------------------------------------------------- quantise
@@ -153,16 +166,16 @@ def _blocks(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """[..., R, K] -> [..., R / br, br, K / bc, bc], zero-padded to whole blocks."""
     rows, cols = fmt.block
     r, k = ceil_div(x.shape[-2], rows), ceil_div(x.shape[-1], cols)
-    padded = F.pad(x, (0, k * cols - x.shape[-1], 0, r * rows - x.shape[-2]))
+    pad = (0, k * cols - x.shape[-1], 0, r * rows - x.shape[-2])
+    padded = F.pad(x, pad) if any(pad) else x  # F.pad copies even where there is nothing to pad
     return padded.reshape(*x.shape[:-2], r, rows, k, cols)
 
 
 def _encode(x, blocks, factor, fmt: BlockFormat) -> torch.Tensor:
     """Elements times their block's encode factor, rounded to codes: [..., R, padded K], packed for E2M1."""
-    limit = fmt.element_max
-    y = (blocks * factor).clamp(-limit, limit)
+    y = blocks * factor
     if fmt.packed:
-        codes = e2m1_encode(y, blocks < 0)
+        codes = e2m1_encode(y.clamp_(-fmt.element_max, fmt.element_max), blocks < 0)
     else:
         codes = saturate(y, fmt.data_dtype)
     *batch, r, rows, k, cols = blocks.shape
@@ -192,13 +205,13 @@ def _amax(x: torch.Tensor, per_row: bool) -> torch.Tensor:
 
 
 def _torchao_outer(x: torch.Tensor) -> torch.Tensor:
-    amax = _amax(x, per_row=False)
-    return torch.where(amax == 0, 1.0, amax / NVFP4_MAX)
+    p = _divide(_amax(x, per_row=False), NVFP4_MAX)
+    return torch.where(p == 0, 1.0, p)  # all zero, or so small that p underflows: 0 / 0 would be NaN
 
 
 def _torchao_scales(amax: torch.Tensor, outer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(E4M3 block scales, encode factors) of contract torchao."""
-    scale = amax / 6.0
+    scale = _divide(amax, 6.0)
     if outer is not None:
         scale = scale / outer
     scales = _visible(saturate(scale.clamp(min=E4M3_MIN_NORMAL), torch.float8_e4m3fn), amax)
@@ -213,7 +226,7 @@ def _te_outer(x, fmt: BlockFormat, outer) -> tuple[torch.Tensor, torch.Tensor | 
     if fmt.outer is None:
         return x.new_ones(()), None
     amax = _amax(x, per_row=fmt.outer == "row")
-    senc = (NVFP4_MAX / amax).clamp(max=FLT_MAX)
+    senc = _divide(NVFP4_MAX, amax).clamp(max=FLT_MAX)
     senc = torch.where((amax == 0) | (senc == 0), 1.0, senc)
     return senc, 1.0 / senc
 
@@ -231,12 +244,11 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
     if outer is None:
         amax = _amax(x, per_row=True).double().clamp(min=FLOAT8_AMAX_EPS)
         encode = (E4M3_MAX / amax).float()
-        # Inf / Inf: an infinite amax must not turn into a zero encode scale and finite codes.
-        encode = torch.where(amax.isfinite(), encode, torch.nan)
         outer = 1.0 / encode
     else:
         encode = 1.0 / outer
-    return saturate(x * encode, fmt.data_dtype), None, outer
+    y = (x * encode).masked_fill_(x.isinf(), torch.nan)  # a static scale does not show an infinity; saturation hides it
+    return saturate(y, fmt.data_dtype).contiguous(), None, outer.contiguous()
 
 
 # ---------------------------------------------------------------- dequantise and multiply
@@ -247,7 +259,7 @@ def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) ->
 
     scales: linear (as many dimensions as data) or swizzled (one fewer).
     """
-    values = e2m1_decode(unpack(data)) if fmt.packed else data.float()
+    values = e2m1_unpack(data) if fmt.packed else data.float()
     if scales is None:
         return values
     if scales.dim() < data.dim():
@@ -266,7 +278,7 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
             scales = scales.unsqueeze(0)
         return dequantize(data.unsqueeze(0), scales, outer, fmt, cols, dtype).squeeze(0)
     values = expand(data, scales, fmt)[..., :cols]
-    return (values if outer is None else values * outer).to(dtype)
+    return (values if outer is None else values * outer).to(dtype).contiguous()
 
 
 def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> torch.Tensor:
@@ -274,19 +286,34 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
 
     A format of None marks a plain floating-point operand. The float32 product is multiplied once by
     outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is cast.
+
+    Raises ValueError for formats, batch or contraction dimensions that do not go together.
     """
     if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
         raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
     left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
     right = b.float() if b_fmt is None else expand(b, b_scales, b_fmt)
-    k = min(left.shape[-1], right.shape[-1])  # a plain operand is not padded; the packed one's padding is zero
-    out = left[..., :k] @ right[..., :k].transpose(-2, -1)
+    if left.shape[:-2] != right.shape[:-2]:
+        raise ValueError(f"batch dimensions differ: a has {tuple(left.shape[:-2])}, b has {tuple(right.shape[:-2])}")
+    k = _contraction(left.shape[-1], a_fmt, right.shape[-1], b_fmt)
+    with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context
+        out = left[..., :k] @ right[..., :k].transpose(-2, -1)
     outer = _outer_product(a_outer, b_outer)
     if outer is not None:
         out = out * outer
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def _contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:
+    """The common contraction length: a plain operand has no padding, that of a packed one is zero and drops out."""
+    k = min(k_a, k_b)
+    for length, fmt in ((k_a, a_fmt), (k_b, b_fmt)):
+        whole = k if fmt is None else ceil_div(k, fmt.block_cols) * fmt.block_cols
+        if length != whole:
+            raise ValueError(f"contraction dimensions differ: a has {k_a}, b has {k_b} (packed operands: with padding)")
+    return k
 
 
 def _outer_product(a_outer, b_outer):
