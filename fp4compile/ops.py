@@ -43,8 +43,9 @@ _lib.define(
 @torch.library.impl(_lib, "quantize", "CompositeExplicitAutograd")
 def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
     fmt = formats.get(format)
+    _check_layout(layout)
     data, scales, computed = reference.quantize(x.movedim(dim, -1), fmt, outer, layout)
-    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
+    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales.contiguous()
     # A given outer scale is not handed through: an op may not return its input.
     fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
     return data, scales, fresh
@@ -53,11 +54,12 @@ def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
 @torch.library.register_fake("fp4compile::quantize", lib=_lib)
 def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear"):
     fmt = formats.get(format)
+    _check_layout(layout)
     lead = list(x.shape)
     k = lead.pop(dim)
     blocks = ceil_div(k, fmt.block_cols)
-    padded = blocks * fmt.block_cols
-    data = x.new_empty((*lead, padded // 2 if fmt.packed else padded), dtype=fmt.data_dtype)
+    block_bytes = fmt.block_cols // 2 if fmt.packed else fmt.block_cols
+    data = x.new_empty((*lead, blocks * block_bytes), dtype=fmt.data_dtype)
     scales = x.new_empty(_scales_shape(lead, blocks, fmt, layout), dtype=fmt.scale_dtype)
     outer_shape: tuple = (0,)
     if outer is None and fmt.outer is not None:
@@ -107,7 +109,7 @@ def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_form
 # ---------------------------------------------------------------- the eager interface
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no truth value: comparing fields would raise
 class BlockScaled:
     """A quantised tensor: codes, scales and what they mean. value = element * block scale * outer.
 
@@ -161,10 +163,11 @@ def quantize(
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x: dtype {x.dtype} cannot be quantised; allowed are bfloat16, float16, float32")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
-    if layout not in LAYOUTS:
-        raise ValueError(unknown_name("layout", layout, LAYOUTS))
+    _check_layout(layout)
     lead = list(x.shape)
     k = lead.pop(dim)
     if outer is not None:
@@ -183,8 +186,8 @@ def scaled_mm(
     The float32 product is multiplied once by outer_a * outer_b, bias [N] is added, the result is cast. Operands of
     different formats multiply if scale type and block length agree (MXFP8 x MXFP4, NVFP4 1x16 x 16x16).
 
-    Raises TypeError for an operand that is no `BlockScaled`, ValueError for shapes, formats, devices, a bias or an
-    out_dtype that do not fit.
+    Raises TypeError for an operand that is no `BlockScaled` or a bias that is no floating-point tensor, ValueError
+    for shapes, formats, devices, a bias or an out_dtype that do not fit.
     """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, BlockScaled):
@@ -201,14 +204,26 @@ def scaled_mm(
         )
     if a.data.device != b.data.device:
         raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}")
-    if bias is not None and (bias.shape != (b.shape[-2],) or bias.device != a.data.device):
-        raise ValueError(
-            f"bias: expected shape ({b.shape[-2]},) on {a.data.device}, got {tuple(bias.shape)} on {bias.device}"
-        )
+    if bias is not None:
+        _check_bias(bias, b.shape[-2], a.data.device)
     _check_float("out_dtype", out_dtype)
     return torch.ops.fp4compile.scaled_mm(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
     )
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(unknown_name("layout", layout, LAYOUTS))
+
+
+def _check_bias(bias: torch.Tensor, n: int, device: torch.device) -> None:
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: expected a torch.Tensor, got {type(bias).__name__}")
+    if bias.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"bias: dtype {bias.dtype}; allowed are bfloat16, float16, float32")
+    if bias.shape != (n,) or bias.device != device:
+        raise ValueError(f"bias: expected shape ({n},) on {device}, got {tuple(bias.shape)} on {bias.device}")
 
 
 def _check_float(name: str, dtype: torch.dtype) -> None:
