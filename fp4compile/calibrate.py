@@ -19,7 +19,7 @@ def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Reci
         uncompiled, without gradients.
     recipe: any whose activations (fprop_x) are NVFP4 with a tensor outer scale; its scales become static.
 
-    Raises ValueError for another recipe, for no batches, and if no activation was seen or one was not finite.
+    Raises ValueError for another recipe, for no batches, if no layer is quantised, or if an activation is not finite.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     amax: dict[str, torch.Tensor] = {}
@@ -38,6 +38,8 @@ def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Reci
             count += 1
     if count == 0:
         raise ValueError("batches: got none; calibration needs at least one")
+    if not amax:
+        raise ValueError(f"model: recipe {chosen.name!r} quantises no layer of it")
     return chosen.replace(static_scales={name: _decode_factor(name, value) for name, value in amax.items()})
 
 

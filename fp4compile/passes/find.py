@@ -30,9 +30,9 @@ _VIEWS = {
 
 # What multiplies matrices and is not rewritten, with the reason that the report gives.
 _LEFT_ALONE = {
+    aten.addbmm.default: "batched product with an added term (addbmm)",
     aten.baddbmm.default: "batched product with an added term (baddbmm)",
-    aten.mv.default: "matrix times vector",
-    aten.addmv.default: "matrix times vector",
+    aten._int_mm.default: "integer product",
     aten.convolution.default: "convolution",
     aten.convolution_backward.default: "convolution",
     aten._scaled_mm.default: "already a scaled product",

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.find import Gemm, Input
 from fp4compile.recipe import Recipe, named

@@ -1,0 +1,156 @@
+"""Which layers a recipe quantises, and the reason for each that it does not, as `explain` reports them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4compile
+from fp4compile.passes.find import clean_name, module_name
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.q, self.up = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.up(self.q(x).relu())
+
+
+class Model(torch.nn.Module):
+    def __init__(self, blocks=12):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(blocks))
+        self.lm_head = torch.nn.Linear(64, 96)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def reasons(recipe, model=None, x=None):
+    """{module: reason, None where quantised} of the forward products."""
+    with torch.no_grad():
+        report = fp4compile.explain(model or Model(), torch.randn(8, 64) if x is None else x, recipe=recipe)
+    return {row.module: row.reason for row in report.rows}
+
+
+def quantised(recipe, **kwargs):
+    return {module for module, reason in reasons(recipe, **kwargs).items() if reason is None}
+
+
+def blocks(*indices):
+    return {f"layers.{i}.{name}" for i in indices for name in ("q", "up")}
+
+
+def test_every_layer_but_the_head():
+    assert quantised("mxfp8") == blocks(*range(12))
+    assert reasons("mxfp8")["lm_head"] == "LM head"
+    assert quantised({"recipe": "mxfp8", "skip_lm_head": False}) == blocks(*range(12)) | {"lm_head"}
+
+
+def test_first_and_last_blocks():
+    recipe = {"recipe": "mxfp8", "skip_first_blocks": 2, "skip_last_blocks": 3}
+    assert quantised(recipe) == blocks(*range(2, 9))
+    assert reasons(recipe)["layers.1.q"] == "block 1 is among the first 2"
+    assert reasons(recipe)["layers.11.up"] == "block 11 is among the last 3"
+
+
+def test_number_of_blocks_given():
+    assert quantised({"recipe": "mxfp8", "skip_last_blocks": 3, "num_blocks": 13}) == blocks(*range(10))
+
+
+def test_globs_respect_dots():
+    recipe = {"recipe": "mxfp8", "rules": [("layers.1.*", "skip")]}
+    assert quantised(recipe) == blocks(0, *range(2, 12))
+    assert reasons(recipe)["layers.1.q"] == "rule 'layers.1.*'"
+
+
+def test_first_matching_rule_decides_and_outranks_the_defaults():
+    rules = [("layers.0.q", "quantize"), ("*.q", "skip"), ("lm_head", "quantize")]
+    recipe = {"recipe": "mxfp8", "skip_first_blocks": 1, "rules": rules}
+    assert quantised(recipe) == {"layers.0.q", "lm_head"} | {f"layers.{i}.up" for i in range(1, 12)}
+
+
+def test_rule_gives_a_layer_another_recipe():
+    report = fp4compile.explain(Model(2), torch.randn(8, 64), recipe={"recipe": "nvfp4", "rules": [("*.up", "mxfp8")]})
+    formats = {(row.module, row.product): (row.left, row.right) for row in report.quantised}
+    assert formats["layers.0.up", "wgrad"] == ("mxfp8", "mxfp8")
+    assert formats["layers.0.q", "wgrad"] == ("nvfp4", "nvfp4")
+
+
+@pytest.mark.parametrize("limit,shape", [("min_m", "M=8"), ("min_n", "N=64"), ("min_k", "K=64")])
+def test_minimum_dimensions(limit, shape):
+    recipe = {"recipe": "mxfp8", limit: 65}
+    assert reasons(recipe)["layers.0.q"] == f"{shape} is below {limit}=65"
+    assert quantised(recipe | {limit: 8}) == blocks(*range(12))
+
+
+def test_limits_are_those_of_the_layer_in_the_backward_too():
+    """wgrad is [N, tokens] x [tokens, K]: few tokens are no small K."""
+    report = fp4compile.explain(torch.nn.Linear(64, 96), torch.randn(8, 64, requires_grad=True), recipe="mxfp8")
+    assert {(row.product, row.m, row.n, row.k, row.reason) for row in report.rows} == {
+        ("fprop", 8, 96, 64, None), ("wgrad", 96, 64, 8, None), ("dgrad", 8, 64, 96, None),
+    }  # fmt: skip
+
+
+class Odd(torch.nn.Module):
+    """One of everything that looks like a matrix product and is left alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.randn(4, 64, 64))
+        self.conv = torch.nn.Conv1d(64, 64, 3)
+        self.matrix = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):  # [4, 8, 64]
+        a = torch.bmm(x, self.experts)
+        b = self.conv(x.transpose(1, 2)).sum()
+        c = F.scaled_dot_product_attention(*(x.unflatten(-1, (2, 32)).transpose(1, 2),) * 3).sum()
+        d = torch.baddbmm(a, x, a.transpose(1, 2) @ a)
+        e = self.matrix @ self.matrix
+        return d + b + c + e.sum()
+
+
+def test_everything_else_that_multiplies_has_a_reason():
+    with torch.no_grad():
+        report = fp4compile.explain(Odd(), torch.randn(4, 8, 64), recipe="mxfp8")
+    found = {row.reason for row in report.rows}
+    assert found == {
+        "batched product with a parameter",
+        "convolution",
+        "fused attention: its products lie inside one kernel",
+        "batched product with an added term (baddbmm)",
+        "activation x activation: the recipe leaves attention in high precision",
+        "both operands are parameters",
+    }
+
+
+def test_a_product_that_the_recipe_leaves_has_that_reason():
+    report = fp4compile.explain(torch.nn.Linear(64, 64), torch.randn(8, 64), recipe="nvfp4_weight_only")
+    assert [(row.product, row.reason) for row in report.rows] == [
+        ("fprop", None), ("wgrad", "recipe nvfp4_weight_only leaves wgrad in high precision"),
+    ]  # fmt: skip
+
+
+def test_two_layers_that_share_input_and_shape_keep_their_names():
+    class Twins(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Linear(64, 64, bias=bias) for bias in (True, False))
+
+        def forward(self, x):
+            return self.a(x).sin() + self.b(x).cos()
+
+    report = fp4compile.explain(Twins(), torch.randn(8, 64, requires_grad=True), recipe="mxfp8")
+    pairs = sorted((row.module, row.product) for row in report.rows)
+    assert pairs == sorted((m, p) for m in "ab" for p in ("fprop", "dgrad", "wgrad"))
+
+
+def test_names():
+    assert clean_name("L['self'].layers.0.mlp") == "layers.0.mlp"
+    assert clean_name("_orig_mod.layers.0._checkpoint_wrapped_module.mlp") == "layers.0.mlp"
+    assert module_name("layers.0.weight") == "layers.0"
+    assert module_name("layers.0.w1") == "layers.0.w1"
+    assert module_name("weight") == ""
