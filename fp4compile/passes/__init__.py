@@ -1,1 +1,1 @@
-"""Graph passes: find -> plan -> rewrite in the joint graph. Graph in, graph out; nothing here knows a kernel's inside."""
+"""Graph passes: find -> plan -> rewrite in the joint graph. Graph in, graph out; none knows the inside of a kernel."""
