@@ -1,0 +1,65 @@
+"""Where versions of torch and Triton differ, and what they hide."""
+
+import torch
+import triton
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+# Among axes of a load whose addresses do not touch, Triton hands the lanes of a warp to the first axis first up to
+# 3.6, to the last axis first in 3.9 (where it changed was not looked up; only speed depends on it).
+FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1)."""
+    return triton.knobs.runtime.interpret
+
+
+def known(condition) -> bool:
+    """A condition on sizes, False where a symbolic size leaves it open; never guards."""
+    return statically_known_true(condition)
+
+
+def tracing() -> bool:
+    """Whether calls are being recorded as a graph instead of run."""
+    return get_proxy_mode() is not None
+
+
+def traceable(kernel):
+    """A Triton kernel as tracing wants it: launched, it becomes a node that Inductor understands."""
+    return torch.library.wrap_triton(kernel)
+
+
+def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):
+    """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
+
+    args: tensors and ints by name. Returns Triton's compiled kernel (`.asm`, `.metadata`).
+    """
+    signature, constexprs, attrs = {}, dict(constants), {}
+    for i, name in enumerate(kernel.arg_names):
+        value = args.get(name)
+        if name in constants or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constexprs[name] = constants.get(name, 1)
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps})
+
+
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}

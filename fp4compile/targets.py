@@ -1,0 +1,83 @@
+"""What a GPU can do, and how the quantise kernels are launched on it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """A CUDA compute capability, 90 for 9.0; 0 stands for Triton's interpreter."""
+
+    sm: int
+
+    @property
+    def block_scaled_matrix_units(self) -> bool:
+        """Whether the matrix units multiply NVFP4 and MX operands."""
+        return self.sm >= 100
+
+    @property
+    def isa(self) -> int:
+        """Which form of the device functions of `templates.codec` the GPU runs: 0, 90 or 100."""
+        if self.sm >= 100:
+            return 100
+        return 90 if self.sm >= 89 else 0
+
+    @property
+    def arch(self) -> str:
+        """The architecture name that ptxas takes for the instructions used here."""
+        return f"sm_{self.sm}a" if self.sm >= 100 else f"sm_{self.sm}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is launched: its tile and other constexpr arguments, and warps a program."""
+
+    constants: tuple[tuple[str, int], ...]
+    num_warps: int
+
+    @property
+    def kwargs(self) -> dict[str, int]:
+        return dict(self.constants)
+
+
+def _launch(num_warps: int, **constants: int) -> Launch:
+    return Launch(tuple(constants.items()), num_warps)
+
+
+# Elements of a tile that a thread of the row kernels works on: 64 bytes of 16-bit input.
+ELEMENTS_PER_THREAD = 32
+LONGEST_ROW_ON_CHIP = 32768
+
+
+def rows_launch(element: str, block: int, flat: bool) -> Launch:
+    """The row kernel, on one long row (flat) or on rows apart."""
+    pieces = 4 if element == "e2m1" else 2
+    if flat:
+        return _launch(4, ROWS=1, BLOCKS=4096 // block, PIECES=pieces)
+    return _launch(4, ROWS=32, BLOCKS=128 // block, PIECES=pieces)
+
+
+def scaled_rows_launch(element: str, block: int, cols: int) -> Launch:
+    """The kernel of rows with their own scale: a whole row on chip up to LONGEST_ROW_ON_CHIP elements."""
+    pieces = 4 if element == "e2m1" else 2
+    width = max(1024, 1 << (max(cols, 1) - 1).bit_length())
+    on_chip = width <= LONGEST_ROW_ON_CHIP
+    if not on_chip:
+        width = 16384
+    return _launch(
+        width // (32 * ELEMENTS_PER_THREAD), ROWS=1, BLOCKS=width // block, PIECES=pieces, ON_CHIP=int(on_chip)
+    )
+
+
+def amax_launch() -> Launch:
+    return _launch(8, ROWS=1, BLOCKS=512, BLOCK=32)
+
+
+def tiles_launch(block: int, square: bool, along_columns: bool) -> Launch:
+    """The tile kernel. E4M3 scales are dear: there a thread owns whole columns; otherwise four lanes share them."""
+    if block == 16 and along_columns and not square:
+        return _launch(4, STRIPS=4, LANES=1, WORDS=128)
+    return _launch(4, STRIPS=4, LANES=4, WORDS=32)
+
+
+def dequantize_launch(block: int) -> Launch:
+    return _launch(4, ROWS=1, BLOCKS=4096 // block)

@@ -1,0 +1,1 @@
+"""Triton kernels, one family a file. Nothing here knows FX."""

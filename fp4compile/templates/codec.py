@@ -1,0 +1,447 @@
+"""Device functions of the quantise kernels: rounding, packing, scale arithmetic.
+
+Elements travel as pairs: two neighbours of a row in one word (`word`: int32 for 16-bit inputs, int64 for float32),
+decoded to two float32 tensors, encoded to one unit (`encode_pair`: uint8 of two E2M1 codes, uint16 of two FP8
+codes). So packing needs neither a split nor a reshape.
+
+`ISA` selects the form of an operation; every form gives the same bits:
+    0    portable: integer and float32 arithmetic only; what Triton's interpreter runs (its casts to FP8 and bf16 are
+         wrong where rounding carries) and what GPUs before SM89 need
+    90   FP8 conversion instructions, packed 16-bit maxima, E2M1 codes gathered in inline PTX
+    100  E2M1 and E8M0 conversion instructions
+Kernels that use these functions are launched with `enable_fp_fusion=False`; where a fused multiply-add is wanted or
+harmless it is written out.
+"""
+
+import triton
+import triton.language as tl
+
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+NVFP4_MAX = tl.constexpr(2688.0)  # 6 * 448
+SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
+INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.constexpr_function
+def reciprocal_max(element):
+    """1 / largest element, in float32."""
+    return {"e2m1": 0.1666666716337204, "e4m3": 0.002232142956927419, "e5m2": 1.743861685099546e-05}[element]
+
+
+@triton.constexpr_function
+def emax(element):
+    """Exponent of the largest power of two among the elements."""
+    return {"e2m1": 2, "e4m3": 8, "e5m2": 15}[element]
+
+
+@triton.constexpr_function
+def mantissa_bits(element):
+    return {"e2m1": 1, "e4m3": 3, "e5m2": 2}[element]
+
+
+# ---------------------------------------------------------------- words
+
+
+@triton.jit
+def unpack(word, dtype: tl.constexpr):
+    """Words of two `dtype` elements -> (first, second) in float32."""
+    if dtype == tl.float32:
+        return word.to(tl.int32).to(tl.float32, bitcast=True), (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:  # a bfloat16 is the upper half of a float32
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        first = word.to(tl.int16).to(tl.float16, bitcast=True)
+        second = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def float_bits(value, dtype: tl.constexpr, ISA: tl.constexpr):
+    """float32 rounded to `dtype`, ties to even -> the bits, in the low end of an int32."""
+    if dtype == tl.float32:
+        return value.to(tl.int32, bitcast=True)
+    elif dtype == tl.bfloat16 and ISA == 0:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(value == value, rounded, 0x7FC0) & 0xFFFF
+    else:
+        return value.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def pack(first, second, dtype: tl.constexpr, ISA: tl.constexpr):
+    """The inverse of `unpack`: two float32 tensors, rounded to `dtype`, as words."""
+    if dtype == tl.float32:
+        low = float_bits(first, dtype, ISA).to(tl.int64) & 0xFFFFFFFF
+        return low | (float_bits(second, dtype, ISA).to(tl.int64) << 32)
+    else:
+        return float_bits(first, dtype, ISA) | (float_bits(second, dtype, ISA) << 16)
+
+
+@triton.jit
+def magnitude_bits(value):
+    """float32 -> its absolute value as int32 bits: ordered like the value, NaN above infinity."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _max_bf16x2(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _max_f16x2(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _reduce_words(word, axis: tl.constexpr, dtype: tl.constexpr):
+    """Largest magnitudes along `axis` of both halves of 16-bit words; the signs of the result mean nothing."""
+    if dtype == tl.bfloat16:
+        return tl.reduce(word, axis, _max_bf16x2)
+    else:
+        return tl.reduce(word, axis, _max_f16x2)
+
+
+@triton.jit
+def word_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
+    """Largest magnitude of all elements of the words along `axis`: float32 bits (int32), a NaN above infinity."""
+    first, second = pair_amax(word, axis, ISA, dtype)
+    return tl.maximum(first, second)
+
+
+@triton.jit
+def pair_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
+    """Largest magnitudes along `axis` of the first and of the second elements of words: float32 bits (int32)."""
+    if ISA == 0 or dtype == tl.float32:
+        first, second = unpack(word, dtype)
+        return tl.max(magnitude_bits(first), axis), tl.max(magnitude_bits(second), axis)
+    else:
+        first, second = unpack(_reduce_words(word, axis, dtype), dtype)
+        return magnitude_bits(first), magnitude_bits(second)
+
+
+# ---------------------------------------------------------------- elements
+
+
+@triton.jit
+def _e2m1_code(y, negative):
+    """float32 y -> E2M1 code (int32), saturating, ties to the even code; NaN gives 7.
+
+    The grid has step 1/2 up to 2, step 1 up to 4, step 2 up to 6. Adding 2^23 to a float32 rounds it to an integer,
+    ties to even, in the low bits. The smallest of the three roundings, as codes, is the code: each one is the finest
+    where its step holds, and the coarser ones lie above it.
+    """
+    m = tl.minimum(tl.abs(y), 6.0)
+    fine = m * 2.0 + 8388608.0
+    middle = m + 8388610.0
+    coarse = m * 0.5 + 8388612.0
+    code = tl.minimum(tl.minimum(fine, middle), coarse).to(tl.int32, bitcast=True) & 7
+    return tl.where(negative, code | 8, code)
+
+
+def _e2m1_gather_ptx() -> str:
+    """`_e2m1_code` of eight values, gathered in one register: $1-$4 the even, $5-$8 the odd elements of a row.
+
+    Codes by multiply-add, nibble by nibble; the constant 2^23 in each leaves 0xFB000000 in the sum. Signs by funnel
+    shift of the four top bits of each value.
+    """
+    steps = []
+    for i in reversed(range(8)):
+        value = f"${1 + i // 2 + 4 * (i % 2)}"
+        steps.append(
+            f"abs.f32 m, {value}; min.f32 m, m, 0f40C00000;"
+            " fma.rn.f32 a, m, 0f40000000, 0f4B000000; add.f32 b, m, 0f4B000002;"
+            " fma.rn.f32 c, m, 0f3F000000, 0f4B000004;"
+            " min.f32 a, a, b; min.f32 a, a, c; mov.b32 r, a; mad.lo.u32 codes, codes, 16, r;"
+            f" mov.b32 r, {value}; shf.l.wrap.b32 signs, r, signs, 4;"
+        )
+    return (
+        "{ .reg .f32 m, a, b, c; .reg .b32 r, codes, signs; mov.b32 codes, 0; mov.b32 signs, 0; "
+        + " ".join(steps)
+        + " and.b32 signs, signs, 0x88888888; add.u32 codes, codes, 0x05000000; add.u32 $0, codes, signs; }"
+    )
+
+
+_E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())
+_E2M1_CONVERT = tl.constexpr(
+    "{ .reg .b8 p, q, r, s;"
+    " cvt.rn.satfinite.e2m1x2.f32 p, $5, $1; cvt.rn.satfinite.e2m1x2.f32 q, $6, $2;"
+    " cvt.rn.satfinite.e2m1x2.f32 r, $7, $3; cvt.rn.satfinite.e2m1x2.f32 s, $8, $4;"
+    " mov.b32 $0, {p, q, r, s}; }"
+)
+_E4M3_CONVERT = tl.constexpr(
+    "{ .reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $3, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $2;"
+    " mov.b32 $0, {p, q}; }"
+)
+_E5M2_CONVERT = tl.constexpr(
+    "{ .reg .b16 p, q; cvt.rn.satfinite.e5m2x2.f32 p, $3, $1; cvt.rn.satfinite.e5m2x2.f32 q, $4, $2;"
+    " mov.b32 $0, {p, q}; }"
+)
+
+
+@triton.jit
+def fp8_code(y, element: tl.constexpr):
+    """float32 -> E4M3 or E5M2 code (int32), saturating, ties to even; NaN gives 0x7F."""
+    mantissa: tl.constexpr = mantissa_bits(element)
+    bias: tl.constexpr = 7 if element == "e4m3" else 15
+    largest: tl.constexpr = 448.0 if element == "e4m3" else 57344.0
+    shift: tl.constexpr = 23 - mantissa
+    bits = y.to(tl.int32, bitcast=True)
+    m = tl.minimum(tl.abs(y), largest)  # NaN is dealt with below
+    m_bits = m.to(tl.int32, bitcast=True)
+    # Normal: round the float32 mantissa, a carry runs into the exponent. Subnormal: adding a power of two whose last
+    # place is the subnormal step rounds.
+    normal = ((m_bits + (1 << (shift - 1)) - 1 + ((m_bits >> shift) & 1)) >> shift) - ((127 - bias) << mantissa)
+    round_at: tl.constexpr = 2.0 ** (24 - bias - mantissa)
+    subnormal = (m + round_at).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(m < 2.0 ** (1 - bias), subnormal, normal)
+    return tl.where(y == y, code | ((bits >> 24) & 0x80), 0x7F)
+
+
+@triton.jit
+def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr):
+    """first * factor and second * factor, rounded to codes: a uint8 of two E2M1 codes, a uint16 of two FP8 codes."""
+    if element == "e2m1":
+        if ISA == 0:
+            a = _e2m1_code(first * factor, (first < 0) & (factor == factor))
+            b = _e2m1_code(second * factor, (second < 0) & (factor == factor))
+            return (a | (b << 4)).to(tl.uint8)
+        else:
+            # x * factor + 0 is x * factor with the sign of the contract: -0.0 gives +0.0, and a negative product
+            # that underflows keeps its sign. The factor is not 0.
+            a = tl.fma(first, factor, 0.0)
+            b = tl.fma(second, factor, 0.0)
+            return tl.inline_asm_elementwise(
+                _E2M1_CONVERT if ISA >= 100 else _E2M1_GATHER,
+                "=r,f,f,f,f,f,f,f,f", [a, b], dtype=tl.uint8, is_pure=True, pack=4,
+            )  # fmt: skip
+    else:
+        a = first * factor
+        b = second * factor
+        if ISA == 0:
+            return (fp8_code(a, element) | (fp8_code(b, element) << 8)).to(tl.uint16)
+        else:
+            return tl.inline_asm_elementwise(
+                _E4M3_CONVERT if element == "e4m3" else _E5M2_CONVERT,
+                "=r,f,f,f,f", [a, b], dtype=tl.uint16, is_pure=True, pack=2,
+            )  # fmt: skip
+
+
+@triton.jit
+def _e2m1_value(code):
+    """E2M1 code (int32, upper bits ignored) -> float32.
+
+    Its three low bits are the top of a float32 whose exponent is too small by 126; the product is exact.
+    """
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _fp8_value(code, element: tl.constexpr):
+    """FP8 code (int32, eight bits) -> float32, as `_e2m1_value`."""
+    shift: tl.constexpr = 23 - mantissa_bits(element)
+    magnitude = code & 0x7F
+    if element == "e4m3":
+        value = (magnitude << shift).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    else:
+        value = (magnitude << shift).to(tl.float32, bitcast=True) * 5.192296858534828e33
+        value = tl.where(magnitude == 0x7C, float("inf"), value)
+        value = tl.where(magnitude > 0x7C, float("nan"), value)
+    return tl.where(code > 0x7F, -value, value)
+
+
+@triton.jit
+def decode_pair(units, element: tl.constexpr, ISA: tl.constexpr):
+    """Units of two codes -> (first, second) in float32."""
+    if element == "e2m1":
+        codes = units.to(tl.int32)
+        return _e2m1_value(codes), _e2m1_value(codes >> 4)
+    elif ISA == 0:
+        codes = units.to(tl.int32)
+        return _fp8_value(codes & 0xFF, element), _fp8_value((codes >> 8) & 0xFF, element)
+    else:
+        fp8: tl.constexpr = tl.float8e4nv if element == "e4m3" else tl.float8e5
+        first = units.to(tl.uint8).to(fp8, bitcast=True)
+        second = (units >> 8).to(tl.uint8).to(fp8, bitcast=True)
+        return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def infinity_to_nan(value):
+    return tl.where(magnitude_bits(value) == INFINITY_BITS, float("nan"), value)
+
+
+# ---------------------------------------------------------------- scales
+
+
+@triton.jit
+def _at_most(value, limit: tl.constexpr):
+    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def reciprocal(value, ISA: tl.constexpr):
+    """1 / value, correctly rounded."""
+    if ISA == 0:
+        return tl.div_rn(1.0, value)
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def _sixth(value, ISA: tl.constexpr):
+    """value / 6, correctly rounded where it is a normal number: a quotient, its remainder, and the correction."""
+    if ISA == 0:
+        return tl.div_rn(value, 6.0)
+    else:
+        quotient = value * SIXTH
+        return tl.fma(tl.fma(quotient, -6.0, value), SIXTH, quotient)
+
+
+@triton.jit
+def e4m3_round(value, ISA: tl.constexpr):
+    """float32 >= 0 -> (E4M3 byte as int32, its value in float32); saturating, NaN gives 0x7F and NaN."""
+    if ISA == 0:
+        byte = fp8_code(value, "e4m3")
+        return byte, _fp8_value(byte, "e4m3")
+    else:
+        code = value.to(tl.float8e4nv)
+        return code.to(tl.uint8, bitcast=True).to(tl.int32), code.to(tl.float32)
+
+
+@triton.jit
+def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
+    """Scale bytes (uint8) -> float32."""
+    code = byte.to(tl.int32)
+    if SCALE == "e4m3":
+        return _fp8_value(code, "e4m3")
+    else:
+        value = tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
+        return tl.where(code == 255, float("nan"), value)
+
+
+@triton.jit
+def outer_from_amax(amax_bits, contract: tl.constexpr, ISA: tl.constexpr):
+    """Bits of the amax of a tensor or a row -> (encode, decode) outer scales in float32."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if contract == "torchao":
+        decode = tl.div_rn(amax, NVFP4_MAX)
+        decode = tl.where(decode == 0.0, 1.0, decode)
+        encode = reciprocal(decode, ISA)
+    else:
+        encode = _at_most(tl.div_rn(NVFP4_MAX, amax), FLT_MAX)
+        encode = tl.where((amax == 0.0) | (encode == 0.0), 1.0, encode)
+        decode = reciprocal(encode, ISA)
+    return encode, decode
+
+
+@triton.jit
+def float8_outer(amax_bits, ISA: tl.constexpr):
+    """Bits of a row's amax -> (encode, decode) scales of float8_rowwise, divided in float64."""
+    amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True).to(tl.float64), 1e-12)
+    encode = (448.0 * (1.0 / amax)).to(tl.float32)
+    encode = tl.where(amax_bits < INFINITY_BITS, encode, float("nan"))
+    return encode, reciprocal(encode, ISA)
+
+
+@triton.jit
+def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
+    """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements)."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if contract == "torchao":
+        if has_outer:
+            scale = tl.div_rn(tl.div_rn(amax, 6.0), decode)
+        else:  # the clamp hides what is too small to be exact
+            scale = _sixth(amax, ISA)
+        scale = tl.maximum(scale, 0.015625, propagate_nan=tl.PropagateNan.ALL)
+    elif has_outer:
+        scale = _at_most(amax * (encode * SIXTH), FLT_MAX)
+    else:
+        scale = amax * SIXTH
+    # A block that is not finite shows in its scale.
+    scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
+    byte, s = e4m3_round(scale, ISA)
+    if contract == "torchao":
+        factor = tl.div_rn(encode, s) if has_outer else reciprocal(s, ISA)
+    else:
+        factor = _at_most(reciprocal(s * decode if has_outer else s, ISA), FLT_MAX)
+    if has_outer:
+        # An infinite outer scale makes the factor 0, and products with 0 lose their sign in `encode_pair`. The
+        # smallest float32 rounds them to 0 as well.
+        factor = tl.where(factor == 0.0, 1.401298464324817e-45, factor)
+    return byte, factor
+
+
+@triton.jit
+def _ue8m0_round_up(value):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 p; cvt.rp.satfinite.ue8m0x2.f32 p, 0f00000000, $1; cvt.u32.u16 $0, p; and.b32 $0, $0, 255; }",
+        "=r,f", [value], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def e8m0_scale(amax_bits, element: tl.constexpr, mode: tl.constexpr, ISA: tl.constexpr):
+    """Bits of block amaxes -> (E8M0 bytes as int32, factors 2^(127 - byte) that encode the block's elements)."""
+    if mode == "rceil":
+        d = amax_bits.to(tl.float32, bitcast=True) * reciprocal_max(element)
+        if ISA >= 100:
+            byte = _ue8m0_round_up(d)
+        else:
+            bits = d.to(tl.int32, bitcast=True)
+            # One more where the mantissa is not 0: a carry does it. The smallest byte stands for 2^-127, half of the
+            # smallest normal number.
+            byte = tl.where(bits > 0x7FFFFF, (bits + 0x7FFFFF) >> 23, (bits > 0x400000).to(tl.int32))
+    elif mode == "even":
+        byte = tl.maximum(((amax_bits + (1 << (22 - mantissa_bits(element)))) >> 23) - emax(element), 0)
+    elif mode == "ceil":
+        byte = tl.maximum(((amax_bits + 0x7FFFFF) >> 23) - emax(element), 0)
+    else:
+        byte = tl.maximum((amax_bits >> 23) - emax(element), 0)
+    # A block that is not finite shows in its scale.
+    byte = tl.where(amax_bits < INFINITY_BITS, byte, 255)
+    subnormal = tl.where(byte == 254, 0x400000, 0x200000)
+    factor = tl.where(byte < 254, (254 - byte) << 23, subnormal)
+    return byte, factor.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_scale(
+    amax_bits, encode, decode, has_outer: tl.constexpr,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Bits of block amaxes, outer scales -> (scale bytes as int32, factors that encode the block's elements)."""
+    if SCALE == "e8m0":
+        return e8m0_scale(amax_bits, ELEMENT, CONTRACT, ISA)
+    elif SCALE == "e4m3":
+        return e4m3_scale(amax_bits, encode, decode, CONTRACT, has_outer, ISA)
+    else:  # no block scales: the outer scale is all
+        return amax_bits, tl.broadcast_to(encode, amax_bits.shape)
+
+
+@triton.jit
+def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
+    """(encode, decode) outer scales of a tensor.
+
+    OUTER: "none" gives 1; "tensor" reads the decode factor at outer_ptr; "amax" makes it from the bits at amax_ptr,
+    and the first program stores it at outer_ptr.
+    """
+    encode = 1.0
+    decode = 1.0
+    if OUTER == "tensor":
+        decode = tl.load(outer_ptr)
+        encode = reciprocal(decode, ISA)
+    elif OUTER == "amax":
+        encode, decode = outer_from_amax(tl.load(amax_ptr), CONTRACT, ISA)
+        if tl.program_id(0) == 0:
+            tl.store(outer_ptr, decode)
+    return encode, decode

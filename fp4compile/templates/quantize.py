@@ -1,0 +1,286 @@
+"""Quantise CUDA tensors: which kernel, on what view of the tensor, with what launch.
+
+`quantize` and `quantize_both` allocate their outputs and launch kernels; they run eagerly and under tracing, on
+concrete and on symbolic sizes. All bits are those of `reference.quantize`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile._compat import known, tracing
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.targets import amax_launch, dequantize_launch, rows_launch, scaled_rows_launch, tiles_launch
+from fp4compile.templates.amax import tensor_amax
+from fp4compile.templates.dequantize import dequantize_rows
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize_rows import quantize_rows, quantize_scaled_rows
+from fp4compile.templates.quantize_tiles import quantize_tiles
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A tensor as a batch of matrices whose rows are contiguous; strides in elements."""
+
+    tensor: torch.Tensor
+    batch: int
+    rows: int
+    cols: int
+    batch_stride: int
+    row_stride: int
+
+    @property
+    def args(self):
+        return self.rows, self.cols, self.batch_stride, self.row_stride
+
+    @property
+    def numel(self):
+        return self.batch * self.rows * self.cols
+
+    def flat(self) -> "Matrices | None":
+        """The same elements as one row, if they lie so."""
+        one_matrix = known(self.batch == 1) or known(self.batch_stride == self.rows * self.cols)
+        one_row = known(self.rows == 1) or known(self.row_stride == self.cols)
+        if not (one_matrix and one_row):
+            return None
+        return Matrices(self.tensor, 1, 1, self.numel, 0, 0)
+
+    @property
+    def align(self) -> int:
+        """Words (element pairs) that divide a row's length and every row's address; 0 if not even one does."""
+        size = self.tensor.element_size()
+        divisor = power_of_two(self.cols, 16 // size)
+        for count, stride in ((self.rows, self.row_stride), (self.batch, self.batch_stride)):
+            if not known(count == 1):
+                divisor = power_of_two(stride, divisor)
+        return power_of_two(_address(self.tensor) // size, divisor) // 2
+
+
+def matrices(x: torch.Tensor) -> Matrices:
+    """x with its last dimension contiguous, as matrices; copied only where its strides leave no other way."""
+    if not known(x.stride(-1) == 1):
+        x = x.contiguous()
+    while x.dim() < 3:
+        x = x.unsqueeze(0)
+    if x.dim() > 3:
+        x = x.flatten(0, -3)
+    return Matrices(x, *x.shape, x.stride(0), x.stride(1))
+
+
+def power_of_two(n, limit: int) -> int:
+    """The largest power of two up to `limit` that is known to divide n."""
+    while limit > 1 and not known(n % limit == 0):
+        limit //= 2
+    return limit
+
+
+def _address(x: torch.Tensor):
+    """Where x begins, as far as it is known: traced tensors lie in storage that the allocator has aligned."""
+    return x.storage_offset() * x.element_size() if tracing() else x.data_ptr()
+
+
+def quantize(
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, layout: str = "linear"
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Quantise along the last dimension: `reference.quantize` on the GPU, bit for bit; same arguments and results.
+
+    A transposed view (its second but last dimension contiguous) is read as it lies.
+    """
+    if x.dim() == 1:
+        data, scales, outer = quantize(x.unsqueeze(0), fmt, outer, layout)
+        if scales is not None and layout == "linear":
+            scales = scales.squeeze(0)
+        return data.squeeze(0), scales, outer.squeeze(0) if outer is not None and outer.dim() == 2 else outer
+    data, scales = _empty(x, fmt, layout)
+    own_rows = fmt.outer == "row" and outer is None
+    if fmt.block is not None and not own_rows and _lies_transposed(x):
+        source = matrices(x.transpose(-2, -1))
+        outer = _tiles(source, fmt, outer, layout, columns=(data, scales))
+    elif fmt.square:
+        outer = _tiles(matrices(x), fmt, outer, layout, rows=(data, scales))
+    elif own_rows:
+        outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        _scaled_rows(matrices(x), fmt, data, scales, outer, layout)
+    else:
+        outer = _rows(matrices(x), fmt, data, scales, outer, layout)
+    return (*_typed(data, scales, x.shape[-1], fmt), outer)
+
+
+def quantize_both(
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, layout: str = "linear"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x [..., R, C] quantised along C and, transposed, along R, from one read.
+
+    Returns data and scales of x, data and scales of x transposed, and the outer scale of both.
+    """
+    transposed = x.transpose(-2, -1)
+    rows, columns = _empty(x, fmt, layout), _empty(transposed, fmt, layout)
+    outer = _tiles(matrices(x), fmt, outer, layout, rows=rows, columns=columns)
+    return (*_typed(*rows, x.shape[-1], fmt), *_typed(*columns, x.shape[-2], fmt), outer)
+
+
+def _lies_transposed(x: torch.Tensor) -> bool:
+    return not known(x.stride(-1) == 1) and known(x.stride(-2) == 1)
+
+
+def _empty(x: torch.Tensor, fmt: BlockFormat, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bytes for the codes and the scales of x."""
+    *batch, rows, cols = x.shape
+    unit_bytes = 1 if fmt.packed else 2
+    data = x.new_empty((*batch, rows, _units(cols, fmt) * unit_bytes), dtype=torch.uint8)
+    if fmt.scale is None:
+        return data, None
+    blocks = ceil_div(cols, fmt.block_cols)
+    matrix = (swizzled_numel(rows, blocks),) if layout == "swizzled" else (ceil_div(rows, fmt.block[0]), blocks)
+    return data, x.new_empty((*batch, *matrix), dtype=torch.uint8)
+
+
+def _units(cols, fmt: BlockFormat):
+    """Code pairs in a row."""
+    return ceil_div(cols, 2) if fmt.block is None else ceil_div(cols, fmt.block_cols) * (fmt.block_cols // 2)
+
+
+def _typed(data: torch.Tensor, scales: torch.Tensor | None, cols, fmt: BlockFormat):
+    """The bytes as codes and scales; an odd row without blocks loses the byte that filled its last pair."""
+    data = data.view(fmt.data_dtype)
+    if fmt.block is None and not known(cols % 2 == 0):
+        data = data[..., :cols].contiguous()
+    return data, None if scales is None else scales.view(fmt.scale_dtype)
+
+
+def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None):
+    """(outer scale, bits of the amax it is made from, OUTER of the kernels); absent ones stand in for each other."""
+    if outer is not None:
+        return outer, outer, "tensor" if outer.dim() == 0 else "row"
+    if fmt.outer is None:
+        return None, None, "none"
+    bits = tensor_amax_bits(source)
+    return source.tensor.new_empty((), dtype=torch.float32), bits, "amax"
+
+
+def tensor_amax_bits(source: Matrices) -> torch.Tensor:
+    """The float32 bits of the largest magnitude: int32 []; 0 of nothing."""
+    flat = source.flat()
+    source = flat or source
+    bits = torch.zeros((), dtype=torch.int32, device=source.tensor.device)
+    config = amax_launch()
+    width = config.kwargs["BLOCKS"] * config.kwargs["BLOCK"]
+    programs = source.batch * ceil_div(source.rows, config.kwargs["ROWS"]) * ceil_div(source.cols, width)
+    launch(
+        tensor_amax, programs, source.tensor, bits, *source.args, FLAT=flat is not None, ALIGN=source.align,
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+    return bits
+
+
+def _scale_grid(rows, blocks, layout: str):
+    """Rows and block columns whose scale bytes the kernel writes, padding included."""
+    if layout == "swizzled":
+        return ceil_div(rows, 128) * 128, ceil_div(blocks, 4) * 4
+    return rows, blocks
+
+
+def format_constants(fmt: BlockFormat) -> dict:
+    return {
+        "ELEMENT": fmt.element,
+        "SCALE": fmt.scale or "none",
+        "CONTRACT": fmt.contract,
+        "BLOCK": fmt.block_cols if fmt.block else 32,
+    }
+
+
+def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
+    """How wide the rows of codes and of scales let stores be."""
+    return {
+        prefix + "UNIT_ALIGN": power_of_two(_units(cols, fmt), 16),
+        prefix + "SCALE_ALIGN": power_of_two(ceil_div(cols, fmt.block_cols), 16),
+    }
+
+
+def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str) -> torch.Tensor | None:
+    """Launch the row kernel; returns the outer scale."""
+    outer, amax, mode = outer_of(source, fmt, outer)
+    constants = format_constants(fmt)
+    block = constants["BLOCK"]
+    flat = source.flat() if layout == "linear" and mode != "row" and known(source.cols % block == 0) else None
+    source = flat or source
+    config = rows_launch(fmt.element, block, flat is not None)
+    rows, blocks = _scale_grid(source.rows, ceil_div(source.cols, block), layout)
+    programs = source.batch * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(blocks, config.kwargs["BLOCKS"])
+    launch(
+        quantize_rows, programs, source.tensor, data, _or(scales, data), _or(outer, data),
+        _or(amax, data), *source.args, **constants, OUTER=mode, FLAT=flat is not None,
+        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+    return outer
+
+
+def _tiles(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, columns=None) -> torch.Tensor | None:
+    """Launch the tile kernel for the (data, scales) that are given; returns the outer scale."""
+    outer, amax, mode = outer_of(source, fmt, outer)
+    constants = format_constants(fmt)
+    config = tiles_launch(constants["BLOCK"], fmt.square, columns is not None)
+    height = config.kwargs["STRIPS"] * constants["BLOCK"]
+    width = 2 * config.kwargs["WORDS"]
+    covered = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
+    programs = source.batch * ceil_div(covered[0], height) * ceil_div(covered[1], width)
+    some = rows or columns
+    launch(
+        quantize_tiles, programs, source.tensor, *(rows or some), *(columns or some),
+        _or(outer, some[0]), _or(amax, some[0]), *source.args, **constants, ALONG_ROWS=rows is not None,
+        ALONG_COLUMNS=columns is not None, SQUARE=fmt.square, OUTER=mode, SWIZZLED=layout == "swizzled",
+        ALIGN=source.align, **store_aligns(source.cols, fmt), **store_aligns(source.rows, fmt, "COLUMN_"),
+        ISA=target_of(source.tensor.device).isa,
+        num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+    return outer
+
+
+def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str) -> None:
+    constants = format_constants(fmt)
+    config = scaled_rows_launch(fmt.element, constants["BLOCK"], source.cols)
+    rows, _ = _scale_grid(source.rows, 0, layout)
+    programs = source.batch * ceil_div(rows, config.kwargs["ROWS"])
+    launch(
+        quantize_scaled_rows, programs, source.tensor, data, _or(scales, data), outer, *source.args,
+        **constants, SWIZZLED=layout == "swizzled", ALIGN=source.align,
+        **store_aligns(source.cols, fmt), ISA=target_of(source.tensor.device).isa,
+        num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+
+
+def dequantize(
+    data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor | None, fmt: BlockFormat, cols, dtype: torch.dtype
+) -> torch.Tensor:
+    """The represented values [..., cols] in dtype: `reference.dequantize` on the GPU, bit for bit."""
+    lead = data.shape[:-1]
+    out = data.new_empty((*lead, cols), dtype=dtype)
+    rows = lead[-1] if lead else 1
+    batch = math.prod(lead[:-1])
+    constants = format_constants(fmt)
+    del constants["CONTRACT"]
+    block = constants["BLOCK"]
+    swizzled = scales is not None and bool(lead) and scales.dim() < data.dim()
+    swizzled = swizzled or (scales is not None and not lead and not known(scales.numel() == ceil_div(cols, block)))
+    config = dequantize_launch(block)
+    programs = batch * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(ceil_div(cols, block), config.kwargs["BLOCKS"])
+    mode = "none" if outer is None else "tensor" if outer.dim() == 0 else "row"
+    data = data.contiguous()
+    if fmt.block is None and not known(cols % 2 == 0):
+        data = torch.nn.functional.pad(data.view(torch.uint8), (0, 1))
+    launch(
+        dequantize_rows, programs, data.view(torch.uint8),
+        data.view(torch.uint8) if scales is None else scales.contiguous().view(torch.uint8), _or(outer, out), out, rows, cols,
+        **constants, SQUARE=fmt.square, OUTER=mode, SWIZZLED=swizzled, ALIGN=power_of_two(cols, 8) // 2,
+        UNIT_ALIGN=power_of_two(_units(cols, fmt), 16), ISA=target_of(data.device).isa,
+        num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+    return out
+
+
+def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """A kernel takes a tensor for every pointer, also for those that its constants leave unused."""
+    return stand_in if tensor is None else tensor

@@ -1,0 +1,241 @@
+"""Quantise along the contiguous dimension: blocks of a row, and rows with their own outer scale.
+
+A program's tile is ROWS x BLOCKS blocks. Its load has an axis of its own for `PIECES` runs of 16 bytes that touch, the
+axis that Triton spreads over lanes last: so a thread owns whole blocks where that saves work (an E4M3 scale is dear)
+and as many bytes of output as one wide store takes.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile import _compat
+from fp4compile.templates.codec import (
+    block_scale,
+    encode_pair,
+    float8_outer,
+    infinity_to_nan,
+    outer_from_amax,
+    outer_scales,
+    reciprocal,
+    unpack,
+    word_amax,
+)
+
+
+FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
+
+
+@triton.jit
+def load_index(index, AXIS: tl.constexpr):
+    """An index vector along one of the three outer axes of a four-axis load: axis 2 goes to lanes first, 0 last."""
+    axis: tl.constexpr = 2 - AXIS if FIRST_AXIS_FASTEST else AXIS
+    if axis == 0:
+        return index[:, None, None, None]
+    elif axis == 1:
+        return index[None, :, None, None]
+    else:
+        return index[None, None, :, None]
+
+
+@triton.jit
+def loaded(words):
+    """What was loaded, its axes in the order of `load_index`."""
+    return tl.permute(words, (2, 1, 0, 3)) if FIRST_AXIS_FASTEST else words
+
+
+@triton.jit
+def swizzle(row, col, tiles_per_row):
+    """Offset of the scale byte (row, col) in the swizzled layout; see `layouts`."""
+    tile = (row // 128) * tiles_per_row + col // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
+
+
+@triton.jit
+def load_words(ptr, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr):
+    """Words (pairs of `dtype` elements) at ptr + word, zero beyond `cols` elements and where row_mask is false.
+
+    ALIGN: words that divide a row's length and its address, at most 16 bytes of them; 0 where a word itself may be
+    cut (an odd length) or lie at an odd address.
+    """
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
+    if ALIGN > 0:
+        # Compared in whole vectors, so that the compiler sees one mask for each.
+        mask = row_mask & (word // ALIGN < cols // 2 // ALIGN)
+        return tl.load(ptr.to(tl.pointer_type(word_type), bitcast=True) + word, mask=mask, other=0)
+    else:
+        half: tl.constexpr = tl.int16 if bits == 16 else tl.int32
+        ptr = ptr.to(tl.pointer_type(half), bitcast=True)
+        first = tl.load(ptr + 2 * word, mask=row_mask & (2 * word < cols), other=0).to(word_type)
+        second = tl.load(ptr + (2 * word + 1), mask=row_mask & (2 * word + 1 < cols), other=0).to(word_type)
+        return (first & ((1 << bits) - 1)) | (second << bits)
+
+
+@triton.jit
+def load_tile(
+    ptr, cols, row_mask, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The words of a tile, [ROWS, BLOCKS, BLOCK / 2], from the row addresses `ptr` [ROWS]."""
+    vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)  # words in 16 bytes
+    groups: tl.constexpr = BLOCKS * BLOCK // (2 * PIECES * vector)
+    piece = load_index(tl.arange(0, PIECES), 0)
+    group = load_index(tl.arange(0, groups), 2)
+    word = (group * PIECES + piece) * vector + tl.arange(0, vector)[None, None, None, :]
+    words = loaded(load_words(load_index(ptr, 1), word, cols, load_index(row_mask, 1), dtype, ALIGN))
+    return tl.reshape(tl.permute(words, (1, 2, 0, 3)), (ROWS, BLOCKS, BLOCK // 2))
+
+
+@triton.jit
+def store_units(data_ptr, units, row, unit0, per_row, row_mask, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
+    """Store units [ROWS, n] at the rows `row` [ROWS], from unit0 on, of a matrix with `per_row` units a row.
+
+    ALIGN: units that divide a row, at most 16.
+    """
+    unit_type: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
+    unit = tl.arange(0, units.shape[1])[None, :]
+    per_row = per_row // ALIGN * ALIGN  # the same; the compiler sees how wide it may store
+    left = tl.minimum(per_row - unit0, units.shape[1]).to(tl.int32)
+    mask = row_mask[:, None] & (unit // ALIGN < left // ALIGN)
+    ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + unit0
+    tl.store(ptr + row.to(tl.int64)[:, None] * per_row + unit, units, mask=mask)
+
+
+@triton.jit
+def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
+    """Store scale bytes [ROWS, n] of the rows `row` [ROWS], from block0 on, of one matrix of a batch.
+
+    ALIGN: blocks that divide a row of scales, at most 16.
+    """
+    count: tl.constexpr = byte.shape[1]
+    block = tl.arange(0, count)[None, :]
+    row = row.to(tl.int64)[:, None]
+    blocks = blocks // ALIGN * ALIGN  # the same; the compiler sees how wide it may store
+    inside = (row < rows) & (block // ALIGN < tl.minimum(blocks - block0, count).to(tl.int32) // ALIGN)
+    if SWIZZLED:
+        tiles = tl.cdiv(blocks, 4)
+        block = block0 + block
+        matrix = scales_ptr + batch.to(tl.int64) * tl.cdiv(rows, 128) * tiles * 512
+        padded = (row < tl.cdiv(rows, 128) * 128) & (block // 4 < tiles)
+        tl.store(matrix + swizzle(row, block, tiles), tl.where(inside, byte, 0).to(tl.uint8), mask=padded)
+    else:
+        at = (batch.to(tl.int64) * rows + row) * blocks + block0 + block
+        tl.store(scales_ptr + at, byte.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest. FLAT: one row."""
+    if FLAT:
+        return program * 0, program * 0, program
+    else:
+        row_tiles = tl.cdiv(rows, ROWS)
+        return program // (row_tiles * col_tiles), program // col_tiles % row_tiles, program % col_tiles
+
+
+@triton.jit
+def encode_and_store(
+    words, amax, encode, decode, data_ptr, scales_ptr, batch, row, block0, rows, cols,
+    dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2], whose block amaxes are known."""
+    byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
+    first, second = unpack(words, dtype)
+    if SCALE == "none":  # no scale shows an infinity, and saturation would hide it
+        first = infinity_to_nan(first)
+        second = infinity_to_nan(second)
+    units = encode_pair(first, second, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT, ISA)
+    units = tl.reshape(units, (words.shape[0], words.shape[1] * words.shape[2]))
+    per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * (BLOCK // 2)
+    store_units(data_ptr, units, batch.to(tl.int64) * rows + row, block0 * (BLOCK // 2), per_row, row < rows,
+                ELEMENT, UNIT_ALIGN)  # fmt: skip
+    if SCALE != "none":
+        store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
+
+
+@triton.jit
+def quantize_rows(
+    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, FLAT: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of blocks along the row. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
+
+    FLAT: x is one row, perhaps of more than 2^31 elements.
+    OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
+    padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
+    program = tl.program_id(0)
+    if OUTER == "amax":
+        # The tail of the tensor is what the amax kernel has left in the cache.
+        program = tl.num_programs(0) - 1 - program
+    batch, row_tile, col_tile = tile_of(program, padded_rows, tl.cdiv(padded_cols, BLOCKS * BLOCK), ROWS, FLAT)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
+    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
+    left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
+    words = load_tile(x_row_ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
+
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, CONTRACT, ISA)
+    if OUTER == "row":
+        decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
+        encode = reciprocal(decode, ISA)
+    encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
+                     batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
+                     SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+
+
+@triton.jit
+def quantize_scaled_rows(
+    x_ptr, data_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ON_CHIP: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Whole rows, each with its own outer scale, stored at outer_ptr.
+
+    ON_CHIP: the tile holds whole rows, which are read once. Otherwise the program walks its rows twice.
+    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
+    batch, row_tile, _ = tile_of(tl.program_id(0), padded_rows, 1, ROWS, False)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
+
+    if ON_CHIP:
+        words = load_tile(x_row_ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
+        amax = word_amax(words, 2, ISA, dtype)
+        rows_amax = tl.max(amax, 1)
+    else:
+        # Tiles up to the end of the padding of swizzled scales.
+        width: tl.constexpr = BLOCKS * BLOCK
+        tiles = tl.cdiv(tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK, width)
+        rows_amax = tl.zeros((ROWS,), tl.int32)
+        for tile in range(tiles):
+            words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
+                              ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
+            rows_amax = tl.maximum(rows_amax, tl.max(word_amax(words, 2, ISA, dtype), 1))
+
+    if SCALE == "none":
+        encode, decode = float8_outer(rows_amax, ISA)
+    else:
+        encode, decode = outer_from_amax(rows_amax, CONTRACT, ISA)
+    tl.store(outer_ptr + batch.to(tl.int64) * rows + row, decode, mask=row < rows)
+
+    if ON_CHIP:
+        encode_and_store(words, amax, encode[:, None], decode[:, None], data_ptr, scales_ptr, batch, row, 0, rows, cols,
+                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+    else:
+        for tile in range(tiles):
+            words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
+                              ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
+            encode_and_store(words, word_amax(words, 2, ISA, dtype), encode[:, None], decode[:, None],
+                             data_ptr, scales_ptr, batch, row, tile * BLOCKS, rows, cols,
+                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

@@ -1,0 +1,174 @@
+"""Quantise two-dimensional tiles: blocks down the columns, square blocks, and rows and columns from one read.
+
+A tile of x is read as words (pairs of neighbours in a row), its even and its odd rows apart: [DEPTH, STRIPS, LANES,
+words], where a strip is BLOCK rows, a lane DEPTH neighbouring pairs of rows. So a thread holds 2x2 neighbours: pairs
+along the row are a word's two halves, pairs down the column the same half of two words. The maximum over a column's
+block runs over a thread's registers and the lanes of its warp; only the finished codes are transposed.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.codec import (
+    block_scale,
+    encode_pair,
+    outer_scales,
+    pair_amax,
+    reciprocal,
+    unpack,
+    word_amax,
+)
+from fp4compile.templates.quantize_rows import load_index, load_words, loaded, store_scales, store_units, tile_of
+
+
+@triton.jit
+def interleave_rows(even, odd):
+    """Even and odd rows of a tile, [DEPTH, STRIPS, LANES, n] each -> [rows, n]."""
+    both = tl.permute(tl.join(even, odd), (1, 2, 0, 4, 3))
+    return tl.reshape(both, (both.shape[0] * both.shape[1] * both.shape[2] * 2, both.shape[4]))
+
+
+@triton.jit
+def interleave_columns(first, second):
+    """Units of the even and the odd columns of a tile, [DEPTH, STRIPS, LANES, words] each -> [columns, units]."""
+    both = tl.permute(tl.join(first, second), (3, 4, 1, 2, 0))
+    return tl.reshape(both, (both.shape[0] * 2, both.shape[2] * both.shape[3] * both.shape[4]))
+
+
+@triton.jit
+def by_strip(even, odd):
+    """Words of a tile -> [STRIPS, words, all rows of the strip]."""
+    both = tl.permute(tl.join(even, odd), (1, 3, 2, 0, 4))
+    return tl.reshape(both, (both.shape[0], both.shape[1], both.shape[2] * both.shape[3] * 2))
+
+
+@triton.jit
+def repeat_rows(values, TIMES: tl.constexpr):
+    """[a, b] -> [a * TIMES, b], every row TIMES times."""
+    shape: tl.constexpr = (values.shape[0], TIMES, values.shape[1])
+    return tl.reshape(tl.broadcast_to(values[:, None, :], shape), (values.shape[0] * TIMES, values.shape[1]))
+
+
+@triton.jit
+def repeat_last(values, TIMES: tl.constexpr):
+    """[a, b, c, d] -> [a, b, c, d * TIMES], every value TIMES times."""
+    a: tl.constexpr = values.shape[0]
+    b: tl.constexpr = values.shape[1]
+    c: tl.constexpr = values.shape[2]
+    d: tl.constexpr = values.shape[3]
+    return tl.reshape(tl.broadcast_to(values[:, :, :, :, None], (a, b, c, d, TIMES)), (a, b, c, d * TIMES))
+
+
+@triton.jit
+def store_square_scales(
+    scales_ptr, byte, batch, row_block0, block0, rows, cols,
+    BLOCK: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Store the scales of square blocks [n, m]: compact, or one for each row where the matrix units read them."""
+    blocks = tl.cdiv(cols, BLOCK)
+    if SWIZZLED:
+        row = row_block0 * BLOCK + tl.arange(0, byte.shape[0] * BLOCK)
+        store_scales(scales_ptr, repeat_rows(byte, BLOCK), batch, row, block0, rows, blocks, True, ALIGN)
+    else:
+        row = row_block0 + tl.arange(0, byte.shape[0])
+        store_scales(scales_ptr, byte, batch, row, block0, tl.cdiv(rows, BLOCK), blocks, False, ALIGN)
+
+
+@triton.jit
+def quantize_tiles(
+    x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr,
+    rows, cols, x_batch, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, SQUARE: tl.constexpr,
+    OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
+    STRIPS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of STRIPS * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
+
+    ALONG_ROWS: codes and scales of x at data_ptr, scales_ptr. ALONG_COLUMNS: codes and scales of x transposed, at
+    columns_ptr, column_scales_ptr. SQUARE: one scale for BLOCK x BLOCK elements, the same for both.
+    OUTER: as in `outer_scales`; or "row", only along columns: decode factors of the columns at outer_ptr.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    half: tl.constexpr = BLOCK // 2
+    depth: tl.constexpr = half // LANES
+    row_count: tl.constexpr = STRIPS * BLOCK
+    col_count: tl.constexpr = 2 * WORDS
+    has_outer: tl.constexpr = OUTER != "none"
+
+    # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
+    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
+    padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, tl.cdiv(padded_cols, col_count), row_count, False)
+    row0 = row_tile * row_count
+    col0 = col_tile * col_count
+
+    strip = load_index(tl.arange(0, STRIPS), 1)
+    lane = load_index(tl.arange(0, LANES), 2)
+    even_row = row0 + strip * BLOCK + (lane * depth + load_index(tl.arange(0, depth), 0)) * 2
+    odd_row = even_row + 1
+    word = tl.arange(0, WORDS)[None, None, None, :]
+    left = tl.minimum(cols - col0, col_count)
+    x_tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
+    even = loaded(load_words(x_tile_ptr + even_row.to(tl.int64) * x_row, word, left, even_row < rows, dtype, ALIGN))
+    odd = loaded(load_words(x_tile_ptr + odd_row.to(tl.int64) * x_row, word, left, odd_row < rows, dtype, ALIGN))
+    even_first, even_second = unpack(even, dtype)
+    odd_first, odd_second = unpack(odd, dtype)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, CONTRACT, ISA)
+    column = col0 + tl.arange(0, col_count)
+    row = row0 + tl.arange(0, row_count)
+
+    if SQUARE:
+        amax = word_amax(tl.reshape(by_strip(even, odd), (STRIPS, WORDS // half, half * BLOCK)), 2, ISA, dtype)
+        byte, factor = block_scale(amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
+        square_factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
+
+    if ALONG_ROWS:
+        if SQUARE:
+            even_factor = square_factor
+            odd_factor = square_factor
+            store_square_scales(scales_ptr, byte, batch, row_tile * STRIPS, col0 // BLOCK, rows, cols,
+                                BLOCK, SWIZZLED, SCALE_ALIGN)  # fmt: skip
+        else:
+            shape: tl.constexpr = (depth, STRIPS, LANES, WORDS // half, half)
+            even_amax = word_amax(tl.reshape(even, shape), 4, ISA, dtype)
+            odd_amax = word_amax(tl.reshape(odd, shape), 4, ISA, dtype)
+            even_byte, even_factor = block_scale(even_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
+            odd_byte, odd_factor = block_scale(odd_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
+            even_factor = repeat_last(even_factor, half)
+            odd_factor = repeat_last(odd_factor, half)
+            bytes = interleave_rows(even_byte, odd_byte)
+            store_scales(scales_ptr, bytes, batch, row, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK),
+                         SWIZZLED, SCALE_ALIGN)  # fmt: skip
+        even_units = encode_pair(even_first, even_second, even_factor, ELEMENT, ISA)
+        odd_units = encode_pair(odd_first, odd_second, odd_factor, ELEMENT, ISA)
+        store_units(data_ptr, interleave_rows(even_units, odd_units), batch.to(tl.int64) * rows + row,
+                    col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, ELEMENT, UNIT_ALIGN)  # fmt: skip
+
+    if ALONG_COLUMNS:
+        if SQUARE:
+            first_factor = square_factor
+            second_factor = square_factor
+            store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * STRIPS, cols, rows,
+                                BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
+        else:
+            first_amax, second_amax = pair_amax(by_strip(even, odd), 2, ISA, dtype)
+            amax = tl.join(first_amax, second_amax)  # [STRIPS, WORDS, 2]
+            if OUTER == "row":
+                decode = tl.load(outer_ptr + batch * cols + column, mask=column < cols, other=1.0)
+                decode = tl.reshape(decode, (1, WORDS, 2))
+                encode = reciprocal(decode, ISA)
+            byte, factor = block_scale(amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
+            first_factor, second_factor = tl.split(factor)
+            first_factor = tl.broadcast_to(first_factor[None, :, None, :], even.shape)
+            second_factor = tl.broadcast_to(second_factor[None, :, None, :], even.shape)
+            bytes = tl.trans(tl.reshape(byte, (STRIPS, col_count)))
+            store_scales(column_scales_ptr, bytes, batch, column, row_tile * STRIPS, cols, tl.cdiv(rows, BLOCK),
+                         SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
+        first_units = encode_pair(even_first, odd_first, first_factor, ELEMENT, ISA)
+        second_units = encode_pair(even_second, odd_second, second_factor, ELEMENT, ISA)
+        store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
+                    row_tile * (STRIPS * half), tl.cdiv(rows, BLOCK) * half, column < cols,
+                    ELEMENT, COLUMN_UNIT_ALIGN)  # fmt: skip
