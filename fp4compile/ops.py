@@ -1,6 +1,7 @@
 """The functional op set: the language between the graph passes and the kernels.
 
     fp4compile::quantize(x, format, dim, *, outer, layout) -> (data, scales, outer)
+    fp4compile::quantize_both(x, format, *, outer, layout) -> (data, scales, columns, column_scales, outer)
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
 
@@ -27,6 +28,11 @@ _lib.define(
     tags=_tags,
 )
 _lib.define(
+    "quantize_both(Tensor x, str format, *, Tensor? outer=None, str layout='linear')"
+    " -> (Tensor data, Tensor scales, Tensor columns, Tensor column_scales, Tensor outer_scale)",
+    tags=_tags,
+)
+_lib.define(
     "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
     tags=_tags,
 )
@@ -47,6 +53,19 @@ def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
     data, scales, computed = reference.quantize(x.movedim(dim, -1), fmt, outer, layout)
     scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales.contiguous()
     # A given outer scale is not handed through: an op may not return its input.
+    fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
+    return data, scales, fresh
+
+
+@torch.library.impl(_lib, "quantize", "CUDA")
+def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear"):
+    """`quantize` by the Triton kernels; what a graph is lowered to."""
+    from fp4compile.templates import quantize as kernels  # here, so that the CPU needs no Triton
+
+    fmt = formats.get(format)
+    _check_layout(layout)
+    data, scales, computed = kernels.quantize(x.movedim(dim, -1), fmt, outer, layout)
+    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
     fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
     return data, scales, fresh
 
@@ -78,12 +97,60 @@ def _scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
     return (*batch, ceil_div(rows, fmt.block[0]), blocks)
 
 
+# ---------------------------------------------------------------- quantize_both
+
+
+@torch.library.impl(_lib, "quantize_both", "CompositeExplicitAutograd")
+def _quantize_both(x, format, *, outer=None, layout="linear"):
+    _check_both(format, x)
+    data, scales, fresh = _quantize(x, format, -1, outer=outer, layout=layout)
+    given = fresh if outer is None and fresh.numel() else outer
+    columns, column_scales, _ = _quantize(x, format, -2, outer=given, layout=layout)
+    return data, scales, columns, column_scales, fresh
+
+
+@torch.library.impl(_lib, "quantize_both", "CUDA")
+def quantize_both_cuda(x, format, *, outer=None, layout="linear"):
+    """`quantize_both` by the Triton kernels: one read of x."""
+    from fp4compile.templates import quantize as kernels
+
+    _check_both(format, x)
+    _check_layout(layout)
+    *outputs, computed = kernels.quantize_both(x, formats.get(format), outer, layout)
+    fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
+    return *outputs, fresh
+
+
+@torch.library.register_fake("fp4compile::quantize_both", lib=_lib)
+def _quantize_both_fake(x, format, *, outer=None, layout="linear"):
+    _check_both(format, x)
+    data, scales, fresh = _quantize_fake(x, format, -1, outer=outer, layout=layout)
+    columns, column_scales, _ = _quantize_fake(x, format, -2, outer=outer, layout=layout)
+    return data, scales, columns, column_scales, fresh
+
+
+def _check_both(format: str, x: torch.Tensor) -> None:
+    fmt = formats.get(format)
+    if fmt.block is None or fmt.outer == "row":
+        raise ValueError(f"format {fmt.name}: rows and columns have outer scales of their own; quantise them apart")
+    if x.dim() < 2:
+        raise ValueError(f"x: expected two dimensions or more, got shape {tuple(x.shape)}")
+
+
 # ---------------------------------------------------------------- dequantize
 
 
 @torch.library.impl(_lib, "dequantize", "CompositeExplicitAutograd")
 def _dequantize(data, scales, outer, format, cols, dtype):
     return reference.dequantize(data, scales, outer, formats.get(format), cols, dtype)
+
+
+@torch.library.impl(_lib, "dequantize", "CUDA")
+def dequantize_cuda(data, scales, outer, format, cols, dtype):
+    """`dequantize` by the Triton kernel; what a graph is lowered to."""
+    from fp4compile.templates import quantize as kernels
+
+    return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
 
 
 @torch.library.register_fake("fp4compile::dequantize", lib=_lib)
