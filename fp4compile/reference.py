@@ -248,7 +248,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
     else:
         encode = 1.0 / outer
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)  # a static scale does not show an infinity; saturation hides it
-    return saturate(y, fmt.data_dtype).contiguous(), None, outer.contiguous()
+    return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
 
 # ---------------------------------------------------------------- dequantise and multiply
