@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from fp4compile import report_cache
@@ -25,6 +25,7 @@ from fp4compile.passes.manager import JointPasses
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report, Row
+from fp4compile.weights import hoisting
 
 log = logging.getLogger("fp4compile")
 _SLOT = "joint_custom_pre_pass"
@@ -67,7 +68,9 @@ class Backend:
         outcome: list[tuple[list[Row], dict[str, int]]] = []
         passes = JointPasses(self.recipe, inputs, lambda rows, counts: outcome.append((rows, counts)), user_passes)
         key = report_cache.key(gm, example_inputs, passes.uuid())
-        compiled = compile_fx(gm, example_inputs, config_patches={**patches, _SLOT: passes})
+        compiled = compile_fx(
+            gm, example_inputs, hoisting(compile_fx_inner, inputs), config_patches={**patches, _SLOT: passes}
+        )
         if outcome:
             report_cache.store(key, outcome)
         else:  # the compiled graph came from a cache, and the passes did not run

@@ -3,9 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.passes.find import clean_name, module_name
+from fp4compile.passes.find import clean_name, find, module_name
+from fp4compile.passes.plan import plan
+from fp4compile.recipe import named
 
 
 class Block(torch.nn.Module):
@@ -132,6 +136,14 @@ def test_a_product_that_the_recipe_leaves_has_that_reason():
     assert [(row.product, row.reason) for row in report.rows] == [
         ("fprop", None), ("wgrad", "recipe nvfp4_weight_only leaves wgrad in high precision"),
     ]  # fmt: skip
+
+
+def test_a_device_without_kernels_is_left_alone():
+    with FakeTensorMode():
+        x, w = (torch.empty(rows, 64, device="mps") for rows in (8, 48))
+        graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+    recipe = named("mxfp8").replace(attention_a="mxfp8", attention_b="mxfp8")
+    assert [decision.reason for decision in plan(find(graph, ()), recipe, ())] == ["device mps"]
 
 
 def test_two_layers_that_share_input_and_shape_keep_their_names():

@@ -96,7 +96,7 @@ class Gemm:
 
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
     """Every matrix product of the graph, in graph order; `inputs` by position in the compiled function's arguments."""
-    scan = _Scan(_parameters(graph, inputs), _gradients(graph))
+    scan = _Scan(parameters_of(graph, inputs), _gradients(graph))
     forward = [g for g in scan.products(graph) if g.node not in scan.gradients]
     scan.forward = {g.node.meta.get("seq_nr"): g for g in forward if g.product == "fprop"}
     scan.by_activation = {g.left.source: g for g in forward if g.product == "fprop"}
@@ -104,7 +104,8 @@ def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
     return list(scan.products(graph))
 
 
-def _parameters(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+    """The placeholders that are parameters, and their fully qualified names."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         index = _input_index(node)
