@@ -126,9 +126,26 @@ def test_everything_else_that_multiplies_has_a_reason():
         "convolution",
         "fused attention: its products lie inside one kernel",
         "batched product with an added term (baddbmm)",
-        "activation x activation: the recipe leaves attention in high precision",
+        "no operand is a parameter, and the recipe leaves attention in high precision",
         "both operands are parameters",
     }
+
+
+@torch.library.custom_op("tests::expert_mm", mutates_args=())
+def expert_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+@expert_mm.register_fake
+def _(x, w):
+    return x @ w
+
+
+def test_operators_of_other_libraries_are_named():
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    with torch.no_grad():
+        report = fp4compile.explain(lambda x: expert_mm(x, weight), torch.randn(4, 64), recipe="mxfp8")
+    assert [row.reason for row in report.rows] == ["operator tests.expert_mm.default"]
 
 
 def test_a_product_that_the_recipe_leaves_has_that_reason():

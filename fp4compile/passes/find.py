@@ -11,7 +11,8 @@ A gradient is what depends on a tangent. A weight is what comes from a parameter
 Whatever else multiplies matrices is listed too, with the reason why it is left alone (`Gemm.unsupported`).
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,8 @@ _LEFT_ALONE = {
     aten._grouped_mm.default: "grouped product",
 }
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
+# Operators of other libraries that multiply matrices, by their names: grouped_mm_fallback, int4_matmul, fused_linear.
+_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,10 @@ class _Scan:
                 yield self._product(node, left, right, bias=bias, beta=beta, alpha=alpha)
             elif node.target is aten.bmm.default:
                 yield self._batched(node, *node.args)
-            elif node.target in _LEFT_ALONE:
-                yield Gemm(node, "other", _module_of(node), unsupported=_LEFT_ALONE[node.target])
-            elif "_scaled_dot_product" in str(node.target) or node.target is torch.ops.higher_order.flex_attention:
-                yield Gemm(node, "other", _module_of(node), unsupported=_FUSED_ATTENTION)
+            else:
+                why = _unsupported(node.target)
+                if why is not None:
+                    yield Gemm(node, "other", _module_of(node), unsupported=why)
 
     def _product(self, node: Node, left: Node, right: Node, **extra) -> Gemm:
         (m, k), n = left.meta["val"].shape, right.meta["val"].shape[-1]
@@ -252,6 +255,16 @@ class _Scan:
 
     def _feeds_embedding(self, weight: Operand) -> bool:
         return any(user.target is aten.embedding.default for user in weight.source.users)
+
+
+def _unsupported(target: Callable) -> str | None:
+    """Why an operator that multiplies matrices is left alone; None for one that does not."""
+    if target in _LEFT_ALONE:
+        return _LEFT_ALONE[target]
+    name = getattr(target, "__name__", "").partition(".")[0]
+    if "scaled_dot_product" in name or name == "flex_attention":
+        return _FUSED_ATTENTION
+    return f"operator {target}" if _PRODUCT_NAME.search(name) else None
 
 
 def _as(operand: Operand, role: str) -> Operand:

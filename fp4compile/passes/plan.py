@@ -84,7 +84,7 @@ def _unfit(gemm: Gemm) -> str | None:
 
 def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
     if gemm.product == "attention":
-        return "activation x activation: the recipe leaves attention in high precision"
+        return "no operand is a parameter, and the recipe leaves attention in high precision"
     return f"recipe {recipe.name} leaves {gemm.product} in high precision"
 
 
