@@ -32,7 +32,7 @@ class Recipient:
 
     index: int
     format: str
-    dim: int
+    dim: int = -1
 
 
 @dataclass
@@ -86,10 +86,10 @@ def hoist(gm: GraphModule, inputs: tuple[Input, ...]) -> tuple[list[Recipient], 
     parameters = parameters_of(gm.graph, inputs)
     recipients, examples, last = [], [], placeholders[-1] if placeholders else None
     for node in gm.graph.find_nodes(op="call_function", target=QUANTIZE):
-        source, fmt, dim = node.args
+        source, fmt, *dim = node.args
         if source not in parameters or node.kwargs:
             continue
-        recipients.append(Recipient(placeholders.index(source), fmt, dim))
+        recipients.append(Recipient(placeholders.index(source), fmt, *dim))
         for index, value in enumerate(node.meta["val"]):
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"packed_{len(examples)}")

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
+from fp4compile import formats
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -75,6 +77,7 @@ class Gemm:
     module: fully qualified name of the layer (of its parameter where that is not called `weight`).
     layer: (tokens, out features, in features) of the layer; (m, n, k) where there is none.
     forward: the fprop node that a backward product belongs to; its own node otherwise.
+    packed: formats of the operands of a product that was quantised before it was captured (`fp4compile.pack_`).
     """
 
     node: Node
@@ -90,6 +93,7 @@ class Gemm:
     forward: Node | None = None
     tied_to_embedding: bool = False
     unsupported: str | None = None
+    packed: tuple[str | None, str] | None = None
 
     @property
     def flops(self):
@@ -100,10 +104,10 @@ class Gemm:
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
     """Every matrix product of the graph, in graph order; `inputs` by position in the compiled function's arguments."""
     scan = _Scan(parameters_of(graph, inputs), _gradients(graph))
-    forward = [g for g in scan.products(graph) if g.node not in scan.gradients]
-    scan.forward = {g.node.meta.get("seq_nr"): g for g in forward if g.product == "fprop"}
-    scan.by_activation = {g.left.source: g for g in forward if g.product == "fprop"}
-    scan.by_parameter = {g.right.parameter: g for g in reversed(forward) if g.product == "fprop"}
+    forward = [g for g in scan.products(graph) if g.product == "fprop" and g.packed is None]
+    scan.forward = {g.node.meta.get("seq_nr"): g for g in forward}
+    scan.by_activation = {g.left.source: g for g in forward}
+    scan.by_parameter = {g.right.parameter: g for g in reversed(forward)}
     return list(scan.products(graph))
 
 
@@ -157,6 +161,8 @@ class _Scan:
                 yield self._product(node, left, right, bias=bias, beta=beta, alpha=alpha)
             elif node.target is aten.bmm.default:
                 yield self._batched(node, *node.args)
+            elif node.target is torch.ops.fp4compile.scaled_mm.default:
+                yield _packed(node)
             else:
                 why = _unsupported(node.target)
                 if why is not None:
@@ -255,6 +261,15 @@ class _Scan:
 
     def _feeds_embedding(self, weight: Operand) -> bool:
         return any(user.target is aten.embedding.default for user in weight.source.users)
+
+
+def _packed(node: Node) -> Gemm:
+    a, _, _, a_format, b, _, _, b_format, *_ = node.args
+    *_, m, n = node.meta["val"].shape
+    k = a.meta["val"].shape[-1]
+    if a_format is not None and formats.get(a_format).packed:
+        k = 2 * k
+    return Gemm(node, "fprop", _module_of(node), dims=(m, n, k), forward=node, packed=(a_format, b_format))
 
 
 def _unsupported(target: Callable) -> str | None:
