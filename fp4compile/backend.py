@@ -1,8 +1,8 @@
 """The Dynamo backend: `torch.compile(model, backend=fp4compile.backend(recipe))`.
 
 It records what only Dynamo knows (which inputs are parameters, and their names), puts one pass manager into each of
-two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_fx`. By name: `backend="fp4compile_<recipe>"`, or
-`backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
+two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_fx`. By name:
+`backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
 """
 
 import functools

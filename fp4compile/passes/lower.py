@@ -8,12 +8,7 @@ mutation whose node nobody uses, and be dropped as dead code. On other devices t
 from collections.abc import Callable
 
 import torch
-from torch._inductor.pattern_matcher import (
-    CallFunctionVarArgs,
-    Match,
-    PatternMatcherPass,
-    register_graph_pattern,
-)
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
@@ -28,17 +23,20 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
-    return _patterns.apply(graph)
+    lowered = 0
+    for op, implementation in _KERNELS.items():
+        # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
+        pattern = CallFunctionVarArgs(op)
+        for node in graph.find_nodes(op="call_function", target=op):
+            if node.args[0].meta["val"].device.type == "cuda":
+                _replace(pattern.match(node), implementation)
+                lowered += 1
+    return lowered
 
 
-def _on_gpu(match: Match) -> bool:
-    first = match.output_node().args[0]
-    return first.meta["val"].device.type == "cuda"
-
-
-def _replace(match: Match, implementation: Callable, args: tuple, kwargs: dict) -> None:
+def _replace(match: Match, implementation: Callable) -> None:
     """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it."""
-    flat, spec = pytree.tree_flatten((args, kwargs))
+    flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
 
     def launches(*nodes):
@@ -49,17 +47,3 @@ def _replace(match: Match, implementation: Callable, args: tuple, kwargs: dict) 
         return implementation(*call_args, **call_kwargs)
 
     match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
-
-
-def _pass() -> PatternMatcherPass:
-    patterns = PatternMatcherPass(pass_name="fp4compile_lower")
-    for op, implementation in _KERNELS.items():
-
-        @register_graph_pattern(CallFunctionVarArgs(op), extra_check=_on_gpu, pass_dict=patterns)
-        def handler(match: Match, *args, implementation=implementation, **kwargs):
-            _replace(match, implementation, args, kwargs)
-
-    return patterns
-
-
-_patterns = _pass()
