@@ -2,7 +2,7 @@
 
 import argparse
 
-from fp4compile import demo
+from fp4compile import check_sm100, demo
 from fp4compile.recipe import PRODUCTS, named, recipes
 
 
@@ -11,6 +11,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="fp4compile", description=__doc__)
     commands = parser.add_subparsers(metavar="command", required=True)
     demo.add_command(commands)
+    check_sm100.add_command(commands)
     add_recipes(commands)
     chosen = parser.parse_args(arguments)
     chosen.run(chosen)

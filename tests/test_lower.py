@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 
 import fp4compile
+from fp4compile.passes.lower import lower
 
 SHAPES = [(32, 64), (7, 80), (1, 96)]
 
@@ -63,3 +65,32 @@ def test_the_cpu_keeps_the_ops():
     layer = torch.nn.Linear(64, 48)
     *_, code = step(layer, fp4compile.backend("nvfp4", strict=True), torch.randn(8, 64))
     assert "fp4compile.quantize.default" in code and "fp4compile.scaled_mm.default" in code
+
+
+def quantizes(x):
+    data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4")
+    values = torch.ops.fp4compile.dequantize(data, scales, outer, "nvfp4", x.shape[-1], torch.bfloat16)
+    columns = torch.ops.fp4compile.quantize(x, "mxfp8", 0, layout="swizzled")
+    rows = torch.ops.fp4compile.quantize(x, "nvfp4_rowwise")
+    return data, scales, outer, values, *columns[:2], *rows, *torch.ops.fp4compile.quantize_both(x, "mxfp4")[:4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_every_kernel_gives_the_bits_of_the_op(dynamic):
+    counts = []
+
+    def backend(graph_module, inputs):
+        patches = {"post_grad_custom_pre_pass": lambda graph: counts.append(lower(graph)), "fx_graph_cache": False}
+        return compile_fx(graph_module, inputs, config_patches=patches)
+
+    compiled = torch.compile(quantizes, backend=backend, dynamic=dynamic)
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    got, (code,) = run_and_get_code(compiled, x)
+    for y, got in [(x, got), *([(x[:37], compiled(x[:37]))] if dynamic else [])]:
+        for one, other in zip(got, quantizes(y), strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    assert counts == [5]
+    for kernel in ("quantize_rows", "tensor_amax", "quantize_scaled_rows", "quantize_tiles", "dequantize_rows"):
+        assert f"def {kernel}(" in code
