@@ -8,42 +8,24 @@ from torch._inductor.utils import run_and_get_code
 import fp4compile
 from fp4compile.passes.lower import lower
 
-SHAPES = [(32, 64), (7, 80), (1, 96)]
 
-
-def step(layer, backend, x, **options):
-    """(output, input gradient, weight gradient, generated code) of one training step."""
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    torch._dynamo.reset()
+def generated_code(layer, backend, x, **options):
+    """What Inductor generated for a training step, forward and backward."""
     compiled = torch.compile(layer, backend=backend, **options)
-
-    def run():
-        y = compiled(x)
-        y.square().sum().backward()
-        return y.detach()
-
-    y, code = run_and_get_code(run)
-    return y, x.grad, layer.weight.grad.clone(), "\n".join(code)
+    _, code = run_and_get_code(lambda: compiled(x.requires_grad_()).square().sum().backward())
+    return "\n".join(code)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp8_32x32", "mxfp4", "float8_rowwise"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
-    for tokens, width in SHAPES:
-        layer = torch.nn.Linear(width, 48, device="cuda", dtype=torch.bfloat16)
-        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
-        *on_gpu, code = step(layer, fp4compile.backend(recipe, strict=True), x, dynamic=dynamic)
-        assert "fp4compile.quantize.default" not in code
-        assert "quantize_rows" in code or "quantize_tiles" in code or "quantize_scaled_rows" in code
-        cpu_layer = torch.nn.Linear(width, 48, dtype=torch.bfloat16)
-        cpu_layer.load_state_dict(layer.state_dict())
-        *on_cpu, _ = step(cpu_layer, fp4compile.backend(recipe, strict=True), x.cpu())
-        for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
-            # The gradients are quantised after a bf16 output whose last bit may differ.
-            torch.testing.assert_close(gpu.cpu(), cpu, rtol=0.1, atol=0.05 * cpu.abs().max().item())
-        torch.testing.assert_close(on_gpu[0].cpu(), on_cpu[0], rtol=0.01, atol=1e-3)
+    """That they compute the right bits there is what test_end_to_end.py says."""
+    layer = torch.nn.Linear(80, 48, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(7, 80, device="cuda", dtype=torch.bfloat16)
+    code = generated_code(layer, fp4compile.backend(recipe, strict=True), x, dynamic=dynamic)
+    assert "fp4compile.quantize.default" not in code
+    assert "quantize_rows" in code or "quantize_tiles" in code or "quantize_scaled_rows" in code
 
 
 @pytest.mark.gpu
@@ -63,7 +45,7 @@ def test_weights_changed_between_replays_of_a_cuda_graph():
 
 def test_the_cpu_keeps_the_ops():
     layer = torch.nn.Linear(64, 48)
-    *_, code = step(layer, fp4compile.backend("nvfp4", strict=True), torch.randn(8, 64))
+    code = generated_code(layer, fp4compile.backend("nvfp4", strict=True), torch.randn(8, 64))
     assert "fp4compile.quantize.default" in code and "fp4compile.scaled_mm.default" in code
 
 
@@ -87,8 +69,8 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
     compiled = torch.compile(quantizes, backend=backend, dynamic=dynamic)
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
     got, (code,) = run_and_get_code(compiled, x)
-    for y, got in [(x, got), *([(x[:37], compiled(x[:37]))] if dynamic else [])]:
-        for one, other in zip(got, quantizes(y), strict=True):
+    for y, results in [(x, got), *([(x[:37], compiled(x[:37]))] if dynamic else [])]:
+        for one, other in zip(results, quantizes(y), strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
             assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     assert counts == [5]

@@ -9,8 +9,8 @@ codes). So packing needs neither a split nor a reshape.
          wrong where rounding carries) and what GPUs before SM89 need
     90   FP8 conversion instructions, packed 16-bit maxima, E2M1 codes gathered in inline PTX
     100  E2M1 and E8M0 conversion instructions
-Kernels that use these functions are launched with `enable_fp_fusion=False`; where a fused multiply-add is wanted or
-harmless it is written out.
+Fusing a multiply into an add changes no bit: products that feed an add are exact, or the fused form is written out.
+(Inductor's wrapper launches with fusion on, and lets nobody choose.)
 """
 
 import triton
