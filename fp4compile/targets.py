@@ -57,11 +57,12 @@ def rows_launch(element: str, block: int, flat: bool) -> Launch:
 
 def scaled_rows_launch(element: str, block: int, cols: int) -> Launch:
     """The kernel of rows with their own scale: a whole row on chip up to LONGEST_ROW_ON_CHIP elements."""
-    elements_per_thread, pieces = (64, 4) if element == "e2m1" else (32, 2)
+    pieces = 4 if element == "e2m1" else 2
     width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
     on_chip = width <= LONGEST_ROW_ON_CHIP
     if not on_chip:
         width = 16384
+    elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
     return _launch(
         width // (32 * elements_per_thread), ROWS=1, BLOCKS=width // block, PIECES=pieces, ON_CHIP=int(on_chip)
     )
@@ -71,11 +72,9 @@ def amax_launch() -> Launch:
     return _launch(8, ROWS=1, BLOCKS=512, BLOCK=32)
 
 
-def tiles_launch(element: str, block: int, both: bool) -> Launch:
-    """The tile kernel. More lanes side by side mean fewer that share a column and repeat its scale's arithmetic."""
-    if element == "e2m1":
-        return _launch(4, STRIPS=64 // block, LANES=1, WORDS=128) if block == 16 else _launch(2, STRIPS=2, LANES=2, WORDS=64)
-    return _launch(2, STRIPS=2, LANES=4, WORDS=32) if both else _launch(4, STRIPS=4, LANES=4, WORDS=32)
+def tiles_launch(element: str) -> Launch:
+    """The tile kernel. Lanes below each other share a column and repeat its scale's arithmetic; FP4 has less to spare."""
+    return _launch(4, STRIPS=4, LANES=2, WORDS=64) if element == "e2m1" else _launch(4, STRIPS=4, LANES=4, WORDS=32)
 
 
 def dequantize_launch(block: int) -> Launch:

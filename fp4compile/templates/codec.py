@@ -110,18 +110,30 @@ def _reduce_words(word, axis: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def word_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
     """Largest magnitude of all elements of the words along `axis`: float32 bits (int32), a NaN above infinity."""
-    first, second = pair_amax(word, axis, ISA, dtype)
-    return tl.maximum(first, second)
+    if ISA == 0 or dtype == tl.float32:
+        first, second = unpack(word, dtype)
+        return tl.max(tl.maximum(magnitude_bits(first), magnitude_bits(second)), axis)
+    else:
+        first, second = unpack(_reduce_words(word, axis, dtype), dtype)
+        return tl.maximum(magnitude_bits(first), magnitude_bits(second))
 
 
 @triton.jit
-def pair_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
-    """Largest magnitudes along `axis` of the first and of the second elements of words: float32 bits (int32)."""
+def column_amax(even, odd, ISA: tl.constexpr, dtype: tl.constexpr):
+    """Largest magnitudes of the words' first and of their second elements, over both tensors and their axes 0 and 2.
+
+    One plain axis after the other: Triton 3.6 reduces wrongly along an axis whose lanes or warps are not neighbours,
+    as reshaping several axes to one makes them.
+    """
     if ISA == 0 or dtype == tl.float32:
-        first, second = unpack(word, dtype)
-        return tl.max(magnitude_bits(first), axis), tl.max(magnitude_bits(second), axis)
+        even_first, even_second = unpack(even, dtype)
+        odd_first, odd_second = unpack(odd, dtype)
+        first = tl.maximum(magnitude_bits(even_first), magnitude_bits(odd_first))
+        second = tl.maximum(magnitude_bits(even_second), magnitude_bits(odd_second))
+        return tl.max(tl.max(first, 0), 1), tl.max(tl.max(second, 0), 1)
     else:
-        first, second = unpack(_reduce_words(word, axis, dtype), dtype)
+        words = _max_bf16x2(even, odd) if dtype == tl.bfloat16 else _max_f16x2(even, odd)
+        first, second = unpack(_reduce_words(_reduce_words(words, 0, dtype), 1, dtype), dtype)
         return magnitude_bits(first), magnitude_bits(second)
 
 

@@ -52,21 +52,21 @@ class Matrices:
         """Words (element pairs) that divide a row's length and every row's address; 0 if not even one does."""
         size = self.tensor.element_size()
         divisor = power_of_two(self.cols, 16 // size)
-        for count, stride in ((self.rows, self.row_stride), (self.batch, self.batch_stride)):
-            if not known(count == 1):
-                divisor = power_of_two(stride, divisor)
+        if not known(self.rows == 1):
+            divisor = power_of_two(self.row_stride, divisor)
+        divisor = power_of_two(self.batch_stride, divisor)
         return power_of_two(_address(self.tensor) // size, divisor) // 2
 
 
 def matrices(x: torch.Tensor) -> Matrices:
     """x with its last dimension contiguous, as matrices; copied only where its strides leave no other way."""
-    if not known(x.stride(-1) == 1):
+    if not (known(x.stride(-1) == 1) or known(x.shape[-1] == 1)):
         x = x.contiguous()
     while x.dim() < 3:
         x = x.unsqueeze(0)
     if x.dim() > 3:
         x = x.flatten(0, -3)
-    return Matrices(x, *x.shape, x.stride(0), x.stride(1))
+    return Matrices(x, *x.shape, 0 if known(x.shape[0] == 1) else x.stride(0), x.stride(1))
 
 
 def power_of_two(n, limit: int) -> int:
@@ -122,7 +122,8 @@ def quantize_both(
 
 
 def _lies_transposed(x: torch.Tensor) -> bool:
-    return not known(x.stride(-1) == 1) and known(x.stride(-2) == 1)
+    along_last = known(x.stride(-1) == 1) or known(x.shape[-1] == 1)
+    return not along_last and known(x.stride(-2) == 1)
 
 
 def _empty(x: torch.Tensor, fmt: BlockFormat, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -222,7 +223,7 @@ def _tiles(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, co
     """Launch the tile kernel for the (data, scales) that are given; returns the outer scale."""
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
-    config = tiles_launch(fmt.element, constants["BLOCK"], rows is not None and columns is not None)
+    config = tiles_launch(fmt.element)
     height = config.kwargs["STRIPS"] * constants["BLOCK"]
     width = 2 * config.kwargs["WORDS"]
     covered = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]

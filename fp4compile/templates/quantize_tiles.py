@@ -11,9 +11,9 @@ import triton.language as tl
 
 from fp4compile.templates.codec import (
     block_scale,
+    column_amax,
     encode_pair,
     outer_scales,
-    pair_amax,
     reciprocal,
     unpack,
     word_amax,
@@ -39,13 +39,6 @@ def interleave_columns(first, second):
 def transpose_e2m1(even, odd):
     """Units of the even and of the odd rows -> units of the even and of the odd columns: the codes change places."""
     return (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
-
-
-@triton.jit
-def by_strip(even, odd):
-    """Words of a tile -> [STRIPS, words, all rows of the strip]."""
-    both = tl.permute(tl.join(even, odd), (1, 3, 2, 0, 4))
-    return tl.reshape(both, (both.shape[0], both.shape[1], both.shape[2] * both.shape[3] * 2))
 
 
 @triton.jit
@@ -107,7 +100,8 @@ def quantize_tiles(
     # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, tl.cdiv(padded_cols, col_count), row_count, False)
+    col_tiles = tl.cdiv(padded_cols, col_count)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
 
@@ -127,9 +121,7 @@ def quantize_tiles(
     row = row0 + tl.arange(0, row_count)
 
     if SQUARE:
-        # First down the columns, then along the row: Triton 3.6 reduces wrongly where the lanes of an axis are not
-        # neighbours.
-        first_amax, second_amax = pair_amax(by_strip(even, odd), 2, ISA, dtype)
+        first_amax, second_amax = column_amax(even, odd, ISA, dtype)
         amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (STRIPS, WORDS // half, half)), 2)
         byte, factor = block_scale(amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
         factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
@@ -164,7 +156,7 @@ def quantize_tiles(
             store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * STRIPS, cols, rows,
                                 BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
         else:
-            first_amax, second_amax = pair_amax(by_strip(even, odd), 2, ISA, dtype)
+            first_amax, second_amax = column_amax(even, odd, ISA, dtype)
             amax = tl.join(first_amax, second_amax)  # [STRIPS, WORDS, 2]
             if OUTER == "row":
                 decode = tl.load(outer_ptr + batch * cols + column, mask=column < cols, other=1.0)
