@@ -6,8 +6,10 @@ Bytes: each input read once (twice for a dynamic two-level format), each output 
 CUDA graph replays, inputs and outputs on the device. "of copy" is the copy's time over the kernel's.
 """
 
+import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -126,9 +128,9 @@ def measure_large(shapes) -> list[dict]:
             fmt = formats.get(format)
             moved = reads * x.numel() * x.element_size() + nbytes(call(x, fmt))
             copy = copy_time(moved, 10)
-            ours = graph_time(lambda call=call, fmt=fmt: call(x, fmt), 10)
+            ours = graph_time(partial(call, x, fmt), 10)
             peer = peers.get((name, format))
-            theirs = None if peer is None else graph_time(lambda peer=peer: peer(x), 5)
+            theirs = None if peer is None else graph_time(partial(peer, x), 5)
             rows.append({
                 "case": f"{name}, {format}", "shape": f"{shape[0]}x{shape[1]}", "MB": round(moved / 1e6, 1),
                 "copy us": round(copy, 1), "us": round(ours, 1), "TB/s": round(moved / ours / 1e6, 2),
@@ -138,7 +140,7 @@ def measure_large(shapes) -> list[dict]:
 
 
 def measure_small(shapes) -> list[dict]:
-    """Launch-bound sizes: microseconds beyond an empty kernel and a copy of the same bytes at the large copies' rate."""
+    """Launch-bound sizes: microseconds beyond an empty kernel and a copy of the bytes at a large copy's rate."""
     flag = torch.zeros((), dtype=torch.int32, device="cuda")
     empty = graph_time(lambda: empty_kernel[(1,)](flag, ON=False), 50)
     rate = 1e9 / copy_time(int(1e9), 10)  # bytes a microsecond
@@ -148,7 +150,7 @@ def measure_small(shapes) -> list[dict]:
         for format in ("nvfp4_one_level", "nvfp4_rowwise", "mxfp8", "nvfp4"):
             fmt = formats.get(format)
             moved = (2 if format == "nvfp4" else 1) * x.numel() * 2 + nbytes(kernels.quantize(x, fmt))
-            ours = graph_time(lambda fmt=fmt, x=x: kernels.quantize(x, fmt), 50)
+            ours = graph_time(partial(kernels.quantize, x, fmt), 50)
             rows.append({
                 "case": f"rows, {format}", "shape": f"{shape[0]}x{shape[1]}", "MB": round(moved / 1e6, 3),
                 "empty us": round(empty, 2), "copy us": round(moved / rate, 2), "us": round(ours, 2),
@@ -165,8 +167,6 @@ def main() -> None:
     print()
     print(common.table(small))
     if args.out:
-        import json
-
         content = json.loads(args.out.read_text())
         content["small"] = small
         args.out.write_text(json.dumps(content, indent=1) + "\n")

@@ -9,7 +9,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-
 # Among axes of a load whose addresses do not touch, Triton hands the lanes of a warp to the first axis first up to
 # 3.6, to the last axis first in 3.9 (where it changed was not looked up; only speed depends on it).
 FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)

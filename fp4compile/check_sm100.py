@@ -62,7 +62,8 @@ def _dequantize(x, fmt):
 
 
 CONFIGURATIONS = (
-    *(Configuration("rows", name, _rows) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te", "mxfp8", "mxfp8_e5m2", "mxfp4")),
+    *(Configuration("rows", name, _rows) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te")),
+    *(Configuration("rows", name, _rows) for name in ("mxfp8", "mxfp8_e5m2", "mxfp4")),
     Configuration("rows, float32", "nvfp4_one_level", _rows, dtype=torch.float32),
     Configuration("rows, float16", "nvfp4_one_level", _rows, dtype=torch.float16),
     *(Configuration("rows, swizzled", name, _swizzled) for name in ("nvfp4_one_level", "mxfp8")),
@@ -70,7 +71,8 @@ CONFIGURATIONS = (
     Configuration("scaled rows, long", "nvfp4_rowwise", _rows, shape=(SIZE, 2**16)),
     *(Configuration("columns", name, _columns) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
     *(Configuration("square", name, _rows) for name in ("nvfp4_16x16", "mxfp8_32x32")),
-    *(Configuration("both", name, _both) for name in ("nvfp4_one_level", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "mxfp4")),
+    *(Configuration("both", name, _both) for name in ("nvfp4_one_level", "nvfp4_16x16", "mxfp8", "mxfp8_32x32")),
+    Configuration("both", "mxfp4", _both),
     *(Configuration("dequantize", name, _dequantize) for name in ("nvfp4", "mxfp8")),
 )  # fmt: skip
 

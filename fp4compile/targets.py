@@ -73,8 +73,10 @@ def amax_launch() -> Launch:
 
 
 def tiles_launch(element: str) -> Launch:
-    """The tile kernel. Lanes below each other share a column and repeat its scale's arithmetic; FP4 has less to spare."""
-    return _launch(4, STRIPS=4, LANES=2, WORDS=64) if element == "e2m1" else _launch(4, STRIPS=4, LANES=4, WORDS=32)
+    """The tile kernel. Lanes that share a column repeat its scale's arithmetic; FP4 has less to spare for that."""
+    if element == "e2m1":
+        return _launch(4, STRIPS=4, LANES=2, WORDS=64)
+    return _launch(4, STRIPS=4, LANES=4, WORDS=32)
 
 
 def dequantize_launch(block: int) -> Launch:

@@ -20,8 +20,6 @@ from fp4compile.formats import BlockFormat
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
-on_kernels = [] if INTERPRETING else [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-kernels_only = pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="run in the interpreter")
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.templates import quantize as kernels
 
@@ -36,14 +34,13 @@ MORE = [
 ]
 DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
-# name -> rows of every hard input, and their length
+# Rows of every hard input, and their length.
 SHAPE = (4, 96) if INTERPRETING else (33, 1040)
 
 
 def gpu(function):
-    for mark in on_kernels:
-        function = mark(function)
-    return kernels_only(function)
+    """Runs on a GPU, or in the interpreter where that has been chosen."""
+    return function if INTERPRETING else pytest.mark.gpu(function)
 
 
 def assert_same_bits(got, expected):

@@ -10,7 +10,8 @@ from fp4compile.templates.quantize_rows import load_tile, tile_of
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    FLAT: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
+    FLAT: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32 at amax_ptr (0 before) to the bits of x's largest magnitude; a NaN lies above infinity."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty

@@ -53,7 +53,7 @@ def launch(kernel, programs, *args, num_warps: int, **constants) -> None:
     """Launch `programs` programs of a Triton kernel; at least one, which beyond the tensors writes nothing."""
     paper = _paper.get()
     if paper is not None:
-        paper[1].append(Launched(kernel, dict(zip(kernel.arg_names, args)), constants, num_warps))
+        paper[1].append(Launched(kernel, dict(zip(kernel.arg_names, args, strict=False)), constants, num_warps))
         return
     programs = max(programs, 1) if isinstance(programs, int) else torch.sym_max(programs, 1)
     if _compat.tracing():

@@ -254,27 +254,31 @@ def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout
 
 
 def dequantize(
-    data: torch.Tensor, scales: torch.Tensor | None, outer: torch.Tensor | None, fmt: BlockFormat, cols, dtype: torch.dtype
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    fmt: BlockFormat,
+    cols,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The represented values [..., cols] in dtype: `reference.dequantize` on the GPU, bit for bit."""
     lead = data.shape[:-1]
     out = data.new_empty((*lead, cols), dtype=dtype)
-    rows = lead[-1] if lead else 1
-    batch = math.prod(lead[:-1])
+    *batch, rows = lead or (1,)
     constants = format_constants(fmt)
     del constants["CONTRACT"]
     block = constants["BLOCK"]
-    swizzled = scales is not None and bool(lead) and scales.dim() < data.dim()
-    swizzled = swizzled or (scales is not None and not lead and not known(scales.numel() == ceil_div(cols, block)))
-    config = dequantize_launch(block)
-    programs = batch * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(ceil_div(cols, block), config.kwargs["BLOCKS"])
+    blocks = ceil_div(cols, block)
+    swizzled = scales is not None and not (scales.dim() == data.dim() and (lead or known(scales.numel() == blocks)))
     mode = "none" if outer is None else "tensor" if outer.dim() == 0 else "row"
-    data = data.contiguous()
+    codes = data.contiguous().view(torch.uint8)
     if fmt.block is None and not known(cols % 2 == 0):
-        data = torch.nn.functional.pad(data.view(torch.uint8), (0, 1))
+        codes = torch.nn.functional.pad(codes, (0, 1))  # the kernel reads pairs
+    scale_bytes = codes if scales is None else scales.contiguous().view(torch.uint8)
+    config = dequantize_launch(block)
+    programs = math.prod(batch) * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(blocks, config.kwargs["BLOCKS"])
     launch(
-        dequantize_rows, programs, data.view(torch.uint8),
-        data.view(torch.uint8) if scales is None else scales.contiguous().view(torch.uint8), _or(outer, out), out, rows, cols,
+        dequantize_rows, programs, codes, scale_bytes, _or(outer, out), out, rows, cols,
         **constants, SQUARE=fmt.square, OUTER=mode, SWIZZLED=swizzled, ALIGN=power_of_two(cols, 8) // 2,
         UNIT_ALIGN=power_of_two(_units(cols, fmt), 16), ISA=target_of(data.device).isa,
         num_warps=config.num_warps, **config.kwargs,

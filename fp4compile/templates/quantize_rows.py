@@ -21,7 +21,6 @@ from fp4compile.templates.codec import (
     word_amax,
 )
 
-
 FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
 
 
@@ -231,13 +230,17 @@ def quantize_scaled_rows(
         encode, decode = outer_from_amax(rows_amax, CONTRACT, ISA)
     tl.store(outer_ptr + batch.to(tl.int64) * rows + row, decode, mask=row < rows)
 
+    encode = encode[:, None]
+    decode = decode[:, None]
     if ON_CHIP:
-        encode_and_store(words, amax, encode[:, None], decode[:, None], data_ptr, scales_ptr, batch, row, 0, rows, cols,
-                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+        encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, batch, row, 0, rows, cols,
+                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True,
+                         SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
     else:
         for tile in range(tiles):
             words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
                               ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
-            encode_and_store(words, word_amax(words, 2, ISA, dtype), encode[:, None], decode[:, None],
+            encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, batch, row, tile * BLOCKS, rows, cols,
-                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True,
+                             SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
