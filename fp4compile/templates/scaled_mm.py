@@ -13,11 +13,13 @@ from fp4compile import reference
 from fp4compile._compat import known
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize import power_of_two
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+LIBRARY_ROWS = 512  # rows of A from which on the library's product of expanded operands is the faster one
 COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -169,46 +171,150 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     out = a.new_empty((*left.batch, left.rows, n), dtype=out_dtype)
     if known(out.numel() == 0):
         return out
-    _tiles(left, right, bias, out, batches, m, n, k, b_batched=not shared)
+    problem = Problem(left, right, bias, out, batches, m, n, k, not shared)
+    if _use_library(problem):
+        _library(problem)
+    else:
+        _tiles(problem)
     return out
 
 
-def _tiles(left: Operand, right: Operand, bias, out, batches, m, n, k, b_batched: bool) -> None:
-    target = target_of(out.device)
-    compute = compute_type(left, right)
-    tile = tile_of(m, n, k, compute, target.sm)
+@dataclass(frozen=True)
+class Problem:
+    """A product as it is launched: [batches, m, k] x [batches or 1, n, k]."""
+
+    left: Operand
+    right: Operand
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    batches: int
+    m: int
+    n: int
+    k: int
+    b_batched: bool
+
+    @property
+    def epilogue(self) -> dict:
+        return {"A_OUTER": self.left.outer_kind, "B_OUTER": self.right.outer_kind,
+                "BIAS": int(self.bias is not None), "B_BATCHED": int(self.b_batched)}  # fmt: skip
+
+    @property
+    def epilogue_pointers(self) -> list:
+        return [self.out if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
+
+    @property
+    def block(self) -> int:
+        block = max(operand.fmt.block_cols for operand in (self.left, self.right) if operand.fmt is not None)
+        return block if block > 1 else 32  # without block scales only a unit of work
+
+
+def _use_library(p: Problem) -> bool:
+    """Whether both operands are expanded to 16 bits first: the library's product is the faster one of large matrices."""
+    target = target_of(p.out.device)
+    large = known(p.m >= LIBRARY_ROWS) and known(p.n >= 512)
+    return target.sm > 0 and compute_type(p.left, p.right) != "fp32" and p.batches == 1 and large
+
+
+def _library(p: Problem) -> None:
+    """The product by the library, of operands expanded to 16 bits.
+
+    Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
+    """
+    dtype = torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
+    inexact = p.out.new_zeros((), dtype=torch.int32)
+    left = _expanded(p.left, dtype, inexact, p.m, p.k)
+    right = _expanded(p.right, dtype, inexact, p.n, p.k).t()
+    out = p.out.view(p.m, p.n)
+    plain = p.left.outer is None and p.right.outer is None and dtype == p.out.dtype
+    if plain and p.bias is None:
+        torch.mm(left, right, out=out)
+    elif plain and p.bias.dtype == dtype:
+        torch.addmm(p.bias, left, right, out=out)
+    else:
+        _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
+    if "e8m0" in (p.left.scale, p.right.scale):
+        _tiles(p, wanted=inexact)
+
+
+def _expanded(x: Operand, dtype, inexact, rows, k) -> torch.Tensor:
+    """[rows, k] in dtype, without the outer scale."""
+    data = x.data.view(rows, -1)
+    if x.fmt is None:
+        return data
+    constants = {key.removeprefix("A_"): value for key, value in x.constants("A", 2048).items()}
+    del constants["OUTER"]
+    tiles = ceil_div(x.per_row, 2048)
+    out = data.new_empty((rows, 2 * x.per_row), dtype=dtype)
+    block = x.fmt.block_cols if x.fmt.block else 32
+    launch(expand_matrix, rows * tiles, data, out if x.scales is None else x.scales, out, inexact, rows,
+           ceil_div(x.k, block), x.per_row, tiles, num_warps=4, BLOCK=block, ROWS=1, UNITS=2048,
+           ISA=target_of(data.device).isa, **constants)  # fmt: skip
+    return out[:, :k]
+
+
+def _tiles(p: Problem, wanted: torch.Tensor | None = None) -> None:
+    """The product in one kernel (two with `SPLIT`); with `wanted`, only if the int32 there is set."""
+    target = target_of(p.out.device)
+    compute = compute_type(p.left, p.right)
+    unit_bytes = [{"e2m1": 1, "plain": 2 * x.data.element_size()}.get(x.element, 2) for x in (p.left, p.right)]
+    tile = tile_of(p.m, p.n, p.k, compute, *unit_bytes, target.sm)
     split = tile.pop("SPLIT")
     num_warps = tile.pop("num_warps")
     step = tile["UNITS"] * tile["WARPS"]
-    outer = {"A_OUTER": left.outer_kind, "B_OUTER": right.outer_kind, "BIAS": int(bias is not None),
-             "B_BATCHED": int(b_batched)}  # fmt: skip
-    block = max(operand.fmt.block_cols for operand in (left, right) if operand.fmt is not None)
-    block = block if block > 1 else 32
-    constants = {**left.constants("A", step), **right.constants("B", step), **outer, **tile, "SPLIT": split,
-                 "BLOCK": block, "COMPUTE": compute, "ISA": target.isa}  # fmt: skip
-    none = out  # a pointer that is not read
-    pointers = [none if t is None else t for t in (left.outer, right.outer, bias)]
-    sums = out if split == 1 else out.new_empty((split, batches, m, n), dtype=torch.float32)
-    programs = ceil_div(m, tile["BM"]) * ceil_div(n, tile["BN"]) * batches * split
+    constants = {**p.left.constants("A", step), **p.right.constants("B", step), **p.epilogue, **tile, "SPLIT": split,
+                 "BLOCK": p.block, "COMPUTE": compute, "GUARD": int(wanted is not None), "ISA": target.isa}  # fmt: skip
+    none = p.out  # a pointer that is not read
+    a_outer, b_outer, bias = p.epilogue_pointers
+    sums = p.out if split == 1 else p.out.new_empty((split, p.batches, p.m, p.n), dtype=torch.float32)
     launch(
-        scaled_mm_tiles, programs,
-        left.data, none if left.scales is None else left.scales, pointers[0],
-        right.data, none if right.scales is None else right.scales, pointers[1], pointers[2], sums,
-        m, n, ceil_div(k, 2), ceil_div(k, block), left.per_row, right.per_row, left.scales_batch, right.scales_batch,
+        scaled_mm_tiles, ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
+        p.left.data, none if p.left.scales is None else p.left.scales, a_outer,
+        p.right.data, none if p.right.scales is None else p.right.scales, b_outer, bias, sums,
+        none if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
+        p.left.per_row, p.right.per_row, p.left.scales_batch, p.right.scales_batch,
         num_warps=num_warps, **constants,
     )  # fmt: skip
     if split > 1:
-        cols = 512
-        launch(reduce_splits, batches * m * ceil_div(n, cols), sums, *pointers, out, batches, m, n,
-               num_warps=4, SPLIT=split, COLS=cols, ISA=target.isa, **outer)  # fmt: skip
+        _rescale(p, sums, split)
 
 
-def tile_of(m, n, k, compute: str, sm: int) -> dict:
-    """Tile and launch of `scaled_mm_tiles`."""
+def _rescale(p: Problem, sums: torch.Tensor, split: int) -> None:
+    """out from float32 sums [split, batches, m, n]."""
+    cols = 512
+    launch(reduce_splits, p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers, p.out,
+           p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=target_of(p.out.device).isa,
+           **p.epilogue)  # fmt: skip
+
+
+def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
+    """Tile and launch of `scaled_mm_tiles`; *_bytes: of a unit."""
+
+    def tile(bm, bn, units, warps, stages, num_warps, split=1):
+        return {"BM": bm, "BN": bn, "UNITS": units, "WARPS": warps, "SPLIT": split, "GROUP": 8, "STAGES": stages,
+                "num_warps": num_warps}  # fmt: skip
+
     if sm == 0:
-        return {"BM": 16, "BN": 16, "UNITS": 32, "WARPS": 1, "SPLIT": 1, "GROUP": 8, "STAGES": 2, "num_warps": 4}
+        if known(m <= 8):  # in the interpreter as well
+            return tile(8, 16, 16, 2, 2, 4, split=2)
+        return tile(16, 16, 32, 1, 2, 4)
     if compute == "fp32":
-        return {"BM": 32, "BN": 32, "UNITS": 16, "WARPS": 1, "SPLIT": 1, "GROUP": 8, "STAGES": 2, "num_warps": 4}
-    if known(m <= 16):
-        return {"BM": 16, "BN": 16, "UNITS": 64, "WARPS": 4, "SPLIT": 1, "GROUP": 8, "STAGES": 3, "num_warps": 4}
-    return {"BM": 128, "BN": 128, "UNITS": 32, "WARPS": 1, "SPLIT": 1, "GROUP": 8, "STAGES": 3, "num_warps": 8}
+        return tile(32, 32, 16, 1, 2, 4)
+    small = sm < 80 or sm in (86, 89, 120, 121)  # about 100 KB of shared memory
+    if known(m <= 32):
+        # A program of eight warps that share its contraction dimension, 64 weights wide: wider rereads less of A.
+        bm = 8 if known(m <= 8) else 16 if known(m <= 16) else 32
+        bn = 64
+        while bn > 16 and not known(ceil_div(n, bn) >= 100):
+            bn //= 2
+        split = 1
+        while split < 8 and known(ceil_div(n, bn) * split < 100) and known(k >= 2048 * split):
+            split *= 2
+        stage = 8 * 32 * (bm * a_bytes + bn * b_bytes)
+        stages = max(2, min(4, (90_000 if small else 200_000) // stage))
+        return tile(bm, bn, 32, 8, stages, 8, split)
+    if known(m <= 64):
+        split = 1
+        while split < 8 and known(ceil_div(n, 128) * split < 100) and known(k >= 1024 * split):
+            split *= 2
+        return tile(64, 128, 32 if small else 64, 1, 3, 4, split)
+    return tile(128, 128, 32, 1, 3, 8)

@@ -89,20 +89,24 @@ def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def scaled_mm_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    m, n, units, blocks, a_per_row, b_per_row, a_scales_batch, b_scales_batch,
+    wanted_ptr, m, n, units, blocks, a_per_row, b_per_row, a_scales_batch, b_scales_batch,
     A_ELEMENT: tl.constexpr, A_SCALE: tl.constexpr, A_SQUARE: tl.constexpr, A_SWIZZLED: tl.constexpr,
     A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
     B_ELEMENT: tl.constexpr, B_SCALE: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr, B_BATCHED: tl.constexpr,
     BLOCK: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, ISA: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of out [batch, m, n], or (SPLIT > 1) of the partial sums [SPLIT, batch, m, n] in float32.
 
     a, b: [batch, m, .] and [batch or 1, n, .] of `units` units; they lie `*_per_row` units (plain: elements) apart.
     UNITS: units of a step of a warp's share. GROUP: row tiles that are walked together for the sake of the L2 cache.
+    GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
+    if GUARD:
+        if tl.load(wanted_ptr) == 0:
+            return
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     program = tl.program_id(0)
@@ -231,10 +235,11 @@ def reduce_splits(
     batch = flat_row // m
     row = flat_row % m
     col = (program % tiles) * COLS + tl.arange(0, COLS)
-    mask = (col < n) & (flat_row < batches * m)
+    mask = col < tl.where(flat_row < batches * m, n, 0)
     at = flat_row.to(tl.int64) * n + col
+    stride = tl.cast(batches, tl.int64) * m * n
     acc = tl.zeros((COLS,), tl.float32)
     for split in tl.static_range(SPLIT):
-        acc += tl.load(sums_ptr + split * (batches.to(tl.int64) * m * n) + at, mask=mask, other=0.0)
+        acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
     store_rounded(out_ptr, at, acc, mask, ISA)
