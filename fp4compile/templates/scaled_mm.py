@@ -301,17 +301,16 @@ def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
         return tile(32, 32, 16, 1, 2, 4)
     small = sm < 80 or sm in (86, 89, 120, 121)  # about 100 KB of shared memory
     if known(m <= 32):
-        # A program of eight warps that share its contraction dimension, 64 weights wide: wider rereads less of A.
+        # Four warps share a program's contraction dimension, in long steps: what a step costs is its fixed part.
         bm = 8 if known(m <= 8) else 16 if known(m <= 16) else 32
-        bn = 64
-        while bn > 16 and not known(ceil_div(n, bn) >= 100):
-            bn //= 2
+        bn = 32 if known(ceil_div(n, 32) >= 128) else 16
         split = 1
-        while split < 8 and known(ceil_div(n, bn) * split < 100) and known(k >= 2048 * split):
+        while split < 8 and known(ceil_div(n, bn) * split < 128) and known(k >= 2048 * split):
             split *= 2
-        stage = 8 * 32 * (bm * a_bytes + bn * b_bytes)
-        stages = max(2, min(4, (90_000 if small else 200_000) // stage))
-        return tile(bm, bn, 32, 8, stages, 8, split)
+        units = 128
+        while units > 32 and 2 * 4 * units * (bm * a_bytes + bn * b_bytes) > (48_000 if small else 100_000):
+            units //= 2
+        return tile(bm, bn, units, 4, 3, 4, split)
     if known(m <= 64):
         split = 1
         while split < 8 and known(ceil_div(n, 128) * split < 100) and known(k >= 1024 * split):
