@@ -6,12 +6,15 @@ imported: `test_in_the_interpreter` runs this file again in a process of its own
 
 import itertools
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 from hard_inputs import FINITE, NON_FINITE, hard_input
 
 from fp4compile import formats, reference
@@ -179,6 +182,73 @@ def test_bad_input():
         call(a=quantized(torch.randn(4, 64), nvfp4), b=quantized(torch.randn(2, 8, 64), nvfp4))
     with pytest.raises(ValueError, match="out_dtype"):
         call(out_dtype=torch.float64)
+
+
+NATIVE = [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8_32x32"),
+          ("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8")]  # fmt: skip
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.mark.parametrize(("a", "b"), NATIVE)
+def test_native_form(a, b, monkeypatch):
+    """Indexing, swizzled scales of several tiles, padding, batches and epilogue of the block-scaled kernel."""
+    a, b = formats.get(a), formats.get(b)
+    monkeypatch.setattr(kernels, "native", lambda *operands: True)
+    for m, n, k in ((140, 60, 300), (3, 130, 32)):
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), k, torch.randn(n))
+    x, w = torch.randn(2, 5, 64), torch.randn(2, 6, 64)
+    check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), 64, out_dtype=torch.bfloat16)
+    check(quantized(x, a, "swizzled"), quantized(w[0], b, "swizzled"), 64)
+
+
+INSTRUCTION = {
+    100: {("nvfp4", "nvfp4"): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale",
+          ("mxfp4", "mxfp4"): "tcgen05.mma.cta_group::1.kind::mxf4.block_scale",
+          ("mxfp8", "mxfp8"): "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
+          ("mxfp8", "mxfp4"): "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale"},
+    120: {("nvfp4", "nvfp4"): "kind::mxf4nvf4.block_scale.scale_vec::4X",
+          ("mxfp4", "mxfp4"): "kind::mxf4nvf4.block_scale.scale_vec::2X",
+          ("mxfp8", "mxfp8"): "kind::mxf8f6f4.block_scale"},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize(("sm", "a", "b"), [(sm, *pair) for sm, pairs in INSTRUCTION.items() for pair in pairs])
+def test_native_form_compiles_ahead(sm, a, b):
+    """The block-scaled matrix instruction is there, nothing spills, shared memory fits."""
+    from fp4compile import _compat, ops
+    from fp4compile.targets import Target
+    from fp4compile.templates import scaled_mm
+    from fp4compile.templates.launch import on_paper
+
+    def operand(format, rows):
+        fmt = formats.get(format)
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
+        return data, scales, outer if fmt.outer else None, fmt
+
+    assert ops is not None
+    with on_paper(Target(sm)) as launches:
+        scaled_mm.scaled_mm(*operand(a, 512), *operand(b, 1024), None, torch.bfloat16)
+    (only,) = launches
+    compiled = _compat.compile_ahead(only.kernel, only.args, only.constants, only.num_warps, sm)
+    assert INSTRUCTION[sm][a, b] in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= (232448 if sm == 100 else 101376)
+    assert (getattr(compiled.metadata, "tmem_size", None) or 0) <= 512
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+def spilled_bytes(cubin):
+    """Bytes of stack and local memory a thread, as cuobjdump reports them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    usage = re.findall(r"(?:STACK|LOCAL):(\d+)", report.stdout + report.stderr)
+    assert usage, "cuobjdump reported nothing"
+    return sum(map(int, usage))
 
 
 @gpu

@@ -16,6 +16,7 @@ from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize import power_of_two
+from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -172,7 +173,9 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     if known(out.numel() == 0):
         return out
     problem = Problem(left, right, bias, out, batches, m, n, k, not shared)
-    if _use_library(problem):
+    if native(a_fmt, b_fmt, left.swizzled and right.swizzled, target_of(a.device)):
+        _native(problem)
+    elif _use_library(problem):
         _library(problem)
     else:
         _tiles(problem)
@@ -206,6 +209,18 @@ class Problem:
     def block(self) -> int:
         block = max(operand.fmt.block_cols for operand in (self.left, self.right) if operand.fmt is not None)
         return block if block > 1 else 32  # without block scales only a unit of work
+
+
+def _native(p: Problem) -> None:
+    """The product by the matrix units' own block-scaled instruction."""
+    target = target_of(p.out.device)
+    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, target)
+    a_outer, b_outer, bias = p.epilogue_pointers
+    launch(
+        scaled_mm_native, ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
+        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, p.out, *integers,
+        **constants, **p.epilogue, ISA=target.isa,
+    )  # fmt: skip
 
 
 def _use_library(p: Problem) -> bool:
