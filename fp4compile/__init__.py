@@ -5,6 +5,7 @@ from fp4compile.calibrate import calibrate
 from fp4compile.capture import explain
 from fp4compile.formats import BlockFormat
 from fp4compile.ops import BlockScaled, quantize, scaled_mm
+from fp4compile.packing import load_packed, pack_, save_packed
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import add_arguments
 from fp4compile.report import Report
@@ -18,7 +19,10 @@ __all__ = [
     "backend",
     "calibrate",
     "explain",
+    "load_packed",
+    "pack_",
     "quantize",
     "recipes",
+    "save_packed",
     "scaled_mm",
 ]

@@ -1,5 +1,7 @@
 """Where versions of torch and Triton differ, and what they hide."""
 
+from pathlib import Path
+
 import torch
 import triton
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -54,6 +56,11 @@ def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(kernel, signature, constexprs, attrs)
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps})
+
+
+def cuda_tool(name: str) -> str:
+    """Path of a program of the CUDA toolkit that Triton brings along."""
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
 _TYPES = {

@@ -1,8 +1,8 @@
 """The Dynamo backend: `torch.compile(model, backend=fp4compile.backend(recipe))`.
 
-It records what only Dynamo knows (which inputs are parameters, and their names), puts one pass manager into
-Inductor's joint-graph slot and hands the graph to `compile_fx`. By name: `backend="fp4compile_<recipe>"`, or
-`backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
+It records what only Dynamo knows (which inputs are parameters, and their names), puts one pass manager into each of
+two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_fx`. By name:
+`backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
 """
 
 import functools
@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 
 from fp4compile import report_cache
 from fp4compile.passes.find import Input, clean_name
-from fp4compile.passes.manager import JointPasses
+from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report, Row
+from fp4compile.weights import hoisting
 
 log = logging.getLogger("fp4compile")
-_SLOT = "joint_custom_pre_pass"
+_JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,14 @@ class Backend:
         """
         inputs = record_inputs(gm, example_inputs)
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-        user_passes = as_passes(patches.get(_SLOT, getattr(inductor_config, _SLOT)))
+        before_joint, before_lowering = (
+            as_passes(patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
+        )
         outcome: list[tuple[list[Row], dict[str, int]]] = []
-        passes = JointPasses(self.recipe, inputs, lambda rows, counts: outcome.append((rows, counts)), user_passes)
+        passes = JointPasses(self.recipe, inputs, lambda rows, counts: outcome.append((rows, counts)), before_joint)
         key = report_cache.key(gm, example_inputs, passes.uuid())
-        compiled = compile_fx(gm, example_inputs, config_patches={**patches, _SLOT: passes})
+        patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(before_lowering)}
+        compiled = compile_fx(gm, example_inputs, hoisting(compile_fx_inner, inputs), config_patches=patches)
         if outcome:
             report_cache.store(key, outcome)
         else:  # the compiled graph came from a cache, and the passes did not run

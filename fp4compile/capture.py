@@ -49,8 +49,8 @@ def observe(model: Callable, recipe: Recipe, see: Callable[[Decision, torch.Tens
     """The model as a function that calls `see` with every quantised fprop and the activation that enters it."""
 
     def watch(module: GraphModule, inputs: tuple[Input, ...]) -> Callable:
-        decisions = [d for d in analyse(module.graph, recipe, inputs) if d.gemm.product == "fprop"]
-        return _Watcher(module, decisions, see).run
+        products = [d for d in analyse(module.graph, recipe, inputs) if d.gemm.product == "fprop"]
+        return _Watcher(module, [d for d in products if d.gemm.packed is None], see).run
 
     return run_captured(model, watch)
 

@@ -51,7 +51,7 @@ def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
     fmt = formats.get(format)
     _check_layout(layout)
     data, scales, computed = reference.quantize(x.movedim(dim, -1), fmt, outer, layout)
-    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales.contiguous()
+    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
     # A given outer scale is not handed through: an op may not return its input.
     fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
     return data, scales, fresh

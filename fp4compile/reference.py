@@ -248,7 +248,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
     else:
         encode = 1.0 / outer
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)  # a static scale does not show an infinity; saturation hides it
-    return saturate(y, fmt.data_dtype).contiguous(), None, outer.contiguous()
+    return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
 
 # ---------------------------------------------------------------- dequantise and multiply
@@ -284,6 +284,8 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
 def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> torch.Tensor:
     """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
 
+    A B of two dimensions serves every batch of A.
+
     A format of None marks a plain floating-point operand. The float32 product is multiplied once by
     outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is cast.
 
@@ -293,7 +295,7 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
         raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
     left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
     right = b.float() if b_fmt is None else expand(b, b_scales, b_fmt)
-    if left.shape[:-2] != right.shape[:-2]:
+    if right.dim() > 2 and left.shape[:-2] != right.shape[:-2]:
         raise ValueError(f"batch dimensions differ: a has {tuple(left.shape[:-2])}, b has {tuple(right.shape[:-2])}")
     k = _contraction(left.shape[-1], a_fmt, right.shape[-1], b_fmt)
     with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context

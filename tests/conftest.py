@@ -2,6 +2,14 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` run where there is one."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler(tmp_path, monkeypatch):
     """Every test compiles from nothing: no graphs of another test, no caches of another run."""

@@ -126,7 +126,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_of_products(source, grad):
     function, transposed = SOURCES[source]
-    model = Functional()
+    model = Functional().requires_grad_(grad)  # matmul folds a batch, or repeats the weight, by what needs gradients
     x = torch.randn(3, 8, 64, requires_grad=grad)
     backend = fp4compile.backend("mxfp8", strict=True)
     with torch.set_grad_enabled(grad):

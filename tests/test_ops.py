@@ -32,7 +32,6 @@ SHAPES = [
     (0, 3, 5),
 ]
 SHAPES_AND_DIMS = [(shape, dim) for shape in SHAPES for dim in range(-len(shape), len(shape))]
-NON_EMPTY = [shape for shape in SHAPES if 0 not in shape]
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -198,6 +197,28 @@ def test_no_gradient_and_no_identity_surprises():
         assert same(quantize(x, "nvfp4"), q)
 
 
+# ---------------------------------------------------------------- quantize_both
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [n for n in NAMES if NAMED[n].block and NAMED[n].outer != "row"])
+def test_both_ways_are_the_two_quantisations(name, layout):
+    fmt = get(name)
+    for shape in ((33, 70), (2, 5, 40), (0, 16), (3, 0)):
+        x = hard_input("outliers", shape)
+        for outer in (None, static_outer(fmt, ())):
+            data, scales, columns, column_scales, fresh = torch.ops.fp4compile.quantize_both(
+                x, name, outer=outer, layout=layout
+            )
+            rows, cols = (quantize(x, name, dim=dim, outer=outer, layout=layout) for dim in (-1, -2))
+            assert same_bits(data, rows.data) and same_bits(scales, rows.scales)
+            assert same_bits(columns, cols.data) and same_bits(column_scales, cols.scales)
+            if outer is None and fmt.outer:
+                assert same_bits(fresh, rows.outer)
+            else:
+                assert fresh.numel() == 0
+
+
 # ---------------------------------------------------------------- dequantize
 
 
@@ -279,6 +300,8 @@ def opcheck_samples():
         yield "quantize", (x, name, dim), {"layout": layout}
     yield "quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
     yield "quantize", (x, "float8_rowwise"), {}
+    yield "quantize_both", (x, "nvfp4"), {"layout": "swizzled"}
+    yield "quantize_both", (x, "mxfp8_32x32"), {}
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4_rowwise", layout="swizzled")
     yield "dequantize", (a.data, a.scales, a.outer, "nvfp4", 40, torch.bfloat16), {}
     yield "dequantize", (*torch.ops.fp4compile.quantize(x, "mxfp4")[:2], None, "mxfp4", 40, torch.float32), {}
@@ -417,6 +440,17 @@ def test_scaled_mm_batched(name, lead):
     assert_product(out, a, b, bias)
 
 
+@pytest.mark.parametrize("name", ["nvfp4_rowwise", "mxfp8"])
+def test_a_right_matrix_of_two_dimensions_serves_a_batch(name):
+    """At the level of the ops: what matmul makes of a weight."""
+    x, w = quantize(torch.randn(2, 3, 19, 40), name), quantize(torch.randn(21, 40), name)
+    out = torch.ops.fp4compile.scaled_mm(
+        x.data, x.scales, x.outer, name, w.data, w.scales, w.outer, name, None, torch.float32
+    )
+    assert out.shape == (2, 3, 19, 21)
+    assert_product(out, x, w)
+
+
 @pytest.mark.parametrize("m, n, k", [(0, 5, 32), (5, 0, 32), (5, 4, 0), (0, 0, 0), (1, 1, 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_scaled_mm_of_empty_operands(name, m, n, k):
@@ -517,6 +551,8 @@ def test_the_default_dtype_does_not_matter(name, default):
     try:
         assert same(quantize(x, name), a)
         assert same_bits(a.dequantize(), values) and same_bits(scaled_mm(a, b), product)
+        args = (x, None, None, None, b.data, b.scales, b.outer, name, None, torch.float32)
+        assert torch.ops.fp4compile.scaled_mm(*args).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -607,6 +643,11 @@ BAD_CALLS = [
         lambda: op_mm(torch.randn(4, 65), None, MX.data, "float8_rowwise"),
     ),
     (ValueError, "batch dimensions differ", lambda: op_mm(X, None, X[None], None)),
+    (ValueError, "formats nvfp4 and mxfp8 cannot be multiplied", lambda: op_mm(A.data, "nvfp4", MX.data, "mxfp8")),
+    (ValueError, "format float8_rowwise", lambda: torch.ops.fp4compile.quantize_both(X, "float8_rowwise")),
+    (ValueError, "format nvfp4_rowwise", lambda: torch.ops.fp4compile.quantize_both(X, "nvfp4_rowwise")),
+    (ValueError, "x: expected two dimensions or more", lambda: torch.ops.fp4compile.quantize_both(X[0], "nvfp4")),
+    (ValueError, "unknown layout 'x'", lambda: torch.ops.fp4compile.quantize_both(X, "nvfp4", layout="x")),
 ]
 
 

@@ -3,9 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.passes.find import clean_name, module_name
+from fp4compile.passes.find import clean_name, find, module_name
+from fp4compile.passes.plan import plan
+from fp4compile.recipe import named
 
 
 class Block(torch.nn.Module):
@@ -122,9 +126,26 @@ def test_everything_else_that_multiplies_has_a_reason():
         "convolution",
         "fused attention: its products lie inside one kernel",
         "batched product with an added term (baddbmm)",
-        "activation x activation: the recipe leaves attention in high precision",
+        "no operand is a parameter, and the recipe leaves attention in high precision",
         "both operands are parameters",
     }
+
+
+@torch.library.custom_op("tests::expert_mm", mutates_args=())
+def expert_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+@expert_mm.register_fake
+def _(x, w):
+    return x @ w
+
+
+def test_operators_of_other_libraries_are_named():
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    with torch.no_grad():
+        report = fp4compile.explain(lambda x: expert_mm(x, weight), torch.randn(4, 64), recipe="mxfp8")
+    assert [row.reason for row in report.rows] == ["operator tests.expert_mm.default"]
 
 
 def test_a_product_that_the_recipe_leaves_has_that_reason():
@@ -132,6 +153,14 @@ def test_a_product_that_the_recipe_leaves_has_that_reason():
     assert [(row.product, row.reason) for row in report.rows] == [
         ("fprop", None), ("wgrad", "recipe nvfp4_weight_only leaves wgrad in high precision"),
     ]  # fmt: skip
+
+
+def test_a_device_without_kernels_is_left_alone():
+    with FakeTensorMode():
+        x, w = (torch.empty(rows, 64, device="mps") for rows in (8, 48))
+        graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+    recipe = named("mxfp8").replace(attention_a="mxfp8", attention_b="mxfp8")
+    assert [decision.reason for decision in plan(find(graph, ()), recipe, ())] == ["device mps"]
 
 
 def test_two_layers_that_share_input_and_shape_keep_their_names():

@@ -646,3 +646,26 @@ def test_values_are_close_to_the_input(fmt, name):
     largest = torch.finfo(torch.float32).max  # the largest of "huge" round up to 2^128
     error = (quantize(x, fmt).dequantize().clamp(-largest, largest) - x).abs()
     assert (error <= amax * step).all()
+
+
+# ---------------------------------------------------------------- the same bits on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", EVERY_FORMAT, ids=lambda f: f.name)
+def test_cuda_computes_the_bits_of_the_cpu(fmt, dtype):
+    for name in NAMES:
+        x = hard_input(name, (48, 256), dtype, block=fmt.block_cols)
+        for layout in ("linear", "swizzled"):
+            here = reference.quantize(x, fmt, layout=layout)
+            there = reference.quantize(x.cuda(), fmt, layout=layout)
+            for cpu, cuda in zip(here, there, strict=True):
+                if cpu is not None and cpu.dtype == torch.float32:
+                    torch.testing.assert_close(cuda.cpu(), cpu, rtol=0, atol=0, equal_nan=True)
+                elif cpu is not None:
+                    assert torch.equal(as_bytes(cuda).cpu(), as_bytes(cpu)), (name, layout)
+        values = reference.dequantize(*there, fmt, 256, torch.float32)
+        expected = reference.dequantize(*here, fmt, 256, torch.float32)
+        torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)

@@ -11,11 +11,14 @@ A gradient is what depends on a tangent. A weight is what comes from a parameter
 Whatever else multiplies matrices is listed too, with the reason why it is left alone (`Gemm.unsupported`).
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
+
+from fp4compile import formats
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -39,6 +42,8 @@ _LEFT_ALONE = {
     aten._grouped_mm.default: "grouped product",
 }
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
+# Operators of other libraries that multiply matrices, by their names: grouped_mm_fallback, int4_matmul, fused_linear.
+_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Gemm:
     module: fully qualified name of the layer (of its parameter where that is not called `weight`).
     layer: (tokens, out features, in features) of the layer; (m, n, k) where there is none.
     forward: the fprop node that a backward product belongs to; its own node otherwise.
+    packed: formats of the operands of a product that was quantised before it was captured (`fp4compile.pack_`).
     """
 
     node: Node
@@ -87,6 +93,7 @@ class Gemm:
     forward: Node | None = None
     tied_to_embedding: bool = False
     unsupported: str | None = None
+    packed: tuple[str | None, str] | None = None
 
     @property
     def flops(self):
@@ -96,15 +103,16 @@ class Gemm:
 
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
     """Every matrix product of the graph, in graph order; `inputs` by position in the compiled function's arguments."""
-    scan = _Scan(_parameters(graph, inputs), _gradients(graph))
-    forward = [g for g in scan.products(graph) if g.node not in scan.gradients]
-    scan.forward = {g.node.meta.get("seq_nr"): g for g in forward if g.product == "fprop"}
-    scan.by_activation = {g.left.source: g for g in forward if g.product == "fprop"}
-    scan.by_parameter = {g.right.parameter: g for g in reversed(forward) if g.product == "fprop"}
+    scan = _Scan(parameters_of(graph, inputs), _gradients(graph))
+    forward = [g for g in scan.products(graph) if g.product == "fprop" and g.packed is None]
+    scan.forward = {g.node.meta.get("seq_nr"): g for g in forward}
+    scan.by_activation = {g.left.source: g for g in forward}
+    scan.by_parameter = {g.right.parameter: g for g in reversed(forward)}
     return list(scan.products(graph))
 
 
-def _parameters(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+    """The placeholders that are parameters, and their fully qualified names."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         index = _input_index(node)
@@ -153,10 +161,12 @@ class _Scan:
                 yield self._product(node, left, right, bias=bias, beta=beta, alpha=alpha)
             elif node.target is aten.bmm.default:
                 yield self._batched(node, *node.args)
-            elif node.target in _LEFT_ALONE:
-                yield Gemm(node, "other", _module_of(node), unsupported=_LEFT_ALONE[node.target])
-            elif "_scaled_dot_product" in str(node.target) or node.target is torch.ops.higher_order.flex_attention:
-                yield Gemm(node, "other", _module_of(node), unsupported=_FUSED_ATTENTION)
+            elif node.target is torch.ops.fp4compile.scaled_mm.default:
+                yield _packed(node)
+            else:
+                why = _unsupported(node.target)
+                if why is not None:
+                    yield Gemm(node, "other", _module_of(node), unsupported=why)
 
     def _product(self, node: Node, left: Node, right: Node, **extra) -> Gemm:
         (m, k), n = left.meta["val"].shape, right.meta["val"].shape[-1]
@@ -251,6 +261,25 @@ class _Scan:
 
     def _feeds_embedding(self, weight: Operand) -> bool:
         return any(user.target is aten.embedding.default for user in weight.source.users)
+
+
+def _packed(node: Node) -> Gemm:
+    a, _, _, a_format, b, _, _, b_format, *_ = node.args
+    *_, m, n = node.meta["val"].shape
+    k = a.meta["val"].shape[-1]
+    if a_format is not None and formats.get(a_format).packed:
+        k = 2 * k
+    return Gemm(node, "fprop", _module_of(node), dims=(m, n, k), forward=node, packed=(a_format, b_format))
+
+
+def _unsupported(target: Callable) -> str | None:
+    """Why an operator that multiplies matrices is left alone; None for one that does not."""
+    if target in _LEFT_ALONE:
+        return _LEFT_ALONE[target]
+    name = getattr(target, "__name__", "").partition(".")[0]
+    if "scaled_dot_product" in name or name == "flex_attention":
+        return _FUSED_ATTENTION
+    return f"operator {target}" if _PRODUCT_NAME.search(name) else None
 
 
 def _as(operand: Operand, role: str) -> Operand:

@@ -1,7 +1,8 @@
 """One manager object a pass slot of Inductor: the order of the passes, their cache key, match counts, dumps.
 
 `JointPasses` goes into `joint_custom_pre_pass`, which sees forward and backward of a training graph together, and
-inference graphs too. It runs a pass that the user had in the slot first, on the graph that this pass expects.
+inference graphs too; `LowerPasses` into `post_grad_custom_post_pass`, which sees each partition alone. Both first run
+the passes that the user had in the slot, on the graph that those expect.
 """
 
 import functools
@@ -19,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp4compile.passes.find import Gemm, Input, find
+from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe
@@ -60,10 +62,32 @@ class JointPasses(CustomGraphPass):
 
     def uuid(self) -> tuple | None:
         """Covers recipe, parameter names, device, this package's source and the user's passes; None if theirs is."""
-        theirs = [getattr(p, "uuid", lambda: None)() for p in self.user_passes]
-        if any(key is None for key in theirs):
-            return None
-        return ("fp4compile", self.recipe.digest, names_digest(self.inputs), device_key(), source_digest(), *theirs)
+        return _uuid(self.user_passes, self.recipe.digest, names_digest(self.inputs))
+
+
+@dataclass(frozen=True, eq=False)
+class LowerPasses(CustomGraphPass):
+    """lower: the ops of a forward, backward or inference graph become kernel launches where there is a GPU."""
+
+    user_passes: tuple[Callable[[Graph], None], ...] = ()
+
+    def __call__(self, graph: Graph) -> None:
+        for user_pass in self.user_passes:
+            user_pass(graph)
+        with dumped(graph, "lower"):
+            lowered = lower(graph)
+        log.info("post-grad graph: {'lower': %d}", lowered)
+
+    def uuid(self) -> tuple | None:
+        """Covers device, this package's source and the user's passes; None if theirs is."""
+        return _uuid(self.user_passes)
+
+
+def _uuid(user_passes: tuple, *own: str) -> tuple | None:
+    theirs = [getattr(p, "uuid", lambda: None)() for p in user_passes]
+    if any(key is None for key in theirs):
+        return None
+    return ("fp4compile", *own, device_key(), source_digest(), *theirs)
 
 
 def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:

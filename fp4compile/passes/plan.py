@@ -1,6 +1,7 @@
 """Decide by recipe what each product becomes: `Gemm` x `Recipe` x names -> `Decision` with a reason. Never mutates."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -34,28 +35,40 @@ class Decision:
 
 def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
     """One decision for each product, in the same order."""
-    blocks = _count_blocks(recipe, inputs)
+    blocks = count_blocks(recipe, [entry.parameter for entry in inputs if entry.parameter])
     return [_decide(gemm, recipe, blocks) for gemm in gemms]
 
 
 def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
+    if gemm.packed is not None:
+        return Decision(gemm, left=gemm.packed[0], right=gemm.packed[1], tier="reference")
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
-    rule = recipe.rule_for(gemm.module)
-    if rule is not None and rule.action == "skip":
-        return Decision(gemm, f"rule {rule.pattern!r}")
-    layer_recipe = recipe
-    if rule is not None and rule.action != "quantize":
-        layer_recipe = named(rule.action)
-    if not layer_recipe.quantizes(gemm.product):
-        return Decision(gemm, _left_by_recipe(gemm, layer_recipe))
+    layer_recipe, reason = of_layer(Layer(gemm.module, gemm.layer, gemm.tied_to_embedding), recipe, blocks)
+    if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
+        return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
+    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What rules and limits ask of a layer: its name, (tokens, out features, in features), and whether its weight is
+    an embedding's too."""
+
+    name: str
+    dims: tuple
+    tied_to_embedding: bool = False
+
+
+def of_layer(layer: Layer, recipe: Recipe, blocks: dict[str, int]) -> tuple[Recipe | None, str | None]:
+    """(the recipe of a layer, why it is left alone all the same); no recipe where a rule skips the layer."""
+    rule = recipe.rule_for(layer.name)
     if rule is None:  # a rule that names a layer outranks the defaults for its place in the model
-        reason = _excluded_place(gemm, recipe, blocks)
-    reason = reason or _too_small(gemm, recipe)
-    if reason is not None:
-        return Decision(gemm, reason)
-    return _quantised(gemm, layer_recipe, recipe)
+        return recipe, _excluded_place(layer, recipe, blocks) or _too_small(layer, recipe)
+    if rule.action == "skip":
+        return None, f"rule {rule.pattern!r}"
+    return recipe if rule.action == "quantize" else named(rule.action), _too_small(layer, recipe)
 
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
@@ -84,14 +97,14 @@ def _unfit(gemm: Gemm) -> str | None:
 
 def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
     if gemm.product == "attention":
-        return "activation x activation: the recipe leaves attention in high precision"
+        return "no operand is a parameter, and the recipe leaves attention in high precision"
     return f"recipe {recipe.name} leaves {gemm.product} in high precision"
 
 
-def _excluded_place(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> str | None:
-    if recipe.skip_lm_head and _is_lm_head(gemm):
+def _excluded_place(layer: Layer, recipe: Recipe, blocks: dict[str, int]) -> str | None:
+    if recipe.skip_lm_head and _is_lm_head(layer):
         return "LM head"
-    place = _block_index(gemm.module)
+    place = _block_index(layer.name)
     if place is None:
         return None
     container, index = place
@@ -102,8 +115,8 @@ def _excluded_place(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> str |
     return None
 
 
-def _is_lm_head(gemm: Gemm) -> bool:
-    return gemm.tied_to_embedding or gemm.module == "output" or gemm.module.split(".")[-1] in _LM_HEADS
+def _is_lm_head(layer: Layer) -> bool:
+    return layer.tied_to_embedding or layer.name == "output" or layer.name.split(".")[-1] in _LM_HEADS
 
 
 def _block_index(module: str) -> tuple[str, int] | None:
@@ -112,11 +125,11 @@ def _block_index(module: str) -> tuple[str, int] | None:
     return None if match is None else (module[: match.start()], int(match.group(1)))
 
 
-def _count_blocks(recipe: Recipe, inputs: tuple[Input, ...]) -> dict[str, int]:
-    """Number of blocks of each numbered list, from the parameters' names."""
+def count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
+    """Number of blocks of each numbered list, from the names of parameters or modules."""
     counts: dict[str, int] = {}
-    for entry in inputs:
-        place = _block_index(entry.parameter) if entry.parameter else None
+    for name in names:
+        place = _block_index(name)
         if place is not None:
             container, index = place
             counts[container] = max(counts.get(container, 0), index + 1)
@@ -125,9 +138,9 @@ def _count_blocks(recipe: Recipe, inputs: tuple[Input, ...]) -> dict[str, int]:
     return counts
 
 
-def _too_small(gemm: Gemm, recipe: Recipe) -> str | None:
+def _too_small(layer: Layer, recipe: Recipe) -> str | None:
     names = (("M", "min_m"), ("N", "min_n"), ("K", "min_k"))
-    for size, (letter, limit) in zip(gemm.layer, names, strict=True):
+    for size, (letter, limit) in zip(layer.dims, names, strict=True):
         # A symbolic size that may be large enough counts as large enough: no guard is added.
         if statically_known_true(size < getattr(recipe, limit)):
             return f"{letter}={size} is below {limit}={getattr(recipe, limit)}"

@@ -27,7 +27,7 @@ _REPEATED = (aten.view.default, aten._unsafe_view.default, torch.ops.prims.conve
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
     """Rewrite every quantised decision; returns how many."""
     builder = _Builder(graph)
-    chosen = [d for d in decisions if d.reason is None]
+    chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
     built = [(decision.gemm.node, builder.build(decision)) for decision in chosen]
     # Only now: until every replacement is built, the decisions' operands must stay what they name.
     for node, replacement in built:

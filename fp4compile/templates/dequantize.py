@@ -32,6 +32,7 @@ def dequantize_rows(
     unit = tl.arange(0, count)[None, :]
 
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else blocks * half
+    per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # the same; the compiler sees how wide it may load
     left = tl.minimum(per_row - block0 * half, count).to(tl.int32)
     data_row_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + flat_row * per_row + block0 * half
     units = tl.load(data_row_ptr + unit, mask=row_mask & (unit // UNIT_ALIGN < left // UNIT_ALIGN), other=0)

@@ -222,7 +222,7 @@ def _tiles(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, co
     """Launch the tile kernel for the (data, scales) that are given; returns the outer scale."""
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
-    config = tiles_launch(constants["BLOCK"], fmt.square, columns is not None)
+    config = tiles_launch(fmt.element, constants["BLOCK"], rows is not None and columns is not None)
     height = config.kwargs["STRIPS"] * constants["BLOCK"]
     width = 2 * config.kwargs["WORDS"]
     covered = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]

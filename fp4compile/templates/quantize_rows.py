@@ -108,10 +108,11 @@ def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: t
     ALIGN: blocks that divide a row of scales, at most 16.
     """
     count: tl.constexpr = byte.shape[1]
+    align: tl.constexpr = ALIGN if ALIGN < count else count
     block = tl.arange(0, count)[None, :]
     row = row.to(tl.int64)[:, None]
-    blocks = blocks // ALIGN * ALIGN  # the same; the compiler sees how wide it may store
-    inside = (row < rows) & (block // ALIGN < tl.minimum(blocks - block0, count).to(tl.int32) // ALIGN)
+    blocks = blocks // align * align  # the same; the compiler sees how wide it may store
+    inside = (row < rows) & (block // align < tl.minimum(blocks - block0, count).to(tl.int32) // align)
     if SWIZZLED:
         tiles = tl.cdiv(blocks, 4)
         block = block0 + block
@@ -129,7 +130,8 @@ def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr):
     if FLAT:
         return program * 0, program * 0, program
     else:
-        row_tiles = tl.cdiv(rows, ROWS)
+        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # the one program of an empty tensor divides by them
+        col_tiles = tl.maximum(col_tiles, 1)
         return program // (row_tiles * col_tiles), program // col_tiles % row_tiles, program % col_tiles
 
 

@@ -36,6 +36,12 @@ def interleave_columns(first, second):
 
 
 @triton.jit
+def transpose_e2m1(even, odd):
+    """Units of the even and of the odd rows -> units of the even and of the odd columns: the codes change places."""
+    return (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
+
+
+@triton.jit
 def by_strip(even, odd):
     """Words of a tile -> [STRIPS, words, all rows of the strip]."""
     both = tl.permute(tl.join(even, odd), (1, 3, 2, 0, 4))
@@ -121,36 +127,40 @@ def quantize_tiles(
     row = row0 + tl.arange(0, row_count)
 
     if SQUARE:
-        amax = word_amax(tl.reshape(by_strip(even, odd), (STRIPS, WORDS // half, half * BLOCK)), 2, ISA, dtype)
+        # First down the columns, then along the row: Triton 3.6 reduces wrongly where the lanes of an axis are not
+        # neighbours.
+        first_amax, second_amax = pair_amax(by_strip(even, odd), 2, ISA, dtype)
+        amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (STRIPS, WORDS // half, half)), 2)
         byte, factor = block_scale(amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-        square_factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
+        factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
+        even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
+        odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
+    elif ALONG_ROWS:
+        shape: tl.constexpr = (depth, STRIPS, LANES, WORDS // half, half)
+        even_amax = word_amax(tl.reshape(even, shape), 4, ISA, dtype)
+        odd_amax = word_amax(tl.reshape(odd, shape), 4, ISA, dtype)
+        even_byte, even_factor = block_scale(even_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
+        odd_byte, odd_factor = block_scale(odd_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
+        even_units = encode_pair(even_first, even_second, repeat_last(even_factor, half), ELEMENT, ISA)
+        odd_units = encode_pair(odd_first, odd_second, repeat_last(odd_factor, half), ELEMENT, ISA)
 
     if ALONG_ROWS:
+        store_units(data_ptr, interleave_rows(even_units, odd_units), batch.to(tl.int64) * rows + row,
+                    col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, ELEMENT, UNIT_ALIGN)  # fmt: skip
         if SQUARE:
-            even_factor = square_factor
-            odd_factor = square_factor
             store_square_scales(scales_ptr, byte, batch, row_tile * STRIPS, col0 // BLOCK, rows, cols,
                                 BLOCK, SWIZZLED, SCALE_ALIGN)  # fmt: skip
         else:
-            shape: tl.constexpr = (depth, STRIPS, LANES, WORDS // half, half)
-            even_amax = word_amax(tl.reshape(even, shape), 4, ISA, dtype)
-            odd_amax = word_amax(tl.reshape(odd, shape), 4, ISA, dtype)
-            even_byte, even_factor = block_scale(even_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-            odd_byte, odd_factor = block_scale(odd_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-            even_factor = repeat_last(even_factor, half)
-            odd_factor = repeat_last(odd_factor, half)
-            bytes = interleave_rows(even_byte, odd_byte)
-            store_scales(scales_ptr, bytes, batch, row, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK),
-                         SWIZZLED, SCALE_ALIGN)  # fmt: skip
-        even_units = encode_pair(even_first, even_second, even_factor, ELEMENT, ISA)
-        odd_units = encode_pair(odd_first, odd_second, odd_factor, ELEMENT, ISA)
-        store_units(data_ptr, interleave_rows(even_units, odd_units), batch.to(tl.int64) * rows + row,
-                    col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, ELEMENT, UNIT_ALIGN)  # fmt: skip
+            store_scales(scales_ptr, interleave_rows(even_byte, odd_byte), batch, row, col0 // BLOCK,
+                         rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)  # fmt: skip
 
     if ALONG_COLUMNS:
         if SQUARE:
-            first_factor = square_factor
-            second_factor = square_factor
+            if ELEMENT == "e2m1":
+                first_units, second_units = transpose_e2m1(even_units, odd_units)
+            else:  # cheap to encode again (and ptxas 12.8 crashes on the bytes changing places)
+                first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
+                second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
             store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * STRIPS, cols, rows,
                                 BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
         else:
@@ -164,11 +174,11 @@ def quantize_tiles(
             first_factor, second_factor = tl.split(factor)
             first_factor = tl.broadcast_to(first_factor[None, :, None, :], even.shape)
             second_factor = tl.broadcast_to(second_factor[None, :, None, :], even.shape)
+            first_units = encode_pair(even_first, odd_first, first_factor, ELEMENT, ISA)
+            second_units = encode_pair(even_second, odd_second, second_factor, ELEMENT, ISA)
             bytes = tl.trans(tl.reshape(byte, (STRIPS, col_count)))
             store_scales(column_scales_ptr, bytes, batch, column, row_tile * STRIPS, cols, tl.cdiv(rows, BLOCK),
                          SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
-        first_units = encode_pair(even_first, odd_first, first_factor, ELEMENT, ISA)
-        second_units = encode_pair(even_second, odd_second, second_factor, ELEMENT, ISA)
         store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
                     row_tile * (STRIPS * half), tl.cdiv(rows, BLOCK) * half, column < cols,
                     ELEMENT, COLUMN_UNIT_ALIGN)  # fmt: skip

@@ -1,0 +1,67 @@
+"""What every benchmark shares: a description of the machine, JSON out, a table."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Where and with what a measurement was made."""
+    on_gpu = device.startswith("cuda")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--out", type=Path, help="write the results there as JSON")
+    return made
+
+
+def publish(args: argparse.Namespace, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Print the rows as a table; with --out, write them with settings and environment."""
+    found = environment(args.device)
+    print(", ".join(f"{name} {value}" for name, value in found.items()))
+    print(table(rows))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        content = {"environment": found, "settings": settings, "rows": rows}
+        args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Columns from the keys of the first row; the first to the left, the others to the right."""
+    cells = [list(rows[0]), *([_cell(row[key]) for key in rows[0]] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in cells]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

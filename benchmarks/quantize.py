@@ -1,0 +1,176 @@
+"""What quantising costs against a device copy of the same bytes, and against torchao's compiled quantisers.
+
+    python -m benchmarks.quantize --out benchmarks/results/quantize_h200.json
+
+Bytes: each input read once (twice for a dynamic two-level format), each output written once. All times are medians of
+CUDA graph replays, inputs and outputs on the device. "of copy" is the copy's time over the kernel's.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from benchmarks import common
+from fp4compile import formats
+from fp4compile.templates import quantize as kernels
+
+LARGE = ((8192, 8192), (16384, 16384))
+SMALL = tuple((rows, cols) for rows in (1, 16, 64) for cols in (4096, 16384))
+REPLAYS = 21
+
+
+def graph_time(run: Callable[[], object], calls: int) -> float:
+    """Microseconds a call: the median replay of a CUDA graph of `calls` calls."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def copy_time(nbytes: int, calls: int) -> float:
+    """Microseconds of a device copy that reads and writes `nbytes` together."""
+    source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return graph_time(lambda: target.copy_(source), calls)
+
+
+@triton.jit
+def empty_kernel(ptr, ON: tl.constexpr):
+    if ON:
+        tl.store(ptr, 0)
+
+
+def nbytes(outputs) -> int:
+    return sum(t.numel() * t.element_size() for t in outputs if t is not None)
+
+
+def cases() -> list[tuple[str, str, Callable, int]]:
+    """(name, format, call, times the input is read)."""
+
+    def rows(x, fmt):
+        return kernels.quantize(x, fmt)
+
+    def swizzled(x, fmt):
+        return kernels.quantize(x, fmt, layout="swizzled")
+
+    def columns(x, fmt):
+        return kernels.quantize(x.mT, fmt)
+
+    def both(x, fmt):
+        return kernels.quantize_both(x, fmt)
+
+    def static(x, fmt):
+        return kernels.quantize(x, fmt, STATIC[0])
+
+    return [
+        ("rows", "mxfp8", rows, 1), ("rows, swizzled", "mxfp8", swizzled, 1), ("32x32", "mxfp8_32x32", rows, 1),
+        ("rows", "nvfp4_one_level", rows, 1), ("rows, swizzled", "nvfp4_one_level", swizzled, 1),
+        ("row-scaled", "nvfp4_rowwise", rows, 1), ("row-scaled", "float8_rowwise", rows, 1),
+        ("rows", "mxfp4", rows, 1), ("two-level, static", "nvfp4", static, 1), ("two-level, dynamic", "nvfp4", rows, 2),
+        ("columns", "mxfp8", columns, 1), ("columns", "mxfp4", columns, 1), ("columns", "nvfp4_one_level", columns, 1),
+        ("16x16, static", "nvfp4_16x16", static, 1), ("16x16, dynamic", "nvfp4_16x16", rows, 2),
+        ("both", "mxfp8", both, 1), ("both", "mxfp8_32x32", both, 1), ("both", "nvfp4_one_level", both, 1),
+        ("both", "mxfp4", both, 1), ("both, dynamic", "nvfp4_16x16", both, 2),
+    ]  # fmt: skip
+
+
+STATIC: list[torch.Tensor] = []
+
+
+def torchao_quantizers() -> dict[tuple[str, str], Callable]:
+    """torchao's quantisers of the same operations, compiled; none where it is not installed."""
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+        from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+    except ImportError:
+        return {}
+    rceil = ScaleCalculationMode.RCEIL
+
+    def dynamic(x):
+        return nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
+
+    found = {
+        ("rows", "mxfp8"): lambda x: to_mx(x, torch.float8_e4m3fn, 32, rceil),
+        ("columns", "mxfp8"): lambda x: to_mx(x.t().contiguous(), torch.float8_e4m3fn, 32, rceil),
+        ("rows", "mxfp4"): lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32, rceil),
+        ("rows", "nvfp4_one_level"): lambda x: nvfp4_quantize(x, 16),
+        ("two-level, dynamic", "nvfp4"): dynamic,
+    }
+    return {key: torch.compile(function, dynamic=False) for key, function in found.items()}
+
+
+def measure_large(shapes) -> list[dict]:
+    rows = []
+    for shape in shapes:
+        x = torch.randn(shape, device="cuda", dtype=torch.float32).bfloat16()
+        STATIC[:] = [torch.tensor(0.002, device="cuda")]
+        torch._dynamo.reset()
+        peers = torchao_quantizers()
+        for name, format, call, reads in cases():
+            fmt = formats.get(format)
+            moved = reads * x.numel() * x.element_size() + nbytes(call(x, fmt))
+            copy = copy_time(moved, 10)
+            ours = graph_time(lambda call=call, fmt=fmt: call(x, fmt), 10)
+            peer = peers.get((name, format))
+            theirs = None if peer is None else graph_time(lambda peer=peer: peer(x), 5)
+            rows.append({
+                "case": f"{name}, {format}", "shape": f"{shape[0]}x{shape[1]}", "MB": round(moved / 1e6, 1),
+                "copy us": round(copy, 1), "us": round(ours, 1), "TB/s": round(moved / ours / 1e6, 2),
+                "of copy": round(copy / ours, 3), "torchao us": theirs and round(theirs, 1),
+            })  # fmt: skip
+    return rows
+
+
+def measure_small(shapes) -> list[dict]:
+    """Launch-bound sizes: microseconds beyond an empty kernel and a copy of the same bytes at the large copies' rate."""
+    flag = torch.zeros((), dtype=torch.int32, device="cuda")
+    empty = graph_time(lambda: empty_kernel[(1,)](flag, ON=False), 50)
+    rate = 1e9 / copy_time(int(1e9), 10)  # bytes a microsecond
+    rows = []
+    for shape in shapes:
+        x = torch.randn(shape, device="cuda").bfloat16()
+        for format in ("nvfp4_one_level", "nvfp4_rowwise", "mxfp8", "nvfp4"):
+            fmt = formats.get(format)
+            moved = (2 if format == "nvfp4" else 1) * x.numel() * 2 + nbytes(kernels.quantize(x, fmt))
+            ours = graph_time(lambda fmt=fmt, x=x: kernels.quantize(x, fmt), 50)
+            rows.append({
+                "case": f"rows, {format}", "shape": f"{shape[0]}x{shape[1]}", "MB": round(moved / 1e6, 3),
+                "empty us": round(empty, 2), "copy us": round(moved / rate, 2), "us": round(ours, 2),
+                "beyond us": round(ours - empty - moved / rate, 2),
+            })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    args = common.parser(__doc__).parse_args()
+    settings = {"replays": REPLAYS, "dtype": "bfloat16", "statistic": "median of CUDA graph replays"}
+    large, small = measure_large(LARGE), measure_small(SMALL)
+    common.publish(args, settings, large)
+    print()
+    print(common.table(small))
+    if args.out:
+        import json
+
+        content = json.loads(args.out.read_text())
+        content["small"] = small
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

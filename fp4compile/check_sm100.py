@@ -1,0 +1,182 @@
+"""Compile the quantise kernels, as they are launched, for GPUs that need not be there, and look at the machine code.
+
+    python -m fp4compile check-sm100 [--sm 100 103 120]
+
+This says what the code is: that it assembles, which conversion instructions it has, that nothing spills to local
+memory, that global memory is read and written 16 bytes at a time. It says nothing about speed.
+"""
+
+import argparse
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile import _compat, formats
+from fp4compile.targets import Target
+from fp4compile.templates import quantize as kernels
+from fp4compile.templates.launch import Launched, on_paper
+
+SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to call the kernels: what is launched, and on which format."""
+
+    label: str
+    format: str
+    call: Callable[[torch.Tensor, formats.BlockFormat], object]
+    shape: tuple[int, int] = (SIZE, SIZE)
+    dtype: torch.dtype = torch.bfloat16
+
+    def launches(self, sm: int) -> list[Launched]:
+        with on_paper(Target(sm)) as launches:
+            self.call(torch.empty(self.shape, dtype=self.dtype, device="meta"), formats.get(self.format))
+        return launches
+
+
+def _rows(x, fmt):
+    kernels.quantize(x, fmt)
+
+
+def _swizzled(x, fmt):
+    kernels.quantize(x, fmt, layout="swizzled")
+
+
+def _columns(x, fmt):
+    kernels.quantize(x.mT, fmt)
+
+
+def _both(x, fmt):
+    kernels.quantize_both(x, fmt)
+
+
+def _dequantize(x, fmt):
+    with on_paper(Target(0)):  # only the dequantise kernel is of interest
+        data, scales, outer = kernels.quantize(x, fmt)
+    kernels.dequantize(data, scales, outer, fmt, x.shape[-1], x.dtype)
+
+
+CONFIGURATIONS = (
+    *(Configuration("rows", name, _rows) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te", "mxfp8", "mxfp8_e5m2", "mxfp4")),
+    Configuration("rows, float32", "nvfp4_one_level", _rows, dtype=torch.float32),
+    Configuration("rows, float16", "nvfp4_one_level", _rows, dtype=torch.float16),
+    *(Configuration("rows, swizzled", name, _swizzled) for name in ("nvfp4_one_level", "mxfp8")),
+    *(Configuration("scaled rows", name, _rows) for name in ("nvfp4_rowwise", "float8_rowwise")),
+    Configuration("scaled rows, long", "nvfp4_rowwise", _rows, shape=(SIZE, 2**16)),
+    *(Configuration("columns", name, _columns) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(Configuration("square", name, _rows) for name in ("nvfp4_16x16", "mxfp8_32x32")),
+    *(Configuration("both", name, _both) for name in ("nvfp4_one_level", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "mxfp4")),
+    *(Configuration("dequantize", name, _dequantize) for name in ("nvfp4", "mxfp8")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the machine code of one launch has."""
+
+    kernel: str
+    configuration: str
+    format: str
+    sm: int
+    registers: int
+    shared: int
+    local_accesses: int
+    conversions: tuple[str, ...]
+    wide_loads: int
+    wide_stores: int
+
+    def problems(self, expected: set[str]) -> list[str]:
+        found = []
+        if self.local_accesses:
+            found.append(f"{self.local_accesses} local-memory accesses")
+        if missing := expected - set(self.conversions):
+            found.append(f"no conversion to {', '.join(sorted(missing))}")
+        if not self.wide_loads or not (self.wide_stores or self.kernel == "tensor_amax"):
+            found.append("no 16-byte global accesses")
+        return found
+
+
+def expected_conversions(launched: Launched, sm: int) -> set[str]:
+    """The conversion instructions that a launch should have on SM100 and up."""
+    constants = launched.constants
+    if sm < 100 or "CONTRACT" not in constants:  # an amax or a dequantise kernel
+        return set()
+    conversions = {constants["ELEMENT"].upper()}
+    if constants["SCALE"] == "e8m0" and constants["CONTRACT"] == "rceil":
+        conversions.add("E8")
+    return conversions
+
+
+def check(sm: int) -> Iterator[tuple[Checked, list[str]]]:
+    """Compile every launch of every configuration, the same one once; what was found, and what is wrong with it."""
+    seen = set()
+    for configuration in CONFIGURATIONS:
+        for launched in configuration.launches(sm):
+            key = (launched.kernel.__name__, str(launched.args), str(launched.constants))
+            if key in seen:
+                continue
+            seen.add(key)
+            compiled = _compat.compile_ahead(launched.kernel, launched.args, launched.constants, launched.num_warps, sm)
+            sass, usage = _disassemble(compiled.asm["cubin"])
+            checked = Checked(
+                kernel=launched.kernel.__name__, configuration=configuration.label, format=configuration.format, sm=sm,
+                registers=int(re.search(r"REG:(\d+)", usage)[1]), shared=compiled.metadata.shared,
+                local_accesses=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+                conversions=tuple(sorted(set(re.findall(r"F2FP\.SATFINITE\.(E\dM\d|E8)\.F32", sass)))),
+                wide_loads=len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128", sass)),
+                wide_stores=len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128", sass)),
+            )  # fmt: skip
+            yield checked, checked.problems(expected_conversions(launched, sm))
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """Machine code and resource usage of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _run("nvdisasm", "-c", file.name), _run("cuobjdump", "-res-usage", file.name)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def add_command(commands) -> None:
+    parser = commands.add_parser("check-sm100", help="compile the kernels for SM100 and look at the machine code")
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sm", type=int, nargs="+", default=[100], help="compute capabilities, 100 for 10.0")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a line a kernel; exit with status 1 if something is wrong."""
+    line = "{:22} {:18} {:16} {:>4} {:>9} {:>7} {:>6} {:>5} {:>6}  {}"
+    print(line.format("kernel", "configuration", "format", "sm", "registers", "shared", "spills", "LDG128", "STG128",
+                      "conversions"))  # fmt: skip
+    failed = False
+    for sm in args.sm:
+        for found, problems in check(sm):
+            failed |= bool(problems)
+            notes = " ".join(found.conversions) + "".join(f"; {problem}" for problem in problems)
+            print(line.format(found.kernel, found.configuration, found.format, found.sm, found.registers, found.shared,
+                              found.local_accesses, found.wide_loads, found.wide_stores, notes))  # fmt: skip
+    raise SystemExit(1 if failed else 0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="fp4compile check-sm100", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

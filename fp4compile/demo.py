@@ -1,0 +1,288 @@
+"""The demo: a small Llama-style model learns real text in bf16 and under a recipe, from the same seed and data.
+
+    python -m fp4compile demo [--recipe R] [--device D] [--steps N]
+
+It prints what was quantised, both loss curves, and how far the quantised model's logits are from bf16.
+"""
+
+import argparse
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp4compile.backend import Backend, backend
+from fp4compile.calibrate import calibrate
+from fp4compile.recipe import Recipe
+from fp4compile.recipe_io import resolve
+
+VOCABULARY = 256  # bytes
+BATCH, LENGTH = 8, 64
+LEARNING_RATE = 5e-3
+WARMUP = 10
+
+
+# ---------------------------------------------------------------- the model
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model. Every dimension that a product contracts is a multiple of 32, the longest block."""
+
+    hidden: int = 128
+    heads: int = 4
+    inner: int = 384
+    layers: int = 4
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads = shape.heads
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(shape.hidden, shape.hidden, bias=False))
+
+    def forward(self, x, cos, sin):
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
+        self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.hidden)
+        self.mlp = MLP(shape)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, shape: Shape = Shape()):  # noqa: B008 (frozen)
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, shape.hidden)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.lm_head = nn.Linear(shape.hidden, VOCABULARY, bias=False)
+        cos, sin = rotary(shape.hidden // shape.heads, LENGTH)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        nn.init.normal_(self.lm_head.weight, std=0.02)  # the first guess is uniform
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.lm_head(self.norm(x))
+
+
+def rotary(width: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of rotary position embedding, [length, width]."""
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.outer(torch.arange(length), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+# ---------------------------------------------------------------- the text
+
+
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of the standard library's sources as (training, held-out) text; the same on every run."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    data = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    cut = len(data) * 9 // 10
+    return data[:cut], data[cut:]
+
+
+def batches(data: torch.Tensor, device: torch.device, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (tokens, next tokens), [BATCH, LENGTH] each, from random places."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=generator)
+        window = data[starts + torch.arange(LENGTH + 1)].long().to(device)
+        yield window[:, :-1], window[:, 1:]
+
+
+# ---------------------------------------------------------------- training and measuring
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model, its loss at every step, its loss on held-out text, and the seconds it took."""
+
+    model: nn.Module
+    losses: list[float]
+    held_out: float
+    seconds: float
+
+
+def train(compile_backend: str | Backend, name: str, steps: int, device: torch.device) -> Run:
+    """Train the model from seed 0 under a torch.compile backend: fp32 parameters, bf16 autocast."""
+    start = time.monotonic()
+    torch.manual_seed(0)
+    model = Llama().to(device)
+    compiled = torch.compile(model, backend=compile_backend)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / WARMUP))
+    training, held_out = text()
+    losses = []
+    with Progress(name, steps) as progress:
+        for tokens, target in take(batches(training, device, seed=1), steps):
+            loss = loss_of(logits_of(compiled, tokens), target)
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+            progress.step(f"loss {losses[-1]:.3f}")
+    unseen = [loss_of(logits_of(compiled, tokens), target) for tokens, target in held_out_batches(held_out, device)]
+    return Run(model, losses, torch.stack(unseen).mean().item(), time.monotonic() - start)
+
+
+def logits_of(model, tokens):
+    # The same call in training and evaluation, so that one compiled graph serves both.
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+        return model(tokens)
+
+
+def loss_of(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def held_out_batches(data: torch.Tensor, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return take(batches(data, device, seed=2), 4)
+
+
+def take(endless: Iterator, count: int) -> Iterator:
+    return (item for item, _ in zip(endless, range(count), strict=False))
+
+
+def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device) -> float:
+    """Signal to quantisation noise in dB: the logits of one model, uncompiled in bf16 and under the backend."""
+    compiled = torch.compile(model, backend=compile_backend)
+    signal = noise = 0.0
+    for tokens, _ in held_out_batches(text()[1], device):
+        exact = logits_of(model, tokens).double()
+        signal += exact.square().sum().item()
+        noise += (exact - logits_of(compiled, tokens).double()).square().sum().item()
+    return sqnr(signal, noise)
+
+
+def sqnr(signal: float, noise: float) -> float:
+    return float("inf") if noise == 0 else 10 * torch.tensor(signal / noise).log10().item()
+
+
+class Progress:
+    """A bar on stderr, with what is left at its end; nothing where stderr is no terminal."""
+
+    WIDTH = 30
+
+    def __init__(self, name: str, total: int):
+        self.name, self.total, self.done = name, total, 0
+        self.visible = sys.stderr.isatty()
+
+    def __enter__(self) -> "Progress":
+        self._draw("compiling")
+        return self
+
+    def step(self, note: str) -> None:
+        self.done += 1
+        self._draw(note)
+
+    def __exit__(self, *_) -> None:
+        if self.visible:
+            print(file=sys.stderr)
+
+    def _draw(self, note: str) -> None:
+        if not self.visible:
+            return
+        filled = self.WIDTH * self.done // self.total
+        bar = "#" * filled + "." * (self.WIDTH - filled)
+        print(f"\r{self.name:>20} [{bar}] {self.done}/{self.total} {note:<12}", end="", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(recipe: Recipe, device: torch.device, steps: int) -> None:
+    """Train in bf16 and under the recipe, and print the comparison."""
+    torch.set_num_threads(1)  # tensors this small: a second thread costs more than it brings
+    baseline = train("inductor", "bf16", steps, device)
+    if recipe.activation_scale == "static" and not recipe.static_scales:
+        samples = [tokens for tokens, _ in take(batches(text()[0], device, seed=3), 4)]
+        recipe = calibrate(lambda tokens: logits_of(baseline.model, tokens), samples, recipe)
+    compiling = backend(recipe)
+    quantised = train(compiling, recipe.name, steps, device)
+    print(compiling.report)
+    print()
+    print(f"{'loss':<24}{'bf16':>10}{recipe.name:>20}")
+    for step in sorted({0, steps // 4, steps // 2, 3 * steps // 4, steps - 1}):
+        print(f"{f'step {step + 1}':<24}{baseline.losses[step]:>10.3f}{quantised.losses[step]:>20.3f}")
+    print(f"{'held-out text':<24}{baseline.held_out:>10.3f}{quantised.held_out:>20.3f}")
+    print(f"{'seconds, with compiling':<24}{baseline.seconds:>10.0f}{quantised.seconds:>20.0f}")
+    print()
+    decibel = logit_sqnr(quantised.model, compiling, device)
+    print(f"logits of the {recipe.name} model against the same weights in bf16, held-out text: SQNR {decibel:.1f} dB")
+
+
+def add_command(commands) -> None:
+    """Add `demo` to the subcommands of `python -m fp4compile`."""
+    parser = commands.add_parser("demo", help="train a small model in bf16 and under a recipe, and compare")
+    parser.add_argument("--recipe", type=_recipe, help="a named recipe or a .toml file (FP4COMPILE_RECIPE, or nvfp4)")
+    parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
+    parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")
+    parser.set_defaults(run=lambda args: run(args.recipe or resolve(), args.device or _device(None), args.steps))
+
+
+def _recipe(name: str) -> Recipe:
+    try:
+        return resolve(name)
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _device(name: str | None) -> torch.device:
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise argparse.ArgumentTypeError(f"{name!r} is not available here; allowed are cpu and, with a GPU, cuda")
+    return torch.device(name)
+
+
+def _positive(value: str) -> int:
+    if not value.isdecimal() or int(value) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {value!r}")
+    return int(value)

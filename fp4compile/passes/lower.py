@@ -1,0 +1,49 @@
+"""Lower the ops of a post-grad graph to kernel launches where there is a GPU.
+
+Each op node becomes what its CUDA implementation does: allocations and Triton launches, traced under functionalisation
+into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a launch would be a
+mutation whose node nobody uses, and be dropped as dead code. On other devices the op stays: a call of the reference.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fp4compile import ops
+
+_KERNELS: dict[torch._ops.OpOverload, Callable] = {
+    torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
+    torch.ops.fp4compile.quantize_both.default: ops.quantize_both_cuda,
+    torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
+}
+
+
+def lower(graph: Graph) -> int:
+    """Replace every op on CUDA tensors by its kernels; returns how many."""
+    lowered = 0
+    for op, implementation in _KERNELS.items():
+        # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
+        pattern = CallFunctionVarArgs(op)
+        for node in graph.find_nodes(op="call_function", target=op):
+            if node.args[0].meta["val"].device.type == "cuda":
+                _replace(pattern.match(node), implementation)
+                lowered += 1
+    return lowered
+
+
+def _replace(match: Match, implementation: Callable) -> None:
+    """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it."""
+    flat, spec = pytree.tree_flatten((match.args, match.kwargs))
+    places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
+
+    def launches(*nodes):
+        values = list(flat)
+        for place, value in zip(places, nodes, strict=True):
+            values[place] = value
+        call_args, call_kwargs = pytree.tree_unflatten(values, spec)
+        return implementation(*call_args, **call_kwargs)
+
+    match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])

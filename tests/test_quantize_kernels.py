@@ -1,0 +1,220 @@
+"""The quantise and dequantise kernels against the reference, bit for bit.
+
+On a GPU (`-m gpu`), at sizes up to 16384 x 16384; without one in Triton's interpreter, which has to be chosen before
+Triton is imported: `test_in_the_interpreter` runs this file again in a process of its own.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hard_inputs import DTYPES, NAMES, hard_input
+
+from fp4compile import formats, reference
+from fp4compile.formats import BlockFormat
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETING else "cuda"
+
+on_kernels = [] if INTERPRETING else [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+kernels_only = pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="run in the interpreter")
+if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates import quantize as kernels
+
+ROWWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer != "tensor" and not fmt.square]
+TENSORWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer == "tensor" or fmt.square]
+BLOCKED = [name for name, fmt in formats.NAMED.items() if fmt.block is not None and fmt.outer != "row"]
+MORE = [
+    BlockFormat("e2m1", (1, 16), "e4m3", None, "te"),
+    BlockFormat("e2m1", (1, 32), "e8m0", None, "floor"),
+    BlockFormat("e5m2", (1, 32), "e8m0", None, "even"),
+    BlockFormat("e5m2", (32, 32), "e8m0", None, "ceil"),
+]
+DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+# name -> rows of every hard input, and their length
+SHAPE = (4, 96) if INTERPRETING else (33, 1040)
+
+
+def gpu(function):
+    for mark in on_kernels:
+        function = mark(function)
+    return kernels_only(function)
+
+
+def assert_same_bits(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.is_contiguous()
+        one, other = one.reshape(-1).cpu(), other.reshape(-1).cpu()
+        if one.dtype.itemsize > 1:  # a float: its NaNs are equal whatever their payload
+            one, other = one.nan_to_num(nan=torch.pi), other.nan_to_num(nan=torch.pi)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def check(x, fmt, outer=None, layout="linear"):
+    """Quantise x, on the CPU, by the reference and by the kernels; dequantise as well."""
+    expected = reference.quantize(x, fmt, outer, layout)
+    on_device = x.to(DEVICE) if x.is_contiguous() else _move_view(x)
+    got = kernels.quantize(on_device, fmt, None if outer is None else outer.to(DEVICE), layout)
+    assert_same_bits(got, expected)
+    values = kernels.dequantize(*got, fmt, x.shape[-1], x.dtype)
+    assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
+
+
+def _move_view(x):
+    """x on the device with its strides."""
+    base = torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0).to(DEVICE)
+    return torch.as_strided(base, x.shape, x.stride(), x.storage_offset())
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("fmt", [formats.get(f) for f in (*ROWWISE, *MORE)], ids=lambda fmt: fmt.name)
+def test_hard_inputs_at_once(fmt, dtype):
+    """Rows, or tiles of them, are independent: all hard inputs in one tensor."""
+    block = fmt.block_cols if fmt.block else 16
+    rows, cols = (32 if fmt.square else SHAPE[0]), 32 if fmt.square and INTERPRETING else SHAPE[1]
+    check(torch.cat([hard_input(name, (rows, cols), dtype, block) for name in NAMES]), fmt)
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", TENSORWISE)
+def test_hard_inputs_one_by_one(format, name):
+    fmt = formats.get(format)
+    for dtype in DTYPES[:1] if INTERPRETING else DTYPES:
+        check(hard_input(name, SHAPE, dtype, fmt.block_cols), fmt)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["randn", "ties_fp4", "one_nan", "one_neg_inf", "signed_zeros"])
+@pytest.mark.parametrize("format", BLOCKED)
+def test_columns_and_both(format, name):
+    """A transposed view is read as it lies; rows and columns from one read."""
+    fmt = formats.get(format)
+    rows, cols = (40, 72) if INTERPRETING else (200, 1000)
+    layout = "swizzled" if name in ("one_nan", "ties_fp4") else "linear"
+    x = hard_input(name, (cols, rows), torch.bfloat16, fmt.block_cols).mT  # structure down the columns
+    check(x, fmt, layout=layout)
+    x = x.contiguous()
+    check(x.mT, fmt, layout=layout)
+    got = kernels.quantize_both(x.to(DEVICE), fmt, None, layout)
+    data, scales, outer = reference.quantize(x, fmt, None, layout)
+    assert_same_bits(got, (data, scales, *reference.quantize(x.mT, fmt, None, layout)[:2], outer))
+
+
+SHAPES = [(0, 64), (1, 1), (3, 31), (130, 16), (2, 3, 33), (2, 0, 32), (2, 1, 5, 64)]
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, layout):
+    """Empty, tiny, odd and batched; padding of data and of swizzled scales is zero."""
+    gen = torch.Generator().manual_seed(0)
+    for format in ("nvfp4", "mxfp8", "mxfp4", "mxfp8_32x32"):
+        check(torch.randn(shape, generator=gen).bfloat16(), formats.get(format), layout=layout)
+    if math.prod(shape) < 100 or not INTERPRETING:  # a program a row is slow there
+        check(torch.randn(shape, generator=gen).bfloat16(), formats.get("nvfp4_rowwise"), layout=layout)
+        check(torch.randn(shape, generator=gen).bfloat16(), formats.get("float8_rowwise"))
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "float8_rowwise"])
+def test_given_outer_scale(format):
+    fmt = formats.get(format)
+    x = hard_input("scaled_rows", (40, 64))
+    x[7, 3] = torch.inf
+    outer = torch.rand(40, 1) + 0.1 if fmt.outer == "row" else torch.tensor(0.37)
+    for layout in ("linear", "swizzled") if fmt.block else ("linear",):
+        check(x, fmt, outer, layout)
+    if fmt.block:
+        check(x.t().contiguous().mT, fmt, outer)
+    check(x, fmt, torch.full_like(outer, 3.4e38))
+    check(x, fmt, torch.full_like(outer, 1e-42))
+
+
+@gpu
+def test_strides():
+    """Rows apart, rows at odd addresses, no contiguous dimension, one dimension."""
+    x = torch.randn(3, 2, 100).bfloat16()
+    views = (x[:, 0], x[:, :, :64], x[:, :, 1:65], x[:, 1, 2:66], x[:, :, ::2], x.permute(1, 2, 0), x[0, 0])
+    for fmt in map(formats.get, ("nvfp4_one_level", "mxfp8")):
+        for view in views:
+            check(view, fmt)
+    for view in views[1:3]:
+        check(view, formats.get("nvfp4_rowwise"))
+
+
+@gpu
+def test_long_rows():
+    """Rows that do not fit on the chip are walked twice."""
+    for fmt in map(formats.get, ("nvfp4_rowwise", "float8_rowwise")):
+        check(hard_input("outliers", (2, 40000), torch.bfloat16), fmt)
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
+@pytest.mark.parametrize("shape", [(16384, 16384), (8191, 4080), (1, 32768), (64, 65536)], ids=str)
+@pytest.mark.parametrize("format", list(formats.NAMED))
+def test_large(format, shape):
+    """Against the reference on the GPU."""
+    fmt = formats.get(format)
+    gen = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(shape, generator=gen, device="cuda").bfloat16()
+    x *= torch.exp2(-12 * torch.rand(shape[0], 1, generator=gen, device="cuda")).bfloat16()
+    layout = "swizzled" if fmt.block and shape[0] % 2 else "linear"
+    expected = reference.quantize(x, fmt, None, layout)
+    assert_same_bits(kernels.quantize(x, fmt, None, layout), expected)
+    if fmt.block is None or fmt.outer == "row":
+        return
+    data, scales, *_ = kernels.quantize_both(x, fmt, None, layout)
+    assert_same_bits((data, scales), expected[:2])
+    assert_same_bits(kernels.quantize(x.mT, fmt, None, layout), reference.quantize(x.mT, fmt, None, layout))
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp8", "nvfp4_rowwise"])
+def test_beyond_32_bit_offsets(format):
+    fmt = formats.get(format)
+    x = torch.empty(70000, 32768, device="cuda", dtype=torch.bfloat16).normal_()
+    tail = x[-64:]
+    data, scales, outer = kernels.quantize(x, fmt, None, "linear")
+    expected = reference.quantize(tail, fmt, None, "linear")
+    assert_same_bits((data[-64:], scales[-64:], None if outer is None else outer[-64:]), expected)
+    assert_same_bits([kernels.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
+                     [reference.dequantize(*expected, fmt, x.shape[-1], torch.bfloat16)])  # fmt: skip
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="the GPU's arithmetic")
+def test_every_element_rounding_and_every_scale():
+    """All bf16 numbers as elements, all as block maxima: the PTX forms against the reference."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for fmt in map(formats.get, (*ROWWISE, *MORE)):
+        n = fmt.block_cols if fmt.block else 16
+        maxima = torch.zeros(every.numel(), n, dtype=torch.bfloat16)
+        maxima[:, 0] = every
+        maxima[:, 1:] = every[:, None] * torch.linspace(-1, 1, n - 1).bfloat16()
+        check(maxima, fmt)
+        small = every[every.abs() <= 6].view(-1)
+        check(torch.cat([torch.full((small.numel(), 1), 6.0).bfloat16(), small[:, None].expand(-1, n - 1)], 1), fmt)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+def test_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    root = Path(__file__).parent.parent
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout

@@ -1,0 +1,42 @@
+"""The kernels' machine code for GPUs that are not here: a claim about code, not about speed."""
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from fp4compile import check_sm100  # noqa: E402
+from fp4compile.__main__ import main  # noqa: E402
+
+# ptxas of Triton 3.6 (CUDA 12.8) knows neither sm_103 nor all conversions of sm_120.
+NEW_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
+
+
+@pytest.mark.parametrize("sm", TARGETS)
+def test_every_shipped_configuration(sm):
+    """Assembles; converts by the instructions of SM100; spills nothing; accesses global memory 16 bytes at a time."""
+    problems = {}
+    kernels = set()
+    for found, wrong in check_sm100.check(sm):
+        kernels.add(found.kernel)
+        if wrong:
+            problems[found.kernel, found.configuration, found.format] = wrong
+    assert not problems
+    assert kernels == {"quantize_rows", "quantize_scaled_rows", "quantize_tiles", "tensor_amax", "dequantize_rows"}
+
+
+def test_a_missing_conversion_is_a_problem():
+    found = check_sm100.Checked("k", "rows", "mxfp4", 100, 32, 0, 0, ("E4M3",), 1, 1)
+    assert found.problems({"E2M1", "E8"}) == ["no conversion to E2M1, E8"]
+    spilled = check_sm100.Checked("k", "rows", "mxfp4", 100, 255, 0, 3, ("E2M1",), 0, 0)
+    assert spilled.problems({"E2M1"}) == ["3 local-memory accesses", "no 16-byte global accesses"]
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(check_sm100, "CONFIGURATIONS", check_sm100.CONFIGURATIONS[:1])
+    with pytest.raises(SystemExit) as stopped:
+        main(["check-sm100", "--sm", "100"])
+    assert stopped.value.code == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["kernel", "configuration", "format", "sm"]
+    assert "quantize_rows" in row and "E2M1" in row
