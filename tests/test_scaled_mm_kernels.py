@@ -217,26 +217,49 @@ INSTRUCTION = {
 @pytest.mark.parametrize(("sm", "a", "b"), [(sm, *pair) for sm, pairs in INSTRUCTION.items() for pair in pairs])
 def test_native_form_compiles_ahead(sm, a, b):
     """The block-scaled matrix instruction is there, nothing spills, shared memory fits."""
-    from fp4compile import _compat, ops
+    compiled = compile_ahead(sm, a, b, m=512)
+    assert INSTRUCTION[sm][a, b] in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= (232448 if sm == 100 else 101376)
+    assert (getattr(compiled.metadata, "tmem_size", None) or 0) <= 512
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize(("a", "b", "m", "instruction"), [
+    (torch.bfloat16, "nvfp4", 1, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
+    ("nvfp4", "nvfp4", 16, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
+    ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
+    (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async"),
+    ("nvfp4", "nvfp4", 300, "wgmma.mma_async"),
+], ids=str)  # fmt: skip
+def test_emulated_form_compiles_ahead(a, b, m, instruction):
+    """On Hopper the sums are made by the matrix units, and nothing spills."""
+    compiled = compile_ahead(90, a, b, m)
+    assert instruction in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 232448
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+def compile_ahead(sm, a, b, m):
+    """The kernel of one product of m x 8192 x 4096, compiled for a GPU that need not be there."""
+    import fp4compile.ops  # noqa: F401
+    from fp4compile import _compat
     from fp4compile.targets import Target
     from fp4compile.templates import scaled_mm
     from fp4compile.templates.launch import on_paper
 
     def operand(format, rows):
-        fmt = formats.get(format)
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        if isinstance(format, torch.dtype):
+            return x.to(format), None, None, None
+        fmt = formats.get(format)
         data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
         return data, scales, outer if fmt.outer else None, fmt
 
-    assert ops is not None
     with on_paper(Target(sm)) as launches:
-        scaled_mm.scaled_mm(*operand(a, 512), *operand(b, 1024), None, torch.bfloat16)
-    (only,) = launches
-    compiled = _compat.compile_ahead(only.kernel, only.args, only.constants, only.num_warps, sm)
-    assert INSTRUCTION[sm][a, b] in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= (232448 if sm == 100 else 101376)
-    assert (getattr(compiled.metadata, "tmem_size", None) or 0) <= 512
-    assert spilled_bytes(compiled.asm["cubin"]) == 0
+        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16)
+    product = launches[0]
+    return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
 
 
 def spilled_bytes(cubin):

@@ -159,10 +159,8 @@ def expand(
     else:
         code = byte.to(tl.int32)
         if COMPUTE != "fp32":
-            if TINY_ONLY:
-                code = tl.where(code < TINY, code + TINY, -1)
-            else:
-                code = tl.where(code < TINY, -1, code)
+            tiny = code < TINY
+            code = tl.where(tiny, code + TINY, -1) if TINY_ONLY else tl.where(tiny, -1, code)
         scale = tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
         scale = tl.where(code == -1, 0.0, tl.where(code == 255, float("nan"), scale))
         if ISA == 0 or COMPUTE == "fp32":

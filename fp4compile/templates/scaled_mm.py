@@ -21,6 +21,14 @@ from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LIBRARY_ROWS = 512  # rows of A from which on the library's product of expanded operands is the faster one
+# Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
+# programs make splitting the contraction dimension unnecessary. Measured on an H200.
+DECODE = {
+    ("plain", 8): (32, 128, 4, 3, 4, 128), ("packed", 8): (32, 128, 4, 4, 4, 128),
+    ("plain", 16): (32, 64, 4, 4, 4, 128), ("packed", 16): (32, 128, 2, 5, 2, 128),
+    ("plain", 32): (64, 32, 4, 5, 4, 128), ("packed", 32): (64, 64, 4, 5, 4, 128),
+    ("plain", 64): (128, 64, 1, 4, 4, 256), ("packed", 64): (128, 64, 1, 4, 8, 256),
+}  # fmt: skip
 COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -224,7 +232,7 @@ def _native(p: Problem) -> None:
 
 
 def _use_library(p: Problem) -> bool:
-    """Whether both operands are expanded to 16 bits first: the library's product is the faster one of large matrices."""
+    """Whether both operands are expanded to 16 bits first: of large matrices the library's product is faster."""
     target = target_of(p.out.device)
     large = known(p.m >= LIBRARY_ROWS) and known(p.n >= 512)
     return target.sm > 0 and compute_type(p.left, p.right) != "fp32" and p.batches == 1 and large
@@ -315,20 +323,18 @@ def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
     if compute == "fp32":
         return tile(32, 32, 16, 1, 2, 4)
     small = sm < 80 or sm in (86, 89, 120, 121)  # about 100 KB of shared memory
-    if known(m <= 32):
-        # Four warps share a program's contraction dimension, in long steps: what a step costs is its fixed part.
-        bm = 8 if known(m <= 8) else 16 if known(m <= 16) else 32
-        bn = 32 if known(ceil_div(n, 32) >= 128) else 16
-        split = 1
-        while split < 8 and known(ceil_div(n, bn) * split < 128) and known(k >= 2048 * split):
-            split *= 2
-        units = 128
-        while units > 32 and 2 * 4 * units * (bm * a_bytes + bn * b_bytes) > (48_000 if small else 100_000):
-            units //= 2
-        return tile(bm, bn, units, 4, 3, 4, split)
     if known(m <= 64):
+        bm = 8 if known(m <= 8) else 16 if known(m <= 16) else 32 if known(m <= 32) else 64
+        bn, units, warps, stages, num_warps, programs = DECODE["packed" if a_bytes == 1 else "plain", bm]
+        while bn > 16 and bm < 64 and not known(ceil_div(n, bn) >= 128):
+            bn //= 2
+        if b_bytes > 1:  # more registers an element
+            units //= 2
+        budget = 90_000 if small else 216_000
+        while units > 32 and (stages - 1) * warps * units * (bm * a_bytes + bn * b_bytes) > budget:
+            units //= 2
         split = 1
-        while split < 8 and known(ceil_div(n, 128) * split < 100) and known(k >= 1024 * split):
+        while split < 8 and known(ceil_div(n, bn) * split < programs) and known(k >= 4 * split * units * warps):
             split *= 2
-        return tile(64, 128, 32 if small else 64, 1, 3, 4, split)
+        return tile(bm, bn, units, warps, stages, num_warps, split)
     return tile(128, 128, 32, 1, 3, 8)

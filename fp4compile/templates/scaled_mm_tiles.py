@@ -52,10 +52,7 @@ def store_rounded(out_ptr, at, value, mask, ISA: tl.constexpr):
 @triton.jit
 def _dot(left, right, acc, COMPUTE: tl.constexpr):
     """acc + left @ right^T over the last axis."""
-    if len(left.shape) == 2:
-        right = tl.trans(right)
-    else:
-        right = tl.permute(right, (0, 2, 1))
+    right = tl.trans(right) if len(left.shape) == 2 else tl.permute(right, (0, 2, 1))
     if COMPUTE == "fp32":
         return tl.dot(left, right, acc, input_precision="ieee")
     else:
@@ -104,7 +101,7 @@ def scaled_mm_tiles(
     UNITS: units of a step of a warp's share. GROUP: row tiles that are walked together for the sake of the L2 cache.
     GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
-    if GUARD:
+    if GUARD:  # noqa: SIM102 (the pointer is read only then)
         if tl.load(wanted_ptr) == 0:
             return
     tiles_m = tl.cdiv(m, BM)
