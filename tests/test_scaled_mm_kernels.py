@@ -23,6 +23,8 @@ from fp4compile.formats import BlockFormat, compatible
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 on_kernels = [] if INTERPRETING else [pytest.mark.gpu, no_gpu]
 kernels_only = pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="run in the interpreter")
@@ -230,7 +232,7 @@ def test_native_form_compiles_ahead(sm, a, b):
     ("nvfp4", "nvfp4", 16, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
     ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
     (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async"),
-    ("nvfp4", "nvfp4", 300, "wgmma.mma_async"),
+    ("mxfp8", "mxfp8", 300, "wgmma.mma_async"),
 ], ids=str)  # fmt: skip
 def test_emulated_form_compiles_ahead(a, b, m, instruction):
     """On Hopper the sums are made by the matrix units, and nothing spills."""
@@ -258,7 +260,7 @@ def compile_ahead(sm, a, b, m):
 
     with on_paper(Target(sm)) as launches:
         scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16)
-    product = launches[0]
+    product = next(launched for launched in launches if launched.kernel.__name__.startswith("scaled_mm"))
     return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
 
 
@@ -304,6 +306,7 @@ def test_library_repairs_small_scales():
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
