@@ -168,6 +168,16 @@ def _scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, b
     return reference.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
 
 
+@torch.library.impl(_lib, "scaled_mm", "CUDA")
+def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
+    """`scaled_mm` by the Triton kernels; what a graph is lowered to."""
+    from fp4compile.templates import scaled_mm as kernels
+
+    a_fmt = None if a_format is None else formats.get(a_format)
+    b_fmt = None if b_format is None else formats.get(b_format)
+    return kernels.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+
+
 @torch.library.register_fake("fp4compile::scaled_mm", lib=_lib)
 def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)

@@ -1,0 +1,134 @@
+"""How fast are linear layers with packed NVFP4 weights, against the bf16 library product and torchao's weight-only?
+
+Weight-only (bf16 activations) and W4A4 (activations quantised in the measured time). Weights are rotated, so that
+the L2 cache does not hold them; every call sequence is one CUDA graph, the medians of its replays are compared, and
+peers are measured in the same run. torchao is left out where it is not installed.
+
+    python -m benchmarks.linear [--rows 1 4 16 64 8192] [--out FILE]
+"""
+
+import itertools
+import statistics
+
+import torch
+
+import fp4compile.ops  # noqa: F401
+from benchmarks import common
+
+# N, K: a square, and the projections of Llama-3-8B and -70B.
+SHAPES = [(8192, 8192), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
+ROTATED_BYTES = 240_000_000  # four times the L2 cache
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 8192])
+    parser.add_argument("--replays", type=int, default=9)
+    args = parser.parse_args()
+    rows = []
+    for (n, k), m in itertools.product(SHAPES, args.rows):
+        if m > 1024 and (n, k) != SHAPES[0]:
+            continue
+        times = {name: measure(make(m, n, k), args.replays) for name, make in CANDIDATES.items()}
+        row = {"shape": f"{m}x{n}x{k}"}
+        for name, microseconds in times.items():
+            row[name] = microseconds
+        for name in ("weight-only", "w4a4"):
+            row[f"{name} x"] = times["bf16"] / times[name]
+        rows.append(row)
+    common.publish(args, {"rows": args.rows, "replays": args.replays, "unit": "us"}, rows)
+
+
+def measure(calls, replays: int) -> float | None:
+    """Median microseconds of a call; None without calls."""
+    if not calls:
+        return None
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def _weights(n: int, k: int, weight_bytes: float):
+    copies = min(max(3, int(ROTATED_BYTES / weight_bytes)), 64)
+    return [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+
+
+def _activations(m: int, k: int) -> torch.Tensor:
+    return torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+
+
+def _bf16(m, n, k):
+    x = _activations(m, k)
+    return [lambda w=w: torch.nn.functional.linear(x, w) for w in _weights(n, k, 2 * n * k)]
+
+
+def _packed(n, k):
+    quantize = torch.ops.fp4compile.quantize
+    return [quantize(w, "nvfp4") for w in _weights(n, k, 0.5625 * n * k)]
+
+
+def _weight_only(m, n, k):
+    x = _activations(m, k)
+    product = torch.ops.fp4compile.scaled_mm
+    return [lambda w=w: product(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
+
+
+def _w4a4(m, n, k):
+    x = _activations(m, k)
+    ops = torch.ops.fp4compile
+    return [
+        lambda w=w: ops.scaled_mm(*ops.quantize(x, "nvfp4"), "nvfp4", *w, "nvfp4", None, torch.bfloat16)
+        for w in _packed(n, k)
+    ]
+
+
+def _w4a4_product(m, n, k):
+    """Without the activations' quantisation."""
+    x = torch.ops.fp4compile.quantize(_activations(m, k), "nvfp4")
+    product = torch.ops.fp4compile.scaled_mm
+    return [lambda w=w: product(*x, "nvfp4", *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
+
+
+def _torchao(m, n, k):
+    try:
+        from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+        from torchao.quantization import quantize_
+    except ImportError:
+        return []
+    torch._dynamo.reset()  # every shape compiled for itself
+    x = _activations(m, k)
+    layers = []
+    for w in _weights(n, k, 0.5625 * n * k)[:3]:
+        layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(w, requires_grad=False)
+        quantize_(layer, NVFP4WeightOnlyConfig())
+        layers.append(torch.compile(layer))
+    with torch.no_grad():
+        layers[0](x)
+
+    def call(layer):
+        with torch.no_grad():
+            return layer(x)
+
+    return [lambda layer=layer: call(layer) for layer in layers]
+
+
+CANDIDATES = {"bf16": _bf16, "torchao weight-only": _torchao, "weight-only": _weight_only, "w4a4": _w4a4,
+              "w4a4 product": _w4a4_product}  # fmt: skip
+
+if __name__ == "__main__":
+    main()

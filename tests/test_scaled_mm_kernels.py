@@ -1,0 +1,316 @@
+"""The kernels of the scaled product against the reference, within the error of a float32 sum.
+
+On a GPU (`-m gpu`) at larger sizes; without one in Triton's interpreter, which has to be chosen before Triton is
+imported: `test_in_the_interpreter` runs this file again in a process of its own.
+"""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from hard_inputs import FINITE, NON_FINITE, hard_input
+
+from fp4compile import formats, reference
+from fp4compile.formats import BlockFormat, compatible
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETING else "cuda"
+
+OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+on_kernels = [] if INTERPRETING else [pytest.mark.gpu, no_gpu]
+kernels_only = pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="run in the interpreter")
+for_gpus = pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
+if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates import scaled_mm as kernels
+
+MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
+FORMATS = [*map(formats.get, formats.NAMED), *MORE]
+PAIRS = [(a, b) for a, b in itertools.product(FORMATS, FORMATS) if compatible(a, b)]
+HARD_FORMATS = ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2", "mxfp4", "float8_rowwise")
+PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def gpu(function):
+    for mark in on_kernels:
+        function = mark(function)
+    return kernels_only(function)
+
+
+def quantized(x, fmt, layout="linear"):
+    """(data, scales, outer, fmt) of x by the reference; x itself where fmt is a dtype."""
+    if isinstance(fmt, torch.dtype):
+        return x.to(fmt), None, None, None
+    return (*reference.quantize(x, fmt, None, layout if fmt.block else "linear"), fmt)
+
+
+def values(data, scales, outer, fmt, k):
+    """Without the outer scale, in float64."""
+    return data.double() if fmt is None else reference.expand(data, scales, fmt)[..., :k].double()
+
+
+def check(a, b, k, bias=None, out_dtype=torch.float32):
+    """The kernels' product of two operands (as `quantized` gives them) against float64."""
+    left, right = values(*a, k), values(*b, k)
+    outer = reference._outer_product(a[2], b[2])  # float32, as the contract has it: it may underflow
+    outer = 1.0 if outer is None else outer.double()
+    expected = left @ right.mT * outer
+    sums = left.abs() @ right.abs().mT
+    bound = sums * outer * (8 + k**0.5) * 2.0**-23 + 2.0**-140
+    if bias is not None:
+        expected = expected + bias.double()
+        bound = bound + expected.abs() * 2.0**-23
+    bound = bound + expected.abs() * torch.finfo(out_dtype).eps
+
+    def there(tensor):
+        return tensor.to(DEVICE) if isinstance(tensor, torch.Tensor) else tensor
+
+    got = kernels.scaled_mm(*map(there, a), *map(there, b), there(bias), out_dtype)
+    assert (got.shape, got.dtype) == (expected.shape, out_dtype)
+    got = got.cpu().double()
+    limit = torch.finfo(out_dtype).max
+    inside = (torch.maximum(sums, sums * outer) < 2.0**127) & (expected.abs() < limit)
+    assert (got[inside] - expected[inside]).abs().le(bound[inside]).all()
+    assert not got[~expected.isfinite()].isfinite().any()
+    return got
+
+
+M, N, K = (5, 18, 72) if INTERPRETING else (70, 200, 528)
+
+
+def name(value):
+    return value.name if isinstance(value, BlockFormat) else str(value).removeprefix("torch.")
+
+
+@gpu
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=name)
+def test_pairs_of_formats(a, b):
+    """Every pair that goes together, so every pair of outer granularities; both layouts, bias or none."""
+    x, w = torch.randn(M, K), torch.randn(N, K)
+    check(quantized(x, a), quantized(w, b, "swizzled"), K, torch.randn(N).bfloat16())
+    check(quantized(x, a, "swizzled"), quantized(w, b), K, out_dtype=torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", PLAIN, ids=name)
+@pytest.mark.parametrize("fmt", FORMATS, ids=name)
+def test_one_plain_operand(fmt, dtype):
+    """Weight-only, and quantised activations with plain weights; lengths of every alignment."""
+    for k in (K, K + 5, 31):
+        x, w = torch.randn(M, k), torch.randn(N, k)
+        check(quantized(x, dtype), quantized(w, fmt), k, torch.randn(N))
+    check(quantized(x, fmt, "swizzled"), quantized(w, dtype), k, out_dtype=torch.float16)
+
+
+@gpu
+@pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
+def test_hard_inputs(hard):
+    for fmt in map(formats.get, HARD_FORMATS):
+        block = fmt.block_cols if fmt.block else 16
+        x = hard_input(hard, (16, 96), torch.float32, block)
+        w = hard_input(hard if hard != "huge" else "tiny", (16, 96), torch.float32, block)
+        check(quantized(x, fmt), quantized(torch.randn(16, 96), fmt), 96)
+        check(quantized(torch.randn(20, 96), torch.bfloat16), quantized(x, fmt), 96)
+        check(quantized(x, fmt), quantized(w, fmt), 96)
+
+
+@gpu
+def test_scales_beyond_bf16():
+    """Blocks of either operand whose values bf16 cannot hold, times the largest ones: nothing is lost."""
+    for fmt in map(formats.get, ("mxfp8", "mxfp8_e5m2", "mxfp4")):
+        x = torch.randn(16, 64)
+        x[:, 32:] *= 2.0**-125
+        x[3, :] = 0.0
+        w = torch.randn(16, 64)
+        w[::2, :32] = 0.0
+        w[::2, 32:] *= 2.0**120
+        w[1::4] *= 2.0**-124
+        check(quantized(x, fmt), quantized(w, fmt), 64)
+        check(quantized(w, fmt), quantized(x, fmt), 64)
+        check(quantized(w, torch.bfloat16), quantized(x, fmt), 64)
+        check(quantized(w, torch.float32), quantized(x, fmt), 64)
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("fmt", ["nvfp4_rowwise", "nvfp4_16x16", "mxfp8_32x32", "float8_rowwise"])
+def test_batches(fmt, layout):
+    """[B, M, K] x [B, N, K], and one weight for every batch."""
+    fmt = formats.get(fmt)
+    x, w = torch.randn(3, 9, 40), torch.randn(3, 7, 40)
+    check(quantized(x, fmt, layout), quantized(w, fmt, layout), 40)
+    check(quantized(x, fmt, layout), quantized(w[0], fmt, layout), 40, torch.randn(7))
+    check(quantized(x, torch.bfloat16), quantized(w[0], fmt, layout), 40)
+
+
+@gpu
+def test_empty():
+    fmt = formats.get("nvfp4")
+    for m, n, k in ((0, 8, 32), (3, 0, 32), (3, 4, 0)):
+        check(quantized(torch.randn(m, k), fmt), quantized(torch.randn(n, k), fmt), k, torch.randn(n))
+
+
+@gpu
+def test_bad_input():
+    nvfp4, mxfp8 = formats.get("nvfp4"), formats.get("mxfp8")
+    a, b = quantized(torch.randn(4, 64), nvfp4), quantized(torch.randn(8, 64), nvfp4)
+
+    def call(a=a, b=b, bias=None, out_dtype=torch.bfloat16):
+        return kernels.scaled_mm(*a, *b, bias, out_dtype)
+
+    with pytest.raises(ValueError, match="cannot be multiplied"):
+        call(a=quantized(torch.randn(4, 64), mxfp8))
+    with pytest.raises(ValueError, match="contraction dimensions"):
+        call(a=quantized(torch.randn(4, 48), nvfp4))
+    with pytest.raises(ValueError, match="b_scales: expected"):
+        call(b=(b[0], b[1][:4], *b[2:]))
+    with pytest.raises(ValueError, match="a_scales: .* needs block scales"):
+        call(a=(a[0], None, *a[2:]))
+    with pytest.raises(ValueError, match="a_outer: expected"):
+        call(a=(*a[:2], torch.ones(8, 1), nvfp4))
+    with pytest.raises(TypeError, match="b: data of format nvfp4"):
+        call(b=(b[0].float(), *b[1:]))
+    with pytest.raises(ValueError, match="bias: expected"):
+        call(bias=torch.randn(4))
+    with pytest.raises(ValueError, match="batch dimensions"):
+        call(a=quantized(torch.randn(4, 64), nvfp4), b=quantized(torch.randn(2, 8, 64), nvfp4))
+    with pytest.raises(ValueError, match="out_dtype"):
+        call(out_dtype=torch.float64)
+
+
+NATIVE = [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8_32x32"),
+          ("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8")]  # fmt: skip
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.mark.parametrize(("a", "b"), NATIVE)
+def test_native_form(a, b, monkeypatch):
+    """Indexing, swizzled scales of several tiles, padding, batches and epilogue of the block-scaled kernel."""
+    a, b = formats.get(a), formats.get(b)
+    monkeypatch.setattr(kernels, "native", lambda *operands: True)
+    for m, n, k in ((140, 60, 300), (3, 130, 32)):
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), k, torch.randn(n))
+    x, w = torch.randn(2, 5, 64), torch.randn(2, 6, 64)
+    check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), 64, out_dtype=torch.bfloat16)
+    check(quantized(x, a, "swizzled"), quantized(w[0], b, "swizzled"), 64)
+
+
+INSTRUCTION = {
+    100: {("nvfp4", "nvfp4"): "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale",
+          ("mxfp4", "mxfp4"): "tcgen05.mma.cta_group::1.kind::mxf4.block_scale",
+          ("mxfp8", "mxfp8"): "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
+          ("mxfp8", "mxfp4"): "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale"},
+    120: {("nvfp4", "nvfp4"): "kind::mxf4nvf4.block_scale.scale_vec::4X",
+          ("mxfp4", "mxfp4"): "kind::mxf4nvf4.block_scale.scale_vec::2X",
+          ("mxfp8", "mxfp8"): "kind::mxf8f6f4.block_scale"},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize(("sm", "a", "b"), [(sm, *pair) for sm, pairs in INSTRUCTION.items() for pair in pairs])
+def test_native_form_compiles_ahead(sm, a, b):
+    """The block-scaled matrix instruction is there, nothing spills, shared memory fits."""
+    compiled = compile_ahead(sm, a, b, m=512)
+    assert INSTRUCTION[sm][a, b] in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= (232448 if sm == 100 else 101376)
+    assert (getattr(compiled.metadata, "tmem_size", None) or 0) <= 512
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize(("a", "b", "m", "instruction"), [
+    (torch.bfloat16, "nvfp4", 1, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
+    ("nvfp4", "nvfp4", 16, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
+    ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
+    (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async"),
+    ("mxfp8", "mxfp8", 300, "wgmma.mma_async"),
+], ids=str)  # fmt: skip
+def test_emulated_form_compiles_ahead(a, b, m, instruction):
+    """On Hopper the sums are made by the matrix units, and nothing spills."""
+    compiled = compile_ahead(90, a, b, m)
+    assert instruction in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 232448
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+def compile_ahead(sm, a, b, m):
+    """The kernel of one product of m x 8192 x 4096, compiled for a GPU that need not be there."""
+    import fp4compile.ops  # noqa: F401
+    from fp4compile import _compat
+    from fp4compile.targets import Target
+    from fp4compile.templates import scaled_mm
+    from fp4compile.templates.launch import on_paper
+
+    def operand(format, rows):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        if isinstance(format, torch.dtype):
+            return x.to(format), None, None, None
+        fmt = formats.get(format)
+        data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
+        return data, scales, outer if fmt.outer else None, fmt
+
+    with on_paper(Target(sm)) as launches:
+        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16)
+    product = next(launched for launched in launches if launched.kernel.__name__.startswith("scaled_mm"))
+    return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
+
+
+def spilled_bytes(cubin):
+    """Bytes of stack and local memory a thread, as cuobjdump reports them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    usage = re.findall(r"(?:STACK|LOCAL):(\d+)", report.stdout + report.stderr)
+    assert usage, "cuobjdump reported nothing"
+    return sum(map(int, usage))
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("m", [1, 7, 16, 31, 64, 100, 600])
+@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("mxfp8", "mxfp4"),
+                                      ("mxfp8_e5m2", "mxfp8_32x32"), ("float8_rowwise", "float8_rowwise"),
+                                      (torch.bfloat16, "nvfp4"), (torch.float16, "nvfp4"), (torch.bfloat16, "mxfp8"),
+                                      (torch.float16, "mxfp4"), (torch.float32, "nvfp4")], ids=str)  # fmt: skip
+def test_large(a, b, m):
+    """Every kernel: decode, split sums, tiles, the library's product; shapes that no tile divides, too."""
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    b = formats.get(b)
+    for n, k in ((1024, 4096), (4096, 2048), (777, 1008)):
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        for layout in ("linear", "swizzled"):
+            check(quantized(x, a, layout), quantized(w, b, layout), k, torch.randn(n))
+
+
+@gpu
+@for_gpus
+def test_library_repairs_small_scales():
+    """Large matrices with blocks that bf16 cannot hold: the tiles are computed again, exactly."""
+    fmt = formats.get("mxfp8")
+    x, w = torch.randn(1024, 256), torch.randn(512, 256)
+    x[5, :32] *= 2.0**-125
+    x[5, 32:] = 0.0
+    w[7] *= 2.0**100
+    check(quantized(x, fmt), quantized(w, fmt), 256)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
+def test_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    root = Path(__file__).parent.parent
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
