@@ -159,7 +159,7 @@ def _row(name: str, linear: nn.Linear, packed: LayerFormat | str) -> Row:
     if isinstance(packed, str):
         dtype = str(linear.weight.dtype).removeprefix("torch.")
         return Row(name, "fprop", left=None, right=dtype, tier=None, reason=packed, **dims)
-    return Row(name, "fprop", left=packed.activation, right=packed.weight, tier="reference", reason=None, **dims)
+    return Row(name, "fprop", left=packed.activation, right=packed.weight, tier=None, reason=None, **dims)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

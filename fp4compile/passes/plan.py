@@ -41,7 +41,7 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
 
 def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
     if gemm.packed is not None:
-        return Decision(gemm, left=gemm.packed[0], right=gemm.packed[1], tier="reference")
+        return Decision(gemm, left=gemm.packed[0], right=gemm.packed[1], tier=_tier(gemm))
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
@@ -80,7 +80,13 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
             if outer is None:
                 return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
             chosen[f"{side}_outer"] = outer
-    return Decision(gemm, **chosen, tier="reference")
+    return Decision(gemm, **chosen, tier=_tier(gemm))
+
+
+def _tier(gemm: Gemm) -> str:
+    """Kernels serve CUDA tensors, the reference all others. The native tier needs swizzled scales, which no graph has
+    yet."""
+    return "emulated" if gemm.node.meta["val"].device.type == "cuda" else "reference"
 
 
 def _unfit(gemm: Gemm) -> str | None:
