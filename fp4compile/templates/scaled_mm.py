@@ -251,12 +251,13 @@ def _library(p: Problem) -> None:
     right = _expanded(p.right, dtype, inexact, p.n, p.k).t()
     out = p.out.view(p.m, p.n)
     plain = p.left.outer is None and p.right.outer is None and dtype == p.out.dtype
-    if plain and p.bias is None:
-        torch.mm(left, right, out=out)
-    elif plain and p.bias.dtype == dtype:
-        torch.addmm(p.bias, left, right, out=out)
-    else:
-        _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
+    with torch.autocast(p.out.device.type, enabled=False):  # it would cast fp16 operands to bf16
+        if plain and p.bias is None:
+            torch.mm(left, right, out=out)
+        elif plain and p.bias.dtype == dtype:
+            torch.addmm(p.bias, left, right, out=out)
+        else:
+            _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
     if "e8m0" in (p.left.scale, p.right.scale):
         _tiles(p, wanted=inexact)
 
