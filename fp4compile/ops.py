@@ -48,13 +48,7 @@ _lib.define(
 
 @torch.library.impl(_lib, "quantize", "CompositeExplicitAutograd")
 def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
-    fmt = formats.get(format)
-    _check_layout(layout)
-    data, scales, computed = reference.quantize(x.movedim(dim, -1), fmt, outer, layout)
-    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
-    # A given outer scale is not handed through: an op may not return its input.
-    fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
-    return data, scales, fresh
+    return _quantize_by(reference.quantize, x, format, dim, outer, layout)
 
 
 @torch.library.impl(_lib, "quantize", "CUDA")
@@ -62,10 +56,15 @@ def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear"):
     """`quantize` by the Triton kernels; what a graph is lowered to."""
     from fp4compile.templates import quantize as kernels  # here, so that the CPU needs no Triton
 
+    return _quantize_by(kernels.quantize, x, format, dim, outer, layout)
+
+
+def _quantize_by(implementation, x, format, dim, outer, layout):
     fmt = formats.get(format)
     _check_layout(layout)
-    data, scales, computed = kernels.quantize(x.movedim(dim, -1), fmt, outer, layout)
+    data, scales, computed = implementation(x.movedim(dim, -1), fmt, outer, layout)
     scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
+    # A given outer scale is not handed through: an op may not return its input.
     fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
     return data, scales, fresh
 
