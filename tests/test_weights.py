@@ -28,9 +28,9 @@ def packings(monkeypatch):
 
 
 def uncached(layer, x, recipe="nvfp4"):
-    """The layer's quantised output, composed by hand from its present weight."""
-    x, w = (fp4compile.quantize(t.detach(), recipe).dequantize() for t in (x, layer.weight))
-    return x @ w.t() + layer.bias.detach()
+    """The layer's quantised output, composed by hand from its present weight; by the reference, on the CPU."""
+    x, w = (fp4compile.quantize(t.detach().cpu(), recipe).dequantize() for t in (x, layer.weight))
+    return x @ w.t() + layer.bias.detach().cpu()
 
 
 def test_weights_leave_the_inference_graph_and_are_packed_once(packings):
@@ -97,7 +97,7 @@ def test_changed_weight_is_seen(change, device, mode):
         for _ in range(2):
             after = compiled(x).clone()
         assert not torch.equal(before, after)
-        torch.testing.assert_close(after, uncached(layer, x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(after.cpu(), uncached(layer, x), rtol=1e-5, atol=1e-5)
 
 
 def test_packed_weights_go_with_their_parameter():
