@@ -297,7 +297,7 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     right = b.float() if b_fmt is None else expand(b, b_scales, b_fmt)
     if right.dim() > 2 and left.shape[:-2] != right.shape[:-2]:
         raise ValueError(f"batch dimensions differ: a has {tuple(left.shape[:-2])}, b has {tuple(right.shape[:-2])}")
-    k = _contraction(left.shape[-1], a_fmt, right.shape[-1], b_fmt)
+    k = contraction(left.shape[-1], a_fmt, right.shape[-1], b_fmt)
     with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context
         out = left[..., :k] @ right[..., :k].transpose(-2, -1)
     outer = _outer_product(a_outer, b_outer)
@@ -308,7 +308,7 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     return out.to(out_dtype)
 
 
-def _contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:
+def contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:
     """The common contraction length: a plain operand has no padding, that of a packed one is zero and drops out."""
     k = min(k_a, k_b)
     for length, fmt in ((k_a, a_fmt), (k_b, b_fmt)):

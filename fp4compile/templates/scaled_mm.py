@@ -163,7 +163,7 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
         raise ValueError(f"batch dimensions differ: a has {left.batch}, b has {right.batch}")
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype={out_dtype}: allowed are bfloat16, float16, float32")
-    k = reference._contraction(left.k, a_fmt, right.k, b_fmt)
+    k = reference.contraction(left.k, a_fmt, right.k, b_fmt)
     n = right.rows
     if bias is not None:
         if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
