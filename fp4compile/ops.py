@@ -1,12 +1,15 @@
 """The functional op set: the language between the graph passes and the kernels.
 
-    fp4compile::quantize(x, format, dim, *, outer, layout) -> (data, scales, outer)
-    fp4compile::quantize_both(x, format, *, outer, layout) -> (data, scales, columns, column_scales, outer)
+    fp4compile::quantize(x, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
+    fp4compile::quantize_both(x, format, *, outer, layout, seed, hadamard)
+        -> (data, scales, outer, columns, column_scales, column_outer)
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
 
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
-and recompute them. `quantize` always returns three tensors; the one that a format does not have is empty ([0]).
+and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale
+is one of them unless a Hadamard transform gives the columns an amax of their own.
+Random bits come from a seed, which is an input: a product that is recomputed gets the same bits.
 The Python functions below them are the eager interface, on `BlockScaled` operands.
 """
 
@@ -23,13 +26,14 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _lib = torch.library.Library("fp4compile", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _lib.define(
-    "quantize(Tensor x, str format, int dim=-1, *, Tensor? outer=None, str layout='linear')"
-    " -> (Tensor data, Tensor scales, Tensor outer_scale)",
+    "quantize(Tensor x, str format, int dim=-1, *, Tensor? outer=None, str layout='linear', Tensor? seed=None,"
+    " bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale)",
     tags=_tags,
 )
 _lib.define(
-    "quantize_both(Tensor x, str format, *, Tensor? outer=None, str layout='linear')"
-    " -> (Tensor data, Tensor scales, Tensor columns, Tensor column_scales, Tensor outer_scale)",
+    "quantize_both(Tensor x, str format, *, Tensor? outer=None, str layout='linear', Tensor? seed=None,"
+    " bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale,"
+    " Tensor columns, Tensor column_scales, Tensor column_outer_scale)",
     tags=_tags,
 )
 _lib.define(
@@ -47,32 +51,56 @@ _lib.define(
 
 
 @torch.library.impl(_lib, "quantize", "CompositeExplicitAutograd")
-def _quantize(x, format, dim=-1, *, outer=None, layout="linear"):
-    return _quantize_by(reference.quantize, x, format, dim, outer, layout)
+def _quantize(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+    return _quantize_by(reference.quantize, x, format, dim, outer, layout, seed, hadamard)
 
 
 @torch.library.impl(_lib, "quantize", "CUDA")
-def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear"):
+def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     """`quantize` by the Triton kernels; what a graph is lowered to."""
     from fp4compile.templates import quantize as kernels  # here, so that the CPU needs no Triton
 
-    return _quantize_by(kernels.quantize, x, format, dim, outer, layout)
+    return _quantize_by(kernels.quantize, x, format, dim, outer, layout, seed, hadamard)
 
 
-def _quantize_by(implementation, x, format, dim, outer, layout):
+def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard):
     fmt = formats.get(format)
     _check_layout(layout)
-    data, scales, computed = implementation(x.movedim(dim, -1), fmt, outer, layout)
+    _check_training(fmt, seed, hadamard)
+    stream = _stream(x, dim)
+    data, scales, computed = implementation(
+        x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=hadamard
+    )
     scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
     # A given outer scale is not handed through: an op may not return its input.
-    fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
-    return data, scales, fresh
+    return data, scales, _fresh(x, outer, computed)
+
+
+def _stream(x: torch.Tensor, dim: int) -> int:
+    """Which of a seed's streams of random bits: the two directions of one gradient must not round alike."""
+    return 0 if dim in (-1, x.dim() - 1) else 1
+
+
+def _fresh(x: torch.Tensor, given: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:
+    """An outer scale that was computed, [0] where none was."""
+    return computed if given is None and computed is not None else x.new_empty(0, dtype=torch.float32)
+
+
+def _check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool) -> None:
+    if seed is not None:
+        if not fmt.packed:
+            raise ValueError(f"seed: stochastic rounding is defined for E2M1 elements, format {fmt.name} has others")
+        if seed.dtype != torch.int64 or seed.dim():
+            raise ValueError(f"seed: expected int64 of shape (), got {seed.dtype} of shape {tuple(seed.shape)}")
+    if hadamard and (fmt.scale != "e4m3" or fmt.square):
+        raise ValueError(f"hadamard: the transform goes with NVFP4 blocks of 1x16, format {fmt.name} has others")
 
 
 @torch.library.register_fake("fp4compile::quantize", lib=_lib)
-def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear"):
+def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     fmt = formats.get(format)
     _check_layout(layout)
+    _check_training(fmt, seed, hadamard)
     lead = list(x.shape)
     k = lead.pop(dim)
     blocks = ceil_div(k, fmt.block_cols)
@@ -100,40 +128,43 @@ def _scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
 
 
 @torch.library.impl(_lib, "quantize_both", "CompositeExplicitAutograd")
-def _quantize_both(x, format, *, outer=None, layout="linear"):
-    _check_both(format, x)
-    data, scales, fresh = _quantize(x, format, -1, outer=outer, layout=layout)
-    given = fresh if outer is None and fresh.numel() else outer
-    columns, column_scales, _ = _quantize(x, format, -2, outer=given, layout=layout)
-    return data, scales, columns, column_scales, fresh
+def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+    _check_both(format, x, outer, hadamard)
+    data, scales, fresh = _quantize(x, format, -1, outer=outer, layout=layout, seed=seed)
+    # Of the values as they are, rows and columns have the same amax.
+    given = fresh if outer is None and not hadamard and fresh.numel() else outer
+    return data, scales, fresh, *_quantize(x, format, -2, outer=given, layout=layout, seed=seed, hadamard=hadamard)
 
 
 @torch.library.impl(_lib, "quantize_both", "CUDA")
-def quantize_both_cuda(x, format, *, outer=None, layout="linear"):
-    """`quantize_both` by the Triton kernels: one read of x."""
+def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+    """`quantize_both` by the Triton kernels: one read of x (and one for the amax of a dynamic two-level format)."""
     from fp4compile.templates import quantize as kernels
 
-    _check_both(format, x)
+    _check_both(format, x, outer, hadamard)
     _check_layout(layout)
-    *outputs, computed = kernels.quantize_both(x, formats.get(format), outer, layout)
-    fresh = computed if outer is None and computed is not None else x.new_empty(0, dtype=torch.float32)
-    return *outputs, fresh
+    _check_training(formats.get(format), seed, hadamard)
+    rows, columns = kernels.quantize_both(x, formats.get(format), outer, layout, seed=seed, transform=hadamard)
+    # Without a transform both have the same outer scale, and an op may not return it twice.
+    return *rows[:2], _fresh(x, outer, rows[2]), *columns[:2], _fresh(x, outer, columns[2] if hadamard else None)
 
 
 @torch.library.register_fake("fp4compile::quantize_both", lib=_lib)
-def _quantize_both_fake(x, format, *, outer=None, layout="linear"):
-    _check_both(format, x)
-    data, scales, fresh = _quantize_fake(x, format, -1, outer=outer, layout=layout)
-    columns, column_scales, _ = _quantize_fake(x, format, -2, outer=outer, layout=layout)
-    return data, scales, columns, column_scales, fresh
+def _quantize_both_fake(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+    _check_both(format, x, outer, hadamard)
+    rows = _quantize_fake(x, format, -1, outer=outer, layout=layout, seed=seed)
+    data, scales, fresh = _quantize_fake(x, format, -2, outer=outer, layout=layout, seed=seed, hadamard=hadamard)
+    return *rows, data, scales, fresh if hadamard else x.new_empty(0, dtype=torch.float32)
 
 
-def _check_both(format: str, x: torch.Tensor) -> None:
+def _check_both(format: str, x: torch.Tensor, outer: torch.Tensor | None, hadamard: bool) -> None:
     fmt = formats.get(format)
     if fmt.block is None or fmt.outer == "row":
         raise ValueError(f"format {fmt.name}: rows and columns have outer scales of their own; quantise them apart")
     if x.dim() < 2:
         raise ValueError(f"x: expected two dimensions or more, got shape {tuple(x.shape)}")
+    if outer is not None and hadamard:
+        raise ValueError("outer: with hadamard, rows and columns have outer scales of their own; quantise them apart")
 
 
 # ---------------------------------------------------------------- dequantize
@@ -220,6 +251,8 @@ def quantize(
     dim: int = -1,
     outer: torch.Tensor | None = None,
     layout: str = "linear",
+    seed: torch.Tensor | None = None,
+    hadamard: bool = False,
 ) -> BlockScaled:
     """Quantise a tensor to a block format.
 
@@ -229,10 +262,13 @@ def quantize(
         the data transposed).
     outer: a static decode factor, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
     layout: "linear" or "swizzled".
+    seed: int64 []; rounds E2M1 elements stochastically, the same seed giving the same codes. None rounds to nearest.
+    hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16); the
+        values of the result are the transformed ones, and its shape has whole groups.
 
     Returns a `BlockScaled`. Not differentiable. Raises TypeError for what is no tensor or no floating point of 16
-    or 32 bits, ValueError for an unknown format or layout, a dim out of range, or an outer scale of wrong shape,
-    dtype or device.
+    or 32 bits, ValueError for an unknown format or layout, a dim out of range, an outer scale or a seed of wrong
+    shape, dtype or device, and for a seed or a transform that the format does not go with.
     """
     fmt = formats.get(format)
     if not isinstance(x, torch.Tensor):
@@ -248,7 +284,13 @@ def quantize(
     k = lead.pop(dim)
     if outer is not None:
         _check_outer(outer, fmt, lead, x.device)
-    data, scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, outer=outer, layout=layout)
+    if seed is not None and (not isinstance(seed, torch.Tensor) or seed.device != x.device):
+        raise TypeError(f"seed: expected an int64 torch.Tensor on {x.device}, got {seed!r}")
+    data, scales, computed = torch.ops.fp4compile.quantize(
+        x.detach(), fmt.name, dim, outer=outer, layout=layout, seed=seed, hadamard=hadamard
+    )
+    if hadamard:
+        k = ceil_div(k, fmt.block_cols) * fmt.block_cols
     if outer is None and fmt.outer is not None:
         outer = computed
     return BlockScaled(data, scales if fmt.scale else None, outer, fmt, (*lead, k), layout)

@@ -4,8 +4,11 @@ All arithmetic is float32 after upcasting, one rounding per written operation. N
 that the functions run inside CUDA graph capture. Shapes: `quantize` takes the quantised dimension last.
 
 Sources of the formulas: torchao 0.18 `nvfp4_quantize`, `to_mx` and float8 rowwise; Transformer Engine's NVFP4
-reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil).
+reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil); Philox: Salmon et al., "Parallel Random
+Numbers: As Easy as 1, 2, 3", SC 2011.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,12 @@ E4M3_MAX = 448.0
 NVFP4_MAX = 6.0 * E4M3_MAX  # 2688: the largest element times the largest block scale
 E4M3_MIN_NORMAL = 2.0**-6
 FLOAT8_AMAX_EPS = 1e-12  # torchao float8: the smallest amax that a scale is made from
+
+HADAMARD_SIZE = 16
+# Signs before the Hadamard transform: bit i is set where the i-th of 16 elements is negated.
+HADAMARD_SIGNS = sum(1 << i for i in (3, 5, 6, 7, 8, 9, 10, 12, 14, 15))
+
+PHILOX_ROUNDS = 7  # the fewest that pass BigCrush
 
 MX_EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 MX_MBITS = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
@@ -36,6 +45,20 @@ def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     for above in (mag > 0.25, mag >= 0.75, mag > 1.25, mag >= 1.75, mag > 2.5, mag >= 3.5, mag > 5.0):
         code += above
     return code.masked_fill_(y.isnan(), 7)  # as in the PTX conversion
+
+
+def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """As `e2m1_encode`, rounded up with probability (|y| - lo) / (hi - lo) between neighbouring values lo and hi.
+
+    noise: int32 in [0, 2^16), of y's shape. Its unit is 2^-16 of a step; the half that is added centres it. A float32
+    with one bit of mantissa is a code: the noise carries into that bit or not. Below 1, where codes are subnormal,
+    the 1 that is added gives them the step 1/2.
+    """
+    mag = y.abs()
+    subnormal = mag < 1
+    bits = torch.where(subnormal, mag + 1.0, mag).view(torch.int32) + (noise << 6) + 32
+    code = (bits >> 22) - torch.where(subnormal, 254, 252)
+    return code.masked_fill_(y.isnan(), 7).to(torch.uint8) | (negative.to(torch.uint8) << 3)
 
 
 def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
@@ -121,23 +144,73 @@ def _divide(a, b) -> torch.Tensor:
     return b.new_full((), a) / b
 
 
+# ---------------------------------------------------------------- random bits and the Hadamard transform
+
+
+def philox(seed: torch.Tensor, stream: int, words: int) -> torch.Tensor:
+    """`words` random 32-bit words as int64: Philox 4x32 with 7 rounds.
+
+    seed: int64 [], its halves are the key. Word i is output i % 4 of the counter (i // 4 as 64 bits, stream, 0).
+    """
+    low = 0xFFFFFFFF
+    index = torch.arange((words + 3) // 4, dtype=torch.int64, device=seed.device)
+    c0, c1, c2, c3 = index & low, index >> 32, torch.full_like(index, stream), torch.zeros_like(index)
+    k0, k1 = seed & low, (seed >> 32) & low
+    for _ in range(PHILOX_ROUNDS):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits, of which the sign is one
+        c0, c1, c2, c3 = ((p1 >> 32) & low) ^ c1 ^ k0, p1 & low, ((p0 >> 32) & low) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten()[:words]
+
+
+def rounding_noise(seed: torch.Tensor, stream: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """16 random bits an element (int32) for `shape`, [..., K] with K even: a word a pair, its low half the even one's."""
+    words = philox(seed, stream, math.prod(shape) // 2)
+    return torch.stack((words & 0xFFFF, words >> 16), dim=-1).to(torch.int32).view(shape)
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The random Hadamard transform along the last dimension, zero-padded to whole groups of 16, in float32.
+
+    Each group times diag(signs) H16 / 4 (Sylvester's H16), by four stages of sums and differences at the distances
+    1, 2, 4, 8. The transform is orthogonal: where both operands of a product have it, it cancels.
+    """
+    pad = -x.shape[-1] % HADAMARD_SIZE
+    groups = (F.pad(x, (0, pad)) if pad else x).float().unflatten(-1, (-1, HADAMARD_SIZE))
+    index = torch.arange(HADAMARD_SIZE, dtype=torch.int32, device=x.device)
+    y = torch.where((HADAMARD_SIGNS >> index) & 1 == 1, -groups, groups)
+    for distance in (1, 2, 4, 8):
+        first, second = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+    return (y * 0.25).flatten(-2)
+
+
 # ---------------------------------------------------------------- quantise
 
 
 def quantize(
-    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, layout: str = "linear"
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    outer: torch.Tensor | None = None,
+    layout: str = "linear",
+    *,
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+    transform: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Quantise along the last dimension.
 
     x: [..., R, K] (or [K]) bf16, fp16 or fp32. outer: float32 decode factor, [] or [..., R, 1]; None computes it
-    from x where the format has one.
+    from x where the format has one. seed: int64 [], rounds stochastically (E2M1), with the bits of `stream`.
+    transform: quantises the Hadamard transform of x, along the same dimension.
     Returns data [..., R, ceil(K / block) * block] (half of that, packed, for E2M1), block scales
     ([..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None without block scales), and
     the outer scale in float32 (None where the format has none and none was given).
     """
     if x.dim() == 1:
-        return _drop_row(quantize(x.unsqueeze(0), fmt, outer, layout), layout)
-    x = x.float()
+        row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
+        return _drop_row(row, layout)
+    x = hadamard(x) if transform else x.float()
     if fmt.scale is None:
         return _quantize_rowwise(x, fmt, outer)
     blocks = _blocks(x, fmt)
@@ -151,7 +224,7 @@ def quantize(
     else:
         senc, outer = _te_outer(x, fmt, outer)
         scales, factor = _te_scales(amax, senc, outer)
-    data = _encode(x, blocks, factor[..., :, None, :, None], fmt)
+    data = _encode(x, blocks, factor[..., :, None, :, None], fmt, seed, stream)
     return data, _lay_out(scales, fmt, x.shape[-2], layout), outer
 
 
@@ -171,16 +244,20 @@ def _blocks(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     return padded.reshape(*x.shape[:-2], r, rows, k, cols)
 
 
-def _encode(x, blocks, factor, fmt: BlockFormat) -> torch.Tensor:
+def _encode(x, blocks, factor, fmt: BlockFormat, seed, stream: int) -> torch.Tensor:
     """Elements times their block's encode factor, rounded to codes: [..., R, padded K], packed for E2M1."""
-    y = blocks * factor
-    if fmt.packed:
-        codes = e2m1_encode(y.clamp_(-fmt.element_max, fmt.element_max), blocks < 0)
-    else:
-        codes = saturate(y, fmt.data_dtype)
-    *batch, r, rows, k, cols = blocks.shape
-    codes = codes.reshape(*batch, r * rows, k * cols)[..., : x.shape[-2], :].contiguous()
-    return pack(codes) if fmt.packed else codes
+    y = _matrix(blocks * factor, x.shape[-2])
+    if not fmt.packed:
+        return saturate(y, fmt.data_dtype).contiguous()
+    y, negative = y.clamp(-fmt.element_max, fmt.element_max), _matrix(blocks < 0, x.shape[-2])
+    if seed is None:
+        return pack(e2m1_encode(y, negative))
+    return pack(e2m1_encode_stochastic(y, negative, rounding_noise(seed, stream, y.shape)))
+
+
+def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
+    """[..., R / br, br, K / bc, bc] -> [..., rows, padded K], without the rows that pad square blocks."""
+    return blocks.flatten(-2).flatten(-3, -2)[..., :rows, :]
 
 
 def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ SHAPES_AND_DIMS = [(shape, dim) for shape in SHAPES for dim in range(-len(shape)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def same_bits(a, b) -> bool:
@@ -207,9 +207,10 @@ def test_both_ways_are_the_two_quantisations(name, layout):
     for shape in ((33, 70), (2, 5, 40), (0, 16), (3, 0)):
         x = hard_input("outliers", shape)
         for outer in (None, static_outer(fmt, ())):
-            data, scales, columns, column_scales, fresh = torch.ops.fp4compile.quantize_both(
+            data, scales, fresh, columns, column_scales, column_fresh = torch.ops.fp4compile.quantize_both(
                 x, name, outer=outer, layout=layout
             )
+            assert column_fresh.numel() == 0
             rows, cols = (quantize(x, name, dim=dim, outer=outer, layout=layout) for dim in (-1, -2))
             assert same_bits(data, rows.data) and same_bits(scales, rows.scales)
             assert same_bits(columns, cols.data) and same_bits(column_scales, cols.scales)
@@ -302,6 +303,8 @@ def opcheck_samples():
     yield "quantize", (x, "float8_rowwise"), {}
     yield "quantize_both", (x, "nvfp4"), {"layout": "swizzled"}
     yield "quantize_both", (x, "mxfp8_32x32"), {}
+    yield "quantize", (x, "nvfp4_te", -2), {"seed": torch.tensor(3), "hadamard": True}
+    yield "quantize_both", (x, "nvfp4_te"), {"seed": torch.tensor(3), "hadamard": True}
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4_rowwise", layout="swizzled")
     yield "dequantize", (a.data, a.scales, a.outer, "nvfp4", 40, torch.bfloat16), {}
     yield "dequantize", (*torch.ops.fp4compile.quantize(x, "mxfp4")[:2], None, "mxfp4", 40, torch.float32), {}

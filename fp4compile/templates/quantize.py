@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp4compile import reference
 from fp4compile._compat import known, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div, swizzled_numel
@@ -82,12 +83,21 @@ def _address(x: torch.Tensor):
 
 
 def quantize(
-    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, layout: str = "linear"
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    outer: torch.Tensor | None = None,
+    layout: str = "linear",
+    *,
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+    transform: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Quantise along the last dimension: `reference.quantize` on the GPU, bit for bit; same arguments and results.
 
     A transposed view (its second but last dimension contiguous) is read as it lies.
     """
+    if seed is not None or transform:
+        return reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream, transform=transform)
     if x.dim() == 1:
         data, scales, outer = quantize(x.unsqueeze(0), fmt, outer, layout)
         if scales is not None and layout == "linear":
@@ -109,16 +119,27 @@ def quantize(
 
 
 def quantize_both(
-    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, layout: str = "linear"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x: torch.Tensor,
+    fmt: BlockFormat,
+    outer: torch.Tensor | None = None,
+    layout: str = "linear",
+    *,
+    seed: torch.Tensor | None = None,
+    transform: bool = False,
+) -> tuple[tuple, tuple]:
     """x [..., R, C] quantised along C and, transposed, along R, from one read.
 
-    Returns data and scales of x, data and scales of x transposed, and the outer scale of both.
+    seed: stochastic rounding, stream 0 along C and stream 1 along R. transform: the Hadamard transform along R.
+
+    Returns (data, scales, outer scale) of x and of x transposed.
     """
     transposed = x.transpose(-2, -1)
+    if seed is not None or transform:
+        rows = reference.quantize(x, fmt, outer, layout, seed=seed)
+        return rows, reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1, transform=transform)
     rows, columns = _empty(x, fmt, layout), _empty(transposed, fmt, layout)
     outer = _tiles(matrices(x), fmt, outer, layout, rows=rows, columns=columns)
-    return (*_typed(*rows, x.shape[-1], fmt), *_typed(*columns, x.shape[-2], fmt), outer)
+    return (*_typed(*rows, x.shape[-1], fmt), outer), (*_typed(*columns, x.shape[-2], fmt), outer)
 
 
 def _lies_transposed(x: torch.Tensor) -> bool:
