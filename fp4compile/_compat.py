@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch._inductor.inductor_prims
 import triton
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -12,6 +13,10 @@ from triton.compiler import ASTSource
 # Among axes of a load whose addresses do not touch, Triton hands the lanes of a warp to the first axis first up to
 # 3.6, to the last axis first in 3.9 (where it changed was not looked up; only speed depends on it).
 FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
+
+
+# (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
+RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
 
 
 def interpreting() -> bool:

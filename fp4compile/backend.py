@@ -10,7 +10,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from fp4compile import report_cache
 from fp4compile.passes.find import Input, clean_name
 from fp4compile.passes.manager import JointPasses, LowerPasses
+from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report, Row
@@ -68,11 +69,13 @@ class Backend:
             as_passes(patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
         outcome: list[tuple[list[Row], dict[str, int]]] = []
+        kept: list[Saved] = []
         passes = JointPasses(self.recipe, inputs, lambda rows, counts: outcome.append((rows, counts)), before_joint)
         key = report_cache.key(gm, example_inputs, passes.uuid())
-        patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(before_lowering)}
+        patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
         compiled = compile_fx(gm, example_inputs, hoisting(compile_fx_inner, inputs), config_patches=patches)
         if outcome:
+            outcome = [(_with_saved(rows, kept), counts) for rows, counts in outcome]
             report_cache.store(key, outcome)
         else:  # the compiled graph came from a cache, and the passes did not run
             outcome = report_cache.load(key)
@@ -133,6 +136,16 @@ def _parameter_name(node: torch.fx.Node, value: Any) -> str | None:
     if by_source is not None:
         return by_source
     return node.name if isinstance(value, torch.nn.Parameter) else None
+
+
+def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:
+    """The rows of a graph, those of wgrad with what its forward keeps for them."""
+    by_module = {entry.module: entry for entry in kept}
+    done = []
+    for row in rows:
+        entry = by_module.pop(row.module, None) if row.product == "wgrad" else None
+        done.append(row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain))
+    return done
 
 
 _ATTRIBUTE = re.compile(r"\.(_modules|_parameters)\['([^']+)'\]")

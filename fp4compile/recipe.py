@@ -24,7 +24,6 @@ _OPERANDS = {
     "attention": ("attention_a", "attention_b"),
 }
 _ACTIONS = ("skip", "quantize")
-_NOT_YET = "needs the random Hadamard transform and stochastic rounding, which are not available yet"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ class Recipe:
     skip_lm_head: leave the language-model head alone.
     activation_scale: "dynamic", or "static": the outer scale of fprop_x is read from static_scales.
     static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them.
-    hadamard, stochastic_rounding: products whose operands are transformed, or rounded stochastically.
+    hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
+    stochastic_rounding: of "dgrad" and "wgrad", those whose gradient operand is rounded stochastically.
     """
 
     name: str = "custom"
@@ -142,15 +142,19 @@ class Recipe:
                 )
 
     def _check_training(self) -> None:
-        for name in ("hadamard", "stochastic_rounding"):
+        for name, allowed in (("hadamard", ("wgrad",)), ("stochastic_rounding", ("dgrad", "wgrad"))):
             for product in getattr(self, name):
-                if product not in PRODUCTS:
-                    raise ValueError(f"{name}: {unknown_name('product', product, PRODUCTS)}")
-        outside = [product for product in self.hadamard if product != "wgrad"]
-        if outside:
-            raise ValueError(f"hadamard={outside}: the Hadamard transform is defined for the operands of wgrad only")
-        if self.hadamard or self.stochastic_rounding:
-            raise ValueError(f"recipe {self.name!r} {_NOT_YET}")
+                if product not in allowed:
+                    raise ValueError(f"{name}: {unknown_name('product', product, allowed)}")
+        for product in self.stochastic_rounding:
+            role = f"{product}_dy"
+            fmt = getattr(self, role)
+            if fmt is None or not formats.get(fmt).packed:
+                raise ValueError(f"stochastic_rounding of {product}: {role} must be an FP4 format, got {fmt}")
+        for role in ("wgrad_dy", "wgrad_x") if self.hadamard else ():
+            fmt = getattr(self, role)
+            if fmt is None or formats.get(fmt).scale != "e4m3" or formats.get(fmt).square:
+                raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """Format names of a product's left and right operand, as the recipe's fields name them."""
@@ -281,6 +285,8 @@ _NAMED: dict[str, dict[str, Any]] = {
     "nvfp4_static": {"fprop_x": "nvfp4", "fprop_w": "nvfp4", "activation_scale": "static"},
     "nvfp4_rowwise": _all("nvfp4_te") | {"fprop_x": "nvfp4_rowwise"},
     "nvfp4_weight_only": {"fprop_w": "nvfp4"},
+    "nvfp4_train": _all("nvfp4_te", w="nvfp4_16x16")
+    | {"hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad")},
     "mxfp8": _all("mxfp8"),
     "mxfp8_floor": _all("mxfp8_floor"),
     "mxfp8_32x32": _all("mxfp8", w="mxfp8_32x32"),
@@ -298,8 +304,6 @@ def named(name: str) -> Recipe:
     """The recipe of a name. Raises ValueError for an unknown one, with the nearest match."""
     if not isinstance(name, str):
         raise TypeError(f"recipe: expected a name, got {type(name).__name__}")
-    if name == "nvfp4_train":
-        raise ValueError(f"recipe 'nvfp4_train' {_NOT_YET}; 'nvfp4' or 'mxfp8' train without them")
     if name not in _NAMED:
         raise ValueError(unknown_name("recipe", name, _NAMED))
     return Recipe(name=name, **_NAMED[name])

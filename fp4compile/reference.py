@@ -164,7 +164,7 @@ def philox(seed: torch.Tensor, stream: int, words: int) -> torch.Tensor:
 
 
 def rounding_noise(seed: torch.Tensor, stream: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """16 random bits an element (int32) for `shape`, [..., K] with K even: a word a pair, its low half the even one's."""
+    """16 random bits an element (int32) for `shape`, [..., K] with K even: a word a pair, its low half for the even."""
     words = philox(seed, stream, math.prod(shape) // 2)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).to(torch.int32).view(shape)
 
@@ -224,7 +224,7 @@ def quantize(
     else:
         senc, outer = _te_outer(x, fmt, outer)
         scales, factor = _te_scales(amax, senc, outer)
-    data = _encode(x, blocks, factor[..., :, None, :, None], fmt, seed, stream)
+    data = _encode(x, blocks, factor[..., :, None, :, None], fmt, seed, stream).contiguous()
     return data, _lay_out(scales, fmt, x.shape[-2], layout), outer
 
 
@@ -248,7 +248,7 @@ def _encode(x, blocks, factor, fmt: BlockFormat, seed, stream: int) -> torch.Ten
     """Elements times their block's encode factor, rounded to codes: [..., R, padded K], packed for E2M1."""
     y = _matrix(blocks * factor, x.shape[-2])
     if not fmt.packed:
-        return saturate(y, fmt.data_dtype).contiguous()
+        return saturate(y, fmt.data_dtype)
     y, negative = y.clamp(-fmt.element_max, fmt.element_max), _matrix(blocks < 0, x.shape[-2])
     if seed is None:
         return pack(e2m1_encode(y, negative))
@@ -262,7 +262,7 @@ def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:
     if layout == "linear":
-        return scales
+        return scales.contiguous()
     if fmt.square:  # the matrix instruction reads a scale for each row
         scales = _expand_rows(scales, fmt, rows)
     return to_swizzled(scales)

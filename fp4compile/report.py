@@ -12,6 +12,8 @@ class Row:
     m, n, k: its dimensions, as text where symbolic. left, right: format of each operand ("bfloat16" and the like
     where it stays as it is). tier: native, emulated or reference; None where the product is left alone.
     reason: why it is left alone; None where it is quantised. flops: 2 m n k, None where a dimension is symbolic.
+    saved, saved_plain: of a wgrad, the bytes of packed activation kept for it between forward and backward, and what
+    the activation has unquantised; None where nothing is (recomputed, kept for another layer with the same input).
     """
 
     module: str
@@ -24,10 +26,17 @@ class Row:
     tier: str | None
     reason: str | None
     flops: int | None
+    saved: int | None = None
+    saved_plain: int | None = None
 
     @property
     def quantised(self) -> bool:
         return self.reason is None
+
+
+_HEAD: tuple[str, ...] = (
+    "module", "product", "M", "N", "K", "left", "right", "tier", "saved", "left alone because"
+)  # fmt: skip
 
 
 @dataclass
@@ -66,6 +75,10 @@ class Report:
         total = sum(row.flops or 0 for row in self.rows)
         return sum(row.flops or 0 for row in self.quantised) / total if total else None
 
+    def saved(self) -> tuple[int, int]:
+        """Bytes of packed activations kept for the backward, and what they have unquantised."""
+        return sum(row.saved or 0 for row in self.rows), sum(row.saved_plain or 0 for row in self.rows)
+
     def summary(self) -> str:
         """One line: how many products, what share of the FLOPs, how many of symbolic size are not in that share."""
         share = self.flops_share()
@@ -73,7 +86,10 @@ class Report:
         if share is not None:
             line += f", {share:.1%} of their FLOPs"
         unknown = sum(row.flops is None for row in self.rows)
-        return line + (f" ({unknown} of symbolic or unknown size not counted)" if unknown and share is not None else "")
+        if unknown and share is not None:
+            line += f" ({unknown} of symbolic or unknown size not counted)"
+        packed, plain = self.saved()
+        return line + (f"; saved for backward: {_size(packed)} packed, unquantised {_size(plain)}" if packed else "")
 
     def to_dict(self) -> dict:
         """JSON-able: recipe, rows, counts, summary figures."""
@@ -83,20 +99,30 @@ class Report:
             "counts": dict(self.counts),
             "quantised": len(self.quantised),
             "flops_share": self.flops_share(),
+            "saved": self.saved()[0],
+            "saved_plain": self.saved()[1],
         }
 
     def __str__(self) -> str:
-        head = ("module", "product", "M", "N", "K", "left", "right", "tier", "left alone because")
-        table = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        table = [_HEAD, *(_cells(row) for row in self.rows)]
+        if not any(row.saved for row in self.rows):  # inference
+            table = [(*line[:8], line[9]) for line in table]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         rule = "-" * max(len(line) for line in lines)
         return "\n".join((lines[0], rule, *lines[1:], rule, self.summary()))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    values = (row.module or "(top)", row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.reason)
+    saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain)}"
+    values = (
+        row.module or "(top)", row.product, row.m, row.n, row.k, row.left, row.right, row.tier, saved, row.reason
+    )  # fmt: skip
     return tuple("" if value is None else str(value) for value in values)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def rows_to_json(rows: list[Row], counts: dict[str, int]) -> str:

@@ -16,31 +16,41 @@ def recipe_of(name):
     return chosen.replace(static_scales=STATIC) if name == "nvfp4_static" else chosen
 
 
-def values(x, fmt, dim, outer=None):
-    """x as the product sees it: quantised along dim and expanded again, in x's own orientation, float32."""
+def values(x, fmt, dim, outer=None, **training):
+    """x as the product sees it: quantised along dim and expanded again, in x's own orientation, float64."""
     if fmt is None:
-        return x.float()
+        return x.double()
     scale = None if outer is None else torch.tensor(outer, device=x.device)
-    return fp4compile.quantize(x, fmt, dim=dim, outer=scale).dequantize().movedim(-1, dim)
+    return fp4compile.quantize(x, fmt, dim=dim, outer=scale, **training).dequantize().movedim(-1, dim).double()
 
 
-def by_hand(recipe, x, w, bias, dy, compute_dtype):
-    """(y, dx, dw) before the output cast; x [tokens, K], w [N, K], dy [tokens, N].
+def by_hand(recipe, x, w, bias, dy, compute_dtype, seed=None):
+    """(y, dx, dw) before the output cast; x [tokens, K], w [N, K], dy [tokens, N]; seed: of dy's rounding.
 
     On the CPU, whatever the device: there the reference quantises, on a GPU the kernels that are under test.
     """
     x, w, dy = x.cpu(), w.cpu(), dy.cpu()
+    seeds = {p: seed.cpu() if p in recipe.stochastic_rounding else None for p in ("dgrad", "wgrad")}
+    hadamard = "wgrad" in recipe.hadamard
     outer = STATIC[""] if recipe.activation_scale == "static" else None
     xc = x.to(compute_dtype)
     # A quantised weight comes from the parameter itself, one in high precision from its cast.
     wf = w if recipe.fprop_w else w.to(compute_dtype)
     wd = w if recipe.dgrad_w else w.to(compute_dtype)
-    y = values(xc, recipe.fprop_x, -1, outer).double() @ values(wf, recipe.fprop_w, -1).double().t()
+    y = values(xc, recipe.fprop_x, -1, outer) @ values(wf, recipe.fprop_w, -1).t()
     if bias is not None:
         y = y + bias.cpu().to(compute_dtype).double()
-    dx = values(dy, recipe.dgrad_dy, -1).double() @ values(wd, recipe.dgrad_w, 0).double()
-    dw = values(dy, recipe.wgrad_dy, 0).double().t() @ values(xc, recipe.wgrad_x, 0).double()
+    dx = values(dy, recipe.dgrad_dy, -1, seed=seeds["dgrad"]) @ values(wd, recipe.dgrad_w, 0)
+    transformed = values(xc, recipe.wgrad_x, 0, hadamard=hadamard)
+    dw = values(dy, recipe.wgrad_dy, 0, seed=seeds["wgrad"], hadamard=hadamard).t() @ transformed
     return y, dx, dw
+
+
+def drawn(step_seed, count, device="cpu"):
+    """The seeds that a backward graph draws right after torch.manual_seed."""
+    limits = torch.iinfo(torch.int64)
+    torch.manual_seed(step_seed)
+    return torch.randint(limits.min, limits.max, (count,), device=device)
 
 
 def assert_rounds_to(actual, exact, dtype):
@@ -67,11 +77,13 @@ def test_linear_equals_hand_composition(name, case, device):
     with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
         y = compiled(x)
     dy = torch.randn_like(y)
+    seed = drawn(5, 1, device)[0]
+    torch.manual_seed(5)
     y.backward(dy)
 
     flat = x.detach().reshape(-1, 80)
     bias = None if layer.bias is None else layer.bias.detach()
-    expected = by_hand(recipe, flat, layer.weight.detach(), bias, dy.reshape(-1, 48), compute)
+    expected = by_hand(recipe, flat, layer.weight.detach(), bias, dy.reshape(-1, 48), compute, seed)
     assert y.dtype == compute
     assert_rounds_to(y.detach().reshape(-1, 48).cpu().double(), expected[0], compute)
     assert_rounds_to(x.grad.reshape(-1, 80).cpu().double(), expected[1], compute)

@@ -71,11 +71,14 @@ def test_operands_of_named_recipes():
     assert named("nvfp4_static").activation_scale == "static"
 
 
-@pytest.mark.parametrize("ask", [named, resolve])
-def test_training_recipe_is_not_there_yet(ask):
-    with pytest.raises(ValueError, match="Hadamard.*stochastic.*not available yet.*'nvfp4' or 'mxfp8'"):
-        ask("nvfp4_train")
-    assert "nvfp4_train" not in recipes()
+def test_training_recipe_and_its_switches():
+    recipe = named("nvfp4_train")
+    assert (recipe.fprop_x, recipe.fprop_w, recipe.dgrad_w) == ("nvfp4_te", "nvfp4_16x16", "nvfp4_16x16")
+    assert recipe.hadamard == ("wgrad",) and recipe.stochastic_rounding == ("dgrad", "wgrad")
+    plain = recipe.replace(hadamard=(), stochastic_rounding=["wgrad"], fprop_w="nvfp4_te", dgrad_w="nvfp4_te")
+    assert plain.stochastic_rounding == ("wgrad",) and Recipe.from_dict(plain.to_dict()) == plain
+    high_wgrad = recipe.replace(wgrad_dy=None, wgrad_x=None, hadamard=(), stochastic_rounding=("dgrad",))
+    assert not high_wgrad.quantizes("wgrad")
 
 
 def test_unknown_names_suggest_the_nearest():
@@ -169,11 +172,15 @@ def test_static_scale_by_module_name():
         ({"activation_scale": "static"}, "activation_scale='static' needs"),
         ({"activation_scale": "static", "fprop_x": "nvfp4_one_level"}, "activation_scale='static' needs"),
         ({"activation_scale": "static", "fprop_x": "nvfp4_rowwise"}, "activation_scale='static' needs"),
-        ({"hadamard": ("fprop",)}, "wgrad only"),
-        ({"hadamard": ("wgrad", "dgrad")}, r"\['dgrad'\].*wgrad only"),
+        ({"hadamard": ("fprop",)}, "hadamard: unknown product 'fprop'.*Allowed: wgrad"),
+        ({"hadamard": ("wgrad", "dgrad")}, "hadamard: unknown product 'dgrad'"),
         ({"hadamard": ("wgard",)}, "hadamard: unknown product 'wgard'.*'wgrad'"),
-        ({"hadamard": ("wgrad",)}, "not available yet"),
-        ({"stochastic_rounding": ["dgrad"]}, "not available yet"),
+        ({"hadamard": ("wgrad",)}, "wgrad_dy must be an NVFP4 format with blocks of 1x16, got None"),
+        ({"recipe": "mxfp4", "hadamard": ("wgrad",)}, "wgrad_dy must be an NVFP4 format.*got mxfp4"),
+        ({"recipe": "nvfp4_train", "wgrad_x": "nvfp4_16x16"}, "wgrad_x must be an NVFP4 format.*got nvfp4_16x16"),
+        ({"stochastic_rounding": ["dgrad"]}, "stochastic_rounding of dgrad: dgrad_dy must be an FP4 format, got None"),
+        ({"recipe": "mxfp8", "stochastic_rounding": ["wgrad"]}, "wgrad_dy must be an FP4 format, got mxfp8"),
+        ({"stochastic_rounding": ["fprop"]}, "stochastic_rounding: unknown product 'fprop'"),
         ({"static_scales": {"a": float("nan")}}, "positive and finite"),
         ({"static_scales": {"a": 0.0}}, "positive and finite"),
         ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),

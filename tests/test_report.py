@@ -1,5 +1,6 @@
 """The report: rows, summary, table, JSON; `explain` and `calibrate`."""
 
+import dataclasses
 import json
 
 import pytest
@@ -38,6 +39,15 @@ def test_table():
     ]
 
 
+def test_table_with_what_training_saves():
+    report = Report("mxfp8")
+    kept = dataclasses.replace(row(), product="wgrad", saved=3 * 2**19, saved_plain=3 * 2**20)
+    report.add([kept, row("b")], {})
+    assert report.saved() == (3 * 2**19, 3 * 2**20)
+    assert str(report).splitlines()[2] == "a       wgrad    2  4  8  mxfp8  mxfp8  reference  1.5 MiB of 3.0 MiB"
+    assert report.summary().endswith("; saved for backward: 1.5 MiB packed, unquantised 3.0 MiB")
+
+
 def test_recompilation_adds_only_what_is_new():
     report = Report("mxfp8")
     report.add([row()], {"find": 1})
@@ -60,7 +70,9 @@ def test_explain_says_what_the_backend_does(capsys):
     assert torch.equal(torch.get_rng_state(), state)
     backend = fp4compile.backend("nvfp4")
     torch.compile(model, backend=backend)(x)
-    assert backend.report.rows == report.rows and len(report.rows) == 5
+    # `explain` does not partition the graph: what is saved it cannot know.
+    rows = [dataclasses.replace(row, saved=None, saved_plain=None) for row in backend.report.rows]
+    assert rows == report.rows and len(report.rows) == 5 and backend.report.saved()[0] > 0
     assert all(p.grad is None for p in model.parameters())
 
 

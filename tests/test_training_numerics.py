@@ -78,7 +78,8 @@ def test_the_chance_of_rounding_up_is_exact_to_2_to_the_minus_16():
 def test_unbiased_over_seeds():
     """The mean of 10,000 seeds is the input within 4 standard errors: inside the grid, at its ends, at 0."""
     # One block of 16 of amax 6: its scale is 1 at one level, so that the values are what is rounded.
-    x = torch.tensor([0.0, -0.0, 6.0, -6.0, 5.999, -5.2, 4.0, 3.3, -2.6, 2.0, 1.9, -1.1, 0.7, 0.3, -0.01, 0.00048828125])
+    on_grid, between = [0.0, -0.0, 6.0, -6.0, 4.0, 2.0], [5.999, -5.2, 3.3, -2.6, 1.9, -1.1, 0.7, 0.3, -0.01, 0.0005]
+    x = torch.tensor(on_grid + between)
     one_level = formats.BlockFormat("e2m1", (1, 16), "e4m3", None, "te")
     total, square = torch.zeros(16, dtype=torch.float64), torch.zeros(16, dtype=torch.float64)
     for step in range(10_000):
@@ -88,8 +89,7 @@ def test_unbiased_over_seeds():
     mean = total / 10_000
     error = ((square / 10_000 - mean**2).clamp(min=0) / 10_000).sqrt()
     assert ((mean - x.double()).abs() <= 4 * error + 1e-12).all()
-    on_grid = torch.tensor([0, 1, 2, 3, 6, 9])
-    assert torch.equal(mean[on_grid], x.double()[on_grid]) and (error[on_grid] == 0).all()
+    assert torch.equal(mean[:6], x.double()[:6]) and (error[:6] == 0).all() and (error[6:] > 0).all()
 
 
 @pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4", "nvfp4_16x16", "mxfp4", "nvfp4_rowwise"])

@@ -21,8 +21,10 @@ from torch.fx import Graph
 
 from fp4compile.passes.find import Gemm, Input, find
 from fp4compile.passes.lower import lower
+from fp4compile.passes.merge import merge
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.passes.rewrite import rewrite
+from fp4compile.passes.saved import Saved, saved
 from fp4compile.recipe import Recipe
 from fp4compile.report import Row
 
@@ -67,16 +69,23 @@ class JointPasses(CustomGraphPass):
 
 @dataclass(frozen=True, eq=False)
 class LowerPasses(CustomGraphPass):
-    """lower: the ops of a forward, backward or inference graph become kernel launches where there is a GPU."""
+    """merge -> lower on a forward, backward or inference graph: where there is a GPU, ops become kernel launches.
 
+    sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
+    """
+
+    sink: Callable[[list[Saved]], None]
     user_passes: tuple[Callable[[Graph], None], ...] = ()
 
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.user_passes:
             user_pass(graph)
+        self.sink(saved(graph))
+        with dumped(graph, "merge"):
+            merged = merge(graph)
         with dumped(graph, "lower"):
             lowered = lower(graph)
-        log.info("post-grad graph: {'lower': %d}", lowered)
+        log.info("post-grad graph: %s", {"merge": merged, "lower": lowered})
 
     def uuid(self) -> tuple | None:
         """Covers device, this package's source and the user's passes; None if theirs is."""
@@ -112,10 +121,10 @@ def _size(size) -> int | str:
 
 
 def _operand_format(gemm: Gemm, side: str, decision: Decision) -> str | None:
-    fmt, operand = getattr(decision, side), getattr(gemm, side)
-    if fmt is not None or operand is None:
-        return fmt
-    return str(operand.source.meta["val"].dtype).removeprefix("torch.")
+    treatment, operand = getattr(decision, side), getattr(gemm, side)
+    if treatment is not None:
+        return treatment.format
+    return None if operand is None else str(operand.source.meta["val"].dtype).removeprefix("torch.")
 
 
 class dumped:

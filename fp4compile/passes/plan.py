@@ -16,20 +16,30 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
+class Treatment:
+    """How an operand is quantised. format: its name. outer: static decode factor, None computes it.
+
+    stochastic: rounded stochastically. hadamard: transformed along the contraction first.
+    """
+
+    format: str
+    outer: float | None = None
+    stochastic: bool = False
+    hadamard: bool = False
+
+
+@dataclass(frozen=True)
 class Decision:
     """What happens to a product. reason: why it is left alone; None where it is quantised.
 
-    left, right: format names of the operands; None keeps that operand in high precision.
-    left_outer, right_outer: static decode factors; None computes them.
+    left, right: what happens to the operands; None keeps that operand in high precision.
     tier: who computes it, "reference", "emulated" or "native".
     """
 
     gemm: Gemm
     reason: str | None = None
-    left: str | None = None
-    right: str | None = None
-    left_outer: float | None = None
-    right_outer: float | None = None
+    left: Treatment | None = None
+    right: Treatment | None = None
     tier: str | None = None
 
 
@@ -41,7 +51,8 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
 
 def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
     if gemm.packed is not None:
-        return Decision(gemm, left=gemm.packed[0], right=gemm.packed[1], tier=_tier(gemm))
+        left, right = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
+        return Decision(gemm, left=left, right=right, tier=_tier(gemm))
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
@@ -74,12 +85,14 @@ def of_layer(layer: Layer, recipe: Recipe, blocks: dict[str, int]) -> tuple[Reci
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
     chosen = {}
     for side, operand in (("left", gemm.left), ("right", gemm.right)):
-        chosen[side] = getattr(layer_recipe, operand.role)
+        fmt, outer = getattr(layer_recipe, operand.role), None
         if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
             outer = recipe.static_scale(gemm.module)
             if outer is None:
                 return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
-            chosen[f"{side}_outer"] = outer
+        if fmt is not None:
+            stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
+            chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
     return Decision(gemm, **chosen, tier=_tier(gemm))
 
 

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile import formats
+from fp4compile import _compat, formats
 from fp4compile.passes.find import Gemm, Operand
-from fp4compile.passes.plan import Decision
+from fp4compile.passes.plan import Decision, Treatment
+from fp4compile.passes.saved import mark
 
 aten = torch.ops.aten
-_REPEATED = (aten.view.default, aten._unsafe_view.default, torch.ops.prims.convert_element_type.default)
+_REPEATED = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, torch.ops.prims.convert_element_type.default
+)  # fmt: skip
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
@@ -41,15 +44,16 @@ class _Builder:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.quantised: dict[tuple, tuple[Node, Node | None, Node | None]] = {}
+        self.seeds: dict[tuple, Node] = {}
+        self.drawn: dict[torch.device, Node] = {}
 
     def build(self, decision: Decision) -> Node:
         """The quantised product, inserted before the one that it will replace."""
         gemm, node = decision.gemm, decision.gemm.node
         dtype = node.meta["val"].dtype
         with self.graph.inserting_before(node):
-            left = self._operand(gemm, gemm.left, decision.left, decision.left_outer, -1)
-            right = self._operand(gemm, gemm.right, decision.right, decision.right_outer, -2)
-            args = (*left, decision.left, *right, decision.right)
+            args = (*self._operand(gemm, gemm.left, decision.left, -1),
+                    *self._operand(gemm, gemm.right, decision.right, -2))  # fmt: skip
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
             if (gemm.beta, gemm.alpha) == (1, 1) and gemm.bias.meta["val"].dim() == 1:
@@ -71,34 +75,55 @@ class _Builder:
     def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict) -> Node:
         return self._call(torch.ops.fp4compile.scaled_mm.default, (*args, bias, dtype), meta)
 
-    def _operand(self, gemm: Gemm, operand: Operand, fmt: str | None, outer: float | None, dim: int) -> tuple:
-        """(data, scales, outer) with the contraction last; `dim` is the contraction in the operand as multiplied."""
+    def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> tuple:
+        """(data, scales, outer, format), contraction last; `dim` is the contraction in the operand as multiplied."""
         if operand.transposed:
             dim = -3 - dim  # -1 <-> -2
         meta = self._meta_for(gemm, operand)
-        if fmt is None:
+        if treatment is None:
             if dim == -1:
-                return operand.source, None, None
+                return operand.source, None, None, None
             rank = operand.source.meta["val"].dim()
             swap = self._call(aten.transpose.int, (operand.source, rank - 2, rank - 1), meta)
-            return swap, None, None
-        key = (_value_key(operand.source), fmt, dim, outer)
+            return swap, None, None, None
+        key = (value_key(operand.source), treatment, dim)
         if key not in self.quantised:
-            self.quantised[key] = self._quantize(operand.source, fmt, dim, outer, meta)
-        return self.quantised[key]
+            self.quantised[key] = self._quantize(operand.source, treatment, dim, meta)
+            if operand.role == "wgrad_x":
+                mark(self.quantised[key][0].args[0], gemm.module)
+        return *self.quantised[key], treatment.format
 
-    def _quantize(self, source: Node, fmt: str, dim: int, outer: float | None, meta: dict) -> tuple:
-        kwargs = {}
-        if outer is not None:
+    def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict) -> tuple:
+        kwargs: dict[str, Any] = {}
+        if treatment.outer is not None:
             device = source.meta["val"].device
-            kwargs["outer"] = self._call(aten.full.default, ([], outer), meta, dtype=torch.float32, device=device)
-        node = self._call(torch.ops.fp4compile.quantize.default, (source, fmt, dim), meta, **kwargs)
+            kwargs["outer"] = self._call(
+                aten.full.default, ([], treatment.outer), meta, dtype=torch.float32, device=device
+            )
+        if treatment.stochastic:
+            kwargs["seed"] = self._seed(source, meta)
+        if treatment.hadamard:
+            kwargs["hadamard"] = True
+        node = self._call(torch.ops.fp4compile.quantize.default, (source, treatment.format, dim), meta, **kwargs)
         data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))
-        known = formats.get(fmt)
+        known = formats.get(treatment.format)
         if known.outer is None:
             computed = None
         return data, scales if known.scale else None, kwargs.get("outer", computed)
 
+    def _seed(self, source: Node, meta: dict) -> Node:
+        """The seed of a gradient, for both of its directions: an element of the tensor that a step draws."""
+        key, device = value_key(source), source.meta["val"].device
+        if key not in self.seeds:
+            meta = meta | {"partitioner_tag": "must_be_in_backward"}
+            if device not in self.drawn:
+                self.drawn[device] = self._call(_compat.RANDOM_SEEDS, (0, device), meta)
+            drawn = self.drawn[device]
+            index = drawn.args[0]
+            drawn.args = (index + 1, device)
+            drawn.meta["val"] = _fake_value(drawn)
+            self.seeds[key] = self._call(aten.select.int, (drawn, 0, index), meta)
+        return self.seeds[key]
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
         """Metadata of a quantise: where the partitioner and activation checkpointing shall count it."""
         if operand.role == "wgrad_x":
@@ -110,10 +135,15 @@ class _Builder:
         return gemm.node.meta
 
     def _call(self, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
-        node.meta["val"] = _fake_value(node)
-        return node
+        return new_node(self.graph, target, args, meta, **kwargs)
+
+
+def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
+    """A call, inserted where the graph stands, with the metadata of the node that it serves and a value of its own."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
+    node.meta["val"] = _fake_value(node)
+    return node
 
 
 def _fake_value(node: Node) -> Any:
@@ -129,11 +159,11 @@ def _fake_value(node: Node) -> Any:
         return node.target(*args, **kwargs)
 
 
-def _value_key(node: Node) -> tuple:
+def value_key(node: Node) -> tuple:
     """A key that is equal for nodes that reshape or cast the same node in the same way.
 
     Each of Q, K and V has its own view of their input, and under autocast its own cast.
     """
     if node.target in _REPEATED:
-        return (node.target, _value_key(node.args[0]), str(node.args[1]))
+        return (node.target, value_key(node.args[0]), str(node.args[1]))
     return (node,)
