@@ -39,6 +39,7 @@ class Shape:
     heads: int = 4
     inner: int = 384
     layers: int = 4
+    length: int = LENGTH  # longest sequence
 
 
 class Attention(nn.Module):
@@ -88,7 +89,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
         self.lm_head = nn.Linear(shape.hidden, VOCABULARY, bias=False)
-        cos, sin = rotary(shape.hidden // shape.heads, LENGTH)
+        cos, sin = rotary(shape.hidden // shape.heads, shape.length)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
         for layer in self.modules():

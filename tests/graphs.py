@@ -27,21 +27,21 @@ def summary(graph: torch.fx.Graph) -> str:
             args = torch.utils._pytree.tree_leaves(node.args)
             lines.append("return " + ", ".join(_typed(arg) for arg in args if arg is not None))
         elif _shown(node):
-            lines.append(f"{_typed(node)} = {_name(node)}({', '.join(_argument(arg) for arg in node.args)})")
+            arguments = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+            lines.append(f"{_typed(node)} = {_name(node)}({', '.join(arguments)})")
     return "\n".join(lines)
+
+
+_SHOWN = ("aten.mm", "aten.addmm", "aten.bmm", "inductor_seeds")
 
 
 def _shown(node) -> bool:
     name = str(node.target)
-    return name.startswith("fp4compile") or any(product in name for product in ("aten.mm", "aten.addmm", "aten.bmm"))
+    return name.startswith("fp4compile") or any(shown in name for shown in _SHOWN)
 
 
 def _name(node) -> str:
     return str(node.target).removesuffix(".default")
-
-
-def _argument(arg) -> str:
-    return str(arg)
 
 
 def _typed(node) -> str:

@@ -1,0 +1,145 @@
+"""Training a Llama-3-8B MLP block: time of forward + backward, peak memory, and what is saved in between.
+
+bf16 parameters and activations, 8192 tokens, the block compiled by Inductor alone, by torchao's float8 training
+(left out where torchao is not installed) and under recipes, in one run. Times are medians; the peak is that of the
+allocator with parameters, gradients and input included; saved counts what autograd keeps, parameters left out, and
+of that the packed inputs of linear layers against their bf16 bytes.
+
+    python -m benchmarks.mlp_block [--recipes R ...] [--tokens 8192] [--hidden 4096] [--inner 14336] [--out FILE]
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import fp4compile
+from benchmarks import common
+from fp4compile.demo import MLP, Shape
+
+RECIPES = ("float8_rowwise", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_train")
+MIB = 2**20
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=14336)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    shape = Shape(hidden=args.hidden, inner=args.inner)
+    candidates = {"bf16": _plain, "torchao tensorwise": _torchao("tensorwise"), "torchao rowwise": _torchao("rowwise")}
+    candidates |= {recipe: _recipe(recipe) for recipe in args.recipes}
+    rows = []
+    for name, make in candidates.items():
+        row = measure(make, shape, args)
+        if row is not None:
+            rows.append({"block": name, "of bf16": None, **row})
+            rows[-1]["of bf16"] = row["ms"] / rows[0]["ms"]
+    settings = {"tokens": args.tokens, "hidden": args.hidden, "inner": args.inner, "repeats": args.repeats}
+    common.publish(args, settings, rows)
+
+
+def measure(make: Callable, shape: Shape, args) -> dict | None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = MLP(shape).to(args.device, torch.bfloat16)
+    x = torch.randn(args.tokens, shape.hidden, device=args.device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x) / args.tokens
+    start = time.perf_counter()
+    made = make(block)
+    if made is None:
+        return None
+    compiled, report = made
+
+    def step():
+        y = compiled(x)
+        y.backward(gradient)
+        return y
+
+    step()
+    _synchronize(args.device)
+    compiling = time.perf_counter() - start
+    for _ in range(3):
+        step()
+    times = [_timed(step, args.device) for _ in range(args.repeats)]
+    for tensor in (x, *block.parameters()):
+        tensor.grad = None
+    peak = _peak(step, args.device)
+    kept = _saved_by(compiled(x), block)
+    packed, plain = report.saved() if report else (0, 0)
+    return {
+        "ms": statistics.median(times), "peak MiB": peak, "saved MiB": kept / MIB, "packed MiB": packed / MIB,
+        "of its bf16": packed / plain if plain else None, "first step s": compiling,
+    }  # fmt: skip
+
+
+def _plain(block):
+    return torch.compile(block), None
+
+
+def _recipe(name: str) -> Callable:
+    def make(block):
+        chosen = fp4compile.backend(name, strict=True)
+        return torch.compile(block, backend=chosen), chosen.report
+
+    return make
+
+
+def _torchao(name: str) -> Callable:
+    def make(block):
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        except ImportError:
+            return None
+        if not torch.cuda.is_available():
+            return None
+        return torch.compile(convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(name))), None
+
+    return make
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _timed(step: Callable, device: str) -> float:
+    """Milliseconds."""
+    if not device.startswith("cuda"):
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _peak(step: Callable, device: str) -> float | None:
+    if not device.startswith("cuda"):
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / MIB
+
+
+def _saved_by(y: torch.Tensor, block: torch.nn.Module) -> int:
+    """Bytes that autograd keeps for a compiled block's output, without its parameters."""
+    node = y.grad_fn
+    while not hasattr(node, "saved_tensors"):  # a view of what the compiled function returned
+        node = node.next_functions[0][0]
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = [t for t in node.saved_tensors if t is not None and t.untyped_storage().data_ptr() not in parameters]
+    return sum(t.nbytes for t in kept)
+
+
+if __name__ == "__main__":
+    main()

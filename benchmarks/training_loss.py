@@ -1,0 +1,161 @@
+"""Does training under a recipe follow bf16? A Llama-style model of 108 M parameters on real text, same seed and data.
+
+fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay, bytes of the standard library's sources, every
+variant in a process of its own (several at a time: this measures losses, not speed). Compared are the means over the
+last 50 steps. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform.
+
+    python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--steps 1000] [--jobs 6] [--out FILE] [--plot FILE]
+"""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import fp4compile
+from benchmarks import common
+from fp4compile.demo import Llama, Shape
+from fp4compile.recipe import named
+
+SHAPES = {
+    "108M": Shape(hidden=768, heads=12, inner=2560, layers=13, length=512),
+    "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64),
+}
+VARIANTS = ("bf16", "mxfp8", "float8_rowwise", "nvfp4", "nvfp4_train", "nvfp4_train-no_sr", "nvfp4_train-no_hadamard")
+SWITCHED_OFF = {"no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}}
+TAIL = 50
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--variants", nargs="+", default=VARIANTS)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--shape", choices=SHAPES, default="108M")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--jobs", type=int, default=len(VARIANTS), help="processes at a time")
+    parser.add_argument("--plot", type=Path, help="write the curves there (needs matplotlib)")
+    parser.add_argument("--one", help="train this variant in this process and print its losses")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(train(args.one, args)))
+        return
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = dict(zip(args.variants, pool.map(lambda name: _in_own_process(name, args), args.variants), strict=True))
+    settings = {"steps": args.steps, "batch": args.batch, "shape": args.shape, "rate": args.rate,
+                "parameters": runs[args.variants[0]]["parameters"], "tail": TAIL}  # fmt: skip
+    rows = [summary(name, run, runs.get("bf16")) for name, run in runs.items()]
+    common.publish(args, settings | {"losses": {name: run["losses"] for name, run in runs.items()}}, rows)
+    if args.plot:
+        plot(runs, args.plot)
+
+
+def summary(name: str, run: dict, bf16: dict | None) -> dict:
+    last = _tail(run)
+    return {
+        "variant": name, "loss": last, "over bf16 %": 100 * (last / _tail(bf16) - 1) if bf16 else None,
+        "first loss": run["losses"][0], "quantised %": run["quantised"], "seconds": run["seconds"],
+    }  # fmt: skip
+
+
+def _tail(run: dict) -> float:
+    losses = run["losses"][-TAIL:]
+    return sum(losses) / len(losses)
+
+
+def _in_own_process(name: str, args) -> dict:
+    """Losses of a variant; its own messages go to stderr as they come."""
+    with tempfile.TemporaryFile("w+") as out:
+        command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--device", args.device]
+        for option in ("steps", "batch", "shape", "rate"):
+            command += [f"--{option}", str(getattr(args, option))]
+        subprocess.run(command, stdout=out, check=True)
+        out.seek(0)
+        return json.loads(out.read().splitlines()[-1])
+
+
+def train(variant: str, args) -> dict:
+    shape = SHAPES[args.shape]
+    torch.manual_seed(0)
+    model = Llama(shape).to(args.device)
+    backend = backend_of(variant)
+    compiled = torch.compile(model, backend=backend)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), fused=args.device != "cpu")
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimiser,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimiser, 0.01, total_iters=args.steps // 20 + 1),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, args.steps, eta_min=args.rate / 10),
+        ],
+        milestones=[args.steps // 20 + 1],
+    )
+    start, losses = time.monotonic(), []
+    data, draw = text().to(args.device), torch.Generator().manual_seed(1)
+    window = torch.arange(shape.length + 1, device=args.device)
+    for step in range(args.steps):
+        starts = torch.randint(len(data) - shape.length - 1, (args.batch, 1), generator=draw)
+        tokens = data[starts.to(args.device) + window].long()
+        with torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16):
+            logits = compiled(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+        if step % 100 == 0:
+            print(f"{variant} step {step} loss {loss.item():.3f} {time.monotonic() - start:.0f} s", file=sys.stderr)
+    share = None if backend == "inductor" else 100 * backend.report.flops_share()
+    return {
+        "losses": [round(value, 5) for value in torch.stack(losses).tolist()], "seconds": time.monotonic() - start,
+        "quantised": share, "parameters": sum(p.numel() for p in model.parameters()),
+    }  # fmt: skip
+
+
+def backend_of(variant: str):
+    if variant == "bf16":
+        return "inductor"
+    recipe, _, switch = variant.partition("-")
+    return fp4compile.backend(named(recipe).replace(**SWITCHED_OFF.get(switch, {})), strict=True)
+
+
+def text() -> torch.Tensor:
+    """Bytes of all of the standard library's sources, uint8."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in sorted(root.rglob("*.py")) if "site-packages" not in file.parts]
+    return torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def plot(runs: dict[str, dict], path: Path) -> None:
+    """Losses, averaged over the last 50 steps, and their distance from bf16."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True)
+    smooth = {name: torch.tensor(run["losses"]).unfold(0, TAIL, 1).mean(-1) for name, run in runs.items()}
+    for name, curve in smooth.items():
+        steps = range(TAIL, TAIL + len(curve))
+        top.plot(steps, curve, label=name)
+        if "bf16" in smooth and name != "bf16":
+            bottom.plot(steps, 100 * (curve / smooth["bf16"] - 1), label=name)
+    top.set(ylabel=f"loss, mean of {TAIL} steps", yscale="log")
+    bottom.set(ylabel="% above bf16", xlabel="step", ylim=(-2, 6))
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main()
