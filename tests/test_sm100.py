@@ -1,5 +1,7 @@
 """The kernels' machine code for GPUs that are not here: a claim about code, not about speed."""
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -23,6 +25,20 @@ def test_every_shipped_configuration(sm):
             problems[found.kernel, found.configuration, found.format] = wrong
     assert not problems
     assert kernels == {"quantize_rows", "quantize_scaled_rows", "quantize_tiles", "tensor_amax", "dequantize_rows"}
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_equal_fp8_conversions_stay_whole(format, sm):
+    """Of one column most elements are provably 0; ptxas merges equal FP8 conversions with an undefined register."""
+    one = check_sm100.Configuration("rows", format, check_sm100._rows, shape=(1, 1))
+    launched = one.launches(sm)[-1]
+    compiled = check_sm100._compat.compile_ahead(
+        launched.kernel, launched.args, launched.constants, launched.num_warps, sm
+    )
+    sass, _ = check_sm100._disassemble(compiled.asm["cubin"])
+    merged = re.findall(r"F2FP\.SATFINITE\.E[45]M[23]\.F32\.PACK_AB_MERGE_C R\d+, \w+, \w+, (\w+)", sass)
+    assert set(merged) == {"RZ"}
 
 
 def test_a_missing_conversion_is_a_problem():

@@ -156,6 +156,18 @@ def _e2m1_code(y, negative):
     return tl.where(negative, code | 8, code)
 
 
+def join_ptx(target: str, low: str, high: str) -> str:
+    """PTX that makes a 32-bit register of two 16-bit ones.
+
+    Not `mov.b32 target, {low, high}`: ptxas 12.8 and 12.9 merge two FP8 conversions into one such register, and where
+    the two are provably equal (both of zeros, say) leave its upper half undefined.
+    """
+    return (
+        f"{{ .reg .b32 upper; cvt.u32.u16 {target}, {low}; cvt.u32.u16 upper, {high}; shl.b32 upper, upper, 16;"
+        f" or.b32 {target}, {target}, upper; }}"
+    )
+
+
 def _e2m1_gather_ptx() -> str:
     """Eight values -> eight E2M1 codes in one register; $1-$4 the even, $5-$8 the odd elements of a row.
 
@@ -178,8 +190,8 @@ def _e2m1_gather_ptx() -> str:
         "{ .reg .f32 m, p, h<8>; .reg .b16 c<6>; .reg .b32 top, even, odd, signs; mov.b32 signs, 0; "
         + " ".join(steps)
         + convert
-        + " mov.b32 even, {c0, c4}; mov.b32 odd, {c1, c5}; shr.u32 even, even, 2; shl.b32 odd, odd, 2;"
-        " or.b32 even, even, odd; and.b32 signs, signs, 0x88888888; or.b32 $0, even, signs; }"
+        + f"{join_ptx('even', 'c0', 'c4')} {join_ptx('odd', 'c1', 'c5')} shr.u32 even, even, 2;"
+        " mad.lo.u32 even, odd, 4, even; and.b32 signs, signs, 0x88888888; or.b32 $0, even, signs; }"
     )
 
 
@@ -191,12 +203,12 @@ _E2M1_CONVERT = tl.constexpr(
     " mov.b32 $0, {p, q, r, s}; }"
 )
 _E4M3_CONVERT = tl.constexpr(
-    "{ .reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $3, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $2;"
-    " mov.b32 $0, {p, q}; }"
+    "{ .reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $3, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $2; "
+    f"{join_ptx('$0', 'p', 'q')} }}"
 )
 _E5M2_CONVERT = tl.constexpr(
-    "{ .reg .b16 p, q; cvt.rn.satfinite.e5m2x2.f32 p, $3, $1; cvt.rn.satfinite.e5m2x2.f32 q, $4, $2;"
-    " mov.b32 $0, {p, q}; }"
+    "{ .reg .b16 p, q; cvt.rn.satfinite.e5m2x2.f32 p, $3, $1; cvt.rn.satfinite.e5m2x2.f32 q, $4, $2; "
+    f"{join_ptx('$0', 'p', 'q')} }}"
 )
 
 
