@@ -15,6 +15,11 @@ class Target:
         return self.sm >= 100
 
     @property
+    def float8_matrix_units(self) -> bool:
+        """Whether the matrix units multiply FP8 operands."""
+        return self.sm >= 89
+
+    @property
     def isa(self) -> int:
         """Which form of the device functions of `templates.codec` the GPU runs: 0, 90 or 100."""
         if self.sm >= 100:

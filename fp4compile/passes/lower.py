@@ -3,8 +3,12 @@
 Each op node becomes what its CUDA implementation does: allocations and Triton launches, traced under functionalisation
 into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a launch would be a
 mutation whose node nobody uses, and be dropped as dead code. On other devices the op stays: a call of the reference.
+
+A product stays an op, too, where the number of A's rows is symbolic and may be small or large: no one kernel serves
+both, and the op chooses by the number that comes. Two guarded launches would cost more on the GPU than the op.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,6 +22,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
     torch.ops.fp4compile.quantize_both.default: ops.quantize_both_cuda,
     torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
+    torch.ops.fp4compile.scaled_mm.default: ops.scaled_mm_cuda,
 }
 
 
@@ -28,10 +33,20 @@ def lower(graph: Graph) -> int:
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
-            if node.args[0].meta["val"].device.type == "cuda":
+            if node.args[0].meta["val"].device.type == "cuda" and _settled(node):
                 _replace(pattern.match(node), implementation)
                 lowered += 1
     return lowered
+
+
+def _settled(node: Node) -> bool:
+    """Whether the choice among kernels depends on nothing that is only known when the graph runs."""
+    if node.target is not torch.ops.fp4compile.scaled_mm.default:
+        return True
+    from fp4compile.templates.scaled_mm import settled  # here, so that the CPU needs no Triton
+
+    a, b = (node.args[i].meta["val"] for i in (0, 4))
+    return settled(math.prod(a.shape[:-1]) if b.dim() == 2 else a.shape[-2])
 
 
 def _replace(match: Match, implementation: Callable) -> None:

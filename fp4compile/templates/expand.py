@@ -32,11 +32,11 @@ INTERPRETING = tl.constexpr(_compat.interpreting())
 
 
 @triton.constexpr_function
-def compute_dtype(COMPUTE):
+def compute_dtype(COMPUTE, interpreting):
     """Triton's interpreter has no bf16 product; float32 holds the same values."""
     if COMPUTE == "fp16":
         return tl.float16
-    return tl.float32 if COMPUTE == "fp32" or INTERPRETING else tl.bfloat16
+    return tl.float32 if COMPUTE == "fp32" or interpreting else tl.bfloat16
 
 
 # Four bytes of two codes each ($4) times 16-bit scales ($5, $6) -> first ($0, $1) and second elements ($2, $3). A code
@@ -68,7 +68,7 @@ _E2M1_BF16 = tl.constexpr(_expand_e2m1_ptx("bf16x2"))
 @triton.jit
 def expand_e2m1(units, scale, COMPUTE: tl.constexpr):
     """uint8 units, scales in the compute type -> code * scale, times 2^-14 (fp16) or 2^-126 (bf16)."""
-    dtype: tl.constexpr = compute_dtype(COMPUTE)
+    dtype: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
     first, second = tl.inline_asm_elementwise(
         _E2M1_F16 if COMPUTE == "fp16" else _E2M1_BF16,
         "=&r,=&r,=&r,=&r,r,r,r", [units, scale], dtype=(tl.int16, tl.int16), is_pure=True, pack=4,
@@ -131,7 +131,7 @@ def expand(
 
     dtype: that of a plain operand. TINY_ONLY: the blocks that otherwise count as zero, times 2^TINY; all others zero.
     """
-    out: tl.constexpr = compute_dtype(COMPUTE)
+    out: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
     if ELEMENT == "plain":
         if dtype == out and out != tl.float32:
             first = units.to(tl.int16).to(out, bitcast=True)

@@ -1,7 +1,8 @@
 """Multiply quantised CUDA tensors: which kernel, with what tile, on what view of the operands.
 
 `scaled_mm` allocates its output and launches kernels; it runs eagerly and under tracing, on concrete and on symbolic
-sizes. The product is that of `reference.scaled_mm`, up to the order of the float32 sums.
+sizes. The product is that of `reference.scaled_mm`, up to the order of the float32 sums; only that of two
+`float8_rowwise` operands is left to the FP8 matrix units, whose sums on Hopper are less exact than float32.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from fp4compile import reference
 from fp4compile._compat import known
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.targets import Target
 from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize import power_of_two
@@ -119,7 +121,7 @@ def _operand(name: str, data, scales, outer, fmt: BlockFormat | None) -> Operand
         if not known(width % 2 == 0):  # two codes make a unit
             data = F.pad(data, (0, width % 2))
     data = data.contiguous()
-    if fmt is None and (data.storage_offset() * data.element_size()) % 16:
+    if fmt is None and not known(data.storage_offset() * data.element_size() % 16 == 0):
         data = data.clone()
     return Operand(data, scales, outer, fmt, swizzled, tuple(batch), rows, k)
 
@@ -179,17 +181,16 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     linear_rows = not (left.swizzled or (a_fmt is not None and a_fmt.square))
     if shared and (linear_rows or known(batches == 1)):  # one product of all rows
         batches, m = 1, batches * m
-    out = a.new_empty((*left.batch, left.rows, n), dtype=out_dtype)
-    if known(out.numel() == 0):
-        return out
-    problem = Problem(left, right, bias, out, batches, m, n, k, not shared)
-    if native(a_fmt, b_fmt, left.swizzled and right.swizzled, target_of(a.device)):
-        _native(problem)
-    elif _use_library(problem):
-        _library(problem)
-    else:
-        _tiles(problem)
-    return out
+    shape = (*left.batch, left.rows, n)
+    if known(m * n * batches == 0):
+        return a.new_empty(shape, dtype=out_dtype)
+    problem = Problem(left, right, bias, out_dtype, target_of(a.device), batches, m, n, k, not shared)
+    return _product(problem).view(shape)
+
+
+def settled(rows) -> bool:
+    """Whether it is known which kernel serves a product of so many rows of A: not for every symbolic number."""
+    return known(rows < LIBRARY_ROWS) or known(rows >= LIBRARY_ROWS)
 
 
 @dataclass(frozen=True)
@@ -199,21 +200,27 @@ class Problem:
     left: Operand
     right: Operand
     bias: torch.Tensor | None
-    out: torch.Tensor
+    out_dtype: torch.dtype
+    target: Target
     batches: int
     m: int
     n: int
     k: int
     b_batched: bool
 
+    def empty(self) -> torch.Tensor:
+        return self.left.data.new_empty((self.batches, self.m, self.n), dtype=self.out_dtype)
+
+    def empty_sums(self, split: int) -> torch.Tensor:
+        return self.left.data.new_empty((split, self.batches, self.m, self.n), dtype=torch.float32)
+
     @property
     def epilogue(self) -> dict:
         return {"A_OUTER": self.left.outer_kind, "B_OUTER": self.right.outer_kind,
                 "BIAS": int(self.bias is not None), "B_BATCHED": int(self.b_batched)}  # fmt: skip
 
-    @property
-    def epilogue_pointers(self) -> list:
-        return [self.out if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
+    def epilogue_pointers(self, unused: torch.Tensor) -> list:
+        return [unused if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
 
     @property
     def block(self) -> int:
@@ -221,49 +228,82 @@ class Problem:
         return block if block > 1 else 32  # without block scales only a unit of work
 
 
-def _native(p: Problem) -> None:
+def _product(p: Problem) -> torch.Tensor:
+    """[batches, m, n] by the kernel that serves the problem."""
+    if native(p.left.fmt, p.right.fmt, p.left.swizzled and p.right.swizzled, p.target):
+        return _native(p)
+    if _float8(p):
+        return _scaled_by_row(p)
+    if _use_library(p):
+        return _library(p)
+    return _tiles(p)
+
+
+def _native(p: Problem) -> torch.Tensor:
     """The product by the matrix units' own block-scaled instruction."""
-    target = target_of(p.out.device)
-    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, target)
-    a_outer, b_outer, bias = p.epilogue_pointers
+    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target)
+    out = p.empty()
+    a_outer, b_outer, bias = p.epilogue_pointers(out)
     launch(
         scaled_mm_native, ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
-        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, p.out, *integers,
-        **constants, **p.epilogue, ISA=target.isa,
+        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *integers,
+        **constants, **p.epilogue, ISA=p.target.isa,
     )  # fmt: skip
+    return out
+
+
+def float8_native(a: BlockFormat | None, b: BlockFormat | None, n, k, out_dtype, target: Target) -> bool:
+    """Whether the library's row-scaled FP8 product serves float8_rowwise operands of these sizes."""
+    if a is None or b is None or a.scale is not None or b.scale is not None:
+        return False
+    return (target.float8_matrix_units and out_dtype == torch.bfloat16 and known(n % 16 == 0) and known(k % 16 == 0)
+            and known(n > 0) and known(k > 0))  # fmt: skip
+
+
+def _float8(p: Problem) -> bool:
+    outer = (p.left.outer_kind, p.right.outer_kind) == ("row", "row")
+    bias = p.bias is None or p.bias.dtype == p.out_dtype
+    fits = float8_native(p.left.fmt, p.right.fmt, p.n, p.k, p.out_dtype, p.target)
+    return fits and outer and bias and p.batches == 1
+
+
+def _scaled_by_row(p: Problem) -> torch.Tensor:
+    """The product of FP8 operands with a scale for each row, by the library."""
+    a, b = (x.data.view(rows, p.k).view(torch.float8_e4m3fn) for x, rows in ((p.left, p.m), (p.right, p.n)))
+    a_outer, b_outer = p.left.outer.view(p.m, 1), p.right.outer.view(1, p.n)
+    return torch._scaled_mm(a, b.t(), a_outer, b_outer, p.bias, out_dtype=p.out_dtype, use_fast_accum=False)
 
 
 def _use_library(p: Problem) -> bool:
     """Whether both operands are expanded to 16 bits first: of large matrices the library's product is faster."""
-    target = target_of(p.out.device)
     large = known(p.m >= LIBRARY_ROWS) and known(p.n >= 512)
-    return target.sm > 0 and compute_type(p.left, p.right) != "fp32" and p.batches == 1 and large
+    return p.target.sm > 0 and compute_type(p.left, p.right) != "fp32" and p.batches == 1 and large
 
 
-def _library(p: Problem) -> None:
+def _library(p: Problem) -> torch.Tensor:
     """The product by the library, of operands expanded to 16 bits.
 
     Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
     """
     dtype = torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
-    inexact = p.out.new_zeros((), dtype=torch.int32)
-    left = _expanded(p.left, dtype, inexact, p.m, p.k)
-    right = _expanded(p.right, dtype, inexact, p.n, p.k).t()
-    out = p.out.view(p.m, p.n)
-    plain = p.left.outer is None and p.right.outer is None and dtype == p.out.dtype
+    watch = "e8m0" in (p.left.scale, p.right.scale)
+    inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
+    left = _expanded(p.left, dtype, inexact, p)
+    right = _expanded(p.right, dtype, inexact, p).t()
+    plain = p.left.outer is None and p.right.outer is None and dtype == p.out_dtype
     with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
         if plain and p.bias is None:
-            torch.mm(left, right, out=out)
+            out = torch.mm(left, right)
         elif plain and p.bias.dtype == dtype:
-            torch.addmm(p.bias, left, right, out=out)
+            out = torch.addmm(p.bias, left, right)
         else:
-            _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
-    if "e8m0" in (p.left.scale, p.right.scale):
-        _tiles(p, wanted=inexact)
+            out = _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
+    return _tiles(p, out, wanted=inexact) if watch else out
 
 
-def _expanded(x: Operand, dtype, inexact, rows, k) -> torch.Tensor:
+def _expanded(x: Operand, dtype, inexact, p: Problem) -> torch.Tensor:
     """[rows, k] in dtype, without the outer scale."""
+    rows = p.m if x is p.left else p.n
     data = x.data.view(rows, -1)
     if x.fmt is None:
         return data
@@ -274,42 +314,41 @@ def _expanded(x: Operand, dtype, inexact, rows, k) -> torch.Tensor:
     block = x.fmt.block_cols if x.fmt.block else 32
     launch(expand_matrix, rows * tiles, data, out if x.scales is None else x.scales, out, inexact, rows,
            ceil_div(x.k, block), x.per_row, tiles, num_warps=4, BLOCK=block, ROWS=1, UNITS=2048,
-           ISA=target_of(data.device).isa, **constants)  # fmt: skip
-    return out[:, :k]
+           ISA=p.target.isa, **constants)  # fmt: skip
+    return out.narrow(1, 0, p.k)
 
 
-def _tiles(p: Problem, wanted: torch.Tensor | None = None) -> None:
-    """The product in one kernel (two with `SPLIT`); with `wanted`, only if the int32 there is set."""
-    target = target_of(p.out.device)
+def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    """The product in one kernel (two with `SPLIT`); into `out`, and only if the int32 at `wanted` is set."""
     compute = compute_type(p.left, p.right)
     unit_bytes = [{"e2m1": 1, "plain": 2 * x.data.element_size()}.get(x.element, 2) for x in (p.left, p.right)]
-    tile = tile_of(p.m, p.n, p.k, compute, *unit_bytes, target.sm)
+    tile = tile_of(p.m, p.n, p.k, compute, *unit_bytes, p.target.sm)
     split = tile.pop("SPLIT")
     num_warps = tile.pop("num_warps")
     step = tile["UNITS"] * tile["WARPS"]
     constants = {**p.left.constants("A", step), **p.right.constants("B", step), **p.epilogue, **tile, "SPLIT": split,
-                 "BLOCK": p.block, "COMPUTE": compute, "GUARD": int(wanted is not None), "ISA": target.isa}  # fmt: skip
-    none = p.out  # a pointer that is not read
-    a_outer, b_outer, bias = p.epilogue_pointers
-    sums = p.out if split == 1 else p.out.new_empty((split, p.batches, p.m, p.n), dtype=torch.float32)
+                 "BLOCK": p.block, "COMPUTE": compute, "GUARD": int(wanted is not None), "ISA": p.target.isa}  # fmt: skip
+    if out is None:
+        out = p.empty() if split == 1 else p.empty_sums(split)
+    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    a_scales, b_scales = (out if x.scales is None else x.scales for x in (p.left, p.right))  # `out`: not read
     launch(
         scaled_mm_tiles, ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
-        p.left.data, none if p.left.scales is None else p.left.scales, a_outer,
-        p.right.data, none if p.right.scales is None else p.right.scales, b_outer, bias, sums,
-        none if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
+        p.left.data, a_scales, a_outer, p.right.data, b_scales, b_outer, bias, out,
+        out if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
         p.left.per_row, p.right.per_row, p.left.scales_batch, p.right.scales_batch,
         num_warps=num_warps, **constants,
     )  # fmt: skip
-    if split > 1:
-        _rescale(p, sums, split)
+    return out if split == 1 else _rescale(p, out, split)
 
 
-def _rescale(p: Problem, sums: torch.Tensor, split: int) -> None:
-    """out from float32 sums [split, batches, m, n]."""
+def _rescale(p: Problem, sums: torch.Tensor, split: int) -> torch.Tensor:
+    """[batches, m, n] from float32 sums [split, batches, m, n]."""
     cols = 512
-    launch(reduce_splits, p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers, p.out,
-           p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=target_of(p.out.device).isa,
-           **p.epilogue)  # fmt: skip
+    out = p.empty()
+    launch(reduce_splits, p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
+           p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa, **p.epilogue)  # fmt: skip
+    return out
 
 
 def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
