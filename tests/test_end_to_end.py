@@ -151,7 +151,7 @@ def test_sources_of_products(source, grad):
     expected = values(x.detach(), "mxfp8", -1) @ values(weight, "mxfp8", 0)
     if source in ("addmm", "F.linear"):
         expected = expected + model.b.detach()
-    assert_rounds_to(y.detach().reshape(-1, 48).double(), expected.reshape(-1, 48).double(), torch.float32)
+    assert_rounds_to(y.detach().reshape(-1, 48).double(), expected.reshape(-1, 48), torch.float32)
     assert {row.product for row in backend.report.quantised} == ({"fprop", "dgrad", "wgrad"} if grad else {"fprop"})
     assert len(backend.report.rows) == (3 if grad else 1)
 
@@ -162,7 +162,7 @@ def test_addmm_with_factors_or_a_matrix_added(alpha, beta, rows):
     x, added = torch.randn(8, 64), torch.randn(rows, 48)
     backend = fp4compile.backend("mxfp8", strict=True)
     compiled = torch.compile(lambda x: torch.addmm(added, x, model.wt, alpha=alpha, beta=beta), backend=backend)
-    product = values(x, "mxfp8", -1).double() @ values(model.wt.detach(), "mxfp8", 0).double()
+    product = values(x, "mxfp8", -1) @ values(model.wt.detach(), "mxfp8", 0)
     assert_rounds_to(compiled(x).detach().double(), beta * added + alpha * product, torch.float32)
 
 
@@ -217,6 +217,7 @@ def test_attention_products_only_if_asked():
 
     asked = fp4compile.backend("mxfp8", attention_a="mxfp8", attention_b="mxfp8")
     out = torch.compile(attend, backend=asked)(q, k, v)
-    p = torch.softmax(values(q, "mxfp8", -1) @ values(k, "mxfp8", -1).transpose(-2, -1), -1)
-    torch.testing.assert_close(out, values(p, "mxfp8", -1) @ values(v, "mxfp8", -2), rtol=1e-5, atol=1e-5)
+    p = torch.softmax(values(q, "mxfp8", -1) @ values(k, "mxfp8", -1).transpose(-2, -1), -1).float()
+    expected = (values(p, "mxfp8", -1) @ values(v, "mxfp8", -2)).float()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert [row.product for row in asked.report.quantised] == ["attention", "attention"]

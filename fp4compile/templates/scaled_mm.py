@@ -327,7 +327,8 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
     num_warps = tile.pop("num_warps")
     step = tile["UNITS"] * tile["WARPS"]
     constants = {**p.left.constants("A", step), **p.right.constants("B", step), **p.epilogue, **tile, "SPLIT": split,
-                 "BLOCK": p.block, "COMPUTE": compute, "GUARD": int(wanted is not None), "ISA": p.target.isa}  # fmt: skip
+                 "BLOCK": p.block, "COMPUTE": compute, "GUARD": int(wanted is not None),
+                 "ISA": p.target.isa}  # fmt: skip
     if out is None:
         out = p.empty() if split == 1 else p.empty_sums(split)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
