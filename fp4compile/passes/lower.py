@@ -53,6 +53,10 @@ def _replace(match: Match, implementation: Callable) -> None:
     """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it."""
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
+    for place in places:
+        # Kernels read views of their inputs. Of a tensor that is not in memory yet Inductor would compute every view
+        # anew, and allocate the kernel's outputs before it; so it is put into memory here.
+        flat[place].meta["inductor_realize_to_strides"] = True
 
     def launches(*nodes):
         values = list(flat)
