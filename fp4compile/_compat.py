@@ -72,5 +72,6 @@ _TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
 }

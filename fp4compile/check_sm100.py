@@ -55,6 +55,22 @@ def _both(x, fmt):
     kernels.quantize_both(x, fmt)
 
 
+def _seed():
+    return torch.empty((), dtype=torch.int64, device="meta")
+
+
+def _seeded(x, fmt):
+    kernels.quantize(x, fmt, seed=_seed())
+
+
+def _transformed(x, fmt):
+    kernels.quantize(x.mT, fmt, transform=True)
+
+
+def _trained(x, fmt):
+    kernels.quantize_both(x, fmt, seed=_seed(), transform=True)
+
+
 def _dequantize(x, fmt):
     with on_paper(Target(0)):  # only the dequantise kernel is of interest
         data, scales, outer = kernels.quantize(x, fmt)
@@ -70,6 +86,10 @@ CONFIGURATIONS = (
     *(Configuration("scaled rows", name, _rows) for name in ("nvfp4_rowwise", "float8_rowwise")),
     Configuration("scaled rows, long", "nvfp4_rowwise", _rows, shape=(SIZE, 2**16)),
     *(Configuration("columns", name, _columns) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
+    *(Configuration("scaled columns", name, _columns) for name in ("nvfp4_rowwise", "float8_rowwise")),
+    *(Configuration("stochastic rows", name, _seeded) for name in ("nvfp4_te", "nvfp4_rowwise")),
+    Configuration("transformed columns", "nvfp4_te", _transformed),
+    Configuration("both, transform, seed", "nvfp4_te", _trained),
     *(Configuration("square", name, _rows) for name in ("nvfp4_16x16", "mxfp8_32x32")),
     *(Configuration("both", name, _both) for name in ("nvfp4_one_level", "nvfp4_16x16", "mxfp8", "mxfp8_32x32")),
     Configuration("both", "mxfp4", _both),
@@ -98,9 +118,13 @@ class Checked:
             found.append(f"{self.local_accesses} local-memory accesses")
         if missing := expected - set(self.conversions):
             found.append(f"no conversion to {', '.join(sorted(missing))}")
-        if not self.wide_loads or not (self.wide_stores or self.kernel == "tensor_amax"):
+        if not self.wide_loads or not (self.wide_stores or self.kernel.endswith("_amax")):
             found.append("no 16-byte global accesses")
         return found
+
+
+# The element or scale type, and .RS where the conversion rounds stochastically.
+_CONVERSION = re.compile(r"F2FP\.SATFINITE\.(E\dM\d|E8)\.F32\S*?(\.RS)?\s")
 
 
 def expected_conversions(launched: Launched, sm: int) -> set[str]:
@@ -109,6 +133,8 @@ def expected_conversions(launched: Launched, sm: int) -> set[str]:
     if sm < 100 or "CONTRACT" not in constants:  # an amax or a dequantise kernel
         return set()
     conversions = {constants["ELEMENT"].upper()}
+    if constants.get("SEEDED"):
+        conversions = {"E2M1.RS"} if Target(sm).isa == 100 else set()
     if constants["SCALE"] == "e8m0" and constants["CONTRACT"] == "rceil":
         conversions.add("E8")
     return conversions
@@ -129,7 +155,7 @@ def check(sm: int) -> Iterator[tuple[Checked, list[str]]]:
                 kernel=launched.kernel.__name__, configuration=configuration.label, format=configuration.format, sm=sm,
                 registers=int(re.search(r"REG:(\d+)", usage)[1]), shared=compiled.metadata.shared,
                 local_accesses=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-                conversions=tuple(sorted(set(re.findall(r"F2FP\.SATFINITE\.(E\dM\d|E8)\.F32", sass)))),
+                conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(sass))))),
                 wide_loads=len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128", sass)),
                 wide_stores=len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128", sass)),
             )  # fmt: skip

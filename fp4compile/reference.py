@@ -57,8 +57,8 @@ def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch
     mag = y.abs()
     subnormal = mag < 1
     bits = torch.where(subnormal, mag + 1.0, mag).view(torch.int32) + (noise << 6) + 32
-    code = (bits >> 22) - torch.where(subnormal, 254, 252)
-    return code.masked_fill_(y.isnan(), 7).to(torch.uint8) | (negative.to(torch.uint8) << 3)
+    code = (bits >> 22) - torch.where(subnormal, 254, 252) + 8 * negative
+    return code.masked_fill_(y.isnan(), 7).to(torch.uint8)
 
 
 def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def quantize(
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
-        return _drop_row(row, layout)
+        return drop_row(row, layout)
     x = hadamard(x) if transform else x.float()
     if fmt.scale is None:
         return _quantize_rowwise(x, fmt, outer)
@@ -228,7 +228,8 @@ def quantize(
     return data, _lay_out(scales, fmt, x.shape[-2], layout), outer
 
 
-def _drop_row(result, layout: str):
+def drop_row(result, layout: str):
+    """The result of quantising one row as that of quantising a vector."""
     data, scales, outer = result
     if scales is not None and layout == "linear":
         scales = scales.squeeze(0)

@@ -21,9 +21,9 @@ class Target:
 
     @property
     def isa(self) -> int:
-        """Which form of the device functions of `templates.codec` the GPU runs: 0, 90 or 100."""
+        """Which form of the device functions of `templates.codec` the GPU runs: 0, 90, 100 or 120."""
         if self.sm >= 100:
-            return 100
+            return 120 if self.sm >= 120 else 100
         return 90 if self.sm >= 89 else 0
 
     @property
@@ -77,8 +77,17 @@ def amax_launch() -> Launch:
     return _launch(8, ROWS=1, BLOCKS=512, BLOCK=32)
 
 
-def tiles_launch(element: str) -> Launch:
-    """The tile kernel. Lanes that share a column repeat its scale's arithmetic; FP4 has less to spare for that."""
+def columns_amax_launch() -> Launch:
+    return _launch(4, BLOCK=16, STRIPS=8, WORDS=32)
+
+
+def columns_launch(element: str, block: int) -> Launch:
+    """The kernel of columns, and of rows and columns: whole blocks of its columns in every thread."""
+    return _launch(4, STRIPS=128 // block, WORDS=32, PIECES=4 if element == "e2m1" else 2)
+
+
+def squares_launch(element: str) -> Launch:
+    """The kernel of square blocks. Lanes that share a block repeat its scale's arithmetic."""
     if element == "e2m1":
         return _launch(4, STRIPS=4, LANES=2, WORDS=64)
     return _launch(4, STRIPS=4, LANES=4, WORDS=32)

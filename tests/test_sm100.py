@@ -24,7 +24,10 @@ def test_every_shipped_configuration(sm):
         if wrong:
             problems[found.kernel, found.configuration, found.format] = wrong
     assert not problems
-    assert kernels == {"quantize_rows", "quantize_scaled_rows", "quantize_tiles", "tensor_amax", "dequantize_rows"}
+    assert kernels == {
+        "quantize_rows", "quantize_scaled_rows", "quantize_columns", "quantize_squares", "dequantize_rows",
+        "tensor_amax", "columns_amax",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("sm", [90, 100])

@@ -1,10 +1,11 @@
-"""The amax of a tensor, as float32 bits: the first of the two reads of a dynamic two-level format."""
+"""The amax of a tensor or of its columns, as float32 bits: the first of the two reads of a dynamic outer scale."""
 
 import triton
 import triton.language as tl
 
 from fp4compile.templates.codec import word_amax
 from fp4compile.templates.quantize_rows import load_tile, tile_of
+from fp4compile.templates.strips import hadamard, load_strips, strips_amax, unpack_strips, values_amax
 
 
 @triton.jit
@@ -24,3 +25,42 @@ def tensor_amax(
     words = load_tile(ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN)
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
     tl.atomic_max(amax_ptr, bits, sem="relaxed")
+
+
+@triton.jit
+def columns_amax(
+    x_ptr, amax_ptr, column_amax_ptr, rows, cols, x_batch, x_row,
+    PLAIN: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, STRIPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Raise the int32s at column_amax_ptr as `tensor_amax` does, x being transformed down its columns (TRANSFORM).
+
+    EACH: one for each column, [batch, cols]; otherwise one of all. PLAIN: raise amax_ptr to the amax of x as it is.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row_count: tl.constexpr = STRIPS * BLOCK
+    col_count: tl.constexpr = 2 * WORDS
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False)
+    row0 = row_tile * row_count
+    col0 = col_tile * col_count
+    ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
+    left = tl.minimum(cols - col0, col_count)
+    strips = load_strips(ptr, row0, rows, left, x_row, dtype, BLOCK, STRIPS, WORDS, ALIGN)
+    if PLAIN or not TRANSFORM:
+        plain_first, plain_second = strips_amax(strips, ISA, dtype)
+    if PLAIN:
+        tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(plain_first, plain_second), 1), 0), sem="relaxed")
+    if TRANSFORM:
+        first, second = unpack_strips(strips, dtype)
+        first_amax = values_amax(hadamard(first))
+        second_amax = values_amax(hadamard(second))
+    else:
+        first_amax = plain_first
+        second_amax = plain_second
+    if EACH:
+        column = tl.arange(0, col_count)
+        bits = tl.reshape(tl.join(tl.max(first_amax, 0), tl.max(second_amax, 0)), (col_count,))
+        at = column_amax_ptr + batch.to(tl.int64) * cols + col0 + column
+        tl.atomic_max(at, bits, mask=column < left, sem="relaxed")
+    else:
+        tl.atomic_max(column_amax_ptr, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")

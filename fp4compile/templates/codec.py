@@ -8,7 +8,8 @@ codes). So packing needs neither a split nor a reshape.
     0    portable: integer and float32 arithmetic only; what Triton's interpreter runs (its casts to FP8 and bf16 are
          wrong where rounding carries) and what GPUs before SM89 need
     90   FP8 conversion instructions, packed 16-bit maxima, E2M1 codes gathered in inline PTX
-    100  E2M1 and E8M0 conversion instructions
+    100  E2M1 and E8M0 conversion instructions, of E2M1 also stochastic ones (equal in distribution, not in bits)
+    120  as 100, without the stochastic conversion
 Fusing a multiply into an add changes no bit: products that feed an add are exact, or the fused form is written out.
 (Inductor's wrapper launches with fusion on, and lets nobody choose.)
 """
@@ -99,6 +100,15 @@ def _max_f16x2(a, b):
 
 
 @triton.jit
+def max_words(a, b, dtype: tl.constexpr):
+    """The larger magnitudes of both halves of 16-bit words; the signs of the result mean nothing."""
+    if dtype == tl.bfloat16:
+        return _max_bf16x2(a, b)
+    else:
+        return _max_f16x2(a, b)
+
+
+@triton.jit
 def _reduce_words(word, axis: tl.constexpr, dtype: tl.constexpr):
     """Largest magnitudes along `axis` of both halves of 16-bit words; the signs of the result mean nothing."""
     if dtype == tl.bfloat16:
@@ -132,7 +142,7 @@ def column_amax(even, odd, ISA: tl.constexpr, dtype: tl.constexpr):
         second = tl.maximum(magnitude_bits(even_second), magnitude_bits(odd_second))
         return tl.max(tl.max(first, 0), 1), tl.max(tl.max(second, 0), 1)
     else:
-        words = _max_bf16x2(even, odd) if dtype == tl.bfloat16 else _max_f16x2(even, odd)
+        words = max_words(even, odd, dtype)
         first, second = unpack(_reduce_words(_reduce_words(words, 0, dtype), 1, dtype), dtype)
         return magnitude_bits(first), magnitude_bits(second)
 
@@ -154,6 +164,16 @@ def _e2m1_code(y, negative):
     coarse = m * 0.5 + 8388612.0
     code = tl.minimum(tl.minimum(fine, middle), coarse).to(tl.int32, bitcast=True) & 7
     return tl.where(negative, code | 8, code)
+
+
+@triton.jit
+def _e2m1_stochastic_code(y, negative, noise):
+    """As `_e2m1_code`, the 16 bits of `noise` (int32) deciding between neighbours: `reference.e2m1_encode_stochastic`."""
+    m = tl.minimum(tl.abs(y), 6.0)
+    subnormal = m < 1.0
+    bits = tl.where(subnormal, m + 1.0, m).to(tl.int32, bitcast=True) + (noise << 6) + 32
+    code = (bits >> 22) - tl.where(subnormal, 254, 252)
+    return tl.where(y == y, tl.where(negative, code | 8, code), 7)
 
 
 def join_ptx(target: str, low: str, high: str) -> str:
@@ -195,7 +215,32 @@ def _e2m1_gather_ptx() -> str:
     )
 
 
+def _e2m1_stochastic_ptx() -> str:
+    """As `_e2m1_gather_ptx`, rounded stochastically; $9-$12 a random word for each pair, its low half the even one's.
+
+    m = min(|y|, 6) * 2^-126 is a float32 whose top bits are the code, those below 1 being subnormal in both formats.
+    Shifted to the sign bit, and a half added as in the reference, it takes the noise below the code.
+    """
+    steps = []
+    for i in reversed(range(8)):
+        value, word = f"${1 + i // 2 + 4 * (i % 2)}", f"${9 + i // 2}"
+        shift = f"shr.u32 noise, {word}, 4;" if i % 2 else f"shl.b32 noise, {word}, 12;"
+        steps.append(
+            f"{shift} and.b32 noise, noise, 0x0FFFF000; or.b32 noise, noise, 0x800;"
+            f" abs.f32 m, {value}; mul.rn.f32 m, m, 0f00800000; min.f32 m, m, 0f01C00000; mov.b32 bits, m;"
+            f" mad.lo.u32 bits, bits, 64, noise; mov.b32 sign, {value}; and.b32 sign, sign, 0x80000000;"
+            " or.b32 bits, bits, sign; shf.l.wrap.b32 codes, bits, codes, 4;"
+        )
+    return "{ .reg .f32 m; .reg .b32 noise, bits, sign, codes; mov.b32 codes, 0; " + " ".join(steps) + " mov.b32 $0, codes; }"
+
+
 _E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())
+_E2M1_STOCHASTIC = tl.constexpr(_e2m1_stochastic_ptx())
+# The instruction takes one word for four elements; what it makes of the bits is its own affair.
+_E2M1_STOCHASTIC_CONVERT = tl.constexpr(
+    "{ .reg .b16 p, q; cvt.rs.satfinite.e2m1x4.f32 p, {$6, $2, $5, $1}, $9;"
+    " cvt.rs.satfinite.e2m1x4.f32 q, {$8, $4, $7, $3}, $11; mov.b32 $0, {p, q}; }"
+)
 _E2M1_CONVERT = tl.constexpr(
     "{ .reg .b8 p, q, r, s;"
     " cvt.rn.satfinite.e2m1x2.f32 p, $5, $1; cvt.rn.satfinite.e2m1x2.f32 q, $6, $2;"
@@ -258,6 +303,54 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
                 _E4M3_CONVERT if element == "e4m3" else _E5M2_CONVERT,
                 "=r,f,f,f,f", [a, b], dtype=tl.uint16, is_pure=True, pack=2,
             )  # fmt: skip
+
+
+@triton.jit
+def encode_run(values, factor, noise, ELEMENT: tl.constexpr, ISA: tl.constexpr):
+    """A tuple of float32 tensors, times factor, rounded to codes side by side in an int32: 8 E2M1 or 4 FP8 codes.
+
+    noise: a tuple of four random words (uint32) for stochastic rounding, one for a pair, or an empty tuple.
+    """
+    if ISA == 0:
+        return _portable_run(values, factor, noise, ELEMENT)
+    elif ELEMENT == "e2m1":
+        scaled = ()
+        for i in tl.static_range(8):  # the even elements, then the odd ones; see `encode_pair`
+            scaled = scaled + (tl.fma(values[i // 4 + i % 4 * 2], factor, 0.0),)
+        if len(noise) == 0:
+            return tl.inline_asm_elementwise(
+                _E2M1_CONVERT if ISA >= 100 else _E2M1_GATHER,
+                "=r,f,f,f,f,f,f,f,f", scaled, dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                _E2M1_STOCHASTIC_CONVERT if ISA == 100 else _E2M1_STOCHASTIC,
+                "=r,f,f,f,f,f,f,f,f,r,r,r,r", scaled + noise, dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            _E4M3_CONVERT if ELEMENT == "e4m3" else _E5M2_CONVERT,
+            "=r,f,f,f,f", [values[0] * factor, values[2] * factor, values[1] * factor, values[3] * factor],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _portable_run(values, factor, noise, ELEMENT: tl.constexpr):
+    bits: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
+    codes = tl.zeros(values[0].shape, tl.int32)
+    for i in tl.static_range(len(values)):
+        y = values[i] * factor
+        if ELEMENT == "e2m1":
+            negative = (values[i] < 0) & (factor == factor)
+            if len(noise) == 0:
+                code = _e2m1_code(y, negative)
+            else:
+                code = _e2m1_stochastic_code(y, negative, (noise[i // 2] >> (i % 2 * 16)).to(tl.int32) & 0xFFFF)
+        else:
+            code = fp8_code(y, ELEMENT)
+        codes = codes | (code << (bits * i))
+    return codes
 
 
 @triton.jit

@@ -13,12 +13,21 @@ from fp4compile import reference
 from fp4compile._compat import known, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.targets import amax_launch, dequantize_launch, rows_launch, scaled_rows_launch, tiles_launch
-from fp4compile.templates.amax import tensor_amax
+from fp4compile.targets import (
+    amax_launch,
+    columns_amax_launch,
+    columns_launch,
+    dequantize_launch,
+    rows_launch,
+    scaled_rows_launch,
+    squares_launch,
+)
+from fp4compile.templates.amax import columns_amax, tensor_amax
 from fp4compile.templates.dequantize import dequantize_rows
 from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize_columns import quantize_columns
 from fp4compile.templates.quantize_rows import quantize_rows, quantize_scaled_rows
-from fp4compile.templates.quantize_tiles import quantize_tiles
+from fp4compile.templates.quantize_squares import quantize_squares
 
 
 @dataclass(frozen=True)
@@ -94,27 +103,29 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Quantise along the last dimension: `reference.quantize` on the GPU, bit for bit; same arguments and results.
 
-    A transposed view (its second but last dimension contiguous) is read as it lies.
+    (On SM100, stochastic rounding is the hardware's, equal in distribution only.) A transposed view (its second but
+    last dimension contiguous) is read as it lies; a transform wants one, and copies x where it is none.
     """
-    if seed is not None or transform:
-        return reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream, transform=transform)
+    if fmt.square and seed is not None:  # no recipe asks for it
+        return reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream)
     if x.dim() == 1:
-        data, scales, outer = quantize(x.unsqueeze(0), fmt, outer, layout)
-        if scales is not None and layout == "linear":
-            scales = scales.squeeze(0)
-        return data.squeeze(0), scales, outer.squeeze(0) if outer is not None and outer.dim() == 2 else outer
-    data, scales = _empty(x, fmt, layout)
-    own_rows = fmt.outer == "row" and outer is None
-    if fmt.block is not None and not own_rows and _lies_transposed(x):
+        row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
+        return reference.drop_row(row, layout)
+    down = transform or _lies_transposed(x)
+    data, scales = _empty(x, fmt, layout, down)
+    if fmt.square:
+        source = matrices(x.transpose(-2, -1) if down else x)
+        outer = _squares(source, fmt, outer, layout, **{"columns" if down else "rows": (data, scales)})
+    elif down:
         source = matrices(x.transpose(-2, -1))
-        outer = _tiles(source, fmt, outer, layout, columns=(data, scales))
-    elif fmt.square:
-        outer = _tiles(matrices(x), fmt, outer, layout, rows=(data, scales))
-    elif own_rows:
+        _, outer = _columns(source, fmt, outer, layout, (data, scales), seed=seed, stream=stream, transform=transform)
+        if fmt.outer == "row" and outer is not None:
+            outer = outer.view(*x.shape[:-1], 1)
+    elif fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        _scaled_rows(matrices(x), fmt, data, scales, outer, layout)
+        _scaled_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream)
     else:
-        outer = _rows(matrices(x), fmt, data, scales, outer, layout)
+        outer = _rows(matrices(x), fmt, data, scales, outer, layout, seed, stream)
     return (*_typed(data, scales, x.shape[-1], fmt), outer)
 
 
@@ -134,12 +145,17 @@ def quantize_both(
     Returns (data, scales, outer scale) of x and of x transposed.
     """
     transposed = x.transpose(-2, -1)
-    if seed is not None or transform:
+    if fmt.square and seed is not None:
         rows = reference.quantize(x, fmt, outer, layout, seed=seed)
-        return rows, reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1, transform=transform)
+        return rows, reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1)
     rows, columns = _empty(x, fmt, layout), _empty(transposed, fmt, layout)
-    outer = _tiles(matrices(x), fmt, outer, layout, rows=rows, columns=columns)
-    return (*_typed(*rows, x.shape[-1], fmt), outer), (*_typed(*columns, x.shape[-2], fmt), outer)
+    if fmt.square:
+        outer = column_outer = _squares(matrices(x), fmt, outer, layout, rows=rows, columns=columns)
+    else:
+        outer, column_outer = _columns(
+            matrices(x), fmt, outer, layout, columns, rows, seed=seed, stream=1, transform=transform
+        )
+    return (*_typed(*rows, x.shape[-1], fmt), outer), (*_typed(*columns, x.shape[-2], fmt), column_outer)
 
 
 def _lies_transposed(x: torch.Tensor) -> bool:
@@ -147,11 +163,16 @@ def _lies_transposed(x: torch.Tensor) -> bool:
     return not along_last and known(x.stride(-2) == 1)
 
 
-def _empty(x: torch.Tensor, fmt: BlockFormat, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Bytes for the codes and the scales of x."""
+def _empty(
+    x: torch.Tensor, fmt: BlockFormat, layout: str, down: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Bytes for the codes and the scales of x; `down`: for the kernel of columns, which stores 16 bytes at a time."""
     *batch, rows, cols = x.shape
-    unit_bytes = 1 if fmt.packed else 2
-    data = x.new_empty((*batch, rows, _units(cols, fmt) * unit_bytes), dtype=torch.uint8)
+    if fmt.block is None:
+        row_bytes = ceil_div(cols, 16 if down else 2) * (16 if down else 2)
+    else:
+        row_bytes = _units(cols, fmt) * (1 if fmt.packed else 2)
+    data = x.new_empty((*batch, rows, row_bytes), dtype=torch.uint8)
     if fmt.scale is None:
         return data, None
     blocks = ceil_div(cols, fmt.block_cols)
@@ -165,9 +186,9 @@ def _units(cols, fmt: BlockFormat):
 
 
 def _typed(data: torch.Tensor, scales: torch.Tensor | None, cols, fmt: BlockFormat):
-    """The bytes as codes and scales; an odd row without blocks loses the byte that filled its last pair."""
+    """The bytes as codes and scales; a row without blocks loses the bytes that fill its last store."""
     data = data.view(fmt.data_dtype)
-    if fmt.block is None and not known(cols % 2 == 0):
+    if fmt.block is None and not known(data.shape[-1] == cols):
         data = data[..., :cols].contiguous()
     return data, None if scales is None else scales.view(fmt.scale_dtype)
 
@@ -197,6 +218,25 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     return bits
 
 
+def columns_amax_bits(source: Matrices, plain: bool, transform: bool, each: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bits of the amax of the values as they are, if `plain`; of those transformed down the columns): int32.
+
+    each: the second for each column, [batch * cols].
+    """
+    columns = source.batch * source.cols if each else 1
+    bits = torch.zeros(columns + int(plain), dtype=torch.int32, device=source.tensor.device)
+    bits, column_bits = bits[columns:], bits[:columns]
+    config = columns_amax_launch()
+    height, width = config.kwargs["STRIPS"] * config.kwargs["BLOCK"], 2 * config.kwargs["WORDS"]
+    programs = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
+    launch(
+        columns_amax, programs, source.tensor, bits if plain else column_bits, column_bits, *source.args,
+        PLAIN=plain, TRANSFORM=transform, EACH=each, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
+        num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+    return bits, column_bits
+
+
 def _scale_grid(rows, blocks, layout: str):
     """Rows and block columns whose scale bytes the kernel writes, padding included."""
     if layout == "swizzled":
@@ -221,7 +261,7 @@ def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
     }
 
 
-def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str) -> torch.Tensor | None:
+def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int):
     """Launch the row kernel; returns the outer scale."""
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
@@ -233,42 +273,83 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str) 
     programs = source.batch * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(blocks, config.kwargs["BLOCKS"])
     launch(
         quantize_rows, programs, source.tensor, data, _or(scales, data), _or(outer, data),
-        _or(amax, data), *source.args, **constants, OUTER=mode, FLAT=flat is not None,
+        _or(amax, data), _or(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
+        OUTER=mode, FLAT=flat is not None,
         SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
     return outer
 
 
-def _tiles(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, columns=None) -> torch.Tensor | None:
-    """Launch the tile kernel for the (data, scales) that are given; returns the outer scale."""
+def _tiles(source: Matrices, height: int, width: int, layout: str):
+    """Programs of a kernel whose tiles cover swizzled scales down the columns and along the rows."""
+    rows, cols = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
+    # A column of nothing has an outer scale of its own.
+    return source.batch * torch.sym_max(ceil_div(rows, height), 1) * ceil_div(cols, width)
+
+
+def _squares(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, columns=None) -> torch.Tensor | None:
+    """Launch the kernel of square blocks for the (data, scales) that are given; returns the outer scale."""
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
-    config = tiles_launch(fmt.element)
-    height = config.kwargs["STRIPS"] * constants["BLOCK"]
-    width = 2 * config.kwargs["WORDS"]
-    covered = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
-    programs = source.batch * ceil_div(covered[0], height) * ceil_div(covered[1], width)
+    config = squares_launch(fmt.element)
+    programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
     some = rows or columns
     launch(
-        quantize_tiles, programs, source.tensor, *(rows or some), *(columns or some),
+        quantize_squares, programs, source.tensor, *(rows or some), *(columns or some),
         _or(outer, some[0]), _or(amax, some[0]), *source.args, **constants, ALONG_ROWS=rows is not None,
-        ALONG_COLUMNS=columns is not None, SQUARE=fmt.square, OUTER=mode, SWIZZLED=layout == "swizzled",
+        ALONG_COLUMNS=columns is not None, OUTER=mode, SWIZZLED=layout == "swizzled",
         ALIGN=source.align, **store_aligns(source.cols, fmt), **store_aligns(source.rows, fmt, "COLUMN_"),
-        ISA=target_of(source.tensor.device).isa,
-        num_warps=config.num_warps, **config.kwargs,
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
     return outer
 
 
-def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str) -> None:
+def _columns(
+    source: Matrices, fmt: BlockFormat, outer, layout: str, columns, rows=None,
+    *, seed: torch.Tensor | None, stream: int, transform: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Launch the kernel of columns, and of rows if they are given as well: (data, scales) of each.
+
+    Returns the outer scales of the rows and of the columns, [batch * cols] where each has its own.
+    """
+    x = source.tensor
+    if outer is None and fmt.outer == "row":
+        _, column_amax = columns_amax_bits(source, False, transform, each=True)
+        column_outer = x.new_empty(source.batch * source.cols, dtype=torch.float32)
+        amax, mode = None, "row amax"
+    elif outer is None and fmt.outer == "tensor" and transform:
+        amax, column_amax = columns_amax_bits(source, rows is not None, True, each=False)
+        outer, column_outer = (x.new_empty((), dtype=torch.float32) for _ in range(2))
+        mode = "amax"
+    else:
+        outer, amax, mode = outer_of(source, fmt, outer)
+        column_outer, column_amax = outer, amax
+    constants = format_constants(fmt)
+    config = columns_launch(fmt.element, constants["BLOCK"])
+    programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
+    data, scales = columns
+    aligns = store_aligns(source.rows, fmt, "COLUMN_")
+    aligns["COLUMN_UNIT_ALIGN"] = 2 if fmt.block is None else power_of_two(_units(source.rows, fmt) // 8, 2)
+    row_data, row_scales = rows or columns
+    launch(
+        quantize_columns, programs, x, row_data, _or(row_scales, data), _or(outer, data), _or(amax, data),
+        data, _or(scales, data), _or(column_outer, data), _or(column_amax, data), _or(seed, data), *source.args,
+        **constants, ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, STREAM=stream,
+        OUTER=mode, SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt), **aligns,
+        ISA=target_of(x.device).isa, num_warps=config.num_warps, **config.kwargs,
+    )  # fmt: skip
+    return outer, column_outer
+
+
+def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int) -> None:
     constants = format_constants(fmt)
     config = scaled_rows_launch(fmt.element, constants["BLOCK"], source.cols)
     rows, _ = _scale_grid(source.rows, 0, layout)
     programs = source.batch * ceil_div(rows, config.kwargs["ROWS"])
     launch(
-        quantize_scaled_rows, programs, source.tensor, data, _or(scales, data), outer, *source.args,
-        **constants, SWIZZLED=layout == "swizzled", ALIGN=source.align,
+        quantize_scaled_rows, programs, source.tensor, data, _or(scales, data), outer, _or(seed, data), *source.args,
+        **constants, SEEDED=seed is not None, STREAM=stream, SWIZZLED=layout == "swizzled", ALIGN=source.align,
         **store_aligns(source.cols, fmt), ISA=target_of(source.tensor.device).isa,
         num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip

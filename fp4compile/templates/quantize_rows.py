@@ -12,6 +12,7 @@ from fp4compile import _compat
 from fp4compile.templates.codec import (
     block_scale,
     encode_pair,
+    encode_run,
     float8_outer,
     infinity_to_nan,
     outer_from_amax,
@@ -20,6 +21,7 @@ from fp4compile.templates.codec import (
     unpack,
     word_amax,
 )
+from fp4compile.templates.stochastic import beside, philox
 
 FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
 
@@ -86,17 +88,16 @@ def load_tile(
 
 
 @triton.jit
-def store_units(data_ptr, units, row, unit0, per_row, row_mask, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
+def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr):
     """Store units [ROWS, n] at the rows `row` [ROWS], from unit0 on, of a matrix with `per_row` units a row.
 
     ALIGN: units that divide a row, at most 16.
     """
-    unit_type: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
     unit = tl.arange(0, units.shape[1])[None, :]
     per_row = per_row // ALIGN * ALIGN  # the same; the compiler sees how wide it may store
     left = tl.minimum(per_row - unit0, units.shape[1]).to(tl.int32)
     mask = row_mask[:, None] & (unit // ALIGN < left // ALIGN)
-    ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + unit0
+    ptr = data_ptr.to(tl.pointer_type(units.dtype), bitcast=True) + unit0
     tl.store(ptr + row.to(tl.int64)[:, None] * per_row + unit, units, mask=mask)
 
 
@@ -135,32 +136,58 @@ def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
+def encode_seeded(
+    words, factor, block, seed_ptr, dtype: tl.constexpr, ELEMENT: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr
+):
+    """Codes of words [ROWS, BLOCKS, BLOCK / 2], stochastically rounded, 8 an int32: [ROWS, BLOCKS * BLOCK / 8].
+
+    factor, block (number of the block, int64): [ROWS, BLOCKS].
+    """
+    runs: tl.constexpr = words.shape[2] // 4
+    shape: tl.constexpr = (words.shape[0], words.shape[1], runs)
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1], runs, 2, 2)))
+    word0, word2 = tl.split(even)
+    word1, word3 = tl.split(odd)
+    values = unpack(word0, dtype) + unpack(word1, dtype) + unpack(word2, dtype) + unpack(word3, dtype)
+    run = block[:, :, None] * runs + tl.arange(0, runs)[None, None, :]
+    noise = philox(beside(run, word0), tl.load(seed_ptr), STREAM)
+    codes = encode_run(values, tl.broadcast_to(factor[:, :, None], shape), noise, ELEMENT, ISA)
+    return tl.reshape(codes, (words.shape[0], words.shape[1] * runs))
+
+
+@triton.jit
 def encode_and_store(
-    words, amax, encode, decode, data_ptr, scales_ptr, batch, row, block0, rows, cols,
+    words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    HAS_OUTER: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2], whose block amaxes are known."""
+    half: tl.constexpr = BLOCK // 2
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
-    first, second = unpack(words, dtype)
-    if SCALE == "none":  # no scale shows an infinity, and saturation would hide it
-        first = infinity_to_nan(first)
-        second = infinity_to_nan(second)
-    units = encode_pair(first, second, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT, ISA)
-    units = tl.reshape(units, (words.shape[0], words.shape[1] * words.shape[2]))
-    per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * (BLOCK // 2)
-    store_units(data_ptr, units, batch.to(tl.int64) * rows + row, block0 * (BLOCK // 2), per_row, row < rows,
-                ELEMENT, UNIT_ALIGN)  # fmt: skip
+    per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
+    matrix_row = batch.to(tl.int64) * rows + row
+    if SEEDED:
+        block = matrix_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
+        units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
+        store_units(data_ptr, units, matrix_row, block0 * (half // 4), per_row // 4, row < rows, UNIT_ALIGN // 4)
+    else:
+        first, second = unpack(words, dtype)
+        if SCALE == "none":  # no scale shows an infinity, and saturation would hide it
+            first = infinity_to_nan(first)
+            second = infinity_to_nan(second)
+        units = encode_pair(first, second, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT, ISA)
+        units = tl.reshape(units, (words.shape[0], words.shape[1] * half))
+        store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
     if SCALE != "none":
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
 @triton.jit
 def quantize_rows(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, FLAT: tl.constexpr, SWIZZLED: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, FLAT: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -188,15 +215,15 @@ def quantize_rows(
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
         encode = reciprocal(decode, ISA)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
-                     batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                     SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                     seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
+                     OUTER != "none", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
 
 @triton.jit
 def quantize_scaled_rows(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,
+    x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ON_CHIP: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, each with its own outer scale, stored at outer_ptr.
@@ -233,14 +260,14 @@ def quantize_scaled_rows(
     encode = encode[:, None]
     decode = decode[:, None]
     if ON_CHIP:
-        encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, batch, row, 0, rows, cols,
-                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True,
+        encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, 0, rows, cols,
+                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SEEDED, STREAM,
                          SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
     else:
         for tile in range(tiles):
             words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
                               ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
-                             data_ptr, scales_ptr, batch, row, tile * BLOCKS, rows, cols,
-                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True,
+                             data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
+                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SEEDED, STREAM,
                              SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

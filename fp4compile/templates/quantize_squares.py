@@ -1,4 +1,4 @@
-"""Quantise two-dimensional tiles: blocks down the columns, square blocks, and rows and columns from one read.
+"""Quantise in square blocks: along rows, columns or both, whose codes are the same.
 
 A tile of x is read as words (pairs of neighbours in a row), its even and its odd rows apart: [DEPTH, STRIPS, LANES,
 words], where a strip is BLOCK rows, a lane DEPTH neighbouring pairs of rows. So a thread holds 2x2 neighbours: pairs
@@ -14,9 +14,7 @@ from fp4compile.templates.codec import (
     column_amax,
     encode_pair,
     outer_scales,
-    reciprocal,
     unpack,
-    word_amax,
 )
 from fp4compile.templates.quantize_rows import load_index, load_words, loaded, store_scales, store_units, tile_of
 
@@ -74,28 +72,25 @@ def store_square_scales(
 
 
 @triton.jit
-def quantize_tiles(
+def quantize_squares(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr,
     rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, SQUARE: tl.constexpr,
-    OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     STRIPS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of STRIPS * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
 
-    ALONG_ROWS: codes and scales of x at data_ptr, scales_ptr. ALONG_COLUMNS: codes and scales of x transposed, at
-    columns_ptr, column_scales_ptr. SQUARE: one scale for BLOCK x BLOCK elements, the same for both.
-    OUTER: as in `outer_scales`; or "row", only along columns: decode factors of the columns at outer_ptr.
+    ALONG_ROWS: codes and scales of x at data_ptr, scales_ptr. ALONG_COLUMNS: those of x transposed, at columns_ptr,
+    column_scales_ptr. OUTER: as in `outer_scales`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     half: tl.constexpr = BLOCK // 2
     depth: tl.constexpr = half // LANES
     row_count: tl.constexpr = STRIPS * BLOCK
     col_count: tl.constexpr = 2 * WORDS
-    has_outer: tl.constexpr = OUTER != "none"
 
     # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
@@ -117,60 +112,29 @@ def quantize_tiles(
     even_first, even_second = unpack(even, dtype)
     odd_first, odd_second = unpack(odd, dtype)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, CONTRACT, ISA)
-    column = col0 + tl.arange(0, col_count)
-    row = row0 + tl.arange(0, row_count)
 
-    if SQUARE:
-        first_amax, second_amax = column_amax(even, odd, ISA, dtype)
-        amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (STRIPS, WORDS // half, half)), 2)
-        byte, factor = block_scale(amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-        factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
-        even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
-        odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
-    elif ALONG_ROWS:
-        shape: tl.constexpr = (depth, STRIPS, LANES, WORDS // half, half)
-        even_amax = word_amax(tl.reshape(even, shape), 4, ISA, dtype)
-        odd_amax = word_amax(tl.reshape(odd, shape), 4, ISA, dtype)
-        even_byte, even_factor = block_scale(even_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-        odd_byte, odd_factor = block_scale(odd_amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-        even_units = encode_pair(even_first, even_second, repeat_last(even_factor, half), ELEMENT, ISA)
-        odd_units = encode_pair(odd_first, odd_second, repeat_last(odd_factor, half), ELEMENT, ISA)
+    first_amax, second_amax = column_amax(even, odd, ISA, dtype)
+    amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (STRIPS, WORDS // half, half)), 2)
+    byte, factor = block_scale(amax, encode, decode, OUTER != "none", ELEMENT, SCALE, CONTRACT, ISA)
+    factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
+    even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
+    odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
 
     if ALONG_ROWS:
+        row = row0 + tl.arange(0, row_count)
         store_units(data_ptr, interleave_rows(even_units, odd_units), batch.to(tl.int64) * rows + row,
-                    col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, ELEMENT, UNIT_ALIGN)  # fmt: skip
-        if SQUARE:
-            store_square_scales(scales_ptr, byte, batch, row_tile * STRIPS, col0 // BLOCK, rows, cols,
-                                BLOCK, SWIZZLED, SCALE_ALIGN)  # fmt: skip
-        else:
-            store_scales(scales_ptr, interleave_rows(even_byte, odd_byte), batch, row, col0 // BLOCK,
-                         rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)  # fmt: skip
-
+                    col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, UNIT_ALIGN)  # fmt: skip
+        store_square_scales(scales_ptr, byte, batch, row_tile * STRIPS, col0 // BLOCK, rows, cols,
+                            BLOCK, SWIZZLED, SCALE_ALIGN)  # fmt: skip
     if ALONG_COLUMNS:
-        if SQUARE:
-            if ELEMENT == "e2m1":
-                first_units, second_units = transpose_e2m1(even_units, odd_units)
-            else:  # cheap to encode again (and ptxas 12.8 crashes on the bytes changing places)
-                first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
-                second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
-            store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * STRIPS, cols, rows,
-                                BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
-        else:
-            first_amax, second_amax = column_amax(even, odd, ISA, dtype)
-            amax = tl.join(first_amax, second_amax)  # [STRIPS, WORDS, 2]
-            if OUTER == "row":
-                decode = tl.load(outer_ptr + batch * cols + column, mask=column < cols, other=1.0)
-                decode = tl.reshape(decode, (1, WORDS, 2))
-                encode = reciprocal(decode, ISA)
-            byte, factor = block_scale(amax, encode, decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA)
-            first_factor, second_factor = tl.split(factor)
-            first_factor = tl.broadcast_to(first_factor[None, :, None, :], even.shape)
-            second_factor = tl.broadcast_to(second_factor[None, :, None, :], even.shape)
-            first_units = encode_pair(even_first, odd_first, first_factor, ELEMENT, ISA)
-            second_units = encode_pair(even_second, odd_second, second_factor, ELEMENT, ISA)
-            bytes = tl.trans(tl.reshape(byte, (STRIPS, col_count)))
-            store_scales(column_scales_ptr, bytes, batch, column, row_tile * STRIPS, cols, tl.cdiv(rows, BLOCK),
-                         SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
+        if ELEMENT == "e2m1":
+            first_units, second_units = transpose_e2m1(even_units, odd_units)
+        else:  # cheap to encode again (and ptxas 12.8 crashes on the bytes changing places)
+            first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
+            second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
+        column = col0 + tl.arange(0, col_count)
         store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
                     row_tile * (STRIPS * half), tl.cdiv(rows, BLOCK) * half, column < cols,
-                    ELEMENT, COLUMN_UNIT_ALIGN)  # fmt: skip
+                    COLUMN_UNIT_ALIGN)  # fmt: skip
+        store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * STRIPS, cols, rows,
+                            BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip
