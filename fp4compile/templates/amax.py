@@ -29,13 +29,14 @@ def tensor_amax(
 
 @triton.jit
 def columns_amax(
-    x_ptr, amax_ptr, column_amax_ptr, rows, cols, x_batch, x_row,
+    x_ptr, amax_ptr, rows, cols, x_batch, x_row,
     PLAIN: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, STRIPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32s at column_amax_ptr as `tensor_amax` does, x being transformed down its columns (TRANSFORM).
+    """Raise the int32s at amax_ptr as `tensor_amax` does, x being transformed down its columns (TRANSFORM).
 
-    EACH: one for each column, [batch, cols]; otherwise one of all. PLAIN: raise amax_ptr to the amax of x as it is.
+    EACH: one for each column, [batch, cols]; otherwise one of all. PLAIN: before them, the amax of x as it is. (One
+    pointer, because Inductor does not order two that a kernel writes in one tensor.)
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = STRIPS * BLOCK
@@ -57,6 +58,7 @@ def columns_amax(
     else:
         first_amax = plain_first
         second_amax = plain_second
+    column_amax_ptr = amax_ptr + 1 if PLAIN else amax_ptr
     if EACH:
         column = tl.arange(0, col_count)
         bits = tl.reshape(tl.join(tl.max(first_amax, 0), tl.max(second_amax, 0)), (col_count,))

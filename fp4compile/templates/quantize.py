@@ -225,16 +225,15 @@ def columns_amax_bits(source: Matrices, plain: bool, transform: bool, each: bool
     """
     columns = source.batch * source.cols if each else 1
     bits = torch.zeros(columns + int(plain), dtype=torch.int32, device=source.tensor.device)
-    bits, column_bits = bits[columns:], bits[:columns]
     config = columns_amax_launch()
     height, width = config.kwargs["STRIPS"] * config.kwargs["BLOCK"], 2 * config.kwargs["WORDS"]
     programs = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
     launch(
-        columns_amax, programs, source.tensor, bits if plain else column_bits, column_bits, *source.args,
+        columns_amax, programs, source.tensor, bits, *source.args,
         PLAIN=plain, TRANSFORM=transform, EACH=each, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
         num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
-    return bits, column_bits
+    return (bits.narrow(0, 0, 1), bits.narrow(0, 1, columns)) if plain else (bits, bits)
 
 
 def _scale_grid(rows, blocks, layout: str):

@@ -22,10 +22,11 @@ def load_strips(
     """The words of the rows from row0 on, each from `ptr` on; zero beyond `rows` rows and `cols` elements."""
     row = row0 + tl.arange(0, STRIPS)[:, None] * BLOCK
     word = tl.arange(0, WORDS)[None, :]
+    stride = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
     strip_ptr = ptr + row.to(tl.int64) * x_row
     strips = ()
     for i in tl.static_range(BLOCK):
-        row_ptr = strip_ptr + i * x_row.to(tl.int64)
+        row_ptr = strip_ptr + i * stride
         strips = strips + (load_words(row_ptr, word, cols, row + i < rows, dtype, ALIGN),)
     return strips
 
