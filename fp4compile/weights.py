@@ -136,7 +136,7 @@ def _pack(weight: torch.Tensor, format: str, dim: int) -> tuple[torch.Tensor, ..
     if kept is not None and kept.fits(weight):  # another thread was first
         return kept.tensors
     fresh = _quantize(weight, format, dim)
-    if kept is not None:
+    if kept is not None and kept.tensors[0].device == weight.device:
         for old, new in zip(kept.tensors, fresh, strict=True):
             old.copy_(new)
         fresh = kept.tensors

@@ -28,6 +28,46 @@ def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
     assert "quantize_rows" in code or "quantize_tiles" in code or "quantize_scaled_rows" in code
 
 
+PRODUCTS = [("nvfp4", 7, "def scaled_mm_decode("), ("nvfp4_weight_only", 1, "def scaled_mm_decode("),
+            ("nvfp4", 40, "def scaled_mm_tiles("), ("nvfp4", 130, "def expand_matrix("),
+            ("mxfp8", 130, "def scaled_mm_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("recipe", "rows", "launched"), PRODUCTS)
+def test_products_are_launched_from_the_wrapper(recipe, rows, launched):
+    layer = torch.nn.Linear(512, 528, dtype=torch.bfloat16)
+    x = torch.randn(rows, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = torch.compile(layer, backend=fp4compile.backend(recipe, strict=True))(x)
+        compiled = torch.compile(layer.cuda(), backend=fp4compile.backend(recipe, strict=True))
+        got, (code,) = run_and_get_code(compiled, x.cuda())
+    assert launched in code
+    assert ".scaled_mm.default(" not in code
+    torch.testing.assert_close(got.cpu(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.gpu
+def test_any_number_of_rows_keeps_the_op():
+    """Which kernel is best is known when the graph runs; no guard is added for it."""
+    layer = torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
+    chosen = fp4compile.backend("nvfp4", strict=True)
+    graphs = []
+
+    def backend(graph_module, inputs, **options):
+        graphs.append(graph_module)
+        return chosen(graph_module, inputs, **options)
+
+    compiled = torch.compile(layer, backend=backend, dynamic=True)
+    w = fp4compile.quantize(layer.weight, "nvfp4").dequantize()
+    with torch.no_grad():
+        for rows in (40, 4, 1000):
+            x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+            expected = fp4compile.quantize(x, "nvfp4").dequantize() @ w.t() + layer.bias.float()
+            torch.testing.assert_close(compiled(x).float(), expected, rtol=2**-7, atol=2**-7)
+    assert len(graphs) == 1
+
+
 @pytest.mark.gpu
 def test_weights_changed_between_replays_of_a_cuda_graph():
     layer = torch.nn.Linear(64, 64, device="cuda")

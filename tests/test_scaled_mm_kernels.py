@@ -295,6 +295,23 @@ def test_large(a, b, m):
 
 @gpu
 @for_gpus
+@pytest.mark.parametrize("m", [1, 40, 600])
+def test_float8_on_fp8_matrix_units(m):
+    """Where the library's FP8 product serves: its sums have fewer bits than float32, so the bound is wider."""
+    fmt = formats.get("float8_rowwise")
+    x, w, bias = torch.randn(m, 1024), torch.randn(256, 1024), torch.randn(256).bfloat16()
+    a, b = quantized(x, fmt), quantized(w, fmt)
+    left, right = (values(*operand, 1024) * operand[2].double() for operand in (a, b))
+    for bias_or_none in (bias, None):
+        there = [t.cuda() if isinstance(t, torch.Tensor) else t for t in (*a, *b, bias_or_none)]
+        got = kernels.scaled_mm(*there, torch.bfloat16).cpu().double()
+        expected = left @ right.T + (0.0 if bias_or_none is None else bias.double())
+        bound = (left.abs() @ right.abs().T) * 2.0**-12 + expected.abs() * 2.0**-8
+        assert ((got - expected).abs() <= bound).all()
+
+
+@gpu
+@for_gpus
 def test_library_repairs_small_scales():
     """Large matrices with blocks that bf16 cannot hold: the tiles are computed again, exactly."""
     fmt = formats.get("mxfp8")

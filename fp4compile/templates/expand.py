@@ -40,29 +40,35 @@ def compute_dtype(COMPUTE, interpreting):
 
 
 # Four bytes of two codes each ($4) times 16-bit scales ($5, $6) -> first ($0, $1) and second elements ($2, $3). A code
-# with its magnitude at bit 9 of an fp16 is its value times 2^-14, at bit 6 of a bf16 times 2^-126.
-@triton.constexpr_function
-def _expand_e2m1_ptx(kind):
-    if kind == "f16x2":  # the byte in the upper half of each 16 bits
-        spread, shift, mask = ("0x1404", "0x3424"), "shr.b32 m, {0}, 3;", "0x0E000E00"
-    else:  # in both halves
-        spread, shift, mask = ("0x1100", "0x3322"), "shl.b32 m, {0}, 2;", "0x01C001C0"
+# with its magnitude at bit 9 of an fp16 and its sign at bit 15 is its value times 2^-14, with the magnitude at bit 6 of
+# a bf16 times 2^-126. A select puts signs and shifted magnitudes together, of all second codes of four bytes (fp16) or
+# of both codes of two bytes (bf16) at once.
+_SELECT = "0xE4"  # lop3: the first operand where the third is set, else the second
+
+
+def _expand_e2m1_f16_ptx():
     steps = []
-    for i in range(2):
-        steps.append(f"prmt.b32 r, $4, 0, {spread[i]};")
-        for second in (1, 0):
-            product = f"${2 * second + i}, m, ${5 + i}"
-            if not second:
-                steps.append("shl.b32 r, r, 4;")
-            steps.append(
-                shift.format("r") + f" and.b32 s, r, 0x80008000; lop3.b32 m, m, {mask}, s, 0xEA;"
-                + (f" mul.rn.{kind} {product};" if kind == "f16x2" else f" fma.rn.{kind} {product}, z;")
-            )
-    return "{ .reg .b32 r, m, s, z; mov.b32 z, 0x80008000; " + " ".join(steps) + " }"
+    for second, source in ((1, "$4"), (0, "v")):
+        steps.append(f"shr.u32 u, {source}, 3; lop3.b32 u, u, {source}, 0x0E0E0E0E, {_SELECT}; and.b32 u, u, 0x8E8E8E8E;")
+        for i, spread in enumerate(("0x1404", "0x3424")):
+            out = f"${2 * second + i}"
+            steps.append(f"prmt.b32 {out}, u, 0, {spread}; mul.rn.f16x2 {out}, {out}, ${5 + i};")
+    return "{ .reg .b32 u, v; shl.b32 v, $4, 4; " + " ".join(steps) + " }"
 
 
-_E2M1_F16 = tl.constexpr(_expand_e2m1_ptx("f16x2"))
-_E2M1_BF16 = tl.constexpr(_expand_e2m1_ptx("bf16x2"))
+def _expand_e2m1_bf16_ptx():
+    steps = []
+    for i, spread in enumerate(("0x1100", "0x3322")):
+        steps.append(
+            f"prmt.b32 u, $4, 0, {spread}; shl.b32 v, u, 2; lop3.b32 u, v, u, 0x01DC01DC, {_SELECT};"
+            f" and.b32 ${2 + i}, u, 0x81C081C0; shl.b32 u, u, 4; and.b32 ${i}, u, 0x81C081C0;"
+            f" fma.rn.bf16x2 ${i}, ${i}, ${5 + i}, z; fma.rn.bf16x2 ${2 + i}, ${2 + i}, ${5 + i}, z;"
+        )
+    return "{ .reg .b32 u, v, z; mov.b32 z, 0x80008000; " + " ".join(steps) + " }"
+
+
+_E2M1_F16 = tl.constexpr(_expand_e2m1_f16_ptx())
+_E2M1_BF16 = tl.constexpr(_expand_e2m1_bf16_ptx())
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from fp4compile.targets import Target
 from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize import power_of_two
+from fp4compile.templates.scaled_mm_decode import scaled_mm_decode
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 
@@ -25,13 +26,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
+DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
 DECODE = {
     ("plain", 8): (32, 128, 4, 3, 4, 128), ("packed", 8): (32, 128, 4, 4, 4, 128),
     ("plain", 16): (32, 64, 4, 4, 4, 128), ("packed", 16): (32, 128, 2, 5, 2, 128),
     ("plain", 32): (64, 32, 4, 5, 4, 128), ("packed", 32): (64, 64, 4, 5, 4, 128),
-    ("plain", 64): (128, 64, 1, 4, 4, 256), ("packed", 64): (128, 64, 1, 4, 8, 256),
+    ("plain", 64): (128, 32, 1, 4, 8, 256), ("packed", 64): (64, 64, 1, 4, 4, 512),
 }  # fmt: skip
 COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -110,7 +112,7 @@ def _operand(name: str, data, scales, outer, fmt: BlockFormat | None) -> Operand
         scales = None
     elif fmt is not None:
         swizzled = _check_scales(name, scales, fmt, batch, rows, k)
-        scales = scales.contiguous().view(torch.uint8)
+        scales = _aligned(scales.contiguous().view(torch.uint8))
     if outer is not None:
         if outer.dtype != torch.float32 or (outer.dim() > 0 and tuple(outer.shape) != (*batch, rows, 1)):
             raise ValueError(f"{name}_outer: expected float32 of shape () or {(*batch, rows, 1)}, "
@@ -121,9 +123,12 @@ def _operand(name: str, data, scales, outer, fmt: BlockFormat | None) -> Operand
         if not known(width % 2 == 0):  # two codes make a unit
             data = F.pad(data, (0, width % 2))
     data = data.contiguous()
-    if fmt is None and not known(data.storage_offset() * data.element_size() % 16 == 0):
-        data = data.clone()
-    return Operand(data, scales, outer, fmt, swizzled, tuple(batch), rows, k)
+    return Operand(_aligned(data), scales, outer, fmt, swizzled, tuple(batch), rows, k)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, where need be copied to where 16 bytes can be read at a time."""
+    return x if known(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
 
 
 def _check_scales(name: str, scales, fmt: BlockFormat, batch, rows, k) -> bool:
@@ -234,6 +239,8 @@ def _product(p: Problem) -> torch.Tensor:
         return _native(p)
     if _float8(p):
         return _scaled_by_row(p)
+    if _streams(p):
+        return _decode(p)
     if _use_library(p):
         return _library(p)
     return _tiles(p)
@@ -272,6 +279,33 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
     a, b = (x.data.view(rows, p.k).view(torch.float8_e4m3fn) for x, rows in ((p.left, p.m), (p.right, p.n)))
     a_outer, b_outer = p.left.outer.view(p.m, 1), p.right.outer.view(1, p.n)
     return torch._scaled_mm(a, b.t(), a_outer, b_outer, p.bias, out_dtype=p.out_dtype, use_fast_accum=False)
+
+
+def _streams(p: Problem) -> bool:
+    """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
+    weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
+    few = known(p.m <= DECODE_ROWS) and known(p.k % 64 == 0) and known(p.k > 0)
+    return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
+
+
+def _decode(p: Problem) -> torch.Tensor:
+    """The product of a few rows, expanded to 16 bits if they are quantised, at the speed of the weights."""
+    a = _expanded(p.left, torch.float16, p.left.data, p)
+    out = p.empty()
+    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    tile = decode_launch(p.n, p.k)
+    launch(
+        scaled_mm_decode, ceil_div(p.n, tile["ROWS"]), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
+        p.m, p.n, p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
+        B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
+        EVEN=int(known(p.k % (128 * tile["WARPS"]) == 0)), ISA=p.target.isa, num_warps=tile["WARPS"], **tile,
+    )  # fmt: skip
+    return out
+
+
+def decode_launch(n, k) -> dict:
+    """Tile of `scaled_mm_decode`."""
+    return {"ROWS": 32 if known(n >= 8192) else 16, "WARPS": 8 if known(k >= 2048) else 4, "STAGES": 3}
 
 
 def _use_library(p: Problem) -> bool:

@@ -23,12 +23,12 @@ def rescale(
         if A_OUTER == "tensor":
             factor = tl.load(a_outer_ptr)
         else:
-            factor = tl.load(a_outer_ptr + batch.to(tl.int64) * m + row, mask=row < m, other=1.0)
+            factor = tl.load(a_outer_ptr + tl.cast(batch, tl.int64) * m + row, mask=row < m, other=1.0)
     if B_OUTER != "none":
         if B_OUTER == "tensor":
             other = tl.load(b_outer_ptr)
         else:
-            b_rows = batch.to(tl.int64) * n if B_BATCHED else 0
+            b_rows = tl.cast(batch, tl.int64) * n if B_BATCHED else 0
             other = tl.load(b_outer_ptr + b_rows + col, mask=col < n, other=1.0)
         factor = factor * other if A_OUTER != "none" else other
     if A_OUTER != "none" or B_OUTER != "none":
