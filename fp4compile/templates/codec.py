@@ -354,7 +354,7 @@ def _portable_run(values, factor, noise, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_value(code):
+def e2m1_value(code):
     """E2M1 code (int32, upper bits ignored) -> float32.
 
     Its three low bits are the top of a float32 whose exponent is too small by 126; the product is exact.
@@ -364,8 +364,8 @@ def _e2m1_value(code):
 
 
 @triton.jit
-def _fp8_value(code, element: tl.constexpr):
-    """FP8 code (int32, eight bits) -> float32, as `_e2m1_value`."""
+def fp8_value(code, element: tl.constexpr):
+    """FP8 code (int32, eight bits) -> float32, as `e2m1_value`."""
     shift: tl.constexpr = 23 - mantissa_bits(element)
     magnitude = code & 0x7F
     if element == "e4m3":
@@ -379,18 +379,26 @@ def _fp8_value(code, element: tl.constexpr):
 
 
 @triton.jit
-def decode_pair(units, element: tl.constexpr, ISA: tl.constexpr):
-    """Units of two codes -> (first, second) in float32."""
-    if element == "e2m1":
+def fp8_pair(units, element: tl.constexpr, ISA: tl.constexpr):
+    """uint16 units -> two FP8 values, in fp16 (which holds each of them) or, in the portable form, float32."""
+    if ISA == 0:
         codes = units.to(tl.int32)
-        return _e2m1_value(codes), _e2m1_value(codes >> 4)
-    elif ISA == 0:
-        codes = units.to(tl.int32)
-        return _fp8_value(codes & 0xFF, element), _fp8_value((codes >> 8) & 0xFF, element)
+        return fp8_value(codes & 0xFF, element), fp8_value((codes >> 8) & 0xFF, element)
     else:
         fp8: tl.constexpr = tl.float8e4nv if element == "e4m3" else tl.float8e5
         first = units.to(tl.uint8).to(fp8, bitcast=True)
         second = (units >> 8).to(tl.uint8).to(fp8, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+
+
+@triton.jit
+def decode_pair(units, element: tl.constexpr, ISA: tl.constexpr):
+    """Units of two codes -> (first, second) in float32."""
+    if element == "e2m1":
+        codes = units.to(tl.int32)
+        return e2m1_value(codes), e2m1_value(codes >> 4)
+    else:
+        first, second = fp8_pair(units, element, ISA)
         return first.to(tl.float32), second.to(tl.float32)
 
 
@@ -433,7 +441,7 @@ def e4m3_round(value, ISA: tl.constexpr):
     """float32 >= 0 -> (E4M3 byte as int32, its value in float32); saturating, NaN gives 0x7F and NaN."""
     if ISA == 0:
         byte = fp8_code(value, "e4m3")
-        return byte, _fp8_value(byte, "e4m3")
+        return byte, fp8_value(byte, "e4m3")
     else:
         code = value.to(tl.float8e4nv)
         return code.to(tl.uint8, bitcast=True).to(tl.int32), code.to(tl.float32)
@@ -444,7 +452,7 @@ def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
     """Scale bytes (uint8) -> float32."""
     code = byte.to(tl.int32)
     if SCALE == "e4m3":
-        return _fp8_value(code, "e4m3")
+        return fp8_value(code, "e4m3")
     else:
         value = tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
         return tl.where(code == 255, float("nan"), value)

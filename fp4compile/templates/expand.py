@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fp4compile import _compat
-from fp4compile.templates.codec import _e2m1_value, _fp8_value, decode_scale, unpack
+from fp4compile.templates.codec import decode_scale, e2m1_value, fp8_pair, unpack
 from fp4compile.templates.quantize_rows import load_words, swizzle
 
 TINY = tl.constexpr(32)
@@ -156,7 +156,7 @@ def expand(
         if ISA == 0 or COMPUTE == "fp32":
             scale = spread_scales(decode_scale(byte, SCALE, ISA) * 2.0 ** -shift, BLOCK // 2)
             codes = units.to(tl.int32)
-            return (_e2m1_value(codes) * scale).to(out), (_e2m1_value(codes >> 4) * scale).to(out)
+            return (e2m1_value(codes) * scale).to(out), (e2m1_value(codes >> 4) * scale).to(out)
         else:
             scale = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             if COMPUTE == "bf16":
@@ -173,8 +173,8 @@ def expand(
             scale = spread_scales(scale, BLOCK // 2)
             if ELEMENT == "e2m1":
                 codes = units.to(tl.int32)
-                first = _e2m1_value(codes)
-                second = _e2m1_value(codes >> 4)
+                first = e2m1_value(codes)
+                second = e2m1_value(codes >> 4)
             else:
                 first, second = fp8_pair(units, ELEMENT, ISA)
             return (first * scale).to(out), (second * scale).to(out)
@@ -186,16 +186,3 @@ def expand(
             else:
                 first, second = fp8_pair(units, ELEMENT, ISA)
             return first.to(out) * scale, second.to(out) * scale
-
-
-@triton.jit
-def fp8_pair(units, ELEMENT: tl.constexpr, ISA: tl.constexpr):
-    """uint16 units -> two FP8 values, in fp16 (which holds each of them) or, in the portable form, float32."""
-    if ISA == 0:
-        codes = units.to(tl.int32)
-        return _fp8_value(codes & 0xFF, ELEMENT), _fp8_value((codes >> 8) & 0xFF, ELEMENT)
-    else:
-        fp8: tl.constexpr = tl.float8e4nv if ELEMENT == "e4m3" else tl.float8e5
-        first = units.to(tl.uint8).to(fp8, bitcast=True)
-        second = (units >> 8).to(tl.uint8).to(fp8, bitcast=True)
-        return first.to(tl.float16), second.to(tl.float16)
