@@ -267,6 +267,16 @@ def float8_native(a: BlockFormat | None, b: BlockFormat | None, n, k, out_dtype,
             and known(n > 0) and known(k > 0))  # fmt: skip
 
 
+def on_matrix_units(a, b, n, k, out_dtype, device: torch.device) -> bool:
+    """Whether the matrix units of the device multiply the operands as they are quantised.
+
+    a, b: (format, whether the scales are swizzled) of each.
+    """
+    target = target_of(device)
+    formats = a[0], b[0]
+    return native(*formats, a[1] and b[1], target) or float8_native(*formats, n, k, out_dtype, target)
+
+
 def _float8(p: Problem) -> bool:
     outer = (p.left.outer_kind, p.right.outer_kind) == ("row", "row")
     bias = p.bias is None or p.bias.dtype == p.out_dtype
@@ -284,7 +294,7 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
 def _streams(p: Problem) -> bool:
     """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
     weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
-    few = known(p.m <= DECODE_ROWS) and known(p.k % 64 == 0) and known(p.k > 0)
+    few = known(p.m <= DECODE_ROWS) and isinstance(p.k, int) and p.k > 0 and p.k % 32 == 0
     return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
 
 
@@ -293,19 +303,24 @@ def _decode(p: Problem) -> torch.Tensor:
     a = _expanded(p.left, torch.float16, p.left.data, p)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    tile = decode_launch(p.n, p.k)
+    rows, warps = decode_launch(p.n, p.k)
     launch(
-        scaled_mm_decode, ceil_div(p.n, tile["ROWS"]), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
-        p.m, p.n, p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
+        scaled_mm_decode, ceil_div(p.n, rows), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, p.m, p.n,
+        CHUNKS=p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        EVEN=int(known(p.k % (128 * tile["WARPS"]) == 0)), ISA=p.target.isa, num_warps=tile["WARPS"], **tile,
+        ROWS=rows, WARPS=warps, EVEN=int(known(p.n % rows == 0) and p.k % (128 * warps) == 0), ISA=p.target.isa,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def decode_launch(n, k) -> dict:
-    """Tile of `scaled_mm_decode`."""
-    return {"ROWS": 32 if known(n >= 8192) else 16, "WARPS": 8 if known(k >= 2048) else 4, "STAGES": 3}
+def decode_launch(n, k: int) -> tuple[int, int]:
+    """Rows of weights and warps of a program of `scaled_mm_decode`: one wave of programs for the common shapes."""
+    if known(n >= 8192):
+        return 32, 8 if k >= 8192 else 4
+    if known(n >= 4096) and k >= 8192:
+        return 32, 16
+    return 16, 8 if k >= 2048 else 4
 
 
 def _use_library(p: Problem) -> bool:

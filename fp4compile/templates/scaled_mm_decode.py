@@ -1,7 +1,7 @@
 """The product of a few rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
 
-A decode step reads every weight once and does little else, so what counts is instructions an element, about two and a
-half here, and loads in flight. Each lane loads 16 bytes of codes (32 neighbours of a row) straight from memory into
+A decode step reads every weight once and does little else, so what counts is instructions an element, about three
+here, and loads in flight. Each lane loads 16 bytes of codes (32 neighbours of a row) straight from memory into
 the registers from which `mma.sync` reads its A operand; nothing goes through shared memory. That the contraction
 dimension is then cut among lanes in another order than the instruction's own does not matter, as the activations come
 in the same order.
@@ -53,22 +53,20 @@ def _step_ptx(compute: str, groups: int) -> str:
     """Groups of 16 rows of weights times 8 rows of activations, over 128 elements, added to the sums.
 
     Operands: 4 sums a group, out; for each group the codes of row g (two words of 64 bits), those of row g + 8 and
-    their scale bytes; the address of 32 activations and whether to read them (else they are 0); the sums. (Triton would
-    copy the activations to shared memory first, which is what they are too many for.)
+    their scale bytes; eight words of 64 bits of activations; the sums; a number that is never negative.
+
+    The branch on that number is never taken. It ends a basic block: ptxas schedules what nothing waits for last, and
+    would issue the loads of the next step's operands when this step's work is done.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]
     sums = 4 * groups
-    address, wanted = f"${sums + 6 * groups}", f"${sums + 6 * groups + 1}"
-    before = [f"${sums + 6 * groups + 2 + i}" for i in range(sums)]
-    text = ["{ .reg .pred p; .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, x<16>, y<4>; .reg .b16 h, k;"
+    x = [f"${sums + 6 * groups + i}" for i in range(8)]
+    before = [f"${sums + 6 * groups + 8 + i}" for i in range(sums)]
+    text = ["{ .reg .pred never; .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, x<4>, y<4>; .reg .b16 h, k;"
             " .reg .f32 f, g; mov.b32 z, 0x80008000;"]  # fmt: skip
     text += [f"mov.f32 ${i}, {before[i]};" for i in range(sums)]
-    text += [f"mov.b32 x{i}, 0;" for i in range(16)]
-    text.append(f"setp.ne.b32 p, {wanted}, 0;")
-    for word in range(4):
-        registers = ", ".join(f"x{4 * word + i}" for i in range(4))
-        text.append(f"@p ld.global.nc.v4.b32 {{{registers}}}, [{address} + {16 * word}];")
+    text.append(f"setp.lt.s32 never, ${2 * sums + 6 * groups + 8}, 0; @never bra done;")
     for group in range(groups):
         operands = [f"${sums + 6 * group + i}" for i in range(6)]
         text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, {operands[i]};" for i in range(4)]
@@ -80,20 +78,20 @@ def _step_ptx(compute: str, groups: int) -> str:
                 for register, scale in (("a", "s"), ("b", "t")):
                     product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
                     text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
+            text.append(f"mov.b64 {{x0, x1}}, {x[2 * word]}; mov.b64 {{x2, x3}}, {x[2 * word + 1]};")
             for j in range(4):
-                first = 4 * word + j // 2
-                text.append(f"prmt.b32 y{j}, x{first}, x{first + 2}, {'0x7632' if j % 2 else '0x5410'};")
+                text.append(f"prmt.b32 y{j}, x{j // 2}, x{2 + j // 2}, {'0x7632' if j % 2 else '0x5410'};")
             for j in (0, 2):
                 text.append(
                     f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{{c}}},"
                     f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y{j}, y{j + 1}}}, {{{c}}};"
                 )
-    return " ".join(text) + " }"
+    return " ".join(text) + " done: }"
 
 
 def _operands(groups: int) -> str:
     sums = 4 * groups
-    return ",".join(["=&f"] * sums + ["l", "l", "l", "l", "r", "r"] * groups + ["l", "r"] + ["f"] * sums)
+    return ",".join(["=&f"] * sums + ["l", "l", "l", "l", "r", "r"] * groups + ["l"] * 8 + ["f"] * sums + ["r"])
 
 
 _F16_16 = tl.constexpr(_step_ptx("fp16", 1))
@@ -105,55 +103,75 @@ _OPERANDS_32 = tl.constexpr(_operands(2))
 
 
 @triton.jit
-def _step(w, x, c, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
+def _step(w, x, c, m, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
     """The sums c of ROWS rows of weights w and 8 rows of activations x, 128 elements further."""
     if ROWS == 16:
-        return tl.inline_asm_elementwise(_F16_16 if COMPUTE == "fp16" else _BF16_16, _OPERANDS_16, w + x + c,
+        return tl.inline_asm_elementwise(_F16_16 if COMPUTE == "fp16" else _BF16_16, _OPERANDS_16, w + x + c + (m,),
                                          dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
     else:
-        return tl.inline_asm_elementwise(_F16_32 if COMPUTE == "fp16" else _BF16_32, _OPERANDS_32, w + x + c,
+        return tl.inline_asm_elementwise(_F16_32 if COMPUTE == "fp16" else _BF16_32, _OPERANDS_32, w + x + c + (m,),
                                          dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
                                                 tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
 
 
 @triton.jit
-def _load_pair(ptr, at, mask, EVEN: tl.constexpr):
-    """16 bytes at `at` (in units of 16 bytes), as two int64."""
-    ptr += at[:, None] * 2 + tl.arange(0, 2)[None, :]
-    return tl.split(tl.load(ptr) if EVEN else tl.load(ptr, mask=mask[:, None], other=0))
+def _load_pair(ptr, mask, EVEN: tl.constexpr):
+    """16 bytes as two int64."""
+    if EVEN:
+        return tl.split(tl.load(ptr))
+    else:
+        return tl.split(tl.load(ptr, mask=mask[:, None], other=0))
 
 
 @triton.jit
-def _load_row(
-    codes_ptr, scales_ptr, row, chunk, mask, chunks,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of a row of weights: 32 codes (two int64), and their two scale bytes in the low half of an int32."""
-    first, second = _load_pair(codes_ptr, row * chunks + chunk, mask, EVEN)
-    if SWIZZLED:
-        at = swizzle(row, chunk // 2 * 4, chunks // 2) // 4
-    elif SQUARE:
-        at = (row // 16 * chunks + chunk) // 2
+def _load_group(codes_ptr, p_ptr, q_ptr, mask, q_mask, AT: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
+    """Codes and scale bytes of the rows AT and AT + 8, as `_step_ptx` takes them."""
+    p0, p1 = _load_pair(codes_ptr + AT * CHUNKS * 2, mask, EVEN)
+    q0, q1 = _load_pair(codes_ptr + (AT + 8) * CHUNKS * 2, q_mask, EVEN)
+    if EVEN:
+        ps = tl.load(p_ptr)
+        qs = tl.load(q_ptr)
     else:
-        at = (row * chunks + chunk) // 2
-    word = tl.load(scales_ptr + at) if EVEN else tl.load(scales_ptr + at, mask=mask, other=0)
-    return first, second, word >> (chunk % 2 * 16)
+        ps = tl.load(p_ptr, mask=mask, other=0)
+        qs = tl.load(q_ptr, mask=q_mask, other=0)
+    return p0, p1, q0, q1, ps.to(tl.int32), qs.to(tl.int32)
 
 
 @triton.jit
 def _load_weights(
-    codes_ptr, scales_ptr, row, chunk, n, chunks,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    codes_ptr, scales_ptr, row, chunk, n,
+    CHUNKS: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales as `_step_ptx` takes them; beyond the last row the last one again."""
-    w = ()
-    for group in tl.static_range(ROWS // 16):
-        p = tl.minimum(row + 16 * group, n - 1)
-        q = tl.minimum(row + 16 * group + 8, n - 1)
-        p0, p1, ps = _load_row(codes_ptr, scales_ptr, p, chunk, chunk < chunks, chunks, SQUARE, SWIZZLED, EVEN)
-        q0, q1, qs = _load_row(codes_ptr, scales_ptr, q, chunk, chunk < chunks, chunks, SQUARE, SWIZZLED, EVEN)
-        w = w + (p0, p1, q0, q1, ps, qs)
+    inside = chunk < CHUNKS
+    w = _load_group(codes_ptr, scales_ptr + _scales_at(row, chunk, CHUNKS, SQUARE, SWIZZLED),
+                    scales_ptr + _scales_at(row + 8, chunk, CHUNKS, SQUARE, SWIZZLED),
+                    inside & (row < n), inside & (row + 8 < n), 0, CHUNKS, EVEN)  # fmt: skip
+    if ROWS == 32:
+        w = w + _load_group(codes_ptr, scales_ptr + _scales_at(row + 16, chunk, CHUNKS, SQUARE, SWIZZLED),
+                            scales_ptr + _scales_at(row + 24, chunk, CHUNKS, SQUARE, SWIZZLED),
+                            inside & (row + 16 < n), inside & (row + 24 < n), 16, CHUNKS, EVEN)  # fmt: skip
     return w
+
+
+@triton.jit
+def _scales_at(row, chunk, CHUNKS: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Where the two scale bytes of a chunk lie, in units of two bytes."""
+    if SWIZZLED:
+        return swizzle(row, chunk * 2, tl.cdiv(CHUNKS, 2)) // 2
+    elif SQUARE:
+        return row // 16 * CHUNKS + chunk
+    else:
+        return row * CHUNKS + chunk
+
+
+@triton.jit
+def _load_activations(ptr, mask):
+    """32 elements, as eight int64."""
+    x0, x1 = _load_pair(ptr, mask, False)
+    x2, x3 = _load_pair(ptr + 2, mask, False)
+    x4, x5 = _load_pair(ptr + 4, mask, False)
+    x6, x7 = _load_pair(ptr + 6, mask, False)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
@@ -183,29 +201,42 @@ def _finish(
 
 @triton.jit
 def scaled_mm_decode(
-    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n, chunks,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, COMPUTE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n,
+    CHUNKS: tl.constexpr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr,
+    B_SWIZZLED: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
     EVEN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= 8) and b [n, 16 * chunks] (bytes of codes); chunks is even.
+    """out [m, n] of a [m, 32 * CHUNKS] (bf16 or fp16, m <= 8) and b [n, 16 * CHUNKS] (bytes of codes).
 
     One program: ROWS (16 or 32) rows of b; its WARPS warps (as many as the launch has) cut the contraction dimension
-    among themselves. EVEN: no warp has a step beyond the end.
+    among themselves. EVEN: no program and no warp has a row or a step beyond the end. CHUNKS is a constant so that
+    the distances between rows are immediate offsets of the loads.
     """
-    codes_ptr = b_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    scales_ptr = b_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    x_ptr = a_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     lane = tl.arange(0, 32 * WARPS)
+    chunk = lane // 32 * 4 + lane % 4
     row_m = lane % 32 // 4
     row_n = tl.program_id(0) * ROWS + row_m
+    half = tl.arange(0, 2)[None, :]
+    codes_ptr = b_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + (row_n * CHUNKS + chunk)[:, None] * 2 + half
+    scales_ptr = b_scales_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+    x_ptr = a_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + (row_m * CHUNKS + chunk)[:, None] * 8 + half
+
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = (zero, zero, zero, zero) if ROWS == 16 else (zero, zero, zero, zero, zero, zero, zero, zero)
-    for step in tl.range(tl.cdiv(chunks, 4 * WARPS), num_stages=STAGES):
-        chunk = step * (4 * WARPS) + lane // 32 * 4 + lane % 4
-        w = _load_weights(codes_ptr, scales_ptr, row_n, chunk, n, chunks, B_SQUARE, B_SWIZZLED, ROWS, EVEN)
-        x = ((x_ptr + (row_m * chunks + chunk) * 8).to(tl.int64), ((row_m < m) & (chunk < chunks)).to(tl.int32))
-        c = _step(w, x, c, COMPUTE, ROWS)
+    steps: tl.constexpr = (CHUNKS + 4 * WARPS - 1) // (4 * WARPS)
+    w = _load_weights(codes_ptr, scales_ptr, row_n, chunk, n, CHUNKS, B_SQUARE, B_SWIZZLED, ROWS, EVEN)
+    x = _load_activations(x_ptr, (row_m < m) & (chunk < CHUNKS))
+    for step in range(steps):
+        # The next step's operands; after the last one the same again, from the cache.
+        ahead = tl.where(step + 1 < steps, 4 * WARPS, 0)
+        chunk += ahead
+        codes_ptr += ahead * 2
+        x_ptr += ahead * 8
+        next_w = _load_weights(codes_ptr, scales_ptr, row_n, chunk, n, CHUNKS, B_SQUARE, B_SWIZZLED, ROWS, EVEN)
+        next_x = _load_activations(x_ptr, (row_m < m) & (chunk < CHUNKS))
+        c = _step(w, x, c, m, COMPUTE, ROWS)
+        w = next_w
+        x = next_x
 
     lane = tl.arange(0, 32)
     row_m = lane % 4 * 2
