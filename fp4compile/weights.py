@@ -28,11 +28,12 @@ QUANTIZE = torch.ops.fp4compile.quantize.default
 
 @dataclass(frozen=True)
 class Recipient:
-    """A quantise that left the graph: of which input, as which format, along which dimension."""
+    """A quantise that left the graph: of which input, as which format, along which dimension, scales in which layout."""
 
     index: int
     format: str
     dim: int = -1
+    layout: str = "linear"
 
 
 @dataclass
@@ -87,9 +88,9 @@ def hoist(gm: GraphModule, inputs: tuple[Input, ...]) -> tuple[list[Recipient], 
     recipients, examples, last = [], [], placeholders[-1] if placeholders else None
     for node in gm.graph.find_nodes(op="call_function", target=QUANTIZE):
         source, fmt, *dim = node.args
-        if source not in parameters or node.kwargs:
+        if source not in parameters or node.kwargs.keys() - {"layout"}:
             continue
-        recipients.append(Recipient(placeholders.index(source), fmt, *dim))
+        recipients.append(Recipient(placeholders.index(source), fmt, *dim, **node.kwargs))
         for index, value in enumerate(node.meta["val"]):
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"packed_{len(examples)}")
@@ -110,7 +111,7 @@ def _redirect(quantize: Node, index: int, replacement: Node) -> None:
 
 def _with_packed(compiled: Callable, recipients: list[Recipient]) -> Callable:
     def call(args: list) -> Any:
-        packed = [tensor for r in recipients for tensor in packed_weight(args[r.index], r.format, r.dim)]
+        packed = [tensor for r in recipients for tensor in packed_weight(args[r.index], r.format, r.dim, r.layout)]
         values = [*args, *packed]
         args.clear()
         return compiled(values)
@@ -119,30 +120,30 @@ def _with_packed(compiled: Callable, recipients: list[Recipient]) -> Callable:
     return call
 
 
-def packed_weight(weight: torch.Tensor, format: str, dim: int) -> tuple[torch.Tensor, ...]:
+def packed_weight(weight: torch.Tensor, format: str, dim: int, layout: str = "linear") -> tuple[torch.Tensor, ...]:
     """(data, scales, outer scale) of a weight, kept until its storage or version changes."""
     if weight.is_inference():  # no version counter: nothing tells whether it changed
-        return _quantize(weight, format, dim)
-    kept = _packed.get(weight, {}).get((format, dim))
+        return _quantize(weight, format, dim, layout)
+    kept = _packed.get(weight, {}).get((format, dim, layout))
     if kept is not None and kept.fits(weight):
         return kept.tensors
     with _lock:
-        return _pack(weight, format, dim)
+        return _pack(weight, format, dim, layout)
 
 
-def _pack(weight: torch.Tensor, format: str, dim: int) -> tuple[torch.Tensor, ...]:
+def _pack(weight: torch.Tensor, *form) -> tuple[torch.Tensor, ...]:
     forms = _packed.setdefault(weight, {})
-    kept = forms.get((format, dim))
+    kept = forms.get(form)
     if kept is not None and kept.fits(weight):  # another thread was first
         return kept.tensors
-    fresh = _quantize(weight, format, dim)
+    fresh = _quantize(weight, *form)
     if kept is not None and kept.tensors[0].device == weight.device:
         for old, new in zip(kept.tensors, fresh, strict=True):
             old.copy_(new)
         fresh = kept.tensors
-    forms[format, dim] = _Packed(StorageWeakRef(weight.untyped_storage()), weight._version, fresh)
+    forms[form] = _Packed(StorageWeakRef(weight.untyped_storage()), weight._version, fresh)
     return fresh
 
 
-def _quantize(weight: torch.Tensor, format: str, dim: int) -> tuple[torch.Tensor, ...]:
-    return QUANTIZE(weight.detach(), format, dim)
+def _quantize(weight: torch.Tensor, format: str, dim: int, layout: str) -> tuple[torch.Tensor, ...]:
+    return QUANTIZE(weight.detach(), format, dim, layout=layout)

@@ -1,12 +1,22 @@
 """Lowering: on a GPU the generated wrapper launches the kernels; elsewhere it calls the ops."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
+from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates.launch import on_paper
 
 
 def generated_code(layer, backend, x, **options):
@@ -86,6 +96,41 @@ def test_the_cpu_keeps_the_ops():
     layer = torch.nn.Linear(64, 48)
     code = generated_code(layer, fp4compile.backend("nvfp4", strict=True), torch.randn(8, 64))
     assert "fp4compile.quantize.default" in code and "fp4compile.scaled_mm.default" in code
+
+
+def launched_on(sm, recipe, shape=(256, 512, 1024)):
+    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there."""
+    m, n, k = shape
+    inputs = (Input(), Input("weight"))
+    with FakeTensorMode(), on_paper(Target(sm)) as launches:
+        x, w = (torch.empty(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+        graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        decisions = plan(find(graph, inputs), named(recipe), inputs)
+        rewrite(graph, decisions)
+        lower(graph)
+    return decisions[0].tier, [(launch.kernel.__name__, launch.constants.get("SWIZZLED")) for launch in launches]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "nvfp4_train", "mxfp8", "mxfp8_32x32", "mxfp4"])
+def test_block_scaled_matrix_units_get_swizzled_scales(recipe):
+    """On SM100 every operand is quantised with swizzled scales and the block-scaled kernel is launched."""
+    tier, launches = launched_on(100, recipe)
+    assert tier == "native"
+    assert launches[-1][0] == "scaled_mm_native"
+    quantised = [swizzled for kernel, swizzled in launches if kernel.startswith("quantize")]
+    assert len(quantised) == 2 and all(quantised)
+
+
+@pytest.mark.parametrize(("sm", "recipe", "expected"), [
+    (90, "nvfp4", "emulated"), (100, "nvfp4_weight_only", "emulated"), (90, "float8_rowwise", "native"),
+    (80, "float8_rowwise", "emulated")])  # fmt: skip
+def test_who_computes_other_products(sm, recipe, expected):
+    tier, launches = launched_on(sm, recipe)
+    assert tier == expected
+    assert "scaled_mm_native" not in dict(launches)
+    assert not any(swizzled for _, swizzled in launches)
 
 
 def quantizes(x):

@@ -19,9 +19,9 @@ def packings(monkeypatch):
     counted = []
     quantize = weights._quantize
 
-    def counting(weight, format, dim):
+    def counting(weight, format, dim, layout):
         counted.append((format, dim))
-        return quantize(weight, format, dim)
+        return quantize(weight, format, dim, layout)
 
     monkeypatch.setattr(weights, "_quantize", counting)
     return counted

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4compile import formats
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.find import Gemm, Input
 from fp4compile.recipe import Recipe, named
@@ -19,13 +20,14 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 class Treatment:
     """How an operand is quantised. format: its name. outer: static decode factor, None computes it.
 
-    stochastic: rounded stochastically. hadamard: transformed along the contraction first.
+    stochastic: rounded stochastically. hadamard: transformed along the contraction first. layout: of the block scales.
     """
 
     format: str
     outer: float | None = None
     stochastic: bool = False
     hadamard: bool = False
+    layout: str = "linear"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
 def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
     if gemm.packed is not None:
         left, right = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
-        return Decision(gemm, left=left, right=right, tier=_tier(gemm))
+        return Decision(gemm, left=left, right=right, tier=_tier(gemm, left, right))
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
@@ -93,13 +95,30 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
         if fmt is not None:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
-    return Decision(gemm, **chosen, tier=_tier(gemm))
+    left, right = (chosen.get(side) for side in ("left", "right"))
+    if _tier(gemm, *_swizzled(left, right)) == "native":
+        left, right = _swizzled(left, right)
+    return Decision(gemm, left=left, right=right, tier=_tier(gemm, left, right))
 
 
-def _tier(gemm: Gemm) -> str:
-    """Kernels serve CUDA tensors, the reference all others. The native tier needs swizzled scales, which no graph has
-    yet."""
-    return "emulated" if gemm.node.meta["val"].device.type == "cuda" else "reference"
+def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
+    """With block scales in the layout that the matrix units of SM100 read."""
+    return [None if t is None else replace(t, layout="swizzled" if formats.get(t.format).scale else t.layout)
+            for t in treatments]  # fmt: skip
+
+
+def _tier(gemm: Gemm, left: Treatment | None, right: Treatment | None) -> str:
+    """Who computes the product. Kernels serve CUDA tensors, the reference all others."""
+    out = gemm.node.meta["val"]
+    if out.device.type != "cuda":
+        return "reference"
+    if left is None or right is None:
+        return "emulated"
+    from fp4compile.templates.scaled_mm import on_matrix_units  # here, so that the CPU needs no Triton
+
+    operands = [(formats.get(t.format), t.layout == "swizzled") for t in (left, right)]
+    _, n, k = gemm.dims
+    return "native" if on_matrix_units(*operands, n, k, out.dtype, out.device) else "emulated"
 
 
 def _unfit(gemm: Gemm) -> str | None:

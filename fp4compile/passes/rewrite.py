@@ -100,6 +100,8 @@ class _Builder:
             kwargs["outer"] = self._call(
                 aten.full.default, ([], treatment.outer), meta, dtype=torch.float32, device=device
             )
+        if treatment.layout != "linear":
+            kwargs["layout"] = treatment.layout
         if treatment.stochastic:
             kwargs["seed"] = self._seed(source, meta)
         if treatment.hadamard:
