@@ -4,18 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 import fp4compile
+from fp4compile import formats
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
+from fp4compile.templates import quantize, scaled_mm
 from fp4compile.templates.launch import on_paper
 
 
@@ -160,3 +165,50 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
     assert counts == [5]
     for kernel in ("quantize_rows", "tensor_amax", "quantize_scaled_rows", "quantize_tiles", "dequantize_rows"):
         assert f"def {kernel}(" in code
+
+
+class NoGpu:
+    """A Triton driver that knows its target and nothing else."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def launches():
+    """One of every kernel, in each of the ways that change what it writes."""
+    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    with on_paper(Target(90)) as found:
+        for name in ("nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "float8_rowwise"):
+            fmt = formats.get(name)
+            quantize.quantize(x, fmt)
+            quantize.quantize(x.mT, fmt)
+            if fmt.outer != "row":
+                quantize.quantize_both(x, fmt)
+        te = formats.get("nvfp4_te")
+        quantize.quantize(x[:, :1].mT, te)  # strides of one
+        quantize.quantize_both(x, te, seed=seed, transform=True)
+        for m in (1, 256):
+            for name in ("nvfp4", "mxfp8"):
+                fmt = formats.get(name)
+                operands = []
+                for rows in (m, 128):
+                    data, scales, outer = torch.ops.fp4compile.quantize(x[:1].expand(rows, -1), name)
+                    operands += [data, scales, outer if fmt.outer else None, fmt]
+                scaled_mm.scaled_mm(*operands, None, torch.bfloat16)
+    return {(one.kernel.__name__, str(one.constants)): one for one in found}.values()
+
+
+def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
+    """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    kernels = set()
+    for launch in launches():
+        tensors = {name for name, value in launch.args.items() if isinstance(value, torch.Tensor)}
+        arguments = {k: torch.empty(16, dtype=v.dtype) if k in tensors else v for k, v in launch.args.items()}
+        constants = kernel_side_table.add_constant_args(launch.constants)
+        written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
+        assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
+        kernels.add(launch.kernel.__name__)
+    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_tiles"}
+    assert "assuming every input is mutated" not in caplog.text

@@ -168,7 +168,7 @@ def _e2m1_code(y, negative):
 
 @triton.jit
 def _e2m1_stochastic_code(y, negative, noise):
-    """As `_e2m1_code`, the 16 bits of `noise` (int32) deciding between neighbours: `reference.e2m1_encode_stochastic`."""
+    """As `_e2m1_code`, with 16 bits of `noise` (int32) between neighbours: `reference.e2m1_encode_stochastic`."""
     m = tl.minimum(tl.abs(y), 6.0)
     subnormal = m < 1.0
     bits = tl.where(subnormal, m + 1.0, m).to(tl.int32, bitcast=True) + (noise << 6) + 32
@@ -231,7 +231,8 @@ def _e2m1_stochastic_ptx() -> str:
             f" mad.lo.u32 bits, bits, 64, noise; mov.b32 sign, {value}; and.b32 sign, sign, 0x80000000;"
             " or.b32 bits, bits, sign; shf.l.wrap.b32 codes, bits, codes, 4;"
         )
-    return "{ .reg .f32 m; .reg .b32 noise, bits, sign, codes; mov.b32 codes, 0; " + " ".join(steps) + " mov.b32 $0, codes; }"
+    registers = ".reg .f32 m; .reg .b32 noise, bits, sign, codes;"
+    return f"{{ {registers} mov.b32 codes, 0; {' '.join(steps)} mov.b32 $0, codes; }}"
 
 
 _E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())

@@ -49,7 +49,8 @@ _SELECT = "0xE4"  # lop3: the first operand where the third is set, else the sec
 def _expand_e2m1_f16_ptx():
     steps = []
     for second, source in ((1, "$4"), (0, "v")):
-        steps.append(f"shr.u32 u, {source}, 3; lop3.b32 u, u, {source}, 0x0E0E0E0E, {_SELECT}; and.b32 u, u, 0x8E8E8E8E;")
+        select = f"lop3.b32 u, u, {source}, 0x0E0E0E0E, {_SELECT};"
+        steps.append(f"shr.u32 u, {source}, 3; {select} and.b32 u, u, 0x8E8E8E8E;")
         for i, spread in enumerate(("0x1404", "0x3424")):
             out = f"${2 * second + i}"
             steps.append(f"prmt.b32 {out}, u, 0, {spread}; mul.rn.f16x2 {out}, {out}, ${5 + i};")

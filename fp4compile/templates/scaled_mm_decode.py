@@ -106,12 +106,16 @@ _OPERANDS_32 = tl.constexpr(_operands(2))
 def _step(w, x, c, m, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
     """The sums c of ROWS rows of weights w and 8 rows of activations x, 128 elements further."""
     if ROWS == 16:
-        return tl.inline_asm_elementwise(_F16_16 if COMPUTE == "fp16" else _BF16_16, _OPERANDS_16, w + x + c + (m,),
-                                         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+        return tl.inline_asm_elementwise(
+            _F16_16 if COMPUTE == "fp16" else _BF16_16, _OPERANDS_16, w + x + c + (m,),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        return tl.inline_asm_elementwise(_F16_32 if COMPUTE == "fp16" else _BF16_32, _OPERANDS_32, w + x + c + (m,),
-                                         dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32,
-                                                tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+        return tl.inline_asm_elementwise(
+            _F16_32 if COMPUTE == "fp16" else _BF16_32, _OPERANDS_32, w + x + c + (m,),
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
