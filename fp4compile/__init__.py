@@ -4,6 +4,7 @@ from fp4compile.backend import backend
 from fp4compile.calibrate import calibrate
 from fp4compile.capture import explain
 from fp4compile.formats import BlockFormat
+from fp4compile.launch import register_with_accelerate
 from fp4compile.ops import BlockScaled, quantize, scaled_mm
 from fp4compile.packing import load_packed, pack_, save_packed
 from fp4compile.recipe import Recipe, recipes
@@ -23,6 +24,7 @@ __all__ = [
     "pack_",
     "quantize",
     "recipes",
+    "register_with_accelerate",
     "save_packed",
     "scaled_mm",
 ]

@@ -5,7 +5,6 @@ two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_f
 `backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
 """
 
-import functools
 import logging
 import re
 import warnings
@@ -166,9 +165,22 @@ def as_passes(slot: Any) -> tuple:
     return tuple(slot) if isinstance(slot, list | tuple) else (slot,)
 
 
-@functools.cache
+_named: dict[str, Callable] = {}
+
+
+def named_reports() -> list[Report]:
+    """The reports of the backends that were used by name in this process."""
+    return [function.report for function in _named.values() if function.report.rows]
+
+
 def _by_name(name: str) -> Callable:
     """A function, because Dynamo's registry sets attributes on what it registers. `.report` is its backend's."""
+    if name not in _named:
+        _named[name] = _function(name)
+    return _named[name]
+
+
+def _function(name: str) -> Callable:
     chosen = backend(None if name == "default" else name)
 
     def compile_named(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
