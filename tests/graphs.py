@@ -1,4 +1,4 @@
-"""What the tests read compiled graphs with."""
+"""What the tests read compiled graphs with, and what these keep."""
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -55,3 +55,25 @@ def compile_recorded(model, backend, slot="post_grad_custom_pre_pass", **options
     """(compiled model, recorder); the recorder sees each graph that reaches the slot."""
     recorder = Recorder()
     return torch.compile(model, backend=backend, options={slot: recorder, **options}), recorder
+
+
+class Keeping(torch.autograd.graph.saved_tensors_hooks):
+    """Notes what the forward saves for the backward."""
+
+    def __init__(self):
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        super().__init__(self._note, lambda tensor: tensor)
+
+    def __enter__(self):
+        super().__enter__()
+        return self
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = storage
+        return tensor
+
+    def size(self, parameters=()) -> int:
+        """Bytes that live from forward to backward, without those of the parameters. What FSDP has freed has none."""
+        known = {parameter.untyped_storage()._cdata for parameter in parameters}
+        return sum(storage.size() for key, storage in self.storages.items() if key not in known)

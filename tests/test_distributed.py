@@ -1,0 +1,90 @@
+"""DDP and FSDP2 on two processes against the same training in one.
+
+What a rank quantises is its own tokens. So a recipe whose scales span no two ranks (`mxfp8`: blocks of 32 values of one
+token, or of 32 tokens of one rank) gives the losses of one process with the global batch. Where a scale spans the
+tensor (`nvfp4`), or rounding is stochastic (`nvfp4_train`), it gives those of one process that takes each rank's share
+by itself, from the same random state, and averages the gradients.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_worker
+import pytest
+import torch
+from distributed_worker import RANKS, STEPS, Case, train_alone
+
+CASES = [
+    "fsdp/float32/mxfp8", "fsdp/bfloat16/mxfp8", "ddp/float32/mxfp8", "ddp/bfloat16/mxfp8",
+    "fsdp/float32/nvfp4", "fsdp/bfloat16/nvfp4_train",
+]  # fmt: skip
+CLOSE = 1e-5  # relative: float32 sums in another order, and what they move to the next code
+TWO_GPUS = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")]
+)
+
+
+@pytest.fixture(scope="module", params=["cpu", TWO_GPUS])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.fixture(scope="module")
+def runs(device, cache, tmp_path_factory):
+    """All cases by two processes, of one start."""
+    output = tmp_path_factory.mktemp("distributed") / "runs.pt"
+    done = subprocess.run(
+        [sys.executable, distributed_worker.__file__, device, str(output), *CASES], cwd=Path(__file__).parents[1],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return torch.load(output)
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(fresh_compiler, cache, monkeypatch):
+    """One cache for the module: most graphs are compiled by the two processes and used by one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+
+
+@functools.cache
+def alone(case, device, parts):
+    return train_alone(Case.parse(case), device, parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process_that_takes_the_shares_one_by_one(case, runs, device):
+    run, expected = runs[case], alone(case, device, RANKS)
+    assert run["losses"] == pytest.approx(expected.losses, rel=CLOSE)
+    assert run["evaluated"] == pytest.approx(expected.evaluated, rel=CLOSE)
+    assert len(set(run["losses"] + run["evaluated"])) == 2 * STEPS, "weights change, and evaluation sees it"
+    # Blocks that are compiled one by one share one graph, whose names are the block's own.
+    blocks = [""] if case.startswith("fsdp") else ["layers.0.", "layers.1."]
+    layers = [block + layer for block in blocks for layer in ("down", "up")]
+    assert run["quantised"] == [(layer, product) for layer in layers for product in ("dgrad", "fprop", "wgrad")]
+
+
+@pytest.mark.parametrize("case, close", {
+    "fsdp/float32/mxfp8": CLOSE,
+    "ddp/float32/mxfp8": CLOSE,
+    "fsdp/bfloat16/mxfp8": 1e-4,  # each rank rounds its gradients to bfloat16
+}.items())  # fmt: skip
+def test_equals_one_process_with_the_global_batch(case, close, runs, device):
+    run, expected = runs[case], alone(case, device, 1)
+    assert run["losses"] == pytest.approx(expected.losses, rel=close)
+    assert run["evaluated"] == pytest.approx(expected.evaluated, rel=close)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("fsdp")])
+def test_resharding_frees_the_parameters(case, runs, device):
+    """After forward and backward no whole parameter is there, and nothing is kept that one process would not keep."""
+    assert runs[case]["freed"] == [True] * 2 * STEPS
+    assert runs[case]["kept"] == alone(case, device, RANKS).kept > 0
