@@ -1,6 +1,6 @@
 """Training on two processes, and the same training in one: what tests/test_distributed.py runs and compares.
 
-    python tests/distributed_worker.py cpu|cuda OUTPUT CASE...      CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8
+    python tests/distributed_worker.py cpu|cuda OUTPUT CASE...     CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8
 """
 
 import copy

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
 from fp4compile.passes.find import Gemm, Operand
@@ -128,13 +129,15 @@ class _Builder:
         return self.seeds[key]
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
         """Metadata of a quantise: where the partitioner and activation checkpointing shall count it."""
-        if operand.role == "wgrad_x":
-            # Part of the forward, made for the backward: recomputed where the layer's forward is recomputed.
-            return gemm.forward.meta
         if operand.role == "dgrad_w":
             # A packed copy of a parameter that is there anyway: never saved, made when the backward needs it.
             return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
-        return gemm.node.meta
+        # An activation for wgrad is part of the forward: recomputed where the layer's forward is recomputed.
+        meta = gemm.forward.meta if operand.role == "wgrad_x" else gemm.node.meta
+        if "recompute" in meta:
+            # A checkpointing policy that saves the product says nothing of its operands: these come from what is saved.
+            return meta | {"recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+        return meta
 
     def _call(self, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
         return new_node(self.graph, target, args, meta, **kwargs)
