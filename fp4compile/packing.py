@@ -6,7 +6,7 @@ goes down too. A packed layer computes what the compiled layer would, with the s
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any
 
@@ -30,11 +30,16 @@ _BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 @dataclass(frozen=True)
 class LayerFormat:
     """How a packed layer multiplies: its weight's format, its activation's (None: as it comes), and that one's static
-    outer scale (None: computed)."""
+    outer scale (None: computed). Raises ValueError for formats that do not exist or cannot be multiplied."""
 
     weight: str
     activation: str | None
     activation_outer: float | None = None
+
+    def __post_init__(self):
+        weight = formats.get(self.weight)
+        if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
+            raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
 
 
 class PackedLinear(nn.Module):
@@ -244,14 +249,31 @@ def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
-    content = json.loads(metadata)
-    tensors |= {name: tensors[source] for name, source in content["aliases"].items()}
-    for name, state in content["layers"].items():
+    layers, aliases = _parse(path, metadata)
+    for name, source in aliases.items():
+        if source not in tensors:
+            raise ValueError(f"{path}: tensor {source!r}, which {name!r} shares, is missing")
+        tensors[name] = tensors[source]
+    for name, state in layers.items():
         fmt = formats.get(state["weight"])
         for buffer, dtype in (("weight_data", fmt.data_dtype), ("weight_scales", fmt.scale_dtype)):
             if f"{name}.{buffer}" in tensors:
                 tensors[f"{name}.{buffer}"] = tensors[f"{name}.{buffer}"].view(dtype)
-    return content["layers"], tensors
+    return layers, tensors
+
+
+def _parse(path: str | PathLike, metadata: str) -> tuple[dict[str, dict], dict[str, str]]:
+    """(state of the packed layers, tensors that share another's memory) of a file's metadata."""
+    keys = {field.name for field in fields(LayerFormat)} | {"in_features", "out_features"}
+    try:
+        content = json.loads(metadata)
+        layers, aliases = content["layers"], content["aliases"]
+        whole = all(set(state) == keys for state in layers.values()) and isinstance(aliases, dict)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: its metadata is not what fp4compile.save_packed writes")
+    return layers, aliases
 
 
 def _empty_layer(model: nn.Module, name: str, state: dict[str, Any]) -> PackedLinear:

@@ -1,5 +1,7 @@
 """Packed models: same results as the compiled model, less memory, files that load or leave the model as it was."""
 
+import json
+
 import pytest
 import torch
 
@@ -128,3 +130,54 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path):
 
     save_file({"x": torch.ones(1)}, path)
     assert_refused(Net(), path, "not written by")
+
+
+def without(state, *path):
+    *parents, last = path
+    for key in parents:
+        state = state[key]
+    del state[last]
+
+
+def with_value(state, value, *path):
+    *parents, last = path
+    for key in parents:
+        state = state[key]
+    state[last] = value
+
+
+@pytest.mark.parametrize("spoil, match", [
+    (lambda meta: meta.clear(), "metadata"),
+    (lambda meta: without(meta, "aliases"), "metadata"),
+    (lambda meta: without(meta, "layers", "layers.0", "activation"), "metadata"),
+    (lambda meta: with_value(meta, [], "layers", "layers.0"), "metadata"),
+    (lambda meta: with_value(meta, "gone", "aliases", "lm_head.weight"), "'gone', which 'lm_head.weight' shares"),
+    (lambda meta: with_value(meta, "nvfp5", "layers", "layers.0", "weight"), "unknown format 'nvfp5'"),
+    (lambda meta: with_value(meta, "mxfp4", "layers", "layers.0", "weight"), "cannot be multiplied"),
+    (lambda meta: with_value(meta, "mxfp8", "layers", "layers.0", "activation"), "cannot be multiplied"),
+    (lambda meta: with_value(meta, "nvfp5", "layers", "layers.0", "activation"), "unknown format 'nvfp5'"),
+    (lambda meta: with_value(meta, "nvfp4_rowwise", "layers", "layers.0", "weight"), "'layers.0.weight_outer' is"),
+])  # fmt: skip
+def test_files_of_another_format_leave_the_model_as_it_was(spoil, match, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    with safe_open(path, "pt") as file:
+        metadata = json.loads(file.metadata()["fp4compile"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    spoil(metadata)
+    save_file(tensors, path, {"fp4compile": json.dumps(metadata)})
+    assert_refused(Net(), path, match)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "mxfp8")
+    fp4compile.save_packed(model, path)
+    whole = path.read_bytes()
+    for length in (0, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert_refused(Net(), path, "not a whole safetensors file")
