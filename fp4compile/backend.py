@@ -165,29 +165,26 @@ def as_passes(slot: Any) -> tuple:
     return tuple(slot) if isinstance(slot, list | tuple) else (slot,)
 
 
-_named: dict[str, Callable] = {}
+_named: dict[Backend, Callable] = {}
 
 
 def named_reports() -> list[Report]:
     """The reports of the backends that were used by name in this process."""
-    return [function.report for function in _named.values() if function.report.rows]
+    return [used.report for used in _named if used.report.rows]
 
 
 def _by_name(name: str) -> Callable:
     """A function, because Dynamo's registry sets attributes on what it registers. `.report` is its backend's."""
-    if name not in _named:
-        _named[name] = _function(name)
-    return _named[name]
-
-
-def _function(name: str) -> Callable:
     chosen = backend(None if name == "default" else name)
+    if chosen in _named:
+        return _named[chosen]
 
     def compile_named(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         return chosen(gm, example_inputs, **kwargs)
 
     compile_named.__name__ = chosen.__name__
     compile_named.report, compile_named.reset = chosen.report, chosen.reset
+    _named[chosen] = compile_named
     return compile_named
 
 
