@@ -127,6 +127,7 @@ class _Builder:
             drawn.meta["val"] = _fake_value(drawn)
             self.seeds[key] = self._call(aten.select.int, (drawn, 0, index), meta)
         return self.seeds[key]
+
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
         """Metadata of a quantise: where the partitioner and activation checkpointing shall count it."""
         if operand.role == "dgrad_w":
