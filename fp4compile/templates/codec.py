@@ -219,20 +219,30 @@ def _e2m1_stochastic_ptx() -> str:
     """As `_e2m1_gather_ptx`, rounded stochastically; $9-$12 a random word for each pair, its low half the even one's.
 
     m = min(|y|, 6) * 2^-126 is a float32 whose top bits are the code, those below 1 being subnormal in both formats.
-    Shifted to the sign bit, and a half added as in the reference, it takes the noise below the code.
+    Shifted by 2 the code lies in the top byte, and below it go two bytes of noise and the half that the reference adds.
     """
     steps = []
-    for i in reversed(range(8)):
+    for i in range(8):
         value, word = f"${1 + i // 2 + 4 * (i % 2)}", f"${9 + i // 2}"
-        shift = f"shr.u32 noise, {word}, 4;" if i % 2 else f"shl.b32 noise, {word}, 12;"
         steps.append(
-            f"{shift} and.b32 noise, noise, 0x0FFFF000; or.b32 noise, noise, 0x800;"
+            f"prmt.b32 noise, {word}, 0x80, {'0x7324' if i % 2 else '0x7104'};"
             f" abs.f32 m, {value}; mul.rn.f32 m, m, 0f00800000; min.f32 m, m, 0f01C00000; mov.b32 bits, m;"
-            f" mad.lo.u32 bits, bits, 64, noise; mov.b32 sign, {value}; and.b32 sign, sign, 0x80000000;"
-            " or.b32 bits, bits, sign; shf.l.wrap.b32 codes, bits, codes, 4;"
+            f" mad.lo.u32 s{i}, bits, 4, noise;"
         )
-    registers = ".reg .f32 m; .reg .b32 noise, bits, sign, codes;"
-    return f"{{ {registers} mov.b32 codes, 0; {' '.join(steps)} mov.b32 $0, codes; }}"
+    signs = " ".join(
+        f"mov.b32 bits, ${1 + i // 2 + 4 * (i % 2)}; shf.l.wrap.b32 signs, bits, signs, 4;" for i in reversed(range(8))
+    )
+    top_bytes = " ".join(
+        f"prmt.b32 {into}, s{i}, s{i + 2}, 0x0073; prmt.b32 noise, s{i + 4}, s{i + 6}, 0x7300;"
+        f" prmt.b32 {into}, {into}, noise, 0x7610;"
+        for i, into in enumerate(("even", "odd"))
+    )
+    return (
+        "{ .reg .f32 m; .reg .b32 noise, bits, s<8>, signs, even, odd; mov.b32 signs, 0; "
+        + " ".join(steps)
+        + f" {signs} {top_bytes} mad.lo.u32 even, odd, 16, even; and.b32 signs, signs, 0x88888888;"
+        " or.b32 $0, even, signs; }"
+    )
 
 
 _E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())

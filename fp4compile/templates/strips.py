@@ -22,12 +22,20 @@ def load_strips(
     """The words of the rows from row0 on, each from `ptr` on; zero beyond `rows` rows and `cols` elements."""
     row = row0 + tl.arange(0, STRIPS)[:, None] * BLOCK
     word = tl.arange(0, WORDS)[None, :]
-    stride = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
-    strip_ptr = ptr + row.to(tl.int64) * x_row
+    x_row = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
     strips = ()
-    for i in tl.static_range(BLOCK):
-        row_ptr = strip_ptr + i * stride
-        strips = strips + (load_words(row_ptr, word, cols, row + i < rows, dtype, ALIGN),)
+    if ALIGN > 0:
+        # As `load_words`; a pointer walks down the rows.
+        word_type: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 16 else tl.int64
+        stride = x_row // (2 * ALIGN) * ALIGN
+        word_ptr = ptr.to(tl.pointer_type(word_type), bitcast=True) + row * stride + word
+        inside = word // ALIGN < cols // 2 // ALIGN
+        for i in tl.static_range(BLOCK):
+            strips = strips + (tl.load(word_ptr, mask=(row < rows - i) & inside, other=0),)
+            word_ptr += stride
+    else:
+        for i in tl.static_range(BLOCK):
+            strips = strips + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
     return strips
 
 
@@ -45,28 +53,43 @@ def unpack_strips(strips, dtype: tl.constexpr):
 
 @triton.jit
 def hadamard(values):
-    """`reference.hadamard` of 16 float32 tensors: along the tuple."""
-    signed = ()
-    for i in tl.static_range(16):
-        if (HADAMARD_SIGNS >> i) & 1:
-            signed = signed + (-values[i],)
-        else:
-            signed = signed + (values[i],)
-    values = _butterflies(_butterflies(_butterflies(_butterflies(signed, 1), 2), 4), 8)
+    """`reference.hadamard` of 16 float32 tensors: along the tuple.
+
+    Negations cost nothing if they wait: those of a pair are the first one's, up to the choice of sum and difference.
+    """
+    signs: tl.constexpr = HADAMARD_SIGNS
+    values = _butterflies(values, signs, 1)
+    signs1: tl.constexpr = signs_after(signs, 1)
+    values = _butterflies(values, signs1, 2)
+    signs2: tl.constexpr = signs_after(signs1, 2)
+    values = _butterflies(values, signs2, 4)
+    signs4: tl.constexpr = signs_after(signs2, 4)
+    values = _butterflies(values, signs4, 8)
+    signs8: tl.constexpr = signs_after(signs4, 8)
     scaled = ()
     for i in tl.static_range(16):
-        scaled = scaled + (values[i] * 0.25,)
+        if (signs8 >> i) & 1:
+            scaled = scaled + (values[i] * -0.25,)
+        else:
+            scaled = scaled + (values[i] * 0.25,)
     return scaled
 
 
+@triton.constexpr_function
+def signs_after(signs, distance):
+    """The negations that are left to do after `_butterflies`: bit i for the i-th value."""
+    return sum((signs >> (i & ~distance) & 1) << i for i in range(16))
+
+
 @triton.jit
-def _butterflies(values, DISTANCE: tl.constexpr):
+def _butterflies(values, SIGNS: tl.constexpr, DISTANCE: tl.constexpr):
+    """Sums and differences of values that lie DISTANCE apart, those of SIGNS to be negated."""
     out = ()
     for i in tl.static_range(16):
-        if i & DISTANCE:
-            out = out + (values[i - DISTANCE] - values[i],)
+        if (i // DISTANCE + (SIGNS >> (i & ~DISTANCE)) + (SIGNS >> (i | DISTANCE))) & 1:
+            out = out + (values[i & ~DISTANCE] - values[i | DISTANCE],)
         else:
-            out = out + (values[i] + values[i + DISTANCE],)
+            out = out + (values[i & ~DISTANCE] + values[i | DISTANCE],)
     return out
 
 
