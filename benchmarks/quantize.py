@@ -58,7 +58,10 @@ def empty_kernel(ptr, ON: tl.constexpr):
 
 
 def nbytes(outputs) -> int:
-    return sum(t.numel() * t.element_size() for t in outputs if t is not None)
+    """Bytes of the tensors; those of `quantize_both` come in two tuples."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.numel() * outputs.element_size()
+    return sum(nbytes(output) for output in outputs if output is not None)
 
 
 def cases() -> list[tuple[str, str, Callable, int]]:
@@ -79,6 +82,23 @@ def cases() -> list[tuple[str, str, Callable, int]]:
     def static(x, fmt):
         return kernels.quantize(x, fmt, STATIC[0])
 
+    seed = torch.tensor(1, device="cuda")
+
+    def stochastic(x, fmt):
+        return kernels.quantize(x, fmt, seed=seed)
+
+    def transformed(x, fmt):
+        return kernels.quantize(x.mT, fmt, transform=True)
+
+    def transformed_stochastic(x, fmt):
+        return kernels.quantize(x.mT, fmt, seed=seed, stream=1, transform=True)
+
+    def activations(x, fmt):
+        return kernels.quantize_both(x, fmt, transform=True)
+
+    def gradients(x, fmt):
+        return kernels.quantize_both(x, fmt, seed=seed, transform=True)
+
     return [
         ("rows", "mxfp8", rows, 1), ("rows, swizzled", "mxfp8", swizzled, 1), ("32x32", "mxfp8_32x32", rows, 1),
         ("rows", "nvfp4_one_level", rows, 1), ("rows, swizzled", "nvfp4_one_level", swizzled, 1),
@@ -88,6 +108,10 @@ def cases() -> list[tuple[str, str, Callable, int]]:
         ("16x16, static", "nvfp4_16x16", static, 1), ("16x16, dynamic", "nvfp4_16x16", rows, 2),
         ("both", "mxfp8", both, 1), ("both", "mxfp8_32x32", both, 1), ("both", "nvfp4_one_level", both, 1),
         ("both", "mxfp4", both, 1), ("both, dynamic", "nvfp4_16x16", both, 2),
+        ("row-scaled columns", "float8_rowwise", columns, 2), ("row-scaled columns", "nvfp4_rowwise", columns, 2),
+        ("rows, stochastic", "nvfp4_te", stochastic, 2), ("columns, Hadamard", "nvfp4_te", transformed, 2),
+        ("columns, Hadamard, stochastic", "nvfp4_te", transformed_stochastic, 2),
+        ("both, Hadamard", "nvfp4_te", activations, 2), ("both, Hadamard, stochastic", "nvfp4_te", gradients, 2),
     ]  # fmt: skip
 
 

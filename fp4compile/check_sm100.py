@@ -118,7 +118,9 @@ class Checked:
             found.append(f"{self.local_accesses} local-memory accesses")
         if missing := expected - set(self.conversions):
             found.append(f"no conversion to {', '.join(sorted(missing))}")
-        if not self.wide_loads or not (self.wide_stores or self.kernel.endswith("_amax")):
+        # The kernel of columns loads 4 or 8 bytes a thread, whole lines a warp: wider ones cost it registers.
+        loads = self.wide_loads or self.kernel == "quantize_columns"
+        if not loads or not (self.wide_stores or self.kernel.endswith("_amax")):
             found.append("no 16-byte global accesses")
         return found
 

@@ -48,6 +48,9 @@ def _launch(num_warps: int, **constants: int) -> Launch:
     return Launch(tuple(constants.items()), num_warps)
 
 
+# A tensor up to this size has its maxima in partial ones, written without being set to 0 before.
+MOST_ELEMENTS_IN_PARTIAL_MAXIMA = 2**21
+
 # The launch tables below were measured on an H200 at 8192 x 8192 bf16 (see benchmarks/quantize.py).
 LONGEST_ROW_ON_CHIP = 32768
 
@@ -73,17 +76,29 @@ def scaled_rows_launch(element: str, block: int, cols: int) -> Launch:
     )
 
 
-def amax_launch() -> Launch:
-    return _launch(8, ROWS=1, BLOCKS=512, BLOCK=32)
+MOST_PARTIAL_MAXIMA = 128
+
+
+def amax_launch(elements: int | None) -> Launch:
+    """The amax of a tensor. elements: of a small one, whose programs write a maximum each; None: they raise one."""
+    if elements is None:
+        return _launch(8, ROWS=1, BLOCKS=512, BLOCK=32)
+    width = max(2048, 1 << (-(-elements // MOST_PARTIAL_MAXIMA) - 1).bit_length())
+    return _launch(4, ROWS=1, BLOCKS=width // 32, BLOCK=32)
 
 
 def columns_amax_launch() -> Launch:
-    return _launch(4, BLOCK=16, STRIPS=8, WORDS=32)
+    return _launch(4, BLOCK=16, STRIPS=8, WORDS=64)
 
 
 def columns_launch(element: str, block: int) -> Launch:
-    """The kernel of columns, and of rows and columns: whole blocks of its columns in every thread."""
-    return _launch(4, STRIPS=128 // block, WORDS=32, PIECES=4 if element == "e2m1" else 2)
+    """The kernel of columns, and of rows and columns: whole blocks of its columns in every thread.
+
+    More words a thread would make loads of 16 bytes, and leave registers for fewer programs: slower as measured.
+    """
+    if element != "e2m1":
+        return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
+    return _launch(4, STRIPS=128 // block, WORDS=32 if block == 16 else 64, PIECES=4)
 
 
 def squares_launch(element: str) -> Launch:

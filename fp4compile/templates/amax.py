@@ -11,10 +11,13 @@ from fp4compile.templates.strips import hadamard, load_strips, strips_amax, unpa
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    FLAT: tl.constexpr, ALIGN: tl.constexpr,
+    FLAT: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at amax_ptr (0 before) to the bits of x's largest magnitude; a NaN lies above infinity."""
+    """Raise the int32 at amax_ptr (0 before) to the bits of x's largest magnitude; a NaN lies above infinity.
+
+    PARTIAL: store the largest of each program, [programs]. Programs beyond the tensor store 0.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.cdiv(cols, BLOCKS * BLOCK).to(tl.int32)
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT)
@@ -24,7 +27,10 @@ def tensor_amax(
     left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
     words = load_tile(ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN)
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
-    tl.atomic_max(amax_ptr, bits, sem="relaxed")
+    if PARTIAL:
+        tl.store(amax_ptr + tl.program_id(0), bits)
+    else:
+        tl.atomic_max(amax_ptr, bits, sem="relaxed")
 
 
 @triton.jit

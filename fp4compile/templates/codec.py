@@ -168,7 +168,7 @@ def _e2m1_code(y, negative):
 
 @triton.jit
 def _e2m1_stochastic_code(y, negative, noise):
-    """As `_e2m1_code`, with 16 bits of `noise` (int32) between neighbours: `reference.e2m1_encode_stochastic`."""
+    """As `_e2m1_code`; 16 bits of `noise` (int32) decide between neighbours: `reference.e2m1_encode_stochastic`."""
     m = tl.minimum(tl.abs(y), 6.0)
     subnormal = m < 1.0
     bits = tl.where(subnormal, m + 1.0, m).to(tl.int32, bitcast=True) + (noise << 6) + 32
@@ -569,11 +569,12 @@ def block_scale(
 
 
 @triton.jit
-def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
+def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, MAXIMA: tl.constexpr, CONTRACT: tl.constexpr,
+                 ISA: tl.constexpr):  # fmt: skip
     """(encode, decode) outer scales of a tensor.
 
-    OUTER: "none" gives 1; "tensor" reads the decode factor at outer_ptr; "amax" makes it from the bits at amax_ptr,
-    and the first program stores it at outer_ptr.
+    OUTER: "none" gives 1; "tensor" reads the decode factor at outer_ptr; "amax" makes it from the bits of the MAXIMA
+    partial amaxes at amax_ptr, and the first program stores it at outer_ptr.
     """
     encode = 1.0
     decode = 1.0
@@ -581,7 +582,11 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, CONTRACT: tl.constexp
         decode = tl.load(outer_ptr)
         encode = reciprocal(decode, ISA)
     elif OUTER == "amax":
-        encode, decode = outer_from_amax(tl.load(amax_ptr), CONTRACT, ISA)
+        if MAXIMA == 1:
+            bits = tl.load(amax_ptr)
+        else:
+            bits = tl.max(tl.load(amax_ptr + tl.arange(0, MAXIMA)), 0)
+        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
         if tl.program_id(0) == 0:
             tl.store(outer_ptr, decode)
     return encode, decode

@@ -14,6 +14,7 @@ from fp4compile._compat import known, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.targets import (
+    MOST_ELEMENTS_IN_PARTIAL_MAXIMA,
     amax_launch,
     columns_amax_launch,
     columns_launch,
@@ -204,16 +205,23 @@ def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None):
 
 
 def tensor_amax_bits(source: Matrices) -> torch.Tensor:
-    """The float32 bits of the largest magnitude: int32 []; 0 of nothing."""
+    """The float32 bits of the largest magnitude: int32 [] or, for a small tensor, [n] partial ones; 0 of nothing."""
     flat = source.flat()
     source = flat or source
-    bits = torch.zeros((), dtype=torch.int32, device=source.tensor.device)
-    config = amax_launch()
+    # Partial maxima are counted in the code of the kernel that reads them.
+    small = flat is not None and isinstance(source.cols, int) and source.cols <= MOST_ELEMENTS_IN_PARTIAL_MAXIMA
+    config = amax_launch(source.cols if small else None)
     width = config.kwargs["BLOCKS"] * config.kwargs["BLOCK"]
     programs = source.batch * ceil_div(source.rows, config.kwargs["ROWS"]) * ceil_div(source.cols, width)
+    device = source.tensor.device
+    if small:
+        programs = 1 << (max(programs, 1) - 1).bit_length()
+        bits = torch.empty(programs, dtype=torch.int32, device=device)
+    else:
+        bits = torch.zeros((), dtype=torch.int32, device=device)
     launch(
-        tensor_amax, programs, source.tensor, bits, *source.args, FLAT=flat is not None, ALIGN=source.align,
-        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
+        tensor_amax, programs, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small,
+        ALIGN=source.align, ISA=target_of(device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
     return bits
 
@@ -234,6 +242,11 @@ def columns_amax_bits(source: Matrices, plain: bool, transform: bool, each: bool
         num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
     return (bits.narrow(0, 0, 1), bits.narrow(0, 1, columns)) if plain else (bits, bits)
+
+
+def _maxima(amax: torch.Tensor | None, mode: str) -> int:
+    """Partial maxima that an amax consists of."""
+    return amax.numel() if mode == "amax" else 1
 
 
 def _scale_grid(rows, blocks, layout: str):
@@ -273,7 +286,7 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, 
     launch(
         quantize_rows, programs, source.tensor, data, _or(scales, data), _or(outer, data),
         _or(amax, data), _or(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
-        OUTER=mode, FLAT=flat is not None,
+        OUTER=mode, MAXIMA=_maxima(amax, mode), FLAT=flat is not None,
         SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
@@ -297,7 +310,7 @@ def _squares(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, 
     launch(
         quantize_squares, programs, source.tensor, *(rows or some), *(columns or some),
         _or(outer, some[0]), _or(amax, some[0]), *source.args, **constants, ALONG_ROWS=rows is not None,
-        ALONG_COLUMNS=columns is not None, OUTER=mode, SWIZZLED=layout == "swizzled",
+        ALONG_COLUMNS=columns is not None, OUTER=mode, MAXIMA=_maxima(amax, mode), SWIZZLED=layout == "swizzled",
         ALIGN=source.align, **store_aligns(source.cols, fmt), **store_aligns(source.rows, fmt, "COLUMN_"),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
@@ -335,8 +348,9 @@ def _columns(
         quantize_columns, programs, x, row_data, _or(row_scales, data), _or(outer, data), _or(amax, data),
         data, _or(scales, data), _or(column_outer, data), _or(column_amax, data), _or(seed, data), *source.args,
         **constants, ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, STREAM=stream,
-        OUTER=mode, SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt), **aligns,
-        ISA=target_of(x.device).isa, num_warps=config.num_warps, **config.kwargs,
+        OUTER=mode, MAXIMA=_maxima(amax, mode), SWIZZLED=layout == "swizzled", ALIGN=source.align,
+        **store_aligns(source.cols, fmt), **aligns, ISA=target_of(x.device).isa, num_warps=config.num_warps,
+        **config.kwargs,
     )  # fmt: skip
     return outer, column_outer
 

@@ -47,18 +47,19 @@ def stack(runs):
 @triton.jit
 def encode_strips(
     values, factor, seed_ptr, run0,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
+    ELEMENT: tl.constexpr, HIDES: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Codes of a column's blocks, 8 bytes an int64: [STRIPS, WORDS, n].
 
     run0: the number of the first run of 8 codes, [STRIPS, WORDS] (int64); it counts the random words.
+    HIDES: no scale shows an infinity, and saturation would hide it.
     """
     count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
     runs = ()
     for i in tl.static_range(0, len(values), count):
         run = ()
         for j in tl.static_range(i, i + count):
-            if SCALE == "none":  # no scale shows an infinity, and saturation would hide it
+            if HIDES:
                 run = run + (infinity_to_nan(values[j]),)
             else:
                 run = run + (values[j],)
@@ -76,7 +77,7 @@ def quantize_columns(
     rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     STRIPS: tl.constexpr, WORDS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
@@ -107,10 +108,10 @@ def quantize_columns(
         row = row0 + tl.arange(0, row_count)
         words = load_tile(tile_ptr + row.to(tl.int64) * x_row, left, row < rows, dtype,
                           row_count, col_count // BLOCK, BLOCK, PIECES, ALIGN)  # fmt: skip
-        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, CONTRACT, ISA)
+        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
         encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
-                         SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                         True, SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
     strips = load_strips(tile_ptr, row0, rows, left, x_row, dtype, BLOCK, STRIPS, WORDS, ALIGN)
     first, second = unpack_strips(strips, dtype)
@@ -139,7 +140,9 @@ def quantize_columns(
         first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
         first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
     else:
-        first_encode, first_decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, CONTRACT, ISA)
+        first_encode, first_decode = outer_scales(
+            OUTER, column_outer_ptr, column_amax_ptr, MAXIMA, CONTRACT, ISA
+        )
         second_encode = first_encode
         second_decode = first_decode
     first_byte, first_factor = block_scale(
@@ -154,9 +157,10 @@ def quantize_columns(
     # Runs of 8 codes before this one, for the random words.
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
     run0 = beside((even_column * blocks + strip0 + tl.arange(0, STRIPS)[:, None]) * (BLOCK // 8), strips[0])
-    first_units = encode_strips(first, first_factor, seed_ptr, run0, ELEMENT, SCALE, SEEDED, STREAM, ISA)
+    hides: tl.constexpr = SCALE == "none" and OUTER == "row"
+    first_units = encode_strips(first, first_factor, seed_ptr, run0, ELEMENT, hides, SEEDED, STREAM, ISA)
     second_units = encode_strips(
-        second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, SCALE, SEEDED, STREAM, ISA
+        second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, hides, SEEDED, STREAM, ISA
     )
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8

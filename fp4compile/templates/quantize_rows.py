@@ -159,10 +159,13 @@ def encode_seeded(
 def encode_and_store(
     words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_OUTER: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
+    HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2], whose block amaxes are known."""
+    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2], whose block amaxes are known.
+
+    STATIC: the outer scale was given, so that an infinity is not in it.
+    """
     half: tl.constexpr = BLOCK // 2
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
@@ -173,7 +176,7 @@ def encode_and_store(
         store_units(data_ptr, units, matrix_row, block0 * (half // 4), per_row // 4, row < rows, UNIT_ALIGN // 4)
     else:
         first, second = unpack(words, dtype)
-        if SCALE == "none":  # no scale shows an infinity, and saturation would hide it
+        if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
             first = infinity_to_nan(first)
             second = infinity_to_nan(second)
         units = encode_pair(first, second, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT, ISA)
@@ -187,7 +190,8 @@ def encode_and_store(
 def quantize_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, FLAT: tl.constexpr, SWIZZLED: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, MAXIMA: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -210,13 +214,13 @@ def quantize_rows(
     left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     words = load_tile(x_row_ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
 
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
         encode = reciprocal(decode, ISA)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
-                     OUTER != "none", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                     OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
 
 @triton.jit
@@ -262,7 +266,7 @@ def quantize_scaled_rows(
     decode = decode[:, None]
     if ON_CHIP:
         encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, 0, rows, cols,
-                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SEEDED, STREAM,
+                         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
                          SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
     else:
         for tile in range(tiles):
@@ -270,5 +274,5 @@ def quantize_scaled_rows(
                               ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
-                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, SEEDED, STREAM,
+                             dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
                              SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

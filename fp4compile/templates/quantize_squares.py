@@ -76,7 +76,8 @@ def quantize_squares(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr,
     rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
+    OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     STRIPS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
@@ -111,7 +112,7 @@ def quantize_squares(
     odd = loaded(load_words(x_tile_ptr + odd_row.to(tl.int64) * x_row, word, left, odd_row < rows, dtype, ALIGN))
     even_first, even_second = unpack(even, dtype)
     odd_first, odd_second = unpack(odd, dtype)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
 
     first_amax, second_amax = column_amax(even, odd, ISA, dtype)
     amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (STRIPS, WORDS // half, half)), 2)
