@@ -140,9 +140,7 @@ def quantize_columns(
         first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
         first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
     else:
-        first_encode, first_decode = outer_scales(
-            OUTER, column_outer_ptr, column_amax_ptr, MAXIMA, CONTRACT, ISA
-        )
+        first_encode, first_decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, MAXIMA, CONTRACT, ISA)
         second_encode = first_encode
         second_decode = first_decode
     first_byte, first_factor = block_scale(
