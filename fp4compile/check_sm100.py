@@ -1,17 +1,19 @@
-"""Compile the quantise kernels, as they are launched, for GPUs that need not be there, and look at the machine code.
+"""Compile the kernels, as they are launched, for GPUs that need not be there, and look at the machine code.
 
     python -m fp4compile check-sm100 [--sm 100 103 120]
 
-This says what the code is: that it assembles, which conversion instructions it has, that nothing spills to local
-memory, that global memory is read and written 16 bytes at a time. It says nothing about speed.
+This says what the code is: that it assembles, which conversion and which matrix instructions it has, that nothing
+spills to local memory, that the quantise kernels read and write global memory 16 bytes at a time, that a product's
+shared and tensor memory are there. It says nothing about speed.
 """
 
 import argparse
+import itertools
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +21,7 @@ from fp4compile import _compat, formats
 from fp4compile.targets import Target
 from fp4compile.templates import quantize as kernels
 from fp4compile.templates.launch import Launched, on_paper
+from fp4compile.templates.scaled_mm import scaled_mm
 
 SIZE = 8192
 
@@ -151,17 +154,89 @@ def check(sm: int) -> Iterator[tuple[Checked, list[str]]]:
             if key in seen:
                 continue
             seen.add(key)
-            compiled = _compat.compile_ahead(launched.kernel, launched.args, launched.constants, launched.num_warps, sm)
-            sass, usage = _disassemble(compiled.asm["cubin"])
-            checked = Checked(
-                kernel=launched.kernel.__name__, configuration=configuration.label, format=configuration.format, sm=sm,
-                registers=int(re.search(r"REG:(\d+)", usage)[1]), shared=compiled.metadata.shared,
-                local_accesses=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-                conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(sass))))),
-                wide_loads=len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128", sass)),
-                wide_stores=len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128", sass)),
-            )  # fmt: skip
+            _, checked = _check(launched, configuration.label, configuration.format, sm)
             yield checked, checked.problems(expected_conversions(launched, sm))
+
+
+def _check(launched: Launched, label: str, format: str, sm: int) -> tuple[object, Checked]:
+    """(Triton's compiled kernel, what its machine code has)."""
+    compiled = _compat.compile_ahead(launched.kernel, launched.args, launched.constants, launched.num_warps, sm)
+    sass, usage = _disassemble(compiled.asm["cubin"])
+    return compiled, Checked(
+        kernel=launched.kernel.__name__, configuration=label, format=format, sm=sm,
+        registers=int(re.search(r"REG:(\d+)", usage)[1]), shared=compiled.metadata.shared,
+        local_accesses=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(sass))))),
+        wide_loads=len(re.findall(r"\bLDG\.E(?:\.\w+)*\.128", sass)),
+        wide_stores=len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128", sass)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of M rows by SIZE x SIZE weights. a: format of the activations; None keeps them in bf16."""
+
+    a: str | None
+    b: str
+    m: int = 512
+
+    @property
+    def label(self) -> str:
+        return f"product, M={self.m}"
+
+    @property
+    def formats(self) -> str:
+        return f"{self.a or 'bf16'} x {self.b}"
+
+    def launched(self, sm: int) -> Launched | None:
+        """The launch of the product itself; None where the library computes it."""
+        with on_paper(Target(sm)) as launches:
+            scaled_mm(*_operand(self.a, self.m), *_operand(self.b, SIZE), None, torch.bfloat16)
+        return next((launch for launch in launches if launch.kernel.__name__.startswith("scaled_mm")), None)
+
+
+PRODUCTS = (
+    Product("nvfp4", "nvfp4"), Product("mxfp4", "mxfp4"), Product("mxfp8", "mxfp8"), Product("mxfp8", "mxfp4"),
+    Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 64), Product("mxfp8", "mxfp8", 16),
+)  # fmt: skip
+
+
+def _operand(name: str | None, rows: int) -> tuple:
+    """(data, scales, outer, format) on paper, with swizzled scales."""
+    x = torch.empty(rows, SIZE, dtype=torch.bfloat16, device="meta")
+    if name is None:
+        return x, None, None, None
+    with on_paper(Target(0)):  # only the product is of interest
+        return *kernels.quantize(x, formats.get(name), layout="swizzled"), formats.get(name)
+
+
+def matrix_instruction(launched: Launched, sm: int) -> str:
+    """The instruction that should make the sums, as a regular expression on the PTX."""
+    constants = launched.constants
+    if launched.kernel.__name__ != "scaled_mm_native":
+        return r"(mma\.sync\.aligned\.m16n8k16|wgmma\.mma_async|tcgen05\.mma)\S*\.?(f16|bf16)?"
+    packed = constants["A_ELEMENT"] == constants["B_ELEMENT"] == "e2m1"
+    kind = "mxf8f6f4" if not packed else "mxf4nvf4" if constants["SCALE"] == "e4m3" or sm >= 120 else "mxf4"
+    return rf"{'mma.sync' if sm >= 120 else 'tcgen05.mma'}\S*kind::{kind}\.block_scale"
+
+
+def check_products(sm: int) -> Iterator[tuple[Checked, list[str]]]:
+    """The same of every product of `PRODUCTS`; instead of conversions, the matrix instructions."""
+    for product in PRODUCTS:
+        launched = product.launched(sm)
+        if launched is None:
+            continue
+        compiled, checked = _check(launched, product.label, product.formats, sm)
+        ptx = compiled.asm["ptx"]
+        used = re.findall(r"((?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+)", ptx)
+        problems = [f"{checked.local_accesses} local-memory accesses"] if checked.local_accesses else []
+        if not re.search(matrix_instruction(launched, sm), ptx):
+            problems.append(f"no {matrix_instruction(launched, sm)}")
+        if checked.shared > (101376 if sm >= 120 else 232448):
+            problems.append(f"{checked.shared} bytes of shared memory")
+        if (getattr(compiled.metadata, "tmem_size", None) or 0) > 512:
+            problems.append(f"{compiled.metadata.tmem_size} columns of tensor memory")
+        yield replace(checked, conversions=tuple(sorted(set(used)))), problems
 
 
 def _disassemble(cubin: bytes) -> tuple[str, str]:
@@ -191,10 +266,10 @@ def run(args: argparse.Namespace) -> None:
     """Print a line a kernel; exit with status 1 if something is wrong."""
     line = "{:22} {:18} {:16} {:>4} {:>9} {:>7} {:>6} {:>5} {:>6}  {}"
     print(line.format("kernel", "configuration", "format", "sm", "registers", "shared", "spills", "LDG128", "STG128",
-                      "conversions"))  # fmt: skip
+                      "instructions"))  # fmt: skip
     failed = False
     for sm in args.sm:
-        for found, problems in check(sm):
+        for found, problems in itertools.chain(check(sm), check_products(sm)):
             failed |= bool(problems)
             notes = " ".join(found.conversions) + "".join(f"; {problem}" for problem in problems)
             print(line.format(found.kernel, found.configuration, found.format, found.sm, found.registers, found.shared,

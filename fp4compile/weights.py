@@ -28,7 +28,7 @@ QUANTIZE = torch.ops.fp4compile.quantize.default
 
 @dataclass(frozen=True)
 class Recipient:
-    """A quantise that left the graph: of which input, in which format, along which dimension, in which scale layout."""
+    """A quantise that left the graph: of which input, as which format, along which dimension, in which layout."""
 
     index: int
     format: str

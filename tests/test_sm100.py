@@ -44,6 +44,16 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
     assert set(merged) == {"RZ"}
 
 
+@pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])
+def test_every_shipped_product(sm):
+    """The block-scaled matrix instruction where there is one; nothing spills, shared and tensor memory suffice."""
+    found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(sm)}
+    assert not [wrong for _, wrong in found.values() if wrong]
+    native = [formats for (formats, _), (kernel, _) in found.items() if kernel == "scaled_mm_native"]
+    mixed = ["mxfp8 x mxfp4"] if sm < 120 else []  # Triton has no mixed block-scaled product on SM120
+    assert set(native) == {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", *mixed}
+
+
 def test_a_missing_conversion_is_a_problem():
     found = check_sm100.Checked("k", "rows", "mxfp4", 100, 32, 0, 0, ("E4M3",), 1, 1)
     assert found.problems({"E2M1", "E8"}) == ["no conversion to E2M1, E8"]
@@ -53,9 +63,11 @@ def test_a_missing_conversion_is_a_problem():
 
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setattr(check_sm100, "CONFIGURATIONS", check_sm100.CONFIGURATIONS[:1])
+    monkeypatch.setattr(check_sm100, "PRODUCTS", check_sm100.PRODUCTS[:1])
     with pytest.raises(SystemExit) as stopped:
         main(["check-sm100", "--sm", "100"])
     assert stopped.value.code == 0
-    header, row = capsys.readouterr().out.splitlines()
+    header, row, product = capsys.readouterr().out.splitlines()
     assert header.split()[:4] == ["kernel", "configuration", "format", "sm"]
     assert "quantize_rows" in row and "E2M1" in row
+    assert "scaled_mm_native" in product and "kind::mxf4nvf4" in product

@@ -429,4 +429,4 @@ def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
         while split < 8 and known(ceil_div(n, bn) * split < programs) and known(k >= 4 * split * units * warps):
             split *= 2
         return tile(bm, bn, units, warps, stages, num_warps, split)
-    return tile(128, 128, 32, 1, 3, 8)
+    return tile(64, 128, 32, 1, 2, 8) if small else tile(128, 128, 32, 1, 3, 8)

@@ -146,6 +146,7 @@ def _load_weights(
     codes_ptr, scales_ptr, row, chunk, n,
     CHUNKS: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """Codes and scales of ROWS rows from `row` on; codes_ptr is that of the lane's own row and chunk."""
     inside = chunk < CHUNKS
     w = _load_group(codes_ptr, scales_ptr + _scales_at(row, chunk, CHUNKS, SQUARE, SWIZZLED),
                     scales_ptr + _scales_at(row + 8, chunk, CHUNKS, SQUARE, SWIZZLED),
