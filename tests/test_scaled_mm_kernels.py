@@ -274,6 +274,19 @@ def test_large(a, b, m):
 
 @gpu
 @for_gpus
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+def test_decode(a, b, layout):
+    """A few rows and streamed weights: whole steps of every warp and ragged ends, rows that no program divides."""
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    for m, n, k in ((1, 256, 2048), (5, 200, 1056), (8, 96, 8192), (7, 40, 32), (3, 2064, 4096)):
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
+
+
+@gpu
+@for_gpus
 @pytest.mark.parametrize("m", [1, 40, 600])
 def test_float8_on_fp8_matrix_units(m):
     """Where the library's FP8 product serves: its sums have fewer bits than float32, so the bound is wider."""

@@ -294,7 +294,7 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
 def _streams(p: Problem) -> bool:
     """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
     weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
-    few = known(p.m <= DECODE_ROWS) and isinstance(p.k, int) and p.k > 0 and p.k % 32 == 0
+    few = known(p.m <= DECODE_ROWS) and known(p.k % 32 == 0) and known(p.k > 0)
     return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
 
 
@@ -303,24 +303,22 @@ def _decode(p: Problem) -> torch.Tensor:
     a = _expanded(p.left, torch.float16, p.left.data, p)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    rows, warps = decode_launch(p.n, p.k)
+    warps = decode_warps(p.n, p.k)
     launch(
-        scaled_mm_decode, ceil_div(p.n, rows), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, p.m, p.n,
-        CHUNKS=p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
+        scaled_mm_decode, ceil_div(p.n, 16), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
+        p.m, p.n, p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        ROWS=rows, WARPS=warps, EVEN=int(known(p.n % rows == 0) and p.k % (128 * warps) == 0), ISA=p.target.isa,
+        WARPS=warps, EVEN=int(known(p.n % 16 == 0) and known(p.k % (128 * warps) == 0)), ISA=p.target.isa,
         num_warps=warps,
     )  # fmt: skip
     return out
 
 
-def decode_launch(n, k: int) -> tuple[int, int]:
-    """Rows of weights and warps of a program of `scaled_mm_decode`: one wave of programs for the common shapes."""
+def decode_warps(n, k) -> int:
+    """Warps of a program of `scaled_mm_decode`: as many as measured best on an H200 at the shapes of Llama-3."""
     if known(n >= 8192):
-        return 32, 8 if k >= 8192 else 4
-    if known(n >= 4096) and k >= 8192:
-        return 32, 16
-    return 16, 8 if k >= 2048 else 4
+        return 8 if known(k >= 8192) else 4
+    return 16 if known(k >= 8192) or (known(n <= 2048) and known(k >= 4096)) else 8
 
 
 def _use_library(p: Problem) -> bool:
