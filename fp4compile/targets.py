@@ -91,14 +91,16 @@ def columns_amax_launch() -> Launch:
     return _launch(4, BLOCK=16, STRIPS=8, WORDS=64)
 
 
-def columns_launch(element: str, block: int) -> Launch:
-    """The kernel of columns, and of rows and columns: whole blocks of its columns in every thread.
+def columns_launch(element: str, block: int, both: bool) -> Launch:
+    """The kernel of columns, and of rows and columns (`both`): whole blocks of its columns in every thread.
 
     More words a thread would make loads of 16 bytes, and leave registers for fewer programs: slower as measured.
     """
-    if element != "e2m1":
-        return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
-    return _launch(4, STRIPS=128 // block, WORDS=32 if block == 16 else 64, PIECES=4)
+    if element == "e2m1":
+        return _launch(4, STRIPS=128 // block, WORDS=32, PIECES=4)
+    if both:
+        return _launch(4, STRIPS=4, WORDS=64, PIECES=2)
+    return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
 
 
 def squares_launch(element: str) -> Launch:

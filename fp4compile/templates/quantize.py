@@ -338,7 +338,7 @@ def _columns(
         outer, amax, mode = outer_of(source, fmt, outer)
         column_outer, column_amax = outer, amax
     constants = format_constants(fmt)
-    config = columns_launch(fmt.element, constants["BLOCK"])
+    config = columns_launch(fmt.element, constants["BLOCK"], rows is not None)
     programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
     data, scales = columns
     aligns = store_aligns(source.rows, fmt, "COLUMN_")
