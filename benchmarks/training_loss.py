@@ -2,7 +2,8 @@
 
 fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay, bytes of the standard library's sources, every
 variant in a process of its own (several at a time: this measures losses, not speed). Compared are the means over the
-last 50 steps. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform.
+last 50 steps. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is
+chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--steps 1000] [--jobs 6] [--out FILE] [--plot FILE]
 """
@@ -28,7 +29,9 @@ SHAPES = {
     "103M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512),
     "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64),
 }
-VARIANTS = ("bf16", "mxfp8", "float8_rowwise", "nvfp4", "nvfp4_train", "nvfp4_train-no_sr", "nvfp4_train-no_hadamard")
+VARIANTS = (
+    "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr", "nvfp4_train-no_hadamard"
+)  # fmt: skip
 SWITCHED_OFF = {"no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}}
 TAIL = 50
 
@@ -114,7 +117,7 @@ def train(variant: str, args) -> dict:
         losses.append(loss.detach())
         if step % 100 == 0:
             print(f"{variant} step {step} loss {loss.item():.3f} {time.monotonic() - start:.0f} s", file=sys.stderr)
-    share = None if backend == "inductor" else 100 * backend.report.flops_share()
+    share = None if isinstance(backend, str) else 100 * backend.report.flops_share()
     return {
         "losses": [round(value, 5) for value in torch.stack(losses).tolist()], "seconds": time.monotonic() - start,
         "quantised": share, "parameters": sum(p.numel() for p in model.parameters()),
@@ -122,8 +125,8 @@ def train(variant: str, args) -> dict:
 
 
 def backend_of(variant: str):
-    if variant == "bf16":
-        return "inductor"
+    if variant.startswith("bf16"):
+        return "eager" if variant == "bf16-uncompiled" else "inductor"
     recipe, _, switch = variant.partition("-")
     return fp4compile.backend(named(recipe).replace(**SWITCHED_OFF.get(switch, {})), strict=True)
 

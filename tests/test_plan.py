@@ -65,6 +65,15 @@ def test_number_of_blocks_given():
     assert quantised({"recipe": "mxfp8", "skip_last_blocks": 3, "num_blocks": 13}) == blocks(*range(10))
 
 
+def test_blocks_by_number_where_names_have_none():
+    """A block compiled by itself does not know its number; nor does `num_blocks` help."""
+    block = torch.nn.Sequential()
+    block.add_module("up", torch.nn.Linear(64, 64))
+    for fields in ({"skip_first_blocks": 1}, {"skip_last_blocks": 1, "num_blocks": 4}):
+        with pytest.warns(UserWarning, match="leaves blocks alone by their number.*'up.weight'"):
+            assert quantised({"recipe": "mxfp8", **fields}, model=block) == {"up"}
+
+
 def test_globs_respect_dots():
     recipe = {"recipe": "mxfp8", "rules": [("layers.1.*", "skip")]}
     assert quantised(recipe) == blocks(0, *range(2, 12))

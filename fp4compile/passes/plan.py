@@ -1,6 +1,7 @@
 """Decide by recipe what each product becomes: `Gemm` x `Recipe` x names -> `Decision` with a reason. Never mutates."""
 
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -46,8 +47,18 @@ class Decision:
 
 
 def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
-    """One decision for each product, in the same order."""
-    blocks = count_blocks(recipe, [entry.parameter for entry in inputs if entry.parameter])
+    """One decision for each product, in the same order.
+
+    Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
+    """
+    names = [entry.parameter for entry in inputs if entry.parameter]
+    blocks = count_blocks(recipe, names)
+    if names and not blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
+        warnings.warn(
+            f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
+            f"(such as {names[0]!r}): where blocks are compiled one by one, compile only those to be quantised",
+            stacklevel=2,
+        )
     return [_decide(gemm, recipe, blocks) for gemm in gemms]
 
 
