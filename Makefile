@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
 
 test: lint
-	$(RUN) -m pytest $(PYTEST)
+	$(RUN) -m pytest -n 2 --dist loadfile $(PYTEST)
 
 lint: $(TESTABLE)
 	$(RUN) -m ruff check .
