@@ -1,8 +1,10 @@
 """Where versions of torch and Triton differ, and what they hide."""
 
+import functools
 from pathlib import Path
 
 import torch
+import torch._higher_order_ops.triton_kernel_wrap
 import torch._inductor.inductor_prims
 import triton
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -37,6 +39,41 @@ def tracing() -> bool:
 def traceable(kernel):
     """A Triton kernel as tracing wants it: launched, it becomes a node that Inductor understands."""
     return torch.library.wrap_triton(kernel)
+
+
+def share_ttir(package: str) -> None:
+    """Let torch make the intermediate code of a package's kernel once for all launches of one signature.
+
+    torch makes it anew, some tenths of a second each time, whenever it traces or lowers a launch, to see what the kernel writes;
+    a model has hundreds of launches and few signatures.
+    """
+    wrap = torch._higher_order_ops.triton_kernel_wrap
+    make = wrap.generate_ttir
+    if package in getattr(make, "shared", ()):
+        return
+    made: dict[tuple, tuple] = {}
+
+    @functools.wraps(make)
+    def generate_ttir(kernel, kwargs, tma_descriptor_metadata):
+        # torch hands on the number of warps by an autotuner of one configuration, a new one for each launch.
+        tuned = isinstance(kernel, triton.runtime.Autotuner)
+        function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
+        if not (getattr(function, "__module__", None) or "").startswith(f"{package}."):
+            return make(kernel, kwargs, tma_descriptor_metadata)
+        key = (function, tuple((name, _signature(value)) for name, value in arguments.items()))
+        if key not in made:
+            made[key] = make(kernel, kwargs, tma_descriptor_metadata)
+        return made[key]
+
+    generate_ttir.shared = (*getattr(make, "shared", ()), package)
+    wrap.generate_ttir = generate_ttir
+
+
+def _signature(value) -> tuple:
+    """What `generate_ttir` makes of an argument: a number by its value, a tensor by its dtype, a symbolic size."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value).__name__, value
+    return "tensor or symbol", getattr(value, "dtype", None)
 
 
 def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):

@@ -4,16 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile import formats
+from fp4compile import _compat, formats
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan
@@ -212,3 +215,30 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_tiles"}
     assert "assuming every input is mutated" not in caplog.text
+
+
+def test_a_signature_is_analysed_once(monkeypatch):
+    made = []
+    make_ir = ASTSource.make_ir
+    monkeypatch.setattr(ASTSource, "make_ir", lambda self, *args: made.append(self) or make_ir(self, *args))
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    original = triton_kernel_wrap.generate_ttir
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", getattr(original, "__wrapped__", original))
+    _compat.share_ttir("fp4compile")
+    _compat.share_ttir("fp4compile")
+
+    def written(rows, dtype=torch.bfloat16):
+        x = torch.empty(rows, 512, dtype=dtype, device="meta")
+        with on_paper(Target(90)) as found:
+            quantize.quantize(x, formats.get("mxfp8"), layout="swizzled")
+        (launch,) = found
+        arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
+                     for k, v in launch.args.items()}  # fmt: skip
+        constants = kernel_side_table.add_constant_args(launch.constants)
+        tuned = triton.autotune([triton.Config({}, num_warps=4)], key=[])(launch.kernel)  # as torch does
+        kernel = kernel_side_table.add_kernel(tuned)
+        return len(made), sorted(get_mutated_tensors(kernel, constants, arguments, {}))
+
+    (_, first), (one, again), (still_one, more_rows) = written(64), written(64), written(128)
+    assert first == again == more_rows == ["data_ptr", "scales_ptr"] and (one, still_one) == (1, 1)
+    assert written(64, torch.float32) == (2, first) and len(made) == 3  # another number of rows, another dtype

@@ -16,7 +16,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fp4compile import ops
+from fp4compile import _compat, ops
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
@@ -28,6 +28,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
+    _compat.share_ttir("fp4compile")
     lowered = 0
     for op, implementation in _KERNELS.items():
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
