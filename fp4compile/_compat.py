@@ -44,8 +44,8 @@ def traceable(kernel):
 def share_ttir(package: str) -> None:
     """Let torch make the intermediate code of a package's kernel once for all launches of one signature.
 
-    torch makes it anew, some tenths of a second each time, whenever it traces or lowers a launch, to see what the kernel writes;
-    a model has hundreds of launches and few signatures.
+    torch makes it anew, some tenths of a second each time, whenever it traces or lowers a launch, to see what the
+    kernel writes; a model has hundreds of launches and few signatures.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
     make = wrap.generate_ttir
