@@ -24,12 +24,14 @@ def add_recipes(commands) -> None:
 
 
 def recipe_table() -> str:
-    """One line a named recipe: the formats of each product's operands, "-" for high precision."""
+    """One line a named recipe: the formats of each product's operands, "-" for high precision, and the switches."""
     products = [product for product in PRODUCTS if any(named(name).quantizes(product) for name in recipes())]
-    rows = [("recipe", *products, "activation scale")]
+    rows = [("recipe", *products, "activation scale", "stochastic rounding", "Hadamard")]
     for name in recipes():
         recipe = named(name)
-        rows.append((name, *(_formats(recipe.operands(product)) for product in products), recipe.activation_scale))
+        switches = (", ".join(chosen) or "-" for chosen in (recipe.stochastic_rounding, recipe.hadamard))
+        formats = (_formats(recipe.operands(product)) for product in products)
+        rows.append((name, *formats, recipe.activation_scale, *switches))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
