@@ -5,6 +5,8 @@ import datetime
 import json
 import os
 import platform
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,27 @@ def publish(args: argparse.Namespace, settings: dict[str, Any], rows: list[dict[
         args.out.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": found, "settings": settings, "rows": rows}
         args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def graph_time(calls: Sequence[Callable[[], object]], replays: int) -> float:
+    """Microseconds a call: the median replay of a CUDA graph of the calls."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / len(calls))
+    return statistics.median(times)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

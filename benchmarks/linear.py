@@ -9,7 +9,6 @@ left out where it is not installed.
 """
 
 import itertools
-import statistics
 
 import torch
 
@@ -30,7 +29,7 @@ def main() -> None:
     for (n, k), m in itertools.product(SHAPES, args.rows):
         if m > 1024 and (n, k) != SHAPES[0]:
             continue
-        times = {name: measure(make(m, n, k), args.replays) for name, make in CANDIDATES.items()}
+        times = {name: _time(make(m, n, k), args.replays) for name, make in CANDIDATES.items()}
         row = {"shape": f"{m}x{n}x{k}"}
         for name, microseconds in times.items():
             row[name] = microseconds
@@ -40,27 +39,9 @@ def main() -> None:
     common.publish(args, {"rows": args.rows, "replays": args.replays, "unit": "us"}, rows)
 
 
-def measure(calls, replays: int) -> float | None:
+def _time(calls, replays: int) -> float | None:
     """Median microseconds of a call; None without calls."""
-    if not calls:
-        return None
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
+    return common.graph_time(calls, replays) if calls else None
 
 
 def _weights(n: int, k: int, weight_bytes: float):

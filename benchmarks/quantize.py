@@ -7,7 +7,6 @@ CUDA graph replays, inputs and outputs on the device. "of copy" is the copy's ti
 """
 
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -26,22 +25,7 @@ REPLAYS = 21
 
 def graph_time(run: Callable[[], object], calls: int) -> float:
     """Microseconds a call: the median replay of a CUDA graph of `calls` calls."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return common.graph_time([run] * calls, REPLAYS)
 
 
 def copy_time(nbytes: int, calls: int) -> float:

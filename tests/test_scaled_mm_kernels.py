@@ -8,10 +8,10 @@ import itertools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import in_interpreter
 import pytest
 import torch
 import triton
@@ -317,9 +317,4 @@ def test_library_repairs_small_scales():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parent.parent
-    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    in_interpreter.assert_passes(__file__)
