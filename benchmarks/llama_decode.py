@@ -25,7 +25,7 @@ TINY = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_at
 
 def random_model(args) -> LlamaForCausalLM:
     config = LlamaConfig(**(TINY if args.tiny else LLAMA_3_8B), num_hidden_layers=args.layers,
-                         max_position_embeddings=args.prompt + args.tokens + 64, tie_word_embeddings=False,
+                         max_position_embeddings=args.prompt + decoded(args), tie_word_embeddings=False,
                          attn_implementation="sdpa")  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -36,32 +36,43 @@ def random_model(args) -> LlamaForCausalLM:
         torch.set_default_dtype(torch.float32)
 
 
+WARM_UP, REPEATS = 4, 3
+
+
+def decoded(args) -> int:
+    """Tokens that are decoded one after the other in all."""
+    return WARM_UP + REPEATS * args.tokens
+
+
 class Session:
-    """A model, compiled, and its static cache."""
+    """A model, compiled, and its static cache, which counts the tokens that it has seen."""
 
     def __init__(self, model: LlamaForCausalLM, args, **how):
-        self.args, self.device = args, args.device
-        self.vocabulary = model.config.vocab_size
-        length = args.prompt + args.tokens + 64
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.args, self.device, config = args, args.device, model.config
+        self.vocabulary = config.vocab_size
+        self.cache = StaticCache(config=config, max_cache_len=args.prompt + decoded(args))
+        # Tensors made inside a compiled region would not be known to stay, and CUDA graphs would be skipped.
+        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, args.device)
         self.forward = torch.compile(model.forward, dynamic=False, **how)
 
-    def next_token(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        """The likeliest token after `tokens`, which stand at positions `start` on."""
-        at = torch.arange(start, start + tokens.shape[1], device=self.device)
+    def next_token(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after `tokens`, which follow those in the cache."""
+        at = torch.arange(self.seen, self.seen + tokens.shape[1], device=self.device)
+        self.seen += tokens.shape[1]
         out = self.forward(input_ids=tokens, past_key_values=self.cache, cache_position=at,
                            position_ids=at.unsqueeze(0), use_cache=True, logits_to_keep=1)  # fmt: skip
         return out.logits[:, -1].argmax(-1, keepdim=True).clone()
 
     def prefill(self) -> torch.Tensor:
         self.cache.reset()
+        self.seen = 0
         prompt = torch.arange(self.args.prompt, device=self.device).unsqueeze(0) % self.vocabulary
-        return self.next_token(prompt, 0)
+        self.token = self.next_token(prompt)
+        return self.token
 
-    def decode(self, token: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        for position in range(start, start + count):
-            token = self.next_token(token, position)
-        return token
+    def decode(self, count: int) -> None:
+        for _ in range(count):
+            self.token = self.next_token(self.token)
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
@@ -84,10 +95,9 @@ def measure(name: str, model: LlamaForCausalLM, args, **how) -> dict:
     torch.compiler.reset()
     session = Session(model, args, **how)
     first_prefill = seconds(session.prefill, args.device)
-    token = session.prefill()
-    first_decode = seconds(lambda: session.decode(token, args.prompt, 1), args.device)
-    session.decode(token, args.prompt, 4)  # records the CUDA graph
-    decode = min(seconds(lambda: session.decode(token, args.prompt, args.tokens), args.device) for _ in range(3))
+    first_decode = seconds(lambda: session.decode(1), args.device)
+    session.decode(WARM_UP - 1)  # records the CUDA graph
+    decode = min(seconds(lambda: session.decode(args.tokens), args.device) for _ in range(REPEATS))
     prefill = min(seconds(session.prefill, args.device) for _ in range(5))
     return {"model": name, "decode tokens/s": args.tokens / decode, "prefill ms": prefill * 1000,
             "compile prefill s": first_prefill, "compile decode s": first_decode}  # fmt: skip
