@@ -164,7 +164,7 @@ def test_killed_and_resumed_gives_the_same_losses(name, device, tmp_path):
 def test_two_threads_train_and_infer_with_one_model(name, device):
     """Each with an input of its own, of another shape, both shapes compiled before.
 
-    Not while the other compiles: torch takes a call then for one made while tracing, and raises (pytorch/pytorch#126024).
+    Not while the other compiles: torch then takes a call for one made while tracing (pytorch/pytorch#126024).
     """
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
     backend = fp4compile.backend(name, strict=True)

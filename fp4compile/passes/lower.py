@@ -5,10 +5,10 @@ into nodes that Inductor emits straight into the generated wrapper. Without func
 mutation whose node nobody uses, and be dropped as dead code. On other devices the op stays: a call of the reference.
 
 A product stays an op, too, where the number of A's rows is symbolic and may be small or large: no one kernel serves
-both, and the op chooses by the number that comes. Two guarded launches would cost more on the GPU than the op.
+both, and the op chooses by the number that comes; two guarded launches would cost more on the GPU than the op. And
+where it is computed part by part, for the sake of memory.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -34,24 +34,18 @@ def lower(graph: Graph) -> int:
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
-            if node.args[0].meta["val"].device.type == "cuda" and _settled(node):
-                _replace(pattern.match(node), implementation)
-                lowered += 1
+            if node.args[0].meta["val"].device.type == "cuda":
+                lowered += _replace(pattern.match(node), implementation)
     return lowered
 
 
-def _settled(node: Node) -> bool:
-    """Whether the choice among kernels depends on nothing that is only known when the graph runs."""
-    if node.target is not torch.ops.fp4compile.scaled_mm.default:
-        return True
-    from fp4compile.templates.scaled_mm import settled  # here, so that the CPU needs no Triton
+def _replace(match: Match, implementation: Callable) -> bool:
+    """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it.
 
-    a, b = (node.args[i].meta["val"] for i in (0, 4))
-    return settled(math.prod(a.shape[:-1]) if b.dim() == 2 else a.shape[-2])
+    Returns whether the node was replaced: not where the choice among kernels is better made when the graph runs.
+    """
+    from fp4compile.templates.scaled_mm import ChosenWhenRun  # here, so that the CPU needs no Triton
 
-
-def _replace(match: Match, implementation: Callable) -> None:
-    """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it."""
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     for place in places:
@@ -66,4 +60,8 @@ def _replace(match: Match, implementation: Callable) -> None:
         call_args, call_kwargs = pytree.tree_unflatten(values, spec)
         return implementation(*call_args, **call_kwargs)
 
-    match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
+    try:
+        match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
+    except ChosenWhenRun:
+        return False
+    return True

@@ -5,13 +5,13 @@ sizes. The product is that of `reference.scaled_mm`, up to the order of the floa
 `float8_rowwise` operands is left to the FP8 matrix units, whose sums on Hopper are less exact than float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from fp4compile import reference
-from fp4compile._compat import known
+from fp4compile._compat import known, tracing
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.targets import Target
@@ -26,6 +26,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
+# What the library's product may take beside operands, output and expanded B: so many rows of A are expanded, and
+# multiplied, at a time. Below 1024 rows its tiles would no longer fill the GPU.
+LIBRARY_BYTES, LEAST_ROWS = 2**26, 1024
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
@@ -36,6 +39,10 @@ DECODE = {
     ("plain", 64): (128, 32, 1, 4, 8, 256), ("packed", 64): (64, 64, 1, 4, 4, 512),
 }  # fmt: skip
 COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class ChosenWhenRun(Exception):
+    """Raised while tracing: which kernels are launched, or how often, is left to the op when the graph runs."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,22 @@ class Operand:
         if self.swizzled:
             return swizzled_numel(self.rows, blocks)
         return ceil_div(self.rows, self.fmt.block[0]) * blocks
+
+    def part(self, start: int, rows: int) -> "Operand":
+        """Rows from `start` on, of a single matrix; start: a multiple of 128."""
+
+        def cut(x, per):  # an entry for each `per` rows
+            return x.view(-1, x.shape[-1]).narrow(0, start // per, ceil_div(rows, per))
+
+        scales, outer = self.scales, self.outer
+        if scales is not None and self.swizzled:  # by tiles of 128 rows
+            tiles = ceil_div(ceil_div(self.k, self.fmt.block_cols), 4)
+            scales = cut(scales.view(-1, 512 * tiles), 128).view(-1)
+        elif scales is not None:
+            scales = cut(scales, self.fmt.block[0])
+        if outer is not None and outer.dim() > 0:
+            outer = cut(outer, 1)
+        return replace(self, data=cut(self.data, 1), scales=scales, outer=outer, batch=(), rows=rows)
 
     def align(self, step: int) -> int:
         """See `expand.load_units`: -1 where rows are whole steps of `step` units; of plain rows, words that touch."""
@@ -193,11 +216,6 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     return _product(problem).view(shape)
 
 
-def settled(rows) -> bool:
-    """Whether it is known which kernel serves a product of so many rows of A: not for every symbolic number."""
-    return known(rows < LIBRARY_ROWS) or known(rows >= LIBRARY_ROWS)
-
-
 @dataclass(frozen=True)
 class Problem:
     """A product as it is launched: [batches, m, k] x [batches or 1, n, k]."""
@@ -234,11 +252,16 @@ class Problem:
 
 
 def _product(p: Problem) -> torch.Tensor:
-    """[batches, m, n] by the kernel that serves the problem."""
+    """[batches, m, n] by the kernel that serves the problem.
+
+    Raises `ChosenWhenRun` while tracing, where a symbolic number of rows leaves that open.
+    """
     if native(p.left.fmt, p.right.fmt, p.left.swizzled and p.right.swizzled, p.target):
         return _native(p)
     if _float8(p):
         return _scaled_by_row(p)
+    if tracing() and not (known(p.m < LIBRARY_ROWS) or known(p.m >= LIBRARY_ROWS)):
+        raise ChosenWhenRun
     if _streams(p):
         return _decode(p)
     if _use_library(p):
@@ -328,24 +351,56 @@ def _use_library(p: Problem) -> bool:
 
 
 def _library(p: Problem) -> torch.Tensor:
-    """The product by the library, of operands expanded to 16 bits.
+    """The product by the library, of operands expanded to 16 bits, a number of rows at a time.
 
     Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
     """
-    dtype = torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
+    rows = library_rows(p)
+    if tracing() and not known(p.m <= rows):
+        raise ChosenWhenRun  # a loop that would fill the graph with launches
     watch = "e8m0" in (p.left.scale, p.right.scale)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
-    left = _expanded(p.left, dtype, inexact, p)
-    right = _expanded(p.right, dtype, inexact, p).t()
-    plain = p.left.outer is None and p.right.outer is None and dtype == p.out_dtype
-    with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
-        if plain and p.bias is None:
-            out = torch.mm(left, right)
-        elif plain and p.bias.dtype == dtype:
-            out = torch.addmm(p.bias, left, right)
-        else:
-            out = _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
+    right = _expanded(p.right, _library_dtype(p), inexact, p).t()
+    if known(p.m <= rows):
+        out = _library_part(p, right, inexact)
+    else:
+        out = p.empty().view(p.m, p.n)
+        for start in range(0, p.m, rows):
+            count = min(rows, p.m - start)
+            part = replace(p, left=p.left.part(start, count), m=count)
+            _library_part(part, right, inexact, out.narrow(0, start, count))
     return _tiles(p, out, wanted=inexact) if watch else out
+
+
+def _library_dtype(p: Problem) -> torch.dtype:
+    return torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
+
+
+def _finished(p: Problem) -> bool:
+    """Whether the library's product needs no rescaling in float32."""
+    bias = p.bias is None or p.bias.dtype == p.out_dtype
+    return p.left.outer is None and p.right.outer is None and _library_dtype(p) == p.out_dtype and bias
+
+
+def library_rows(p: Problem) -> int:
+    """Rows of A that are multiplied at a time: a power of two."""
+    expanded = 0 if p.left.fmt is None else 2 * p.k
+    sums = 0 if _finished(p) else 4 * p.n
+    rows = LEAST_ROWS
+    while known(2 * rows * (expanded + sums) <= LIBRARY_BYTES) and known(rows < p.m):
+        rows *= 2
+    return rows
+
+
+def _library_part(p: Problem, right: torch.Tensor, inexact, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[m, n] of all rows of A and expanded B, into `out` if it is given."""
+    left = _expanded(p.left, _library_dtype(p), inexact, p)
+    with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
+        if not _finished(p):
+            return _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1, out)
+        if p.bias is None:
+            return torch.mm(left, right, out=out)
+        return torch.addmm(p.bias, left, right, out=out)
 
 
 def _expanded(x: Operand, dtype, inexact, p: Problem) -> torch.Tensor:
@@ -390,10 +445,10 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
     return out if split == 1 else _rescale(p, out, split)
 
 
-def _rescale(p: Problem, sums: torch.Tensor, split: int) -> torch.Tensor:
-    """[batches, m, n] from float32 sums [split, batches, m, n]."""
+def _rescale(p: Problem, sums: torch.Tensor, split: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[batches, m, n] from float32 sums [split, batches, m, n]; in `out` if it is given."""
     cols = 512
-    out = p.empty()
+    out = p.empty() if out is None else out
     launch(reduce_splits, p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
            p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa, **p.epilogue)  # fmt: skip
     return out
