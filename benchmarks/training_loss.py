@@ -3,7 +3,8 @@
 fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay, bytes of the standard library's sources, every
 variant in a process of its own (several at a time: this measures losses, not speed). Compared are the means over the
 last 50 steps. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is
-chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform.
+chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16"
+leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--steps 1000] [--jobs 6] [--out FILE] [--plot FILE]
 """
@@ -30,7 +31,8 @@ SHAPES = {
     "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64),
 }
 VARIANTS = (
-    "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr", "nvfp4_train-no_hadamard"
+    "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr",
+    "nvfp4_train-no_hadamard", "nvfp4_train-last_bf16"
 )  # fmt: skip
 SWITCHED_OFF = {"no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}}
 TAIL = 50
@@ -42,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--shape", choices=SHAPES, default="103M")
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--jobs", type=int, default=len(VARIANTS), help="processes at a time")
     parser.add_argument("--plot", type=Path, help="write the curves there (needs matplotlib)")
     parser.add_argument("--one", help="train this variant in this process and print its losses")
@@ -89,8 +91,9 @@ def train(variant: str, args) -> dict:
     torch.manual_seed(0)
     model = Llama(shape).to(args.device)
     backend = backend_of(variant)
-    for block in model.layers:  # they share one graph, which is compiled once
-        block.compile(backend=backend)
+    quantised = len(model.layers) - (len(model.layers) // 4 if variant.endswith("-last_bf16") else 0)
+    for index, block in enumerate(model.layers):  # they share one graph, which is compiled once
+        block.compile(backend=backend if index < quantised else "inductor")
     optimiser = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), fused=args.device != "cpu")
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimiser,
@@ -117,7 +120,7 @@ def train(variant: str, args) -> dict:
         losses.append(loss.detach())
         if step % 100 == 0:
             print(f"{variant} step {step} loss {loss.item():.3f} {time.monotonic() - start:.0f} s", file=sys.stderr)
-    share = None if isinstance(backend, str) else 100 * backend.report.flops_share()
+    share = None if isinstance(backend, str) else 100 * backend.report.flops_share() * quantised / len(model.layers)
     return {
         "losses": [round(value, 5) for value in torch.stack(losses).tolist()], "seconds": time.monotonic() - start,
         "quantised": share, "parameters": sum(p.numel() for p in model.parameters()),
