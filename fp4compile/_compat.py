@@ -1,7 +1,10 @@
 """Where versions of torch and Triton differ, and what they hide."""
 
+import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._higher_order_ops.triton_kernel_wrap
@@ -41,36 +44,41 @@ def traceable(kernel):
     return torch.library.wrap_triton(kernel)
 
 
-def share_ttir(package: str) -> None:
-    """Let torch make the intermediate code of a package's kernel once for all launches of one signature.
+def share_analysis(package: str) -> None:
+    """Let torch find out what a package's kernel writes once for all launches of one signature.
 
-    torch makes it anew, some tenths of a second each time, whenever it traces or lowers a launch, to see what the
-    kernel writes; a model has hundreds of launches and few signatures.
+    torch makes the kernel's intermediate code for that, some tenths of a second each time, whenever it traces or lowers
+    a launch, and walks through it; a model has hundreds of launches and few signatures.
     """
     wrap = torch._higher_order_ops.triton_kernel_wrap
-    make = getattr(wrap, "generate_ttir", None)  # private, and only speed depends on it
-    if make is None or package in getattr(make, "shared", ()):
-        return
-    made: dict[tuple, tuple] = {}
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):  # private, and only speed depends on it
+        identify = getattr(wrap, name, None)
+        if identify is not None and package not in getattr(identify, "shared", ()):
+            setattr(wrap, name, _shared(identify, package))
 
-    @functools.wraps(make)
-    def generate_ttir(kernel, kwargs, tma_descriptor_metadata):
+
+def _shared(identify: Callable, package: str) -> Callable:
+    """`identify`, with its answers for the package's kernels kept."""
+    found: dict[tuple, Any] = {}
+
+    @functools.wraps(identify)
+    def shared(kernel, kwargs, tma_descriptor_metadata):
         # torch hands on the number of warps by an autotuner of one configuration, a new one for each launch.
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
         if not (getattr(function, "__module__", None) or "").startswith(f"{package}."):
-            return make(kernel, kwargs, tma_descriptor_metadata)
+            return identify(kernel, kwargs, tma_descriptor_metadata)
         key = (function, tuple((name, _signature(value)) for name, value in arguments.items()))
-        if key not in made:
-            made[key] = make(kernel, kwargs, tma_descriptor_metadata)
-        return made[key]
+        if key not in found:
+            found[key] = identify(kernel, kwargs, tma_descriptor_metadata)
+        return copy.copy(found[key])
 
-    generate_ttir.shared = (*getattr(make, "shared", ()), package)
-    wrap.generate_ttir = generate_ttir
+    shared.shared = (*getattr(identify, "shared", ()), package)
+    return shared
 
 
 def _signature(value) -> tuple:
-    """What `generate_ttir` makes of an argument: a number by its value, a tensor by its dtype, a symbolic size."""
+    """What intermediate code depends on in an argument: a number's value, a tensor's dtype, that a size is symbolic."""
     if value is None or isinstance(value, bool | int | float | str):
         return type(value).__name__, value
     return "tensor or symbol", getattr(value, "dtype", None)

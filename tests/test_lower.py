@@ -13,7 +13,6 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import fp4compile
@@ -234,13 +233,14 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
 
 def test_a_signature_is_analysed_once(monkeypatch):
     made = []
-    make_ir = ASTSource.make_ir
-    monkeypatch.setattr(ASTSource, "make_ir", lambda self, *args: made.append(self) or make_ir(self, *args))
+    to_functions = triton_kernel_wrap.ttir_to_functions
+    monkeypatch.setattr(triton_kernel_wrap, "ttir_to_functions", lambda ttir: made.append(ttir) or to_functions(ttir))
     monkeypatch.setattr(driver, "_active", NoGpu())
-    original = triton_kernel_wrap.generate_ttir
-    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", getattr(original, "__wrapped__", original))
-    _compat.share_ttir("fp4compile")
-    _compat.share_ttir("fp4compile")
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+        original = getattr(triton_kernel_wrap, name, None)
+        monkeypatch.setattr(triton_kernel_wrap, name, getattr(original, "__wrapped__", original), raising=False)
+    _compat.share_analysis("fp4compile")
+    _compat.share_analysis("fp4compile")
 
     def written(rows, dtype=torch.bfloat16):
         x = torch.empty(rows, 512, dtype=dtype, device="meta")
