@@ -8,6 +8,7 @@ most memory that was in use while the model was packed (bf16: that of the loaded
 """
 
 import gc
+import sys
 import time
 from collections.abc import Callable
 
@@ -99,8 +100,10 @@ def measure(name: str, model: LlamaForCausalLM, args, **how) -> dict:
     session.decode(WARM_UP - 1)  # records the CUDA graph
     decode = min(seconds(lambda: session.decode(args.tokens), args.device) for _ in range(REPEATS))
     prefill = min(seconds(session.prefill, args.device) for _ in range(5))
-    return {"model": name, "decode tokens/s": args.tokens / decode, "prefill ms": prefill * 1000,
-            "compile prefill s": first_prefill, "compile decode s": first_decode}  # fmt: skip
+    row = {"model": name, "decode tokens/s": args.tokens / decode, "prefill ms": prefill * 1000,
+           "compile prefill s": first_prefill, "compile decode s": first_decode}  # fmt: skip
+    print(row, file=sys.stderr, flush=True)  # the whole takes minutes
+    return row
 
 
 def memory(device: str) -> dict:
