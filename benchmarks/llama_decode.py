@@ -2,7 +2,7 @@
 
 A Llama-3-8B with random weights, made on the device, in bf16 and then packed in place (`fp4compile.pack_`). Both are
 compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily into a static cache, in one run. "peak" is the
-most memory that was in use while the model was packed (bf16: that of the loaded model).
+most memory that was in use while the model was packed (bf16: while it was made).
 
     python -m benchmarks.llama_decode [--recipe nvfp4_weight_only] [--layers 32] [--prompt 2048] [--out FILE]
 """

@@ -119,7 +119,8 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | None = None) -> Report
     report = Report(chosen.name)
     shared = _shared_parameters(model)
     blocks = count_blocks(chosen, [name for name, _ in model.named_parameters()])
-    for name, linear in list(_linears(model)):
+    for name in [name for name, _ in _linears(model)]:  # a list of the modules would keep their weights
+        linear = model.get_submodule(name)
         layer_format = _layer_format(name, linear, chosen, blocks, id(linear.weight) in shared)
         if isinstance(layer_format, LayerFormat):
             _replace(model, name, PackedLinear.pack(linear, layer_format))

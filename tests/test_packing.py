@@ -1,6 +1,7 @@
 """Packed models: same results as the compiled model, less memory, files that load or leave the model as it was."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -36,6 +37,20 @@ def run(model):
 
 def recipe_of(name):
     return named(name).replace(static_scales=STATIC) if name == "nvfp4_static" else named(name)
+
+
+def test_weights_are_freed_as_it_goes(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(5)])
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive, pack = [], PackedLinear.pack
+
+    def counted(*args):
+        alive.append(sum(weight() is not None for weight in weights))
+        return pack(*args)
+
+    monkeypatch.setattr(PackedLinear, "pack", counted)
+    fp4compile.pack_(model, "nvfp4")
+    assert alive == [5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
