@@ -281,15 +281,16 @@ def test_parts_of_an_operand(name, layout):
     if fmt.block is None and layout == "swizzled":
         return
     whole = kernels._operand("a", *quantized(torch.randn(300, 96), fmt, layout))
-    expected = reference.dequantize(whole.data.view(fmt.data_dtype), _typed(whole, fmt), whole.outer, fmt, 96, torch.float32)
+    expected = _dequantized(whole)
     for start, rows in ((0, 128), (128, 128), (256, 44)):
         part = whole.part(start, rows)
-        values = reference.dequantize(part.data.view(fmt.data_dtype), _typed(part, fmt), part.outer, fmt, 96, torch.float32)
-        assert torch.equal(values, expected[start : start + rows])
+        assert torch.equal(_dequantized(part), expected[start : start + rows])
 
 
-def _typed(operand, fmt):
-    return None if operand.scales is None else operand.scales.view(fmt.scale_dtype)
+def _dequantized(operand):
+    fmt = operand.fmt
+    scales = None if operand.scales is None else operand.scales.view(fmt.scale_dtype)
+    return reference.dequantize(operand.data.view(fmt.data_dtype), scales, operand.outer, fmt, operand.k, torch.float32)
 
 
 @gpu
