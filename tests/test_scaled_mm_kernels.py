@@ -221,10 +221,9 @@ def test_emulated_form_compiles_ahead(a, b, m, instruction):
     assert spilled_bytes(compiled.asm["cubin"]) == 0
 
 
-def compile_ahead(sm, a, b, m):
-    """The kernel of one product of m x 8192 x 4096, compiled for a GPU that need not be there."""
+def launches(sm, a, b, m, tail=None):
+    """The launches of one product of m x 8192 x 4096, on a GPU that need not be there."""
     import fp4compile.ops  # noqa: F401
-    from fp4compile import _compat
     from fp4compile.targets import Target
     from fp4compile.templates import scaled_mm
     from fp4compile.templates.launch import on_paper
@@ -237,9 +236,16 @@ def compile_ahead(sm, a, b, m):
         data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
         return data, scales, outer if fmt.outer else None, fmt
 
-    with on_paper(Target(sm)) as launches:
-        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16)
-    product = next(launched for launched in launches if launched.kernel.__name__.startswith("scaled_mm"))
+    with on_paper(Target(sm)) as found:
+        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16, tail)
+    return found
+
+
+def compile_ahead(sm, a, b, m):
+    """The kernel of a product, compiled."""
+    from fp4compile import _compat
+
+    product = next(one for one in launches(sm, a, b, m) if one.kernel.__name__.startswith("scaled_mm"))
     return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
 
 

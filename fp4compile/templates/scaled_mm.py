@@ -5,7 +5,8 @@ sizes. The product is that of `reference.scaled_mm`, up to the order of the floa
 `float8_rowwise` operands is left to the FP8 matrix units, whose sums on Hopper are less exact than float32.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from fp4compile.templates.quantize import power_of_two
 from fp4compile.templates.scaled_mm_decode import scaled_mm_decode
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
+from fp4compile.templates.tail import OPERANDS, Tail, with_tail
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
@@ -154,13 +156,36 @@ def compute_type(a: Operand, b: Operand) -> str:
     return COMPUTE[plain[0]] if plain else "fp16"
 
 
-def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> torch.Tensor:
+def scaled_mm(
+    a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype, tail: Tail | None = None
+) -> torch.Tensor:
     """`reference.scaled_mm` on the GPU: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
 
-    Raises ValueError or TypeError, naming the argument, for operands, scales or a bias that do not fit.
+    tail: what happens to the product, in out_dtype, before it is stored; only where `takes_tail`.
+    Raises ValueError or TypeError, naming the argument, for operands, scales, a bias or a tail that do not fit.
     """
+    arguments = a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype
     if a_fmt is None and b_fmt is None:
-        return reference.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+        if tail is not None:
+            raise ValueError("tail: the product of two plain operands is the library's, which takes none")
+        return reference.scaled_mm(*arguments)
+    problem = _problem(*arguments)
+    if tail is not None:
+        problem = replace(problem, tail=_checked(tail, problem))
+    if known(problem.m * problem.n * problem.batches == 0):
+        return a.new_empty(problem.shape, dtype=problem.stored_dtype)
+    return _product(problem).view(problem.shape)
+
+
+def takes_tail(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> bool:
+    """Whether the kernel that serves these arguments of `scaled_mm` is known, and has a tail. Launches nothing."""
+    if a_fmt is None and b_fmt is None:
+        return False
+    problem = _problem(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+    return settled(problem.m) and _takes_tail(problem)
+
+
+def _problem(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> "Problem":
     if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
         raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
     left = _operand("a", a, a_scales, a_outer, a_fmt)
@@ -187,10 +212,23 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     if shared and (linear_rows or known(batches == 1)):  # one product of all rows
         batches, m = 1, batches * m
     shape = (*left.batch, left.rows, n)
-    if known(m * n * batches == 0):
-        return a.new_empty(shape, dtype=out_dtype)
-    problem = Problem(left, right, bias, out_dtype, target_of(a.device), batches, m, n, k, not shared)
-    return _product(problem).view(shape)
+    return Problem(left, right, bias, out_dtype, target_of(a.device), batches, m, n, k, not shared, shape)
+
+
+def _checked(tail: Tail, p: "Problem") -> Tail:
+    """The tail with operands as the kernels read them. Raises ValueError where it does not go with the problem."""
+    if not _takes_tail(p):
+        raise ValueError("tail: the kernel that serves this product takes none")
+    if len(tail.operands) > OPERANDS:
+        raise ValueError(f"tail: at most {OPERANDS} operands, got {len(tail.operands)}")
+    for x in tail.operands:
+        whole = known(x.numel() == p.batches * p.m * p.n)
+        if not (whole or known(x.numel() == p.n)) or x.dtype not in FLOATS or x.device != p.left.data.device:
+            raise ValueError(f"tail: expected floating-point operands of the product's size or of {p.n} elements on "
+                             f"{p.left.data.device}, got {x.dtype} of {tuple(x.shape)} on {x.device}")  # fmt: skip
+    if tail.dtype not in FLOATS:
+        raise ValueError(f"tail: dtype {tail.dtype}; allowed are bfloat16, float16, float32")
+    return replace(tail, operands=tuple(x.contiguous() for x in tail.operands))
 
 
 def settled(rows) -> bool:
@@ -212,9 +250,15 @@ class Problem:
     n: int
     k: int
     b_batched: bool
+    shape: tuple
+    tail: Tail | None = None
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.out_dtype if self.tail is None else self.tail.dtype
 
     def empty(self) -> torch.Tensor:
-        return self.left.data.new_empty((self.batches, self.m, self.n), dtype=self.out_dtype)
+        return self.left.data.new_empty((self.batches, self.m, self.n), dtype=self.stored_dtype)
 
     def empty_sums(self, split: int) -> torch.Tensor:
         return self.left.data.new_empty((split, self.batches, self.m, self.n), dtype=torch.float32)
@@ -227,6 +271,13 @@ class Problem:
     def epilogue_pointers(self, unused: torch.Tensor) -> list:
         return [unused if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
 
+    def with_tail(self, kernel):
+        return kernel if self.tail is None else with_tail(kernel, self.tail.text)
+
+    def tail_pointers(self, unused: torch.Tensor) -> list:
+        operands = () if self.tail is None else self.tail.operands
+        return [*operands, *[unused] * (OPERANDS - len(operands))]
+
     @property
     def block(self) -> int:
         block = max(operand.fmt.block_cols for operand in (self.left, self.right) if operand.fmt is not None)
@@ -235,26 +286,37 @@ class Problem:
 
 def _product(p: Problem) -> torch.Tensor:
     """[batches, m, n] by the kernel that serves the problem."""
+    return _server(p)(p)
+
+
+def _server(p: Problem) -> Callable[[Problem], torch.Tensor]:
+    """Who computes the product; the same with a tail as without."""
     if native(p.left.fmt, p.right.fmt, p.left.swizzled and p.right.swizzled, p.target):
-        return _native(p)
+        return _native
     if _float8(p):
-        return _scaled_by_row(p)
+        return _scaled_by_row
     if _streams(p):
-        return _decode(p)
+        return _decode
     if _use_library(p):
-        return _library(p)
-    return _tiles(p)
+        return _library
+    return _tiles
+
+
+def _takes_tail(p: Problem) -> bool:
+    """Whether a kernel of ours writes the result, and does not write it again where the first one was inexact."""
+    server = _server(p)
+    return server in (_native, _tiles) or (server is _library and not _plain(p) and not _watched(p))
 
 
 def _native(p: Problem) -> torch.Tensor:
     """The product by the matrix units' own block-scaled instruction."""
-    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target)
+    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target, p.tail is not None)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     launch(
-        scaled_mm_native, ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
-        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *integers,
-        **constants, **p.epilogue, ISA=p.target.isa,
+        p.with_tail(scaled_mm_native), ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
+        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
+        *p.tail_pointers(out), *integers, **constants, **p.epilogue, ISA=p.target.isa,
     )  # fmt: skip
     return out
 
@@ -332,20 +394,33 @@ def _library(p: Problem) -> torch.Tensor:
 
     Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
     """
-    dtype = torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
-    watch = "e8m0" in (p.left.scale, p.right.scale)
+    dtype = _expanded_dtype(p)
+    watch = _watched(p)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
     left = _expanded(p.left, dtype, inexact, p)
     right = _expanded(p.right, dtype, inexact, p).t()
-    plain = p.left.outer is None and p.right.outer is None and dtype == p.out_dtype
     with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
-        if plain and p.bias is None:
-            out = torch.mm(left, right)
-        elif plain and p.bias.dtype == dtype:
-            out = torch.addmm(p.bias, left, right)
-        else:
+        if not _plain(p):
             out = _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1)
+        else:
+            out = torch.mm(left, right) if p.bias is None else torch.addmm(p.bias, left, right)
     return _tiles(p, out, wanted=inexact) if watch else out
+
+
+def _expanded_dtype(p: Problem) -> torch.dtype:
+    return torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
+
+
+def _watched(p: Problem) -> bool:
+    """Whether there may be values that are too small for the expanded dtype."""
+    return "e8m0" in (p.left.scale, p.right.scale)
+
+
+def _plain(p: Problem) -> bool:
+    """Whether the library's product of expanded operands needs no rescale."""
+    dtype = _expanded_dtype(p)
+    unscaled = p.left.outer is None and p.right.outer is None and dtype == p.out_dtype
+    return unscaled and (p.bias is None or p.bias.dtype == dtype)
 
 
 def _expanded(x: Operand, dtype, inexact, p: Problem) -> torch.Tensor:
@@ -380,10 +455,11 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
         out = p.empty() if split == 1 else p.empty_sums(split)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     a_scales, b_scales = (out if x.scales is None else x.scales for x in (p.left, p.right))  # `out`: not read
+    kernel = p.with_tail(scaled_mm_tiles) if split == 1 else scaled_mm_tiles
     launch(
-        scaled_mm_tiles, ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
+        kernel, ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
         p.left.data, a_scales, a_outer, p.right.data, b_scales, b_outer, bias, out,
-        out if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
+        *p.tail_pointers(out), out if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
         p.left.per_row, p.right.per_row, p.left.scales_batch, p.right.scales_batch,
         num_warps=num_warps, **constants,
     )  # fmt: skip
@@ -394,8 +470,9 @@ def _rescale(p: Problem, sums: torch.Tensor, split: int) -> torch.Tensor:
     """[batches, m, n] from float32 sums [split, batches, m, n]."""
     cols = 512
     out = p.empty()
-    launch(reduce_splits, p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
-           p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa, **p.epilogue)  # fmt: skip
+    launch(p.with_tail(reduce_splits), p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
+           *p.tail_pointers(out), p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
+           **p.epilogue)  # fmt: skip
     return out
 
 
