@@ -286,13 +286,13 @@ class Problem:
 
 def _product(p: Problem) -> torch.Tensor:
     """[batches, m, n] by the kernel that serves the problem."""
-    return _server(p)(p)
+    return _server(p, p.tail is not None)(p)
 
 
-def _server(p: Problem) -> Callable[[Problem], torch.Tensor]:
-    """Who computes the product; the same with a tail as without."""
+def _server(p: Problem, tail: bool) -> Callable[[Problem], torch.Tensor]:
+    """Who computes the product, with a tail or without."""
     if native(p.left.fmt, p.right.fmt, p.left.swizzled and p.right.swizzled, p.target):
-        return _native
+        return _native if tail or not _library_scales(p) else _scaled_by_block
     if _float8(p):
         return _scaled_by_row
     if _streams(p):
@@ -304,8 +304,34 @@ def _server(p: Problem) -> Callable[[Problem], torch.Tensor]:
 
 def _takes_tail(p: Problem) -> bool:
     """Whether a kernel of ours writes the result, and does not write it again where the first one was inexact."""
-    server = _server(p)
+    server = _server(p, True)
     return server in (_native, _tiles) or (server is _library and not _plain(p) and not _watched(p))
+
+
+def _library_scales(p: Problem) -> bool:
+    """Whether the library's block-scaled product (cuBLASLt by `aten._scaled_mm`) computes all of the problem on SM100.
+
+    It takes two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales, in rows of whole 16 bytes, and a bias of the
+    result's type if that has 16 bits. It has no outer scale: its `scale_result` is for FP8 results alone, and the one
+    that has a factor (`aten._scaled_mm_v2`) does not compile with swizzled scales. Two-level operands would need the
+    sums in float32 and another pass over them, which costs more than the library can win; a tail likewise is a pass of
+    its own there. Both are the epilogue of `scaled_mm_native`. Nothing of this was timed on such a GPU.
+    """
+    formats = {(x.element, x.scale) for x in (p.left, p.right)} <= {("e2m1", "e4m3"), ("e4m3", "e8m0")}
+    plain = p.left.outer is None and p.right.outer is None
+    bias = p.bias is None or (p.bias.dtype == p.out_dtype and p.out_dtype != torch.float32)
+    aligned = known(p.n % 16 == 0) and known(p.left.data.shape[-1] % 16 == 0)
+    filled = known(p.m > 0) and known(p.n > 0) and known(p.k > 0)
+    here = 100 <= p.target.sm < 120 and p.batches == 1
+    return here and formats and plain and bias and aligned and filled
+
+
+def _scaled_by_block(p: Problem) -> torch.Tensor:
+    """The product of block-scaled operands, by the library."""
+    codes = torch.float4_e2m1fn_x2 if p.left.fmt.packed else torch.float8_e4m3fn
+    a, b = (x.data.view(rows, x.data.shape[-1]).view(codes) for x, rows in ((p.left, p.m), (p.right, p.n)))
+    a_scales, b_scales = (x.scales.view(x.fmt.scale_dtype) for x in (p.left, p.right))
+    return torch._scaled_mm(a, b.t(), a_scales, b_scales, p.bias, out_dtype=p.out_dtype)
 
 
 def _native(p: Problem) -> torch.Tensor:
