@@ -1,5 +1,6 @@
 """Which pointwise operations go into a product's kernel, and what they compute there."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from generated_wrapper import pretend, wrapper_of
 from test_end_to_end import assert_rounds_to
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
@@ -16,8 +18,6 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 import fp4compile
 from fp4compile.passes import manager
@@ -28,7 +28,6 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.tails import WITH_TAIL, fuse_tails
 from fp4compile.recipe import named
 from fp4compile.targets import Target
-from fp4compile.templates import launch
 from fp4compile.templates.launch import on_paper
 from fp4compile.templates.scaled_mm_native import scaled_mm_native
 
@@ -44,15 +43,15 @@ class Result:
     graph: torch.fx.Graph
     fused: int
     launches: list
-    guards: list
+    mode: FakeTensorMode
 
 
-def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100, then=None, paper=on_paper):
+def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100, then=None, paper=on_paper, fuse=True):
     """The graph of a function of activations, weights (`w`, `v`) and more, quantised, decomposed as Inductor does it,
     with its tails; on fake CUDA tensors."""
     names = function.__code__.co_varnames
     dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
-    inputs = [Input("weight" if names[i] in "wv" else None) for i in range(len(shapes))]
+    inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, paper(Target(sm)) as launches:
         symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
         size = mode.shape_env.create_symintnode(symbol, hint=4)
@@ -63,11 +62,11 @@ def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100
         for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
             placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
         rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
-        fused = fuse_tails(graph)
+        fused = fuse_tails(graph) if fuse else 0
         graph.lint()
         if then is not None:
             then(graph)
-    return Result(graph, fused, launches, mode.shape_env.guards)
+    return Result(graph, fused, launches, mode)
 
 
 def graph_of(function, *shapes, **options):
@@ -235,7 +234,7 @@ def test_symbolic_sizes():
     result = fused_graph(FUSED["layer scale"], *shapes, then=lower)
     assert result.fused == 1 and not pointwise_left(result.graph)
     assert result.launches[-1].kernel.__name__ == "scaled_mm_native"
-    assert not result.guards
+    assert not result.mode.shape_env.guards
     _, fused = graph_of(FUSED["relu"], (ANY, 512), W)
     assert fused == 0
 
@@ -262,17 +261,9 @@ def test_other_arithmetic_is_left_to_inductor(switch):
     assert fused == 0
 
 
-class NoGpu:
-    """A Triton driver that knows its target and nothing else."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
 def test_launched_as_a_node(monkeypatch):
     """Traced, the launch is a node with the operands among its arguments, which it does not write."""
-    monkeypatch.setattr(driver, "_active", NoGpu())
-    monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(90))
+    pretend(monkeypatch, 90)
     shapes = ((40, 512), W, (40, 1024), ROW)
     graph, fused = graph_of(FUSED["layer scale"], *shapes, recipe="mxfp8", then=lower, paper=nullcontext)
     assert fused == 1
@@ -281,6 +272,57 @@ def test_launched_as_a_node(monkeypatch):
     arguments = node.kwargs["kwargs"]
     assert {str(arguments[f"tail_{i}_ptr"]) for i in (0, 1)} == {"same_1", "row_1"}
     assert node.kwargs["tensors_to_clone"] == ["out_ptr"]
+
+
+def mlp(x, w, v, w_down):
+    return x + F.linear(F.silu(F.linear(x, w)) * F.linear(x, v), w_down)
+
+
+def mlp_wrapper(monkeypatch, sm, recipe, rows):
+    """Of what Inductor generates for the MLP: the kernels by name, and the lines of the calls."""
+    pretend(monkeypatch, sm)
+    shapes = ((rows, 512), (1056, 512), (1056, 512), (512, 1056))
+    found = fused_graph(mlp, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    kernels = dict(
+        re.findall(r"^(\w+) = async_compile.triton\((.*?)^\'\'\', device_str", definitions, re.DOTALL | re.M)
+    )
+    return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or "_mm(" in line]
+
+
+def tails_in(kernels):
+    """Of each kernel with a tail that changes something: its name, and what it returns."""
+    found = {name: re.search(r"def tail\(.*?return (\w+)", text, re.DOTALL) for name, text in kernels.items()}
+    return {name: match[1] for name, match in found.items() if match and match[1] != "acc"}
+
+
+@pytest.mark.parametrize("rows", [16, 40, 300])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_weight_only"])
+def test_generated_wrapper(recipe, rows, monkeypatch):
+    """Whole, without a GPU: the gate takes the other product, the residual the input, and Inductor computes nothing."""
+    kernels, calls = mlp_wrapper(monkeypatch, 90, recipe, rows)
+    tails = tails_in(kernels)
+    if (recipe, rows) == ("mxfp8", 300):  # by the library, and written twice
+        assert not tails
+        return
+    assert sorted(tails.values()) == ["v0", "v4"]  # the sum, and silu times the other
+    gate, residual = (next(name for name in tails if tails[name] == value) for value in ("v4", "v0"))
+    assert not [name for name in kernels if re.match("triton_.*(silu|mul|add|exp)", name)]
+    assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]
+    assert sum(call.startswith(f"{gate}.run(") for call in calls) == 1
+    tiles = [call.split(".")[0] for call in calls if call.startswith("scaled_mm_tiles")]
+    assert rows != 40 or tiles[0] == tiles[1]  # sums in parts have no tail: gate and up share their kernel
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
+def test_generated_wrapper_on_sm100(recipe, monkeypatch):
+    """The up product is the library's, the other two have tails."""
+    kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
+    assert sorted(tails_in(kernels).values()) == ["v0", "v4"]
+    (library,) = [call for call in calls if "_scaled_mm(" in call]
+    assert library.startswith("extern_kernels._scaled_mm(")
+    products = [call for call in calls if call.startswith("scaled_mm_native")]
+    assert len(products) == 2
 
 
 # ---------------------------------------------------------------- on a GPU

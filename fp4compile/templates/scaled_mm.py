@@ -481,12 +481,13 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
         out = p.empty() if split == 1 else p.empty_sums(split)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     a_scales, b_scales = (out if x.scales is None else x.scales for x in (p.left, p.right))  # `out`: not read
-    kernel = p.with_tail(scaled_mm_tiles) if split == 1 else scaled_mm_tiles
+    tailed = p if split == 1 else replace(p, tail=None)
     launch(
-        kernel, ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
+        tailed.with_tail(scaled_mm_tiles), ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
         p.left.data, a_scales, a_outer, p.right.data, b_scales, b_outer, bias, out,
-        *p.tail_pointers(out), out if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
-        p.left.per_row, p.right.per_row, p.left.scales_batch, p.right.scales_batch,
+        *tailed.tail_pointers(out), out if wanted is None else wanted,
+        p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block), p.left.per_row, p.right.per_row,
+        p.left.scales_batch, p.right.scales_batch,
         num_warps=num_warps, **constants,
     )  # fmt: skip
     return out if split == 1 else _rescale(p, out, split)
