@@ -9,7 +9,8 @@ Dynamo. One text for one chain of operations: what is cached under it, on disk t
 The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored; from there on all is
 float32, in the operations that Inductor generates, until the result is stored. Casts in between round nothing. So a
 tail has the bits of the kernel that Inductor would have made of the same operations, if it had made one kernel of
-them, read its other operands from memory, and ptxas contracts the same products and sums.
+them and read the other operands from memory. Two things can differ in a last bit: an operand that Inductor would have
+kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
 """
 
 import hashlib
