@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from generated_wrapper import pretend, wrapper_of
 from test_end_to_end import assert_rounds_to
+from test_lower import NoGpu
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._inductor import config
@@ -18,6 +18,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.runtime import driver
 
 import fp4compile
 from fp4compile.passes import manager
@@ -28,6 +29,7 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.tails import WITH_TAIL, fuse_tails
 from fp4compile.recipe import named
 from fp4compile.targets import Target
+from fp4compile.templates import launch
 from fp4compile.templates.launch import on_paper
 from fp4compile.templates.scaled_mm_native import scaled_mm_native
 
@@ -263,7 +265,8 @@ def test_other_arithmetic_is_left_to_inductor(switch):
 
 def test_launched_as_a_node(monkeypatch):
     """Traced, the launch is a node with the operands among its arguments, which it does not write."""
-    pretend(monkeypatch, 90)
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(90))
     shapes = ((40, 512), W, (40, 1024), ROW)
     graph, fused = graph_of(FUSED["layer scale"], *shapes, recipe="mxfp8", then=lower, paper=nullcontext)
     assert fused == 1
@@ -272,57 +275,6 @@ def test_launched_as_a_node(monkeypatch):
     arguments = node.kwargs["kwargs"]
     assert {str(arguments[f"tail_{i}_ptr"]) for i in (0, 1)} == {"same_1", "row_1"}
     assert node.kwargs["tensors_to_clone"] == ["out_ptr"]
-
-
-def mlp(x, w, v, w_down):
-    return x + F.linear(F.silu(F.linear(x, w)) * F.linear(x, v), w_down)
-
-
-def mlp_wrapper(monkeypatch, sm, recipe, rows):
-    """Of what Inductor generates for the MLP: the kernels by name, and the lines of the calls."""
-    pretend(monkeypatch, sm)
-    shapes = ((rows, 512), (1056, 512), (1056, 512), (512, 1056))
-    found = fused_graph(mlp, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
-    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
-    kernels = dict(
-        re.findall(r"^(\w+) = async_compile.triton\((.*?)^\'\'\', device_str", definitions, re.DOTALL | re.M)
-    )
-    return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or "_mm(" in line]
-
-
-def tails_in(kernels):
-    """Of each kernel with a tail that changes something: its name, and what it returns."""
-    found = {name: re.search(r"def tail\(.*?return (\w+)", text, re.DOTALL) for name, text in kernels.items()}
-    return {name: match[1] for name, match in found.items() if match and match[1] != "acc"}
-
-
-@pytest.mark.parametrize("rows", [16, 40, 300])
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_weight_only"])
-def test_generated_wrapper(recipe, rows, monkeypatch):
-    """Whole, without a GPU: the gate takes the other product, the residual the input, and Inductor computes nothing."""
-    kernels, calls = mlp_wrapper(monkeypatch, 90, recipe, rows)
-    tails = tails_in(kernels)
-    if (recipe, rows) == ("mxfp8", 300):  # by the library, and written twice
-        assert not tails
-        return
-    assert sorted(tails.values()) == ["v0", "v4"]  # the sum, and silu times the other
-    gate, residual = (next(name for name in tails if tails[name] == value) for value in ("v4", "v0"))
-    assert not [name for name in kernels if re.match("triton_.*(silu|mul|add|exp)", name)]
-    assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]
-    assert sum(call.startswith(f"{gate}.run(") for call in calls) == 1
-    tiles = [call.split(".")[0] for call in calls if call.startswith("scaled_mm_tiles")]
-    assert rows != 40 or tiles[0] == tiles[1]  # sums in parts have no tail: gate and up share their kernel
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
-def test_generated_wrapper_on_sm100(recipe, monkeypatch):
-    """The up product is the library's, the other two have tails."""
-    kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
-    assert sorted(tails_in(kernels).values()) == ["v0", "v4"]
-    (library,) = [call for call in calls if "_scaled_mm(" in call]
-    assert library.startswith("extern_kernels._scaled_mm(")
-    products = [call for call in calls if call.startswith("scaled_mm_native")]
-    assert len(products) == 2
 
 
 # ---------------------------------------------------------------- on a GPU
