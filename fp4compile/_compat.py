@@ -10,6 +10,7 @@ import torch
 import torch._higher_order_ops.triton_kernel_wrap
 import torch._inductor.inductor_prims
 import triton
+from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
@@ -42,6 +43,14 @@ def tracing() -> bool:
 def traceable(kernel):
     """A Triton kernel as tracing wants it: launched, it becomes a node that Inductor understands."""
     return torch.library.wrap_triton(kernel)
+
+
+def pointwise_by_default() -> bool:
+    """Whether Inductor computes pointwise operations in float32, by its usual functions, and rounds what it stores."""
+    if config.emulate_precision_casts or config.use_fast_math or config.eager_numerics.division_rounding:
+        return False
+    library = getattr(config.eager_numerics, "use_pytorch_libdevice", False)  # from torch 2.13 on
+    return config.triton.codegen_upcast_to_fp32 and not library
 
 
 def share_analysis(package: str) -> None:

@@ -22,6 +22,7 @@ from fp4compile.targets import Target
 from fp4compile.templates import quantize as kernels
 from fp4compile.templates.launch import Launched, on_paper
 from fp4compile.templates.scaled_mm import scaled_mm
+from fp4compile.templates.tail import Tail, text_of
 
 SIZE = 8192
 
@@ -174,15 +175,20 @@ def _check(launched: Launched, label: str, format: str, sm: int) -> tuple[object
 
 @dataclass(frozen=True)
 class Product:
-    """A product of M rows by SIZE x SIZE weights. a: format of the activations; None keeps them in bf16."""
+    """A product of M rows by N x SIZE weights. a: format of the activations; None keeps them in bf16.
+
+    gated: with the tail silu(product) * another matrix. n: the library computes some products of a multiple of 16.
+    """
 
     a: str | None
     b: str
     m: int = 512
+    gated: bool = False
+    n: int = SIZE
 
     @property
     def label(self) -> str:
-        return f"product, M={self.m}"
+        return f"product, M={self.m}" + ", gated" * self.gated
 
     @property
     def formats(self) -> str:
@@ -190,14 +196,18 @@ class Product:
 
     def launched(self, sm: int) -> Launched | None:
         """The launch of the product itself; None where the library computes it."""
+        gate = torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta")
+        tail = Tail(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16) if self.gated else None
         with on_paper(Target(sm)) as launches:
-            scaled_mm(*_operand(self.a, self.m), *_operand(self.b, SIZE), None, torch.bfloat16)
+            scaled_mm(*_operand(self.a, self.m), *_operand(self.b, self.n), None, torch.bfloat16, tail)
         return next((launch for launch in launches if launch.kernel.__name__.startswith("scaled_mm")), None)
 
 
+_GATED = [("neg", ["product"]), ("exp", [0]), ("add", [1, 1.0]), ("div", ["product", 2]), ("mul", [3, "x0"])]
 PRODUCTS = (
-    Product("nvfp4", "nvfp4"), Product("mxfp4", "mxfp4"), Product("mxfp8", "mxfp8"), Product("mxfp8", "mxfp4"),
-    Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 64), Product("mxfp8", "mxfp8", 16),
+    Product("nvfp4", "nvfp4"), Product("mxfp4", "mxfp4"), Product("mxfp8", "mxfp8", n=SIZE - 8),
+    Product("mxfp8", "mxfp4"), Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 64),
+    Product("mxfp8", "mxfp8", 16), Product("nvfp4", "nvfp4", gated=True), Product("mxfp8", "mxfp8", gated=True),
 )  # fmt: skip
 
 

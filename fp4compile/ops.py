@@ -5,6 +5,7 @@
         -> (data, scales, outer, columns, column_scales, column_outer)
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
+    fp4compile::scaled_mm_tail(the same, operands, tail, dtype) -> tail(product), on CUDA: see `templates.tail`
 
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
 and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale
@@ -43,6 +44,12 @@ _lib.define(
 _lib.define(
     "scaled_mm(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
     " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    tags=_tags,
+)
+_lib.define(
+    "scaled_mm_tail(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
+    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype,"
+    " Tensor[] operands, str tail, ScalarType dtype) -> Tensor",
     tags=_tags,
 )
 
@@ -208,9 +215,30 @@ def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_forma
     return kernels.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
 
 
+@torch.library.impl(_lib, "scaled_mm_tail", "CUDA")
+def scaled_mm_tail_cuda(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, tail, dtype
+):
+    """`scaled_mm` and the pointwise operations of `tail`, in dtype; what a graph is lowered to."""
+    from fp4compile.templates import scaled_mm as kernels
+    from fp4compile.templates.tail import Tail
+
+    a_fmt = None if a_format is None else formats.get(a_format)
+    b_fmt = None if b_format is None else formats.get(b_format)
+    tail = Tail(tail, tuple(operands), dtype)
+    return kernels.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype, tail)
+
+
 @torch.library.register_fake("fp4compile::scaled_mm", lib=_lib)
 def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+
+
+@torch.library.register_fake("fp4compile::scaled_mm_tail", lib=_lib)
+def _scaled_mm_tail_fake(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, tail, dtype
+):
+    return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=dtype)
 
 
 # ---------------------------------------------------------------- the eager interface

@@ -111,29 +111,77 @@ def test_the_cpu_keeps_the_ops():
     assert "fp4compile.quantize.default" in code and "fp4compile.scaled_mm.default" in code
 
 
-def launched_on(sm, recipe, shape=(256, 512, 1024)):
-    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there."""
+RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"})}
+
+
+def recipe_of(name):
+    base, changes = RECIPES.get(name, (name, {}))
+    return named(base).replace(**changes)
+
+
+LIBRARY = torch.ops.aten._scaled_mm.default
+
+
+def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
+    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there; the
+    library's product, which a node of the graph calls, at their end."""
     m, n, k = shape
     inputs = (Input(), Input("weight"))
     with FakeTensorMode(), on_paper(Target(sm)) as launches:
-        x, w = (torch.empty(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
-        graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+        x, w = (torch.empty(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
+        graph = make_fx(function)(x, w).graph
         for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
             placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        decisions = plan(find(graph, inputs), named(recipe), inputs)
+        decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
         rewrite(graph, decisions)
         lower(graph)
-    return decisions[0].tier, [(launch.kernel.__name__, launch.constants.get("SWIZZLED")) for launch in launches]
+    calls = [("_scaled_mm", None) for _ in graph.find_nodes(op="call_function", target=LIBRARY)]
+    return decisions[0].tier, [(one.kernel.__name__, one.constants.get("SWIZZLED")) for one in launches] + calls
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "nvfp4_train", "mxfp8", "mxfp8_32x32", "mxfp4"])
 def test_block_scaled_matrix_units_get_swizzled_scales(recipe):
-    """On SM100 every operand is quantised with swizzled scales and the block-scaled kernel is launched."""
+    """On SM100 every operand is quantised with swizzled scales, for the block-scaled kernel or the library's."""
     tier, launches = launched_on(100, recipe)
     assert tier == "native"
-    assert launches[-1][0] == "scaled_mm_native"
+    assert launches[-1][0] in ("scaled_mm_native", "_scaled_mm")
     quantised = [swizzled for kernel, swizzled in launches if kernel.startswith("quantize")]
     assert len(quantised) == 2 and all(quantised)
+
+
+def with_bias(dtype, bias_dtype=None):
+    return lambda x, w: torch.addmm(x.new_zeros(w.shape[0], dtype=bias_dtype or dtype), x, w.t())
+
+
+WHOLE = (256, 512, 1024)
+BLOCK_SCALED = [
+    ("nvfp4_one_level", WHOLE, {}, "_scaled_mm"), ("nvfp4_one_level", (1, 512, 1024), {}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {}, "_scaled_mm"), ("mxfp8", (7, 512, 96), {}, "_scaled_mm"),
+    ("mxfp8_32x32", WHOLE, {}, "_scaled_mm"), ("mxfp8_floor", WHOLE, {}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {"function": with_bias(torch.bfloat16)}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {"dtype": torch.float32}, "_scaled_mm"), ("mxfp8", WHOLE, {"dtype": torch.float16}, "_scaled_mm"),
+    # An outer scale would be a pass of its own.
+    ("nvfp4", WHOLE, {}, "scaled_mm_native"), ("nvfp4_rowwise", WHOLE, {}, "scaled_mm_native"),
+    ("nvfp4_train", WHOLE, {}, "scaled_mm_native"),
+    # What the library does not take: formats, rows that are no whole 16 bytes (an odd K is padded), bias in float32.
+    ("mxfp4", WHOLE, {}, "scaled_mm_native"), ("mixed", WHOLE, {}, "scaled_mm_native"),
+    ("e5m2", WHOLE, {}, "scaled_mm_native"),
+    ("nvfp4_one_level", (256, 520, 1024), {}, "scaled_mm_native"), ("mxfp8", (256, 520, 1024), {}, "scaled_mm_native"),
+    ("nvfp4_one_level", (256, 512, 1040), {}, "scaled_mm_native"),
+    ("nvfp4_one_level", (256, 512, 1017), {}, "_scaled_mm"), ("mxfp8", (256, 512, 1001), {}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "scaled_mm_native"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "shape", "options", "expected"), BLOCK_SCALED)
+def test_library_or_kernel_on_sm100(recipe, shape, options, expected):
+    """The library where it does all of the product in one pass, and what torch checks of its arguments holds."""
+    _, launches = launched_on(100, recipe, shape, **options)
+    assert launches[-1][0] == expected
+    products = [name for name, _ in launches if name in ("scaled_mm_native", "_scaled_mm", "scaled_mm_tiles")]
+    assert products == [expected]
+    _, elsewhere = launched_on(120, recipe, shape, **options)
+    assert "_scaled_mm" not in dict(elsewhere)
 
 
 @pytest.mark.parametrize(("sm", "recipe", "expected"), [

@@ -30,6 +30,7 @@ on_kernels = [] if INTERPRETING else [pytest.mark.gpu, no_gpu]
 kernels_only = pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="run in the interpreter")
 for_gpus = pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
 if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates import problem
     from fp4compile.templates import scaled_mm as kernels
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
@@ -221,10 +222,9 @@ def test_emulated_form_compiles_ahead(a, b, m, instruction):
     assert spilled_bytes(compiled.asm["cubin"]) == 0
 
 
-def compile_ahead(sm, a, b, m):
-    """The kernel of one product of m x 8192 x 4096, compiled for a GPU that need not be there."""
+def launches(sm, a, b, m, tail=None):
+    """The launches of one product of m x 8192 x 4096, on a GPU that need not be there."""
     import fp4compile.ops  # noqa: F401
-    from fp4compile import _compat
     from fp4compile.targets import Target
     from fp4compile.templates import scaled_mm
     from fp4compile.templates.launch import on_paper
@@ -237,9 +237,16 @@ def compile_ahead(sm, a, b, m):
         data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
         return data, scales, outer if fmt.outer else None, fmt
 
-    with on_paper(Target(sm)) as launches:
-        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16)
-    product = next(launched for launched in launches if launched.kernel.__name__.startswith("scaled_mm"))
+    with on_paper(Target(sm)) as found:
+        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16, tail)
+    return found
+
+
+def compile_ahead(sm, a, b, m):
+    """The kernel of a product, compiled."""
+    from fp4compile import _compat
+
+    product = next(one for one in launches(sm, a, b, m) if one.kernel.__name__.startswith("scaled_mm"))
     return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
 
 
@@ -280,7 +287,7 @@ def test_parts_of_an_operand(name, layout):
     fmt = formats.get(name)
     if fmt.block is None and layout == "swizzled":
         return
-    whole = kernels._operand("a", *quantized(torch.randn(300, 96), fmt, layout))
+    whole = problem.operand_of("a", *quantized(torch.randn(300, 96), fmt, layout))
     expected = _dequantized(whole)
     for start, rows in ((0, 128), (128, 128), (256, 44)):
         part = whole.part(start, rows)
@@ -298,12 +305,7 @@ def _dequantized(operand):
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("nvfp4_16x16", "nvfp4"),
                                       ("mxfp8", "mxfp8_32x32"), (torch.bfloat16, "nvfp4")], ids=str)  # fmt: skip
 def test_library_part_by_part(a, b, layout, monkeypatch):
-    m, n, k, rows = (140, 16, 64, 128) if INTERPRETING else (2500, 512, 272, 1024)
-    monkeypatch.setattr(kernels, "LIBRARY_BYTES", 1)
-    monkeypatch.setattr(kernels, "LEAST_ROWS", rows)
-    if INTERPRETING:
-        monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
-        monkeypatch.setattr(torch, "mm", _mm)
+    m, n, k = part_by_part(monkeypatch)
     x, w = torch.randn(m, k), torch.randn(n, k)
     x[-3, :32] *= 2.0**-110  # too little for bf16 in MX formats, in the last part
     x[-3, 32:] = 0.0
@@ -312,6 +314,17 @@ def test_library_part_by_part(a, b, layout, monkeypatch):
     for bias, out_dtype in ((None, torch.bfloat16), (torch.randn(n).bfloat16(), torch.bfloat16),
                             (torch.randn(n), torch.float32)):  # fmt: skip
         check(a, b, k, bias, out_dtype)
+
+
+def part_by_part(monkeypatch):
+    """Let the library's product take as few rows of A at a time as it may. Returns a shape of several parts."""
+    monkeypatch.setattr(kernels, "LIBRARY_BYTES", 1)
+    if INTERPRETING:
+        monkeypatch.setattr(kernels, "LEAST_ROWS", 128)
+        monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
+        monkeypatch.setattr(torch, "mm", _mm)
+        return 140, 16, 64
+    return 2500, 512, 272
 
 
 def _mm(a, b, *, out_dtype=None, out=None):

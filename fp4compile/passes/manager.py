@@ -25,6 +25,7 @@ from fp4compile.passes.merge import merge
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
+from fp4compile.passes.tails import fuse_tails
 from fp4compile.recipe import Recipe
 from fp4compile.report import Row
 
@@ -69,7 +70,7 @@ class JointPasses(CustomGraphPass):
 
 @dataclass(frozen=True, eq=False)
 class LowerPasses(CustomGraphPass):
-    """merge -> lower on a forward, backward or inference graph: where there is a GPU, ops become kernel launches.
+    """merge -> tails -> lower on a forward, backward or inference graph: on a GPU, ops become kernel launches.
 
     sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
     """
@@ -83,9 +84,11 @@ class LowerPasses(CustomGraphPass):
         self.sink(saved(graph))
         with dumped(graph, "merge"):
             merged = merge(graph)
+        with dumped(graph, "tails"):
+            tails = fuse_tails(graph)
         with dumped(graph, "lower"):
             lowered = lower(graph)
-        log.info("post-grad graph: %s", {"merge": merged, "lower": lowered})
+        log.info("post-grad graph: %s", {"merge": merged, "tails": tails, "lower": lowered})
 
     def uuid(self) -> tuple | None:
         """Covers device, this package's source and the user's passes; None if theirs is."""

@@ -5,24 +5,24 @@ sizes. The product is that of `reference.scaled_mm`, up to the order of the floa
 `float8_rowwise` operands is left to the FP8 matrix units, whose sums on Hopper are less exact than float32.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from fp4compile import reference
 from fp4compile._compat import known, tracing
-from fp4compile.formats import BlockFormat, compatible
-from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
 from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize import power_of_two
+from fp4compile.templates.problem import FLOATS, Operand, Problem, compute_type, problem_of
 from fp4compile.templates.scaled_mm_decode import scaled_mm_decode
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
+from fp4compile.templates.tail import OPERANDS, Tail
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
@@ -38,246 +38,126 @@ DECODE = {
     ("plain", 32): (64, 32, 4, 5, 4, 128), ("packed", 32): (64, 64, 4, 5, 4, 128),
     ("plain", 64): (128, 32, 1, 4, 8, 256), ("packed", 64): (64, 64, 1, 4, 4, 512),
 }  # fmt: skip
-COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class ChosenWhenRun(Exception):
     """Raised while tracing: which kernels are launched, or how often, is left to the op when the graph runs."""
 
 
-@dataclass(frozen=True)
-class Operand:
-    """One operand as the kernels read it: contiguous [batch, rows, k], with the names of its constexpr arguments."""
-
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    outer: torch.Tensor | None
-    fmt: BlockFormat | None
-    swizzled: bool
-    batch: tuple
-    rows: int
-    k: int
-
-    @property
-    def element(self) -> str:
-        return "plain" if self.fmt is None else self.fmt.element
-
-    @property
-    def scale(self) -> str:
-        return "none" if self.fmt is None or self.fmt.scale is None else self.fmt.scale
-
-    @property
-    def outer_kind(self) -> str:
-        if self.outer is None:
-            return "none"
-        return "tensor" if self.outer.dim() == 0 else "row"
-
-    @property
-    def per_row(self):
-        """Units in a row; elements of a plain operand."""
-        width = self.data.shape[-1]
-        return width // 2 if self.element in ("e4m3", "e5m2") else width
-
-    @property
-    def scales_batch(self):
-        """Scale bytes of one matrix."""
-        if self.scales is None:
-            return 0
-        blocks = ceil_div(self.k, self.fmt.block_cols)
-        if self.swizzled:
-            return swizzled_numel(self.rows, blocks)
-        return ceil_div(self.rows, self.fmt.block[0]) * blocks
-
-    def part(self, start: int, rows: int) -> "Operand":
-        """Rows from `start` on, of a single matrix; start: a multiple of 128."""
-
-        def cut(x, per):  # an entry for each `per` rows
-            return x.view(-1, x.shape[-1]).narrow(0, start // per, ceil_div(rows, per))
-
-        scales, outer = self.scales, self.outer
-        if scales is not None and self.swizzled:  # by tiles of 128 rows
-            tiles = ceil_div(ceil_div(self.k, self.fmt.block_cols), 4)
-            scales = cut(scales.view(-1, 512 * tiles), 128).view(-1)
-        elif scales is not None:
-            scales = cut(scales, self.fmt.block[0])
-        if outer is not None and outer.dim() > 0:
-            outer = cut(outer, 1)
-        return replace(self, data=cut(self.data, 1), scales=scales, outer=outer, batch=(), rows=rows)
-
-    def align(self, step: int) -> int:
-        """See `expand.load_units`: -1 where rows are whole steps of `step` units; of plain rows, words that touch."""
-        if self.fmt is not None:
-            return -1 if known(self.per_row % step == 0) else 0
-        limit = 16 // self.data.element_size()
-        return power_of_two(self.data.shape[-1], limit) // 2
-
-    def constants(self, name: str, step: int) -> dict:
-        fields = {"ELEMENT": self.element, "SCALE": self.scale, "SWIZZLED": int(self.swizzled),
-                  "SQUARE": int(self.fmt is not None and self.fmt.square), "OUTER": self.outer_kind,
-                  "ALIGN": self.align(step)}  # fmt: skip
-        return {f"{name}_{field}": value for field, value in fields.items()}
-
-
-def _operand(name: str, data, scales, outer, fmt: BlockFormat | None) -> Operand:
-    if data.dim() < 2:
-        raise ValueError(f"{name}: expected two dimensions or more, got shape {tuple(data.shape)}")
-    *batch, rows, width = data.shape
-    if fmt is None:
-        if data.dtype not in FLOATS:
-            raise TypeError(f"{name}: a plain operand is bfloat16, float16 or float32, got {data.dtype}")
-        if scales is not None:
-            raise ValueError(f"{name}_scales: a plain operand has no block scales")
-    elif data.dtype != fmt.data_dtype:
-        raise TypeError(f"{name}: data of format {fmt.name} are {fmt.data_dtype}, got {data.dtype}")
-    k = 2 * width if fmt is not None and fmt.packed else width
-    swizzled = False
-    if fmt is not None and fmt.scale is None:
-        scales = None
-    elif fmt is not None:
-        swizzled = _check_scales(name, scales, fmt, batch, rows, k)
-        scales = _aligned(scales.contiguous().view(torch.uint8))
-    if outer is not None:
-        if outer.dtype != torch.float32 or (outer.dim() > 0 and tuple(outer.shape) != (*batch, rows, 1)):
-            raise ValueError(f"{name}_outer: expected float32 of shape () or {(*batch, rows, 1)}, "
-                             f"got {outer.dtype} of shape {tuple(outer.shape)}")  # fmt: skip
-        outer = outer.contiguous()
-    if fmt is not None and not fmt.packed:
-        data = data.view(torch.uint8)
-        if not known(width % 2 == 0):  # two codes make a unit
-            data = F.pad(data, (0, width % 2))
-    data = data.contiguous()
-    return Operand(_aligned(data), scales, outer, fmt, swizzled, tuple(batch), rows, k)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, where need be copied to where 16 bytes can be read at a time."""
-    return x if known(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
-
-
-def _check_scales(name: str, scales, fmt: BlockFormat, batch, rows, k) -> bool:
-    """Whether the scales are swizzled. Raises ValueError if they are missing or do not fit the data."""
-    if scales is None:
-        raise ValueError(f"{name}_scales: format {fmt.name} needs block scales")
-    blocks = ceil_div(k, fmt.block_cols)
-    swizzled = scales.dim() == len(batch) + 1
-    linear = (*batch, ceil_div(rows, fmt.block[0]), blocks)
-    expected = (*batch, swizzled_numel(rows, blocks)) if swizzled else linear
-    if scales.dtype != fmt.scale_dtype or tuple(scales.shape) != expected:
-        raise ValueError(f"{name}_scales: expected {fmt.scale_dtype} of shape {linear} (linear) or "
-                         f"{(*batch, swizzled_numel(rows, blocks))} (swizzled), "
-                         f"got {scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
-    return swizzled
-
-
-def compute_type(a: Operand, b: Operand) -> str:
-    """The type that holds every value of both operands: see `expand`."""
-    plain = [operand.data.dtype for operand in (a, b) if operand.fmt is None]
-    if "e8m0" in (a.scale, b.scale):
-        return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"
-    return COMPUTE[plain[0]] if plain else "fp16"
-
-
-def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> torch.Tensor:
+def scaled_mm(
+    a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype, tail: Tail | None = None
+) -> torch.Tensor:
     """`reference.scaled_mm` on the GPU: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
 
-    Raises ValueError or TypeError, naming the argument, for operands, scales or a bias that do not fit.
+    tail: what happens to the product, in out_dtype, before it is stored; only where `takes_tail`.
+    Raises ValueError or TypeError, naming the argument, for operands, scales, a bias or a tail that do not fit.
     """
+    arguments = a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype
     if a_fmt is None and b_fmt is None:
-        return reference.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
-    if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
-        raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
-    left = _operand("a", a, a_scales, a_outer, a_fmt)
-    right = _operand("b", b, b_scales, b_outer, b_fmt)
-    shared = not right.batch and bool(left.batch)
-    if not shared and left.batch != right.batch:
-        raise ValueError(f"batch dimensions differ: a has {left.batch}, b has {right.batch}")
-    if out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype={out_dtype}: allowed are bfloat16, float16, float32")
-    k = reference.contraction(left.k, a_fmt, right.k, b_fmt)
-    n = right.rows
-    if bias is not None:
-        if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
-            raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
-        bias = bias.contiguous()
-    for name, tensor in (("b", b), ("a_scales", a_scales), ("b_scales", b_scales), ("a_outer", a_outer),
-                         ("b_outer", b_outer), ("bias", bias)):  # fmt: skip
-        if tensor is not None and tensor.device != a.device:
-            raise ValueError(f"{name}: is on {tensor.device}, a on {a.device}")
-    batches, m = 1, left.rows
-    for size in left.batch:
-        batches = batches * size
-    linear_rows = not (left.swizzled or (a_fmt is not None and a_fmt.square))
-    if shared and (linear_rows or known(batches == 1)):  # one product of all rows
-        batches, m = 1, batches * m
-    shape = (*left.batch, left.rows, n)
-    if known(m * n * batches == 0):
-        return a.new_empty(shape, dtype=out_dtype)
-    problem = Problem(left, right, bias, out_dtype, target_of(a.device), batches, m, n, k, not shared)
-    return _product(problem).view(shape)
+        if tail is not None:
+            raise ValueError("tail: the product of two plain operands is the library's, which takes none")
+        return reference.scaled_mm(*arguments)
+    problem = problem_of(*arguments)
+    if tail is not None:
+        problem = replace(problem, tail=_checked(tail, problem))
+    if known(problem.m * problem.n * problem.batches == 0):
+        return a.new_empty(problem.shape, dtype=problem.stored_dtype)
+    return _product(problem).view(problem.shape)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A product as it is launched: [batches, m, k] x [batches or 1, n, k]."""
+def takes_tail(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> bool:
+    """Whether the kernel that serves these arguments of `scaled_mm` is known, and has a tail. Launches nothing."""
+    if a_fmt is None and b_fmt is None:
+        return False
+    problem = problem_of(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+    return _settled(problem) and _takes_tail(problem)
 
-    left: Operand
-    right: Operand
-    bias: torch.Tensor | None
-    out_dtype: torch.dtype
-    target: Target
-    batches: int
-    m: int
-    n: int
-    k: int
-    b_batched: bool
 
-    def empty(self) -> torch.Tensor:
-        return self.left.data.new_empty((self.batches, self.m, self.n), dtype=self.out_dtype)
-
-    def empty_sums(self, split: int) -> torch.Tensor:
-        return self.left.data.new_empty((split, self.batches, self.m, self.n), dtype=torch.float32)
-
-    @property
-    def epilogue(self) -> dict:
-        return {"A_OUTER": self.left.outer_kind, "B_OUTER": self.right.outer_kind,
-                "BIAS": int(self.bias is not None), "B_BATCHED": int(self.b_batched)}  # fmt: skip
-
-    def epilogue_pointers(self, unused: torch.Tensor) -> list:
-        return [unused if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
-
-    @property
-    def block(self) -> int:
-        block = max(operand.fmt.block_cols for operand in (self.left, self.right) if operand.fmt is not None)
-        return block if block > 1 else 32  # without block scales only a unit of work
+def _checked(tail: Tail, p: Problem) -> Tail:
+    """The tail with operands as the kernels read them. Raises ValueError where it does not go with the problem."""
+    if not _takes_tail(p):
+        raise ValueError("tail: the kernel that serves this product takes none")
+    if len(tail.operands) > OPERANDS:
+        raise ValueError(f"tail: at most {OPERANDS} operands, got {len(tail.operands)}")
+    for x in tail.operands:
+        whole = known(x.numel() == p.batches * p.m * p.n)
+        if not (whole or known(x.numel() == p.n)) or x.dtype not in FLOATS or x.device != p.left.data.device:
+            raise ValueError(f"tail: expected floating-point operands of the product's size or of {p.n} elements on "
+                             f"{p.left.data.device}, got {x.dtype} of {tuple(x.shape)} on {x.device}")  # fmt: skip
+    if tail.dtype not in FLOATS:
+        raise ValueError(f"tail: dtype {tail.dtype}; allowed are bfloat16, float16, float32")
+    return replace(tail, operands=tuple(x.contiguous() for x in tail.operands))
 
 
 def _product(p: Problem) -> torch.Tensor:
-    """[batches, m, n] by the kernel that serves the problem.
+    """[batches, m, n] by the kernel that serves the problem."""
+    return _server(p, p.tail is not None)(p)
+
+
+def _server(p: Problem, tail: bool) -> Callable[[Problem], torch.Tensor]:
+    """Who computes the product, with a tail or without.
 
     Raises `ChosenWhenRun` while tracing, where a symbolic number of rows leaves that open.
     """
     if native(p.left.fmt, p.right.fmt, p.left.swizzled and p.right.swizzled, p.target):
-        return _native(p)
+        return _native if tail or not _library_scales(p) else _scaled_by_block
     if _float8(p):
-        return _scaled_by_row(p)
-    if tracing() and not (known(p.m < LIBRARY_ROWS) or known(p.m >= LIBRARY_ROWS)):
+        return _scaled_by_row
+    if tracing() and not _settled(p):
         raise ChosenWhenRun
     if _streams(p):
-        return _decode(p)
+        return _decode
     if _use_library(p):
-        return _library(p)
-    return _tiles(p)
+        return _library
+    return _tiles
+
+
+def _settled(p: Problem) -> bool:
+    """Whether it is known which kernel serves so many rows of A: not for every symbolic number."""
+    return known(p.m < LIBRARY_ROWS) or known(p.m >= LIBRARY_ROWS)
+
+
+def _takes_tail(p: Problem) -> bool:
+    """Whether a kernel of ours writes the result, and does not write it again where the first one was inexact."""
+    server = _server(p, True)
+    return server in (_native, _tiles) or (server is _library and not _plain(p) and not _watched(p))
+
+
+def _library_scales(p: Problem) -> bool:
+    """Whether the library's block-scaled product (cuBLASLt by `aten._scaled_mm`) computes all of the problem on SM100.
+
+    It takes two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales, in rows of whole 16 bytes, and a bias of the
+    result's type if that has 16 bits. It has no outer scale: its `scale_result` is for FP8 results alone, and the one
+    that has a factor (`aten._scaled_mm_v2`) does not compile with swizzled scales. Two-level operands would need the
+    sums in float32 and another pass over them, which costs more than the library can win; a tail likewise is a pass of
+    its own there. Both are the epilogue of `scaled_mm_native`. Nothing of this was timed on such a GPU.
+    """
+    formats = {(x.element, x.scale) for x in (p.left, p.right)} <= {("e2m1", "e4m3"), ("e4m3", "e8m0")}
+    plain = p.left.outer is None and p.right.outer is None
+    bias = p.bias is None or (p.bias.dtype == p.out_dtype and p.out_dtype != torch.float32)
+    aligned = known(p.n % 16 == 0) and known(p.left.data.shape[-1] % 16 == 0)
+    filled = known(p.m > 0) and known(p.n > 0) and known(p.k > 0)
+    here = 100 <= p.target.sm < 120 and p.batches == 1
+    return here and formats and plain and bias and aligned and filled
+
+
+def _scaled_by_block(p: Problem) -> torch.Tensor:
+    """The product of block-scaled operands, by the library."""
+    codes = torch.float4_e2m1fn_x2 if p.left.fmt.packed else torch.float8_e4m3fn
+    a, b = (x.data.view(rows, x.data.shape[-1]).view(codes) for x, rows in ((p.left, p.m), (p.right, p.n)))
+    a_scales, b_scales = (x.scales.view(x.fmt.scale_dtype) for x in (p.left, p.right))
+    return torch._scaled_mm(a, b.t(), a_scales, b_scales, p.bias, out_dtype=p.out_dtype)
 
 
 def _native(p: Problem) -> torch.Tensor:
     """The product by the matrix units' own block-scaled instruction."""
-    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target)
+    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target, p.tail is not None)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     launch(
-        scaled_mm_native, ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
-        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *integers,
-        **constants, **p.epilogue, ISA=p.target.isa,
+        p.with_tail(scaled_mm_native), ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
+        p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
+        *p.tail_pointers(out), *integers, **constants, **p.epilogue, ISA=p.target.isa,
     )  # fmt: skip
     return out
 
@@ -358,34 +238,23 @@ def _library(p: Problem) -> torch.Tensor:
     rows = library_rows(p)
     if tracing() and not known(p.m <= rows):
         raise ChosenWhenRun  # a loop that would fill the graph with launches
-    watch = "e8m0" in (p.left.scale, p.right.scale)
+    watch = _watched(p)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
-    right = _expanded(p.right, _library_dtype(p), inexact, p).t()
+    right = _expanded(p.right, _expanded_dtype(p), inexact, p).t()
     if known(p.m <= rows):
         out = _library_part(p, right, inexact)
     else:
         out = p.empty().view(p.m, p.n)
         for start in range(0, p.m, rows):
             count = min(rows, p.m - start)
-            part = replace(p, left=p.left.part(start, count), m=count)
-            _library_part(part, right, inexact, out.narrow(0, start, count))
+            _library_part(p.part(start, count), right, inexact, out.narrow(0, start, count))
     return _tiles(p, out, wanted=inexact) if watch else out
-
-
-def _library_dtype(p: Problem) -> torch.dtype:
-    return torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
-
-
-def _finished(p: Problem) -> bool:
-    """Whether the library's product needs no rescaling in float32."""
-    bias = p.bias is None or p.bias.dtype == p.out_dtype
-    return p.left.outer is None and p.right.outer is None and _library_dtype(p) == p.out_dtype and bias
 
 
 def library_rows(p: Problem) -> int:
     """Rows of A that are multiplied at a time: a power of two."""
     expanded = 0 if p.left.fmt is None else 2 * p.k
-    sums = 0 if _finished(p) else 4 * p.n
+    sums = 0 if _plain(p) else 4 * p.n
     rows = LEAST_ROWS
     while known(2 * rows * (expanded + sums) <= LIBRARY_BYTES) and known(rows < p.m):
         rows *= 2
@@ -394,13 +263,29 @@ def library_rows(p: Problem) -> int:
 
 def _library_part(p: Problem, right: torch.Tensor, inexact, out: torch.Tensor | None = None) -> torch.Tensor:
     """[m, n] of all rows of A and expanded B, into `out` if it is given."""
-    left = _expanded(p.left, _library_dtype(p), inexact, p)
+    left = _expanded(p.left, _expanded_dtype(p), inexact, p)
     with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
-        if not _finished(p):
+        if not _plain(p):
             return _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1, out)
         if p.bias is None:
             return torch.mm(left, right, out=out)
         return torch.addmm(p.bias, left, right, out=out)
+
+
+def _expanded_dtype(p: Problem) -> torch.dtype:
+    return torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
+
+
+def _watched(p: Problem) -> bool:
+    """Whether there may be values that are too small for the expanded dtype."""
+    return "e8m0" in (p.left.scale, p.right.scale)
+
+
+def _plain(p: Problem) -> bool:
+    """Whether the library's product of expanded operands needs no rescale."""
+    dtype = _expanded_dtype(p)
+    unscaled = p.left.outer is None and p.right.outer is None and dtype == p.out_dtype
+    return unscaled and (p.bias is None or p.bias.dtype == dtype)
 
 
 def _expanded(x: Operand, dtype, inexact, p: Problem) -> torch.Tensor:
@@ -435,11 +320,13 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
         out = p.empty() if split == 1 else p.empty_sums(split)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     a_scales, b_scales = (out if x.scales is None else x.scales for x in (p.left, p.right))  # `out`: not read
+    tailed = p if split == 1 else replace(p, tail=None)
     launch(
-        scaled_mm_tiles, ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
+        tailed.with_tail(scaled_mm_tiles), ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
         p.left.data, a_scales, a_outer, p.right.data, b_scales, b_outer, bias, out,
-        out if wanted is None else wanted, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
-        p.left.per_row, p.right.per_row, p.left.scales_batch, p.right.scales_batch,
+        *tailed.tail_pointers(out), out if wanted is None else wanted,
+        p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block), p.left.per_row, p.right.per_row,
+        p.left.scales_batch, p.right.scales_batch,
         num_warps=num_warps, **constants,
     )  # fmt: skip
     return out if split == 1 else _rescale(p, out, split)
@@ -449,8 +336,9 @@ def _rescale(p: Problem, sums: torch.Tensor, split: int, out: torch.Tensor | Non
     """[batches, m, n] from float32 sums [split, batches, m, n]; in `out` if it is given."""
     cols = 512
     out = p.empty() if out is None else out
-    launch(reduce_splits, p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
-           p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa, **p.epilogue)  # fmt: skip
+    launch(p.with_tail(reduce_splits), p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
+           *p.tail_pointers(out), p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
+           **p.epilogue)  # fmt: skip
     return out
 
 

@@ -13,6 +13,7 @@ from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
 from fp4compile.templates.expand import INTERPRETING, expand
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
+from fp4compile.templates.tail import tail
 
 
 @triton.constexpr_function
@@ -51,7 +52,7 @@ def _values(units, byte, BLOCK: tl.constexpr):
 @triton.jit
 def scaled_mm_native(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
+    tail_0_ptr, tail_1_ptr, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
@@ -100,7 +101,9 @@ def scaled_mm_native(
     out_col = tl.reshape(col, (1, BN))
     acc = rescale(acc, row, out_col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
     at = (batch * m + row) * n + out_col
-    store_rounded(out_ptr, at, acc, (row < m) & (out_col < n), ISA)
+    mask = (row < m) & (out_col < n)
+    acc = tail(acc, at, out_col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+    store_rounded(out_ptr, at, acc, mask, ISA)
 
 
 def native(a: BlockFormat | None, b: BlockFormat | None, swizzled: bool, target: Target) -> bool:
@@ -110,17 +113,17 @@ def native(a: BlockFormat | None, b: BlockFormat | None, swizzled: bool, target:
     return target.sm < 120 or a.packed == b.packed
 
 
-def native_launch(a: BlockFormat, b: BlockFormat, target: Target) -> dict:
-    """Tile and launch of `scaled_mm_native`."""
+def native_launch(a: BlockFormat, b: BlockFormat, target: Target, tail: bool) -> dict:
+    """Tile and launch of `scaled_mm_native`. A tail needs registers: more warps share a tile, or steps are shorter."""
     wide = a.packed and b.packed
-    warps = 4 if wide and target.sm < 120 else 8
-    return {"BM": 128, "BN": 128, "BK": 256 if wide else 128, "GROUP": 8, "STAGES": 3 if wide else 4,
-            "num_warps": warps}  # fmt: skip
+    warps = 4 if wide and not tail and target.sm < 120 else 8
+    step = 256 if wide and not (tail and target.sm >= 120) else 128
+    return {"BM": 128, "BN": 128, "BK": step, "GROUP": 8, "STAGES": 3 if wide else 4, "num_warps": warps}
 
 
-def native_arguments(m, n, k, a: BlockFormat, b: BlockFormat, target: Target) -> tuple[list, dict]:
+def native_arguments(m, n, k, a: BlockFormat, b: BlockFormat, target: Target, tail: bool) -> tuple[list, dict]:
     """The integer arguments of the kernel and its constants, for operands of K elements (padded to whole blocks)."""
-    tile = native_launch(a, b, target)
+    tile = native_launch(a, b, target, tail)
     blocks = ceil_div(k, a.block_cols)
     a_per_row, b_per_row = (blocks * fmt.block_cols // (2 if fmt.packed else 1) for fmt in (a, b))
     integers = [m, n, a_per_row, b_per_row, ceil_div(k, tile["BK"]), ceil_div(m, 128), ceil_div(n, 128),

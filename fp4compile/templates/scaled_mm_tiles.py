@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fp4compile.templates.codec import float_bits
 from fp4compile.templates.expand import TINY, expand, load_scales, load_units, shift_of, spread_scales
+from fp4compile.templates.tail import tail
 
 
 @triton.jit
@@ -86,7 +87,8 @@ def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def scaled_mm_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    wanted_ptr, m, n, units, blocks, a_per_row, b_per_row, a_scales_batch, b_scales_batch,
+    tail_0_ptr, tail_1_ptr, wanted_ptr,
+    m, n, units, blocks, a_per_row, b_per_row, a_scales_batch, b_scales_batch,
     A_ELEMENT: tl.constexpr, A_SCALE: tl.constexpr, A_SQUARE: tl.constexpr, A_SWIZZLED: tl.constexpr,
     A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
     B_ELEMENT: tl.constexpr, B_SCALE: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
@@ -205,6 +207,7 @@ def scaled_mm_tiles(
     else:
         acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
+        acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
         store_rounded(out_ptr, at, acc, mask, ISA)
 
 
@@ -221,7 +224,7 @@ def block_shape(warps, rows, blocks):
 
 @triton.jit
 def reduce_splits(
-    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, batches, m, n,
+    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr, batches, m, n,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
     SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -239,4 +242,5 @@ def reduce_splits(
     for split in tl.static_range(SPLIT):
         acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
+    acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
     store_rounded(out_ptr, at, acc, mask, ISA)
