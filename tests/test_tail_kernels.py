@@ -23,10 +23,11 @@ from test_scaled_mm_kernels import (
     spilled_bytes,
 )
 from test_sm100 import NEW_PTXAS
+from test_tails import fused_graph
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
-from fp4compile import _compat, check_sm100, formats
+from fp4compile import _compat, check_sm100, formats, ops
 from fp4compile.templates.tail import OPERANDS, Tail, text_of
 
 if INTERPRETING or torch.cuda.is_available():
@@ -111,6 +112,44 @@ def test_batches():
     x, w = torch.randn(3, 9, 40), torch.randn(3, 7, 40)
     check("gelu, scale, residual", quantized(x, fmt), quantized(w, fmt))
     check("gelu, scale, residual", quantized(x, fmt), quantized(w[0], fmt))
+
+
+# A linear layer's product p, and more: what the pass makes of it is what float32 arithmetic makes of the product.
+CHAINS = {
+    "gate": lambda p, x, w, same, row: F.silu(p(x, w)) * same,
+    "activation and residual": lambda p, x, w, same, row: same + F.gelu(p(x, w)),
+    "rows and numbers": lambda p, x, w, same, row: same - p(x, w) * row / 3.0,
+    "another shape": lambda p, x, w, same, row: F.relu(p(x, w).view(4, 5, 32)).square() + same.view(4, 5, 32),
+}
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="runs the graph on the CPU, and its kernels in the interpreter")
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_fused_graphs(chain, recipe):
+    shapes = ((20, 64), (32, 64), (20, 32), (32,))
+    values = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+
+    def function(x, w, same, row):
+        return CHAINS[chain](F.linear, x, w, same, row)
+
+    result = fused_graph(function, *shapes, recipe=recipe, sm=90)
+    assert result.fused == 1
+    got = OnTheCpu(torch.fx.GraphModule({}, result.graph)).run(*values)
+    product = fused_graph(lambda x, w: F.linear(x, w), *shapes[:2], recipe=recipe, sm=90)
+    plain = OnTheCpu(torch.fx.GraphModule({}, product.graph)).run(*values[:2])
+    floats = [value.float() for value in values]
+    expected = CHAINS[chain](lambda x, w: plain.float(), *floats).bfloat16()
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert ((got.float() - expected.float()).abs() <= 2.0**-8 * expected.float().abs()).all()  # erf and exp
+
+
+class OnTheCpu(torch.fx.Interpreter):
+    """Runs a graph with the kernels that it would be lowered to on a GPU."""
+
+    def call_function(self, target, args, kwargs):
+        kernels = {"scaled_mm_tail": ops.scaled_mm_tail_cuda, "scaled_mm": ops.scaled_mm_cuda}
+        return super().call_function(kernels.get(getattr(target, "_opname", ""), target), args, kwargs)
 
 
 @gpu
