@@ -323,7 +323,7 @@ def part_by_part(monkeypatch):
         monkeypatch.setattr(kernels, "LEAST_ROWS", 128)
         monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
         monkeypatch.setattr(torch, "mm", _mm)
-        return 140, 16, 64
+        return 200, 16, 64
     return 2500, 512, 272
 
 

@@ -236,15 +236,17 @@ def _library(p: Problem) -> torch.Tensor:
     Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
     """
     rows = library_rows(p)
-    if tracing() and not known(p.m <= rows):
+    whole = known(p.m <= rows + rows // 2)
+    if tracing() and not whole:
         raise ChosenWhenRun  # a loop that would fill the graph with launches
     watch = _watched(p)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
     right = _expanded(p.right, _expanded_dtype(p), inexact, p).t()
-    if known(p.m <= rows):
+    if whole:
         out = _library_part(p, right, inexact)
     else:
         out = p.empty().view(p.m, p.n)
+        rows = 128 * ceil_div(p.m, 128 * round(p.m / rows))  # alike: a small last part would cost what a large one does
         for start in range(0, p.m, rows):
             count = min(rows, p.m - start)
             _library_part(p.part(start, count), right, inexact, out.narrow(0, start, count))
@@ -252,7 +254,7 @@ def _library(p: Problem) -> torch.Tensor:
 
 
 def library_rows(p: Problem) -> int:
-    """Rows of A that are multiplied at a time: a power of two."""
+    """About how many rows of A are multiplied at a time: a power of two."""
     expanded = 0 if p.left.fmt is None else 2 * p.k
     sums = 0 if _plain(p) else 4 * p.n
     rows = LEAST_ROWS
