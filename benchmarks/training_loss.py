@@ -4,7 +4,8 @@ fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay, bytes of th
 variant in a process of its own (several at a time: this measures losses, not speed). Compared are the means over the
 last 50 steps. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is
 chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16"
-leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph.
+leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and
+"-forward_bf16" does the forward products of the last fifth of the steps in bf16.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--steps 1000] [--jobs 6] [--out FILE] [--plot FILE]
 """
@@ -32,9 +33,10 @@ SHAPES = {
 }
 VARIANTS = (
     "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr",
-    "nvfp4_train-no_hadamard", "nvfp4_train-last_bf16"
+    "nvfp4_train-no_hadamard", "nvfp4_train-last_bf16", "nvfp4_train-forward_bf16"
 )  # fmt: skip
 SWITCHED_OFF = {"no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}}
+FORWARD_BF16 = {"fprop_x": None, "fprop_w": None}
 TAIL = 50
 
 
@@ -107,6 +109,10 @@ def train(variant: str, args) -> dict:
     data, draw = text().to(args.device), torch.Generator().manual_seed(1)
     window = torch.arange(shape.length + 1, device=args.device)
     for step in range(args.steps):
+        if variant.endswith("-forward_bf16") and step == args.steps * 4 // 5:
+            changed = fp4compile.backend(backend.recipe.replace(**FORWARD_BF16), strict=True)
+            for block in model.layers:
+                block.compile(backend=changed)
         starts = torch.randint(len(data) - shape.length - 1, (args.batch, 1), generator=draw)
         tokens = data[starts.to(args.device) + window].long()
         with torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16):
