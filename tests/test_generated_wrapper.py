@@ -109,7 +109,8 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
         return
     assert sorted(tails.values()) == ["v0", "v4"]  # the sum, and silu times the other
     gate, residual = (next(name for name in tails if tails[name] == value) for value in ("v4", "v0"))
-    assert not [name for name in kernels if re.match("triton_.*(silu|mul|add|exp)", name)]
+    # Nor does it fill anything but what maxima of large tensors are added up in.
+    assert not [name for name in kernels if name.startswith("triton_") and "zeros" not in name]
     assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]
     assert sum(call.startswith(f"{gate}.run(") for call in calls) == 1
     tiles = [call.split(".")[0] for call in calls if call.startswith("scaled_mm_tiles")]

@@ -201,7 +201,13 @@ def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None):
     if fmt.outer is None:
         return None, None, "none"
     bits = tensor_amax_bits(source)
-    return source.tensor.new_empty((), dtype=torch.float32), bits, "amax"
+    return source.tensor.new_empty(1, dtype=torch.float32), bits, "amax"
+
+
+def _scalar(outer: torch.Tensor | None, mode: str) -> torch.Tensor | None:
+    """The outer scale as callers know it. One that is made has one element: Inductor would fill a tensor of no
+    dimensions by a launch of its own."""
+    return outer.view(()) if mode == "amax" else outer
 
 
 def tensor_amax_bits(source: Matrices) -> torch.Tensor:
@@ -290,7 +296,7 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, 
         SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
-    return outer
+    return _scalar(outer, mode)
 
 
 def _tiles(source: Matrices, height: int, width: int, layout: str):
@@ -314,7 +320,7 @@ def _squares(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, 
         ALIGN=source.align, **store_aligns(source.cols, fmt), **store_aligns(source.rows, fmt, "COLUMN_"),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
-    return outer
+    return _scalar(outer, mode)
 
 
 def _columns(
@@ -332,7 +338,7 @@ def _columns(
         amax, mode = None, "row amax"
     elif outer is None and fmt.outer == "tensor" and transform:
         amax, column_amax = columns_amax_bits(source, rows is not None, True, each=False)
-        outer, column_outer = (x.new_empty((), dtype=torch.float32) for _ in range(2))
+        outer, column_outer = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
         mode = "amax"
     else:
         outer, amax, mode = outer_of(source, fmt, outer)
@@ -352,7 +358,7 @@ def _columns(
         **store_aligns(source.cols, fmt), **aligns, ISA=target_of(x.device).isa, num_warps=config.num_warps,
         **config.kwargs,
     )  # fmt: skip
-    return outer, column_outer
+    return _scalar(outer, mode), _scalar(column_outer, mode)
 
 
 def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int) -> None:
