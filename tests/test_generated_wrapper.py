@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fp4compile.passes.lower import lower
+from fp4compile.passes.reuse import reuse
 from fp4compile.passes.tails import fuse_tails
 from fp4compile.targets import Target
 from fp4compile.templates import launch
@@ -64,7 +65,7 @@ def wrapper_of(graph_module, mode):
     """The text for a post-grad graph on fake CUDA tensors, with tails and lowered."""
     inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module.recompile()
-    passes = {"post_grad_custom_post_pass": lambda graph: (fuse_tails(graph), lower(graph))}
+    passes = {"post_grad_custom_post_pass": lambda graph: (fuse_tails(graph), reuse(graph), lower(graph))}
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
         post_grad_passes(graph_module, is_inference=True)
         graph_module.recompile()
@@ -127,6 +128,26 @@ def test_generated_wrapper_on_sm100(recipe, monkeypatch):
     assert library.startswith("extern_kernels._scaled_mm(")
     products = [call for call in calls if call.startswith("scaled_mm_native")]
     assert len(products) == 2
+
+
+@pretending
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4", "mxfp8"])
+def test_a_gradient_over_the_product(recipe, monkeypatch):
+    """Two gradients of what one product leaves behind: one kernel, which reads the product and writes over it."""
+
+    def gradients(dy, w, gate, up):
+        d = dy @ w
+        s = torch.sigmoid(gate)
+        return (d * F.silu(gate)) @ w.t(), (d * up * s * (1 + gate * (1 - s))) @ w.t()
+
+    pretend(monkeypatch, 90)
+    shapes = (300, 512), (512, 1088), (300, 1088), (300, 1088)
+    found = fused_graph(gradients, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode)
+    (call,) = re.findall(r"triton_poi\w+\.run\((.*gate_1.*)\)", text)
+    assert max(map(call.split(", ").count, call.split(", "))) == 2
+    sizes = ("(300, 1088), (1088, 1)", "(1, 300, 1088), (326400, 1088, 1)")
+    assert sum(text.count(f"empty_strided_cuda({size}, torch.bfloat16)") for size in sizes) == 2
 
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")

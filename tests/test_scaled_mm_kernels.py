@@ -301,11 +301,14 @@ def _dequantized(operand):
 
 
 @gpu
+@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("nvfp4_16x16", "nvfp4"),
-                                      ("mxfp8", "mxfp8_32x32"), (torch.bfloat16, "nvfp4")], ids=str)  # fmt: skip
-def test_library_part_by_part(a, b, layout, monkeypatch):
-    m, n, k = part_by_part(monkeypatch)
+                                      ("nvfp4", "nvfp4_rowwise"), ("mxfp8", "mxfp8_32x32"), (torch.bfloat16, "nvfp4")],
+                         ids=str)  # fmt: skip
+def test_library_part_by_part(a, b, layout, columns, monkeypatch):
+    """Parts of the rows of A where B is the smaller one, else parts of the columns of the result."""
+    m, n, k = part_by_part(monkeypatch, columns)
     x, w = torch.randn(m, k), torch.randn(n, k)
     x[-3, :32] *= 2.0**-110  # too little for bf16 in MX formats, in the last part
     x[-3, 32:] = 0.0
@@ -316,15 +319,15 @@ def test_library_part_by_part(a, b, layout, monkeypatch):
         check(a, b, k, bias, out_dtype)
 
 
-def part_by_part(monkeypatch):
-    """Let the library's product take as few rows of A at a time as it may. Returns a shape of several parts."""
-    monkeypatch.setattr(kernels, "LIBRARY_BYTES", 1)
+def part_by_part(monkeypatch, columns):
+    """Let the library's product take as little at a time as it may. Returns a shape of several parts."""
+    for name in ("WHOLE_BYTES", "PART_BYTES", "LEAST_RESULTS"):
+        monkeypatch.setattr(kernels, name, 1)
     if INTERPRETING:
-        monkeypatch.setattr(kernels, "LEAST_ROWS", 128)
         monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
         monkeypatch.setattr(torch, "mm", _mm)
-        return 200, 16, 64
-    return 2500, 512, 272
+        return (16, 200, 64) if columns else (200, 16, 64)
+    return (512, 777, 272) if columns else (777, 512, 272)
 
 
 def _mm(a, b, *, out_dtype=None, out=None):

@@ -153,10 +153,12 @@ class OnTheCpu(torch.fx.Interpreter):
 
 
 @gpu
-def test_library_part_by_part(monkeypatch):
-    m, n, k = part_by_part(monkeypatch)
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("name", ["gelu, scale, residual", "two matrices"])
+def test_library_part_by_part(name, columns, monkeypatch):
+    m, n, k = part_by_part(monkeypatch, columns)
     x, w = torch.randn(m, k), torch.randn(n, k)
-    check("gelu, scale, residual", quantized(x, formats.get("nvfp4")), quantized(w, formats.get("nvfp4")))
+    check(name, quantized(x, formats.get("nvfp4")), quantized(w, formats.get("nvfp4")), torch.randn(n))
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")

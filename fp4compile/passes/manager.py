@@ -23,6 +23,7 @@ from fp4compile.passes.find import Gemm, Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge import merge
 from fp4compile.passes.plan import Decision, plan
+from fp4compile.passes.reuse import reuse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
 from fp4compile.passes.tails import fuse_tails
@@ -70,7 +71,7 @@ class JointPasses(CustomGraphPass):
 
 @dataclass(frozen=True, eq=False)
 class LowerPasses(CustomGraphPass):
-    """merge -> tails -> lower on a forward, backward or inference graph: on a GPU, ops become kernel launches.
+    """merge -> tails -> reuse -> lower on a forward, backward or inference graph: on a GPU, ops become kernel launches.
 
     sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
     """
@@ -86,9 +87,11 @@ class LowerPasses(CustomGraphPass):
             merged = merge(graph)
         with dumped(graph, "tails"):
             tails = fuse_tails(graph)
+        with dumped(graph, "reuse"):
+            reused = reuse(graph)
         with dumped(graph, "lower"):
             lowered = lower(graph)
-        log.info("post-grad graph: %s", {"merge": merged, "tails": tails, "lower": lowered})
+        log.info("post-grad graph: %s", {"merge": merged, "tails": tails, "reuse": reused, "lower": lowered})
 
     def uuid(self) -> tuple | None:
         """Covers device, this package's source and the user's passes; None if theirs is."""

@@ -188,14 +188,26 @@ class Problem:
     def epilogue_pointers(self, unused: torch.Tensor) -> list:
         return [unused if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
 
-    def part(self, start: int, rows: int) -> "Problem":
+    def rows(self, start: int, count: int) -> "Problem":
         """The product of some rows of A, of one matrix; start: a multiple of 128."""
+        return replace(self, left=self.left.part(start, count), m=count, tail=self._tail_of(0, start, count))
+
+    def columns(self, start: int, count: int) -> "Problem":
+        """The product with some rows of B, of one matrix: columns of the result; start: a multiple of 128."""
+        bias = None if self.bias is None else self.bias.narrow(0, start, count)
+        right = self.right.part(start, count)
+        return replace(self, right=right, bias=bias, n=count, tail=self._tail_of(1, start, count))
+
+    def _tail_of(self, dim: int, start: int, count: int) -> Tail | None:
+        """The tail with those parts of its operands, [m, n] or [n], that belong to a part of the result."""
+
+        def cut(x):
+            if x.numel() == self.n:
+                return x.view(-1).narrow(0, start, count) if dim == 1 else x
+            return x.view(self.m, self.n).narrow(dim, start, count)
+
         tail = self.tail
-        if tail is not None:
-            operands = tail.operands
-            cut = (x if x.numel() == self.n else x.view(self.m, self.n).narrow(0, start, rows) for x in operands)
-            tail = replace(tail, operands=tuple(cut))
-        return replace(self, left=self.left.part(start, rows), m=rows, tail=tail)
+        return None if tail is None else replace(tail, operands=tuple(map(cut, tail.operands)))
 
     def with_tail(self, kernel):
         return kernel if self.tail is None else with_tail(kernel, self.tail.text)

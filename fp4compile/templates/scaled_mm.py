@@ -26,9 +26,10 @@ from fp4compile.templates.tail import OPERANDS, Tail
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
-# What the library's product may take beside operands, output and expanded B: so many rows of A are expanded, and
-# multiplied, at a time. Below 1024 rows its tiles would no longer fill the GPU.
-LIBRARY_BYTES, LEAST_ROWS = 2**26, 1024
+# The library's product is made whole where that takes up to WHOLE_BYTES beside operands, output and the operand that
+# is expanded first; else in parts of about PART_BYTES. With fewer results than LEAST_RESULTS a part's tiles would no
+# longer fill the GPU.
+WHOLE_BYTES, PART_BYTES, LEAST_RESULTS = 2**26, 2**24, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
@@ -203,7 +204,7 @@ def _streams(p: Problem) -> bool:
 
 def _decode(p: Problem) -> torch.Tensor:
     """The product of a few rows, expanded to 16 bits if they are quantised, at the speed of the weights."""
-    a = _expanded(p.left, torch.float16, p.left.data, p)
+    a = _expanded(p.left, p.left.data, p, torch.float16)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     warps = decode_warps(p.n, p.k)
@@ -231,41 +232,47 @@ def _use_library(p: Problem) -> bool:
 
 
 def _library(p: Problem) -> torch.Tensor:
-    """The product by the library, of operands expanded to 16 bits, a number of rows at a time.
+    """The product by the library, of operands expanded to 16 bits: the smaller one whole, the other part by part.
 
     Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
     """
-    rows = library_rows(p)
-    whole = known(p.m <= rows + rows // 2)
-    if tracing() and not whole:
+    by_columns = _expanded_bytes(p.left, p) < _expanded_bytes(p.right, p)
+    count, others, cut = (p.n, p.m, p.right) if by_columns else (p.m, p.n, p.left)
+    each = (0 if cut.fmt is None else 2 * p.k) + (0 if _plain(p) else 4 * others)
+    at_once = known(count * each <= WHOLE_BYTES)
+    if tracing() and not at_once:
         raise ChosenWhenRun  # a loop that would fill the graph with launches
     watch = _watched(p)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
-    right = _expanded(p.right, _expanded_dtype(p), inexact, p).t()
-    if whole:
-        out = _library_part(p, right, inexact)
+    whole = _expanded(p.left if by_columns else p.right, inexact, p)
+    if at_once:
+        out = _library_part(p, whole, by_columns, inexact)
     else:
         out = p.empty().view(p.m, p.n)
-        rows = 128 * ceil_div(p.m, 128 * round(p.m / rows))  # alike: a small last part would cost what a large one does
-        for start in range(0, p.m, rows):
-            count = min(rows, p.m - start)
-            _library_part(p.part(start, count), right, inexact, out.narrow(0, start, count))
+        for start, size in _parts(count, max(PART_BYTES // each, LEAST_RESULTS // others, 128)):
+            part = p.columns(start, size) if by_columns else p.rows(start, size)
+            _library_part(part, whole, by_columns, inexact, out.narrow(int(by_columns), start, size))
     return _tiles(p, out, wanted=inexact) if watch else out
 
 
-def library_rows(p: Problem) -> int:
-    """About how many rows of A are multiplied at a time: a power of two."""
-    expanded = 0 if p.left.fmt is None else 2 * p.k
-    sums = 0 if _plain(p) else 4 * p.n
-    rows = LEAST_ROWS
-    while known(2 * rows * (expanded + sums) <= LIBRARY_BYTES) and known(rows < p.m):
-        rows *= 2
-    return rows
+def _expanded_bytes(x: Operand, p: Problem):
+    """What expanding an operand takes, as far as it is known: a symbolic number of rows counts as few."""
+    rows = p.m if x is p.left else p.n
+    return 0 if x.fmt is None else 2 * p.k * (rows if isinstance(rows, int) else LIBRARY_ROWS)
 
 
-def _library_part(p: Problem, right: torch.Tensor, inexact, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[m, n] of all rows of A and expanded B, into `out` if it is given."""
-    left = _expanded(p.left, _expanded_dtype(p), inexact, p)
+def _parts(count: int, most: int) -> list[tuple[int, int]]:
+    """Starts and sizes of parts of about `most`, alike: a small last part would cost what a large one does."""
+    size = 128 * ceil_div(count, 128 * max(round(count / most), 1))
+    return [(start, min(size, count - start)) for start in range(0, count, size)]
+
+
+def _library_part(
+    p: Problem, whole: torch.Tensor, by_columns: bool, inexact, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[m, n] of A and B, of which one is given expanded, into `out` if it is given."""
+    part = _expanded(p.right if by_columns else p.left, inexact, p)
+    left, right = (whole, part.t()) if by_columns else (part, whole.t())
     with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
         if not _plain(p):
             return _rescale(p, torch.mm(left, right, out_dtype=torch.float32), 1, out)
@@ -290,8 +297,9 @@ def _plain(p: Problem) -> bool:
     return unscaled and (p.bias is None or p.bias.dtype == dtype)
 
 
-def _expanded(x: Operand, dtype, inexact, p: Problem) -> torch.Tensor:
-    """[rows, k] in dtype, without the outer scale."""
+def _expanded(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[rows, k] in dtype (`_expanded_dtype` where not given), without the outer scale."""
+    dtype = dtype or _expanded_dtype(p)
     rows = p.m if x is p.left else p.n
     data = x.data.view(rows, -1)
     if x.fmt is None:
@@ -337,9 +345,10 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
 def _rescale(p: Problem, sums: torch.Tensor, split: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """[batches, m, n] from float32 sums [split, batches, m, n]; in `out` if it is given."""
     cols = 512
+    out_row = p.n if out is None else out.stride(0)
     out = p.empty() if out is None else out
     launch(p.with_tail(reduce_splits), p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
-           *p.tail_pointers(out), p.batches, p.m, p.n, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
+           *p.tail_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
            **p.epilogue)  # fmt: skip
     return out
 

@@ -224,11 +224,14 @@ def block_shape(warps, rows, blocks):
 
 @triton.jit
 def reduce_splits(
-    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr, batches, m, n,
+    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr, batches, m, n, out_row,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
     SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the first axis of [SPLIT, batches, m, n] in float32, rescaled: COLS columns of one row."""
+    """The sum over the first axis of [SPLIT, batches, m, n] in float32, rescaled: COLS columns of one row.
+
+    out_row: elements from one row of out, and of the tail's operands, to the next.
+    """
     tiles = tl.cdiv(n, COLS)
     program = tl.program_id(0)
     flat_row = program // tiles
@@ -242,5 +245,6 @@ def reduce_splits(
     for split in tl.static_range(SPLIT):
         acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
+    at = flat_row.to(tl.int64) * out_row + col
     acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
     store_rounded(out_ptr, at, acc, mask, ISA)
