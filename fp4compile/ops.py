@@ -138,8 +138,9 @@ def _scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
 def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     _check_both(format, x, outer, hadamard)
     data, scales, fresh = _quantize(x, format, -1, outer=outer, layout=layout, seed=seed)
-    # Of the values as they are, rows and columns have the same amax.
-    given = fresh if outer is None and not hadamard and fresh.numel() else outer
+    # Of the values as they are, rows and columns have the same amax, unless each has one of its own.
+    shared = outer is None and not hadamard and formats.get(format).outer == "tensor"
+    given = fresh if shared else outer
     return data, scales, fresh, *_quantize(x, format, -2, outer=given, layout=layout, seed=seed, hadamard=hadamard)
 
 
@@ -152,8 +153,9 @@ def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, had
     _check_layout(layout)
     _check_training(formats.get(format), seed, hadamard)
     rows, columns = kernels.quantize_both(x, formats.get(format), outer, layout, seed=seed, transform=hadamard)
-    # Without a transform both have the same outer scale, and an op may not return it twice.
-    return *rows[:2], _fresh(x, outer, rows[2]), *columns[:2], _fresh(x, outer, columns[2] if hadamard else None)
+    # Where both have the same outer scale, an op may not return it twice.
+    apart = hadamard or formats.get(format).outer == "row"
+    return *rows[:2], _fresh(x, outer, rows[2]), *columns[:2], _fresh(x, outer, columns[2] if apart else None)
 
 
 @torch.library.register_fake("fp4compile::quantize_both", lib=_lib)
@@ -161,17 +163,16 @@ def _quantize_both_fake(x, format, *, outer=None, layout="linear", seed=None, ha
     _check_both(format, x, outer, hadamard)
     rows = _quantize_fake(x, format, -1, outer=outer, layout=layout, seed=seed)
     data, scales, fresh = _quantize_fake(x, format, -2, outer=outer, layout=layout, seed=seed, hadamard=hadamard)
-    return *rows, data, scales, fresh if hadamard else x.new_empty(0, dtype=torch.float32)
+    apart = hadamard or formats.get(format).outer == "row"
+    return *rows, data, scales, fresh if apart else x.new_empty(0, dtype=torch.float32)
 
 
 def _check_both(format: str, x: torch.Tensor, outer: torch.Tensor | None, hadamard: bool) -> None:
-    fmt = formats.get(format)
-    if fmt.block is None or fmt.outer == "row":
-        raise ValueError(f"format {fmt.name}: rows and columns have outer scales of their own; quantise them apart")
     if x.dim() < 2:
         raise ValueError(f"x: expected two dimensions or more, got shape {tuple(x.shape)}")
-    if outer is not None and hadamard:
-        raise ValueError("outer: with hadamard, rows and columns have outer scales of their own; quantise them apart")
+    if outer is not None and (hadamard or formats.get(format).outer == "row"):
+        which = "with hadamard" if hadamard else f"in format {format}"
+        raise ValueError(f"outer: {which}, rows and columns have outer scales of their own; quantise them apart")
 
 
 # ---------------------------------------------------------------- dequantize

@@ -399,17 +399,15 @@ quantize_default_5 = fp4compile.quantize(primals_1, float8_rowwise, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
 return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
 forward
-quantize_default = fp4compile.quantize(primals_2, float8_rowwise, -1)
+quantize_both_default = fp4compile.quantize_both(primals_2, float8_rowwise)
 quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
-scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, None, getitem_2, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
-quantize_default_3 = fp4compile.quantize(primals_2, float8_rowwise, -2)
-return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_9: float8_e4m3fn[32, 64], getitem_11: float32[32, 1]
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_15: float8_e4m3fn[32, 64], getitem_17: float32[32, 1]
 backward
-quantize_default_2 = fp4compile.quantize(tangents_1, float8_rowwise, -2)
-scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, None, getitem_8, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
-quantize_default_4 = fp4compile.quantize(tangents_1, float8_rowwise, -1)
+quantize_both_default = fp4compile.quantize_both(tangents_1, float8_rowwise)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, None, getitem_22, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, float8_rowwise, -2)
-scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, None, getitem_19, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
 return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
 
     def test_float8_rowwise_mlp(self):
@@ -435,24 +433,20 @@ quantize_default_11 = fp4compile.quantize(primals_1, float8_rowwise, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, None, getitem_32, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
 return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
 forward
-quantize_default = fp4compile.quantize(primals_2, float8_rowwise, -1)
+quantize_both_default = fp4compile.quantize_both(primals_2, float8_rowwise)
 quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
-scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, None, getitem_2, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
-quantize_default_2 = fp4compile.quantize(convert_element_type_3, float8_rowwise, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_30, None, getitem_32, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_3, float8_rowwise)
 quantize_default_3 = fp4compile.quantize(primals_3, float8_rowwise, -1)
-scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, None, getitem_8, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
-quantize_default_5 = fp4compile.quantize(convert_element_type_3, float8_rowwise, -2)
-quantize_default_9 = fp4compile.quantize(primals_2, float8_rowwise, -2)
-return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_15: float8_e4m3fn[64, 64], getitem_17: float32[64, 1], getitem_27: float8_e4m3fn[32, 64], getitem_29: float32[32, 1]
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_36, None, getitem_38, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_39: float8_e4m3fn[64, 64], getitem_41: float32[64, 1], getitem_33: float8_e4m3fn[32, 64], getitem_35: float32[32, 1]
 backward
-quantize_default_4 = fp4compile.quantize(tangents_1, float8_rowwise, -2)
-scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
-quantize_default_6 = fp4compile.quantize(tangents_1, float8_rowwise, -1)
+quantize_both_default = fp4compile.quantize_both(tangents_1, float8_rowwise)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_38, None, getitem_40, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
 quantize_default_7 = fp4compile.quantize(primals_3, float8_rowwise, -2)
-scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, None, getitem_20, float8_rowwise, getitem_21, None, getitem_23, float8_rowwise, None, torch.bfloat16)
-quantize_default_8 = fp4compile.quantize(convert_element_type_12, float8_rowwise, -2)
-scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, None, getitem_26, float8_rowwise, getitem_27, None, getitem_29, float8_rowwise, None, torch.bfloat16)
-quantize_default_10 = fp4compile.quantize(convert_element_type_12, float8_rowwise, -1)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, None, getitem_37, float8_rowwise, getitem_21, None, getitem_23, float8_rowwise, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, float8_rowwise)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, None, getitem_46, float8_rowwise, getitem_27, None, getitem_29, float8_rowwise, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, float8_rowwise, -2)
-scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, None, getitem_32, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, None, getitem_43, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
 return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")

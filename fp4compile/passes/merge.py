@@ -34,11 +34,16 @@ class _Quantise:
 
     @property
     def along_rows(self) -> bool:
-        return self.dim == -1 and not self.hadamard
+        return self.dim == -1 and not self.hadamard and not self.given_each
 
     @property
     def along_columns(self) -> bool:
-        return self.dim == -2 and not (self.hadamard and self.outer is not None)
+        return self.dim == -2 and not (self.hadamard and self.outer is not None) and not self.given_each
+
+    @property
+    def given_each(self) -> bool:
+        """Whether an outer scale is given for each row: rows and columns then have nothing in common."""
+        return self.outer is not None and formats.get(self.format).outer == "row"
 
     @property
     def key(self) -> tuple:
@@ -53,8 +58,6 @@ def merge(graph: Graph) -> int:
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         found = _quantise(node)
-        if formats.get(found.format).outer == "row" or formats.get(found.format).block is None:
-            continue  # rows and columns have amaxes of their own: nothing to share but the read
         if found.along_rows:
             rows.setdefault(found.key, found)
         elif found.along_columns:
@@ -86,7 +89,8 @@ def _replace(graph: Graph, row: _Quantise, column: _Quantise, first: _Quantise) 
         outputs = [new_node(graph, operator.getitem, (both, i), first.node.meta) for i in range(6)]
     data, scales, outer, column_data, column_scales, column_outer = outputs
     _redirect(row.node, (data, scales, outer))
-    _redirect(column.node, (column_data, column_scales, column_outer if column.hadamard else outer))
+    apart = column.hadamard or formats.get(column.format).outer == "row"
+    _redirect(column.node, (column_data, column_scales, column_outer if apart else outer))
     for output in outputs:
         if not output.users:
             graph.erase_node(output)

@@ -36,13 +36,14 @@ def tensor_amax(
 @triton.jit
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    PLAIN: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
+    PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, STRIPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32s at amax_ptr as `tensor_amax` does, x being transformed down its columns (TRANSFORM).
 
-    EACH: one for each column, [batch, cols]; otherwise one of all. PLAIN: before them, the amax of x as it is. (One
-    pointer, because Inductor does not order two that a kernel writes in one tensor.)
+    EACH: one for each column, [batch, cols], or (ROWS) for each row of x as it is and for each column, [batch, rows +
+    cols]; otherwise one of all. PLAIN: before them, the amax of x as it is. (One pointer, because Inductor does not
+    order two that a kernel writes in one tensor.)
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = STRIPS * BLOCK
@@ -68,7 +69,22 @@ def columns_amax(
     if EACH:
         column = tl.arange(0, col_count)
         bits = tl.reshape(tl.join(tl.max(first_amax, 0), tl.max(second_amax, 0)), (col_count,))
-        at = column_amax_ptr + batch.to(tl.int64) * cols + col0 + column
+        if ROWS:
+            rows_amax_ptr = column_amax_ptr + batch.to(tl.int64) * (rows + cols)
+            raise_rows(rows_amax_ptr, strips, row0, rows, dtype, ISA)
+            column_amax_ptr = rows_amax_ptr + rows
+        else:
+            column_amax_ptr += batch.to(tl.int64) * cols
+        at = column_amax_ptr + col0 + column
         tl.atomic_max(at, bits, mask=column < left, sem="relaxed")
     else:
         tl.atomic_max(column_amax_ptr, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")
+
+
+@triton.jit
+def raise_rows(amax_ptr, strips, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
+    """Raise the int32s of the rows to the bits of their largest magnitudes in a tile of words."""
+    strip = tl.arange(0, strips[0].shape[0]) * len(strips)
+    for i in tl.static_range(len(strips)):
+        row = row0 + strip + i
+        tl.atomic_max(amax_ptr + row, word_amax(strips[i], 1, ISA, dtype), mask=row < rows, sem="relaxed")

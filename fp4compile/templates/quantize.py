@@ -120,8 +120,7 @@ def quantize(
     elif down:
         source = matrices(x.transpose(-2, -1))
         _, outer = _columns(source, fmt, outer, layout, (data, scales), seed=seed, stream=stream, transform=transform)
-        if fmt.outer == "row" and outer is not None:
-            outer = outer.view(*x.shape[:-1], 1)
+        outer = _each(outer, x)
     elif fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         _scaled_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream)
@@ -149,14 +148,20 @@ def quantize_both(
     if fmt.square and seed is not None:
         rows = reference.quantize(x, fmt, outer, layout, seed=seed)
         return rows, reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1)
-    rows, columns = _empty(x, fmt, layout), _empty(transposed, fmt, layout)
+    rows, columns = _empty(x, fmt, layout), _empty(transposed, fmt, layout, down=True)
     if fmt.square:
         outer = column_outer = _squares(matrices(x), fmt, outer, layout, rows=rows, columns=columns)
     else:
         outer, column_outer = _columns(
             matrices(x), fmt, outer, layout, columns, rows, seed=seed, stream=1, transform=transform
         )
+        outer, column_outer = _each(outer, x), _each(column_outer, transposed)
     return (*_typed(*rows, x.shape[-1], fmt), outer), (*_typed(*columns, x.shape[-2], fmt), column_outer)
+
+
+def _each(outer: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """The outer scales of the rows of x, if they are such, in the shape that callers know."""
+    return outer if outer is None or outer.dim() == 0 else outer.view(*x.shape[:-1], 1)
 
 
 def _lies_transposed(x: torch.Tensor) -> bool:
@@ -232,22 +237,24 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     return bits
 
 
-def columns_amax_bits(source: Matrices, plain: bool, transform: bool, each: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bits of the amax of the values as they are, if `plain`; of those transformed down the columns): int32.
+def columns_amax_bits(source: Matrices, plain: str | None, transform: bool, each: bool) -> torch.Tensor:
+    """Bits of the amax of the values transformed down the columns, int32 [1], or for each column [batch * cols].
 
-    each: the second for each column, [batch * cols].
+    plain: those of the values as they are, too. "all": one, before the others; "rows": for each row, which with the
+    columns' ones makes [batch * (rows + cols)].
     """
-    columns = source.batch * source.cols if each else 1
-    bits = torch.zeros(columns + int(plain), dtype=torch.int32, device=source.tensor.device)
+    lanes = source.cols + (source.rows if plain == "rows" else 0)
+    count = (source.batch * lanes if each else 1) + int(plain == "all")
+    bits = torch.zeros(count, dtype=torch.int32, device=source.tensor.device)
     config = columns_amax_launch()
     height, width = config.kwargs["STRIPS"] * config.kwargs["BLOCK"], 2 * config.kwargs["WORDS"]
     programs = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
     launch(
         columns_amax, programs, source.tensor, bits, *source.args,
-        PLAIN=plain, TRANSFORM=transform, EACH=each, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
-        num_warps=config.num_warps, **config.kwargs,
+        PLAIN=plain == "all", ROWS=plain == "rows", TRANSFORM=transform, EACH=each, ALIGN=source.align,
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
-    return (bits.narrow(0, 0, 1), bits.narrow(0, 1, columns)) if plain else (bits, bits)
+    return bits
 
 
 def _maxima(amax: torch.Tensor | None, mode: str) -> int:
@@ -329,15 +336,18 @@ def _columns(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Launch the kernel of columns, and of rows if they are given as well: (data, scales) of each.
 
-    Returns the outer scales of the rows and of the columns, [batch * cols] where each has its own.
+    Returns the outer scales of the rows and of the columns; where each has its own, [batch * rows], [batch * cols].
     """
     x = source.tensor
     if outer is None and fmt.outer == "row":
-        _, column_amax = columns_amax_bits(source, False, transform, each=True)
+        amax = column_amax = columns_amax_bits(source, "rows" if rows else None, transform, each=True)
         column_outer = x.new_empty(source.batch * source.cols, dtype=torch.float32)
-        amax, mode = None, "row amax"
+        outer = x.new_empty(source.batch * source.rows, dtype=torch.float32) if rows else None
+        mode = "row amax"
     elif outer is None and fmt.outer == "tensor" and transform:
-        amax, column_amax = columns_amax_bits(source, rows is not None, True, each=False)
+        amax = column_amax = columns_amax_bits(source, "all" if rows else None, True, each=False)
+        if rows:
+            amax, column_amax = amax.narrow(0, 0, 1), amax.narrow(0, 1, 1)
         outer, column_outer = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
         mode = "amax"
     else:

@@ -71,6 +71,24 @@ def encode_strips(
 
 
 @triton.jit
+def each_outer(
+    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
+):
+    """(encode, decode) outer scales of some rows or columns, from the bits at the pointers amax_ptr.
+
+    `first`: of the programs that make the same ones this one stores them, at outer_ptr + at.
+    """
+    bits = tl.load(amax_ptr, mask=mask, other=0)
+    if SCALE == "none":
+        encode, decode = float8_outer(bits, ISA)
+    else:
+        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
+    if first:
+        tl.store(outer_ptr + at, decode, mask=mask)
+    return encode, decode
+
+
+@triton.jit
 def quantize_columns(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
@@ -87,7 +105,8 @@ def quantize_columns(
     Codes and scales of x transposed go to columns_ptr, column_scales_ptr; ALONG_ROWS: those of x to data_ptr,
     scales_ptr, rounded by stream 0 where the columns are by stream 1.
     OUTER: as in `outer_scales`; or of the columns: "row" reads decode factors at column_outer_ptr, "row amax" makes
-    them from the bits at column_amax_ptr and stores them at column_outer_ptr.
+    them from the bits at column_amax_ptr, [batch, cols], and stores them at column_outer_ptr. ALONG_ROWS with "row
+    amax": bits of rows and columns, [batch, rows + cols], and factors of the rows at outer_ptr.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = STRIPS * BLOCK
@@ -108,10 +127,17 @@ def quantize_columns(
         row = row0 + tl.arange(0, row_count)
         words = load_tile(tile_ptr + row.to(tl.int64) * x_row, left, row < rows, dtype,
                           row_count, col_count // BLOCK, BLOCK, PIECES, ALIGN)  # fmt: skip
-        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
+        if OUTER == "row amax":
+            encode, decode = each_outer(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
+                                        batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
+                                        SCALE, CONTRACT, ISA)  # fmt: skip
+            encode = encode[:, None]
+            decode = decode[:, None]
+        else:
+            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
         encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
-                         True, SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
     strips = load_strips(tile_ptr, row0, rows, left, x_row, dtype, BLOCK, STRIPS, WORDS, ALIGN)
     first, second = unpack_strips(strips, dtype)
@@ -130,13 +156,12 @@ def quantize_columns(
             decode = tl.load(column_outer_ptr + at, mask=column < cols, other=1.0)
             encode = reciprocal(decode, ISA)
         else:
-            bits = tl.load(column_amax_ptr + at, mask=column < cols, other=0)
-            if SCALE == "none":
-                encode, decode = float8_outer(bits, ISA)
+            if ALONG_ROWS:
+                column_amax_ptr += batch.to(tl.int64) * (rows + cols) + rows
             else:
-                encode, decode = outer_from_amax(bits, CONTRACT, ISA)
-            if row_tile == 0:
-                tl.store(column_outer_ptr + at, decode, mask=column < cols)
+                column_amax_ptr += batch.to(tl.int64) * cols
+            encode, decode = each_outer(column_amax_ptr + column, column_outer_ptr, at, column < cols, row_tile == 0,
+                                        SCALE, CONTRACT, ISA)  # fmt: skip
         first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
         first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
     else:
