@@ -96,7 +96,7 @@ CONFIGURATIONS = (
     Configuration("both, transform, seed", "nvfp4_te", _trained),
     *(Configuration("square", name, _rows) for name in ("nvfp4_16x16", "mxfp8_32x32")),
     *(Configuration("both", name, _both) for name in ("nvfp4_one_level", "nvfp4_16x16", "mxfp8", "mxfp8_32x32")),
-    Configuration("both", "mxfp4", _both),
+    *(Configuration("both", name, _both) for name in ("mxfp4", "nvfp4", "float8_rowwise")),
     *(Configuration("dequantize", name, _dequantize) for name in ("nvfp4", "mxfp8")),
 )  # fmt: skip
 

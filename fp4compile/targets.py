@@ -1,6 +1,6 @@
 """What a GPU can do, and how the quantise kernels are launched on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: its tile and other constexpr arguments, and warps a program."""
+    """How one kernel is launched: its tile and other constexpr arguments, and warps a program.
+
+    maxnreg: registers a thread at most, where the assembler would take more than is good. Inductor has no such option:
+    only eager launches have it.
+    """
 
     constants: tuple[tuple[str, int], ...]
     num_warps: int
+    maxnreg: int | None = None
 
     @property
     def kwargs(self) -> dict[str, int]:
@@ -101,6 +106,15 @@ def columns_launch(element: str, block: int, both: bool) -> Launch:
     if both:
         return _launch(4, STRIPS=4, WORDS=64, PIECES=2)
     return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
+
+
+def both_launch(element: str, isa: int) -> Launch:
+    """The kernel of rows and columns from one read: a thread holds 16 rows of WORDS words."""
+    if element == "e2m1":
+        return replace(_launch(4, STRIPS=8, GROUPS=16, WORDS=4), maxnreg=112 if isa == 90 else None)
+    if isa == 90:
+        return replace(_launch(8, STRIPS=8, GROUPS=32, WORDS=4), maxnreg=128)
+    return _launch(4, STRIPS=8, GROUPS=16, WORDS=4)
 
 
 def squares_launch(element: str) -> Launch:

@@ -104,7 +104,8 @@ def test_columns_and_both(format, name):
     fmt = formats.get(format)
     rows, cols = (40, 72) if INTERPRETING else (200, 1000)
     layout = "swizzled" if name in ("one_nan", "ties_fp4") and fmt.block else "linear"
-    x = hard_input(name, (cols, rows), torch.bfloat16, fmt.block_cols if fmt.block else 16).mT  # structure down the columns
+    block = fmt.block_cols if fmt.block else 16
+    x = hard_input(name, (cols, rows), torch.bfloat16, block).mT  # structure down the columns
     check(x, fmt, layout=layout)
     x = x.contiguous()
     check(x.mT, fmt, layout=layout)

@@ -25,8 +25,8 @@ def test_every_shipped_configuration(sm):
             problems[found.kernel, found.configuration, found.format] = wrong
     assert not problems
     assert kernels == {
-        "quantize_rows", "quantize_scaled_rows", "quantize_columns", "quantize_squares", "dequantize_rows",
-        "tensor_amax", "columns_amax",
+        "quantize_rows", "quantize_scaled_rows", "quantize_both", "quantize_columns", "quantize_squares",
+        "dequantize_rows", "tensor_amax", "columns_amax",
     }  # fmt: skip
 
 

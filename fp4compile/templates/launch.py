@@ -49,13 +49,19 @@ def _cuda_target(index: int | None) -> Target:
     return Target(10 * major + minor)
 
 
-def launch(kernel, programs, *args, num_warps: int, **constants) -> None:
-    """Launch `programs` programs of a Triton kernel; at least one, which beyond the tensors writes nothing."""
+def launch(kernel, programs, *args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
+    """Launch `programs` programs of a Triton kernel; at least one, which beyond the tensors writes nothing.
+
+    maxnreg: see `targets.Launch`.
+    """
     paper = _paper.get()
     if paper is not None:
         paper[1].append(Launched(kernel, dict(zip(kernel.arg_names, args, strict=False)), constants, num_warps))
         return
     programs = max(programs, 1) if isinstance(programs, int) else torch.sym_max(programs, 1)
+    options = {"num_warps": num_warps}
     if _compat.tracing():
         kernel = _compat.traceable(kernel)
-    kernel[(programs,)](*args, **constants, num_warps=num_warps)
+    elif maxnreg is not None:
+        options["maxnreg"] = maxnreg
+    kernel[(programs,)](*args, **constants, **options)

@@ -16,6 +16,7 @@ from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.targets import (
     MOST_ELEMENTS_IN_PARTIAL_MAXIMA,
     amax_launch,
+    both_launch,
     columns_amax_launch,
     columns_launch,
     dequantize_launch,
@@ -26,6 +27,8 @@ from fp4compile.targets import (
 from fp4compile.templates.amax import columns_amax, tensor_amax
 from fp4compile.templates.dequantize import dequantize_rows
 from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize_both import DEPTH
+from fp4compile.templates.quantize_both import quantize_both as quantize_both_kernel
 from fp4compile.templates.quantize_columns import quantize_columns
 from fp4compile.templates.quantize_rows import quantize_rows, quantize_scaled_rows
 from fp4compile.templates.quantize_squares import quantize_squares
@@ -354,6 +357,9 @@ def _columns(
         outer, amax, mode = outer_of(source, fmt, outer)
         column_outer, column_amax = outer, amax
     constants = format_constants(fmt)
+    if rows is not None and mode == "none" and seed is None and not transform and x.element_size() == 2:
+        _both(source, fmt, layout, rows, columns)
+        return None, None
     config = columns_launch(fmt.element, constants["BLOCK"], rows is not None)
     programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
     data, scales = columns
@@ -369,6 +375,20 @@ def _columns(
         **config.kwargs,
     )  # fmt: skip
     return _scalar(outer, mode), _scalar(column_outer, mode)
+
+
+def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns) -> None:
+    """Launch the kernel of rows and columns from one read: (data, scales) of each."""
+    isa = target_of(source.tensor.device).isa
+    config = both_launch(fmt.element, isa)
+    height, width = config.kwargs["STRIPS"] * DEPTH.value, 2 * config.kwargs["GROUPS"] * config.kwargs["WORDS"]
+    aligns = store_aligns(source.rows, fmt, "COLUMN_")
+    aligns["COLUMN_UNIT_ALIGN"] = power_of_two(_units(source.rows, fmt) // 8, 2)
+    launch(
+        quantize_both_kernel, _tiles(source, height, width, layout), source.tensor, *rows, *columns, *source.args,
+        **format_constants(fmt), SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        **aligns, ISA=isa, num_warps=config.num_warps, maxnreg=config.maxnreg, **config.kwargs,
+    )  # fmt: skip
 
 
 def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int) -> None:
