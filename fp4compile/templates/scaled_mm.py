@@ -27,9 +27,9 @@ from fp4compile.templates.tail import OPERANDS, Tail
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
 # The library's product is made whole where that takes up to WHOLE_BYTES beside operands, output and the operand that
-# is expanded first; else in parts of about PART_BYTES. With fewer results than LEAST_RESULTS a part's tiles would no
-# longer fill the GPU.
-WHOLE_BYTES, PART_BYTES, LEAST_RESULTS = 2**26, 2**24, 2**22
+# is expanded first; else in parts of about PART_BYTES. A part has at least LEAST_LINES rows or columns and LEAST_RESULTS
+# results: else its tiles would not fill the GPU, and launching it would take longer than the product.
+WHOLE_BYTES, PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**26, 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
@@ -249,7 +249,7 @@ def _library(p: Problem) -> torch.Tensor:
         out = _library_part(p, whole, by_columns, inexact)
     else:
         out = p.empty().view(p.m, p.n)
-        for start, size in _parts(count, max(PART_BYTES // each, LEAST_RESULTS // others, 128)):
+        for start, size in _parts(count, max(PART_BYTES // each, LEAST_RESULTS // others, LEAST_LINES)):
             part = p.columns(start, size) if by_columns else p.rows(start, size)
             _library_part(part, whole, by_columns, inexact, out.narrow(int(by_columns), start, size))
     return _tiles(p, out, wanted=inexact) if watch else out
