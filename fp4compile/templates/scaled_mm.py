@@ -27,8 +27,8 @@ from fp4compile.templates.tail import OPERANDS, Tail
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
 # The library's product is made whole where that takes up to WHOLE_BYTES beside operands, output and the operand that
-# is expanded first; else in parts of about PART_BYTES. A part has at least LEAST_LINES rows or columns and LEAST_RESULTS
-# results: else its tiles would not fill the GPU, and launching it would take longer than the product.
+# is expanded first; else in parts of about PART_BYTES. A part has at least LEAST_LINES rows or columns and
+# LEAST_RESULTS results: else its tiles would not fill the GPU, and launching it would take longer than the product.
 WHOLE_BYTES, PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**26, 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
