@@ -1,8 +1,9 @@
 """What packed weights do for a language model at batch 1: memory, decode and prefill speed, time to compile.
 
 A Llama-3-8B with random weights, made on the device, in bf16 and then packed in place (`fp4compile.pack_`). Both are
-compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily into a static cache, in one run. "peak" is the
-most memory that was in use while the model was packed (bf16: while it was made).
+compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily into a static cache, in one run: after a short
+prompt, because attention over a long one takes both models the same time (`--context`). "peak" is the most memory that
+was in use while the model was packed (bf16: while it was made).
 
     python -m benchmarks.llama_decode [--recipe nvfp4_weight_only] [--layers 32] [--prompt 2048] [--out FILE]
 """
@@ -25,8 +26,9 @@ TINY = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_at
 
 
 def random_model(args) -> LlamaForCausalLM:
+    longest = max(args.prompt, args.context + decoded(args))
     config = LlamaConfig(**(TINY if args.tiny else LLAMA_3_8B), num_hidden_layers=args.layers,
-                         max_position_embeddings=args.prompt + decoded(args), tie_word_embeddings=False,
+                         max_position_embeddings=longest, tie_word_embeddings=False,
                          attn_implementation="sdpa")  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -46,14 +48,16 @@ def decoded(args) -> int:
 
 
 class Session:
-    """A model, compiled, and its static cache, which counts the tokens that it has seen."""
+    """A model, compiled, and its static cache of `length` tokens, of which it has seen some."""
 
-    def __init__(self, model: LlamaForCausalLM, args, **how):
-        self.args, self.device, config = args, args.device, model.config
+    def __init__(self, model: LlamaForCausalLM, length: int, device: str, **how):
+        self.device, config = device, model.config
         self.vocabulary = config.vocab_size
-        self.cache = StaticCache(config=config, max_cache_len=args.prompt + decoded(args))
+        self.cache = StaticCache(config=config, max_cache_len=length)
         # Tensors made inside a compiled region would not be known to stay, and CUDA graphs would be skipped.
-        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, args.device)
+        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, device)
+        self.token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.seen = 0
         self.forward = torch.compile(model.forward, dynamic=False, **how)
 
     def next_token(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -64,10 +68,10 @@ class Session:
                            position_ids=at.unsqueeze(0), use_cache=True, logits_to_keep=1)  # fmt: skip
         return out.logits[:, -1].argmax(-1, keepdim=True).clone()
 
-    def prefill(self) -> torch.Tensor:
+    def prefill(self, length: int) -> torch.Tensor:
         self.cache.reset()
         self.seen = 0
-        prompt = torch.arange(self.args.prompt, device=self.device).unsqueeze(0) % self.vocabulary
+        prompt = torch.arange(length, device=self.device).unsqueeze(0) % self.vocabulary
         self.token = self.next_token(prompt)
         return self.token
 
@@ -94,12 +98,14 @@ def synchronize(device: str) -> None:
 def measure(name: str, model: LlamaForCausalLM, args, **how) -> dict:
     """Times of a model compiled as `how` says."""
     torch.compiler.reset()
-    session = Session(model, args, **how)
-    first_prefill = seconds(session.prefill, args.device)
+    session = Session(model, args.prompt, args.device, **how)
+    first_prefill = seconds(lambda: session.prefill(args.prompt), args.device)
+    prefill = min(seconds(lambda: session.prefill(args.prompt), args.device) for _ in range(5))
+    session = Session(model, args.context + decoded(args), args.device, **how)
+    session.seen = args.context  # of zeros: what was said does not matter
     first_decode = seconds(lambda: session.decode(1), args.device)
     session.decode(WARM_UP - 1)  # records the CUDA graph
     decode = min(seconds(lambda: session.decode(args.tokens), args.device) for _ in range(REPEATS))
-    prefill = min(seconds(session.prefill, args.device) for _ in range(5))
     row = {"model": name, "decode tokens/s": args.tokens / decode, "prefill ms": prefill * 1000,
            "compile prefill s": first_prefill, "compile decode s": first_decode}  # fmt: skip
     print(row, file=sys.stderr, flush=True)  # the whole takes minutes
@@ -121,6 +127,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="nvfp4_weight_only")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=128, help="tokens in the cache before those that are decoded")
     parser.add_argument("--tokens", type=int, default=64, help="decoded in one measurement")
     parser.add_argument("--tiny", action="store_true", help="a narrow model, to try the script")
     args = parser.parse_args()
@@ -137,7 +144,7 @@ def main() -> None:
     for row in rows:
         row["decode x"] = row["decode tokens/s"] / rows[0]["decode tokens/s"]
         row["prefill x"] = row["prefill ms"] / rows[0]["prefill ms"]
-    settings = {name: getattr(args, name) for name in ("recipe", "layers", "prompt", "tokens", "tiny")}
+    settings = {name: getattr(args, name) for name in ("recipe", "layers", "prompt", "context", "tokens", "tiny")}
     common.publish(args, settings, rows)
 
 

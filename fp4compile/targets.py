@@ -110,11 +110,8 @@ def columns_launch(element: str, block: int, both: bool) -> Launch:
 
 def both_launch(element: str, isa: int) -> Launch:
     """The kernel of rows and columns from one read: a thread holds 16 rows of WORDS words."""
-    if element == "e2m1":
-        return replace(_launch(4, STRIPS=8, GROUPS=16, WORDS=4), maxnreg=112 if isa == 90 else None)
-    if isa == 90:
-        return replace(_launch(8, STRIPS=8, GROUPS=32, WORDS=4), maxnreg=128)
-    return _launch(4, STRIPS=8, GROUPS=16, WORDS=4)
+    capped = element == "e2m1" and isa == 90
+    return replace(_launch(4, STRIPS=8, GROUPS=16, WORDS=4), maxnreg=112 if capped else None)
 
 
 def squares_launch(element: str) -> Launch:
