@@ -197,8 +197,8 @@ def test_who_computes_other_products(sm, recipe, expected):
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_products_that_would_fill_the_memory_stay_ops(recipe):
     """Expanding all of a large A, and all its sums, is left to the op, which does it part by part."""
-    for rows, lowered in ((1024, True), (1536, True), (4096, False)):
-        _, launches = launched_on(90, recipe, (rows, 1024, 16384))
+    for rows, columns, lowered in ((1024, 1024, True), (4096, 1024, True), (16384, 1024, False), (4096, 8192, False)):
+        _, launches = launched_on(90, recipe, (rows, columns, 16384))
         assert ("expand_matrix" in dict(launches)) == lowered
         assert len([name for name, _ in launches if name.startswith("quantize")]) == 2
 

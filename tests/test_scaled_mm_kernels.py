@@ -323,6 +323,7 @@ def part_by_part(monkeypatch, columns):
     """Let the library's product take as little at a time as it may. Returns a shape of several parts."""
     for name in ("WHOLE_BYTES", "PART_BYTES", "LEAST_RESULTS"):
         monkeypatch.setattr(kernels, name, 1)
+    monkeypatch.setattr(kernels, "LEAST_LINES", 128)
     if INTERPRETING:
         monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
         monkeypatch.setattr(torch, "mm", _mm)

@@ -26,11 +26,14 @@ from fp4compile.templates.tail import OPERANDS, Tail
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
-# The library's product is made in parts of about PART_BYTES beside operands, output and the operand that is expanded
-# first, unless all of it takes no more than WHOLE_BYTES. A part has at least LEAST_RESULTS results: with fewer, its
-# tiles do not fill the GPU, and launching takes longer than computing. On an H200 with M = N = K = 8192, NVFP4 weights
-# and bf16 activations, four parts take 1481 us and the whole 1578 us: what is expanded and summed stays in the cache.
-PART_BYTES, WHOLE_BYTES, LEAST_RESULTS = 2**24, 2**26, 2**24
+# The library's product is made whole where that takes at most WHOLE_BYTES beside operands, output and the operand that
+# is expanded first (four times as much for up to FEW_LINES of that one), else in parts of about PART_BYTES. A part has
+# at least LEAST_LINES rows or columns and LEAST_RESULTS results: smaller ones do not fill the GPU, and take longer to
+# launch than to compute. On an H200 with M = N = K = 8192, NVFP4 weights and bf16 activations, four parts take 1481 us
+# and the whole 1578: what is expanded and summed stays in the cache. With M = 2048, N = 14336, K = 4096 seven parts
+# take 421 us and the whole 388.
+WHOLE_BYTES, FEW_LINES = 2**26, 2048
+PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
@@ -240,7 +243,7 @@ def _library(p: Problem) -> torch.Tensor:
     by_columns = _expanded_bytes(p.left, p) < _expanded_bytes(p.right, p)
     count, others, cut = (p.n, p.m, p.right) if by_columns else (p.m, p.n, p.left)
     each = (0 if cut.fmt is None else 2 * p.k) + (0 if _plain(p) else 4 * others)
-    at_once = known(count * each <= WHOLE_BYTES) or known(count * others < 2 * LEAST_RESULTS)
+    at_once = known(count * each <= (4 * WHOLE_BYTES if known(others <= FEW_LINES) else WHOLE_BYTES))
     if tracing() and not at_once:
         raise ChosenWhenRun  # a loop that would fill the graph with launches
     watch = _watched(p)
@@ -250,7 +253,7 @@ def _library(p: Problem) -> torch.Tensor:
         out = _library_part(p, whole, by_columns, inexact)
     else:
         out = p.empty().view(p.m, p.n)
-        for start, size in _parts(count, max(PART_BYTES // each, LEAST_RESULTS // others)):
+        for start, size in _parts(count, max(PART_BYTES // each, LEAST_RESULTS // others, LEAST_LINES)):
             part = p.columns(start, size) if by_columns else p.rows(start, size)
             _library_part(part, whole, by_columns, inexact, out.narrow(int(by_columns), start, size))
     return _tiles(p, out, wanted=inexact) if watch else out
@@ -264,7 +267,7 @@ def _expanded_bytes(x: Operand, p: Problem):
 
 def _parts(count: int, most: int) -> list[tuple[int, int]]:
     """Starts and sizes of parts of about `most`, alike: a small last part would cost what a large one does."""
-    size = 128 * ceil_div(count, 128 * max(round(count / max(most, 128)), 1))
+    size = 128 * ceil_div(count, 128 * max(round(count / most), 1))
     return [(start, min(size, count - start)) for start in range(0, count, size)]
 
 
