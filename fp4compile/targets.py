@@ -60,15 +60,19 @@ MOST_ELEMENTS_IN_PARTIAL_MAXIMA = 2**21
 LONGEST_ROW_ON_CHIP = 32768
 
 
-def rows_launch(element: str, block: int, flat: bool) -> Launch:
-    """The row kernel, on one long row (flat) or on rows apart. A thread writes 16 bytes of codes at a time."""
+def rows_launch(element: str, block: int, elements: int | None) -> Launch:
+    """The row kernel, on one long row of `elements`, or (None) on rows apart. A thread writes 16 bytes of codes at a
+    time; in a small tensor less, for the sake of more threads."""
     pieces = 4 if element == "e2m1" else 2
-    if flat:
-        return _launch(4, ROWS=1, BLOCKS=(4096 if element == "e2m1" else 2048) // block, PIECES=pieces)
-    return _launch(4, ROWS=128, BLOCKS=64 // block, PIECES=pieces)
+    if elements is None:
+        return _launch(4, ROWS=128, BLOCKS=64 // block, PIECES=pieces)
+    if element == "e2m1":
+        small = isinstance(elements, int) and elements <= 2**16
+        return _launch(4, ROWS=1, BLOCKS=(512 if small else 4096) // block, PIECES=1 if small else pieces)
+    return _launch(4, ROWS=1, BLOCKS=2048 // block, PIECES=pieces)
 
 
-def scaled_rows_launch(element: str, block: int, cols: int) -> Launch:
+def scaled_rows_launch(element: str, block: int, rows: int, cols: int) -> Launch:
     """The kernel of rows with their own scale: a whole row on chip up to LONGEST_ROW_ON_CHIP elements."""
     pieces = 4 if element == "e2m1" else 2
     width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
@@ -76,6 +80,9 @@ def scaled_rows_launch(element: str, block: int, cols: int) -> Launch:
     if not on_chip:
         width = 16384
     elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
+    if element == "e2m1" and isinstance(rows, int) and rows <= 128:  # one row a multiprocessor: latency is all
+        pieces = 2
+        elements_per_thread = 16 if width <= 8192 else 64
     return _launch(
         width // (32 * elements_per_thread), ROWS=1, BLOCKS=width // block, PIECES=pieces, ON_CHIP=int(on_chip)
     )

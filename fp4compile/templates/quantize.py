@@ -296,7 +296,7 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, 
     block = constants["BLOCK"]
     flat = source.flat() if layout == "linear" and mode != "row" and known(source.cols % block == 0) else None
     source = flat or source
-    config = rows_launch(fmt.element, block, flat is not None)
+    config = rows_launch(fmt.element, block, None if flat is None else source.cols)
     rows, blocks = _scale_grid(source.rows, ceil_div(source.cols, block), layout)
     programs = source.batch * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(blocks, config.kwargs["BLOCKS"])
     launch(
@@ -393,7 +393,7 @@ def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns) -> Non
 
 def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int) -> None:
     constants = format_constants(fmt)
-    config = scaled_rows_launch(fmt.element, constants["BLOCK"], source.cols)
+    config = scaled_rows_launch(fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols)
     rows, _ = _scale_grid(source.rows, 0, layout)
     programs = source.batch * ceil_div(rows, config.kwargs["ROWS"])
     launch(
