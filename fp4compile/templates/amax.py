@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.codec import magnitude_bits, reduce_words, unpack, word_amax
-from fp4compile.templates.quantize_both import max_of_rows
+from fp4compile.templates.quantize_both import max_of_rows, stacked
 from fp4compile.templates.quantize_rows import load_tile, tile_of
 from fp4compile.templates.strips import hadamard, load_strips, strips_amax, unpack_strips, values_amax
 
@@ -85,15 +85,15 @@ def columns_amax(
 @triton.jit
 def raise_rows(amax_ptr, strips, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
     """Raise the int32s of the rows to the bits of their largest magnitudes in a tile of words."""
-    row = row0 + tl.arange(0, strips[0].shape[0]) * len(strips)
+    bits = ()
     for i in tl.static_range(0, len(strips), 2):
         if ISA == 0 or dtype == tl.float32:
-            first = word_amax(strips[i], 1, ISA, dtype)
-            second = word_amax(strips[i + 1], 1, ISA, dtype)
+            bits = bits + (word_amax(strips[i], 1, ISA, dtype)[:, None],)
+            bits = bits + (word_amax(strips[i + 1], 1, ISA, dtype)[:, None],)
         else:  # both rows in one word
             (words,) = max_of_rows((strips[i],), (strips[i + 1],), dtype)
             first, second = unpack(reduce_words(words, 1, dtype), dtype)
-            first = magnitude_bits(first)
-            second = magnitude_bits(second)
-        tl.atomic_max(amax_ptr + row + i, first, mask=row < rows - i, sem="relaxed")
-        tl.atomic_max(amax_ptr + row + i + 1, second, mask=row < rows - i - 1, sem="relaxed")
+            bits = bits + (magnitude_bits(first)[:, None], magnitude_bits(second)[:, None])
+    count: tl.constexpr = strips[0].shape[0] * len(strips)
+    row = row0 + tl.arange(0, count)
+    tl.atomic_max(amax_ptr + row, tl.reshape(stacked(bits), (count,)), mask=row < rows, sem="relaxed")
