@@ -345,7 +345,8 @@ def _mm(a, b, *, out_dtype=None, out=None):
 def test_decode(a, b, layout):
     """A few rows and streamed weights: whole steps of every warp and ragged ends, rows that no program divides."""
     a = a if isinstance(a, torch.dtype) else formats.get(a)
-    for m, n, k in ((1, 256, 2048), (5, 200, 1056), (8, 96, 8192), (7, 40, 32), (3, 2064, 4096)):
+    shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768)]
+    for m, n, k in shapes:
         x, w = torch.randn(m, k), torch.randn(n, k)
         check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
 

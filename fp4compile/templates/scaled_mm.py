@@ -202,7 +202,7 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
 def _streams(p: Problem) -> bool:
     """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
     weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
-    few = known(p.m <= DECODE_ROWS) and known(p.k % 32 == 0) and known(p.k > 0)
+    few = known(p.m <= DECODE_ROWS) and known(p.k % 64 == 0) and known(p.k > 0)
     return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
 
 
@@ -211,22 +211,24 @@ def _decode(p: Problem) -> torch.Tensor:
     a = _expanded(p.left, p.left.data, p, torch.float16)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    warps = decode_warps(p.n, p.k)
+    config = decode_config(p.m, p.n, p.k)
+    warps = config["WARPS"]
     launch(
         scaled_mm_decode, ceil_div(p.n, 16), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
         p.m, p.n, p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        WARPS=warps, EVEN=int(known(p.n % 16 == 0) and known(p.k % (128 * warps) == 0)), ISA=p.target.isa,
-        num_warps=warps,
+        EVEN=int(known(p.n % 16 == 0) and known(p.k % (128 * warps) == 0)), ISA=p.target.isa,
+        num_warps=warps, **config,
     )  # fmt: skip
     return out
 
 
-def decode_warps(n, k) -> int:
-    """Warps of a program of `scaled_mm_decode`: as many as measured best on an H200 at the shapes of Llama-3."""
-    if known(n >= 8192):
-        return 8 if known(k >= 8192) else 4
-    return 16 if known(k >= 8192) or (known(n <= 2048) and known(k >= 4096)) else 8
+def decode_config(m, n, k) -> dict[str, int]:
+    """Constants of `scaled_mm_decode`: what measured best on an H200 at the shapes of Llama-3."""
+    rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), 8)
+    # With eight rows of activations, two steps of eight warps do not fit into shared memory.
+    wide = rows <= 4 and (known(n <= 2048) or known(k > 8192))
+    return {"WARPS": 8, "STAGES": 2, "ROWS": rows} if wide else {"WARPS": 4, "STAGES": 3, "ROWS": rows}
 
 
 def _use_library(p: Problem) -> bool:
