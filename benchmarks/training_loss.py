@@ -2,15 +2,18 @@
 
 fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay, bytes of the standard library's sources, every
 variant in a process of its own (several at a time: this measures losses, not speed). Compared are the means over the
-last 50 steps. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is
-chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16"
-leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and
-"-forward_bf16" does the forward products of the last fifth of the steps in bf16.
+last 50 steps, and over seeds, which make the weights and draw the data. Even of equal seeds two runs differ: gradients
+are added up in any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is
+away is chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform,
+"-last_bf16" leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one
+graph, and "-forward_bf16" does the forward products of the last fifth of the steps in bf16.
 
-    python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--steps 1000] [--jobs 6] [--out FILE] [--plot FILE]
+    python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--seeds 0 1 2 3] [--steps 1000] [--jobs 6]
+        [--out FILE] [--plot FILE]
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +46,7 @@ TAIL = 50
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--variants", nargs="+", default=VARIANTS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--shape", choices=SHAPES, default="103M")
@@ -54,21 +58,27 @@ def main() -> None:
     if args.one:
         print(json.dumps(train(args.one, args)))
         return
+    runs = [(variant, seed) for seed in args.seeds for variant in args.variants]
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = dict(zip(args.variants, pool.map(lambda name: _in_own_process(name, args), args.variants), strict=True))
-    settings = {"steps": args.steps, "batch": args.batch, "shape": args.shape, "rate": args.rate,
-                "parameters": runs[args.variants[0]]["parameters"], "tail": TAIL}  # fmt: skip
-    rows = [summary(name, run, runs.get("bf16")) for name, run in runs.items()]
-    common.publish(args, settings | {"losses": {name: run["losses"] for name, run in runs.items()}}, rows)
+        runs = dict(zip(runs, pool.map(lambda run: _in_own_process(*run, args), runs), strict=True))
+    settings = {name: getattr(args, name) for name in ("steps", "batch", "shape", "rate", "seeds")}
+    settings |= {"parameters": runs[args.variants[0], args.seeds[0]]["parameters"], "tail": TAIL}
+    losses = {variant: {seed: runs[variant, seed]["losses"] for seed in args.seeds} for variant in args.variants}
+    rows = [summary(variant, runs, args.seeds) for variant in args.variants]
+    common.publish(args, settings | {"losses": losses}, rows)
     if args.plot:
-        plot(runs, args.plot)
+        plot({variant: runs[variant, args.seeds[0]] for variant in args.variants}, args.plot)
 
 
-def summary(name: str, run: dict, bf16: dict | None) -> dict:
-    last = _tail(run)
+def summary(variant: str, runs: dict, seeds: list[int]) -> dict:
+    """Means over seeds; how far the variant is from bf16 of the same seed, on average and each time."""
+    mine = [runs[variant, seed] for seed in seeds]
+    known = ("bf16", seeds[0]) in runs
+    over = [100 * (_tail(run) / _tail(runs["bf16", seed]) - 1) for run, seed in zip(mine, seeds, strict=True) if known]
     return {
-        "variant": name, "loss": last, "over bf16 %": 100 * (last / _tail(bf16) - 1) if bf16 else None,
-        "first loss": run["losses"][0], "quantised %": run["quantised"], "seconds": run["seconds"],
+        "variant": variant, "loss": statistics.mean(map(_tail, mine)),
+        "over bf16 %": statistics.mean(over) if over else None, "of each seed": [round(value, 2) for value in over],
+        "quantised %": mine[0]["quantised"], "seconds": max(run["seconds"] for run in mine),
     }  # fmt: skip
 
 
@@ -77,10 +87,11 @@ def _tail(run: dict) -> float:
     return sum(losses) / len(losses)
 
 
-def _in_own_process(name: str, args) -> dict:
+def _in_own_process(name: str, seed: int, args) -> dict:
     """Losses of a variant; its own messages go to stderr as they come."""
     with tempfile.TemporaryFile("w+") as out:
-        command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--device", args.device]
+        command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--device", args.device,
+                   "--seeds", str(seed)]  # fmt: skip
         for option in ("steps", "batch", "shape", "rate"):
             command += [f"--{option}", str(getattr(args, option))]
         subprocess.run(command, stdout=out, check=True)
@@ -90,7 +101,8 @@ def _in_own_process(name: str, args) -> dict:
 
 def train(variant: str, args) -> dict:
     shape = SHAPES[args.shape]
-    torch.manual_seed(0)
+    seed = args.seeds[0]
+    torch.manual_seed(seed)
     model = Llama(shape).to(args.device)
     backend = backend_of(variant)
     quantised = len(model.layers) - (len(model.layers) // 4 if variant.endswith("-last_bf16") else 0)
@@ -106,7 +118,7 @@ def train(variant: str, args) -> dict:
         milestones=[args.steps // 20 + 1],
     )
     start, losses = time.monotonic(), []
-    data, draw = text().to(args.device), torch.Generator().manual_seed(1)
+    data, draw = text().to(args.device), torch.Generator().manual_seed(seed + 1)
     window = torch.arange(shape.length + 1, device=args.device)
     for step in range(args.steps):
         if variant.endswith("-forward_bf16") and step == args.steps * 4 // 5:

@@ -171,13 +171,13 @@ def test_what_is_merged():
 
 
 def test_what_is_not_merged():
-    x, outer = torch.randn(32, 64), torch.tensor(0.01)
+    x, outer, each = torch.randn(32, 64), torch.tensor(0.01), torch.rand(64, 1)
     seeds = torch.tensor(1), torch.tensor(2)
 
-    def several(x, outer, first, second):
+    def several(x, outer, each, first, second):
         return (
             *quantize(x, "mxfp8"), *quantize(x, "mxfp8_floor", 0),  # formats
-            *quantize(x, "nvfp4_rowwise"), *quantize(x, "nvfp4_rowwise", 0),  # amaxes of their own
+            *quantize(x, "nvfp4_rowwise"), *quantize(x, "nvfp4_rowwise", 0, outer=each),
             *quantize(x, "nvfp4", seed=first), *quantize(x, "nvfp4", 0, seed=second),
             *quantize(x, "nvfp4_te", outer=outer), *quantize(x, "nvfp4_te", 0),
             *quantize(x, "mxfp4"), *quantize(x + 1, "mxfp4", 0),
@@ -185,7 +185,7 @@ def test_what_is_not_merged():
             *quantize(x, "nvfp4_one_level", hadamard=True), *quantize(x, "nvfp4_one_level", 0),
         )  # fmt: skip
 
-    assert merged(several, x, outer, *seeds)[0] == [0]
+    assert merged(several, x, outer, each, *seeds)[0] == [0]
 
 
 # ---------------------------------------------------------------- what is saved
