@@ -1,4 +1,4 @@
-"""The packed E2M1 rounding of `templates.codec` (products rounded to fp16 first) against the reference, exhaustively.
+"""The rounding of `templates.packed_rounding` (products rounded to fp16 first) against the reference, exhaustively.
 
 The instructions are played in NumPy: every bfloat16 times every factor that a block scale can make.
 """
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4compile import reference
-from fp4compile.templates import codec
+from fp4compile.templates import codec, packed_rounding
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 E4M3_SCALES = range(8, 128)  # from 2^-6 on, where the contract clamps; the last one is NaN
@@ -39,7 +39,7 @@ def test_products_with_reciprocals_of_e4m3_scales():
     for byte in E4M3_SCALES:
         scale = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()[0]
         factor = np.float32(1) / scale
-        above = codec._PACKED_SCALE_ABOVE if byte & 7 == 7 else codec._PACKED_SCALE
+        above = packed_rounding._PACKED_SCALE_ABOVE if byte & 7 == 7 else packed_rounding._PACKED_SCALE
         packed = packed_codes(EVERY, factor * np.float32(above.value))
         np.testing.assert_array_equal(packed, expected_codes(EVERY, factor))
 
@@ -48,7 +48,7 @@ def test_products_with_reciprocals_of_e4m3_scales():
 def test_products_with_powers_of_two():
     for byte in range(256):
         factor = np.float32(2.0 ** (127 - byte) if byte < 254 else 2.0**-127 if byte == 254 else 2.0**-128)
-        packed = packed_codes(EVERY, factor * np.float32(codec._PACKED_SCALE.value))
+        packed = packed_codes(EVERY, factor * np.float32(packed_rounding._PACKED_SCALE.value))
         np.testing.assert_array_equal(packed, expected_codes(EVERY, factor))
 
 

@@ -9,16 +9,18 @@ import triton.language as tl
 
 from fp4compile.templates.codec import (
     block_scale,
-    encode_packed_columns,
-    encode_packed_row,
     encode_run,
     magnitude_bits,
     max_words,
+    reduce_words,
+    unpack,
+)
+from fp4compile.templates.packed_rounding import (
+    encode_packed_columns,
+    encode_packed_row,
     packed_e4m3_scales,
     packed_factor,
     packed_rounding,
-    reduce_words,
-    unpack,
 )
 from fp4compile.templates.quantize_rows import FIRST_AXIS_FASTEST, load_words, store_scales, store_units, tile_of
 
