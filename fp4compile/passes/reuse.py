@@ -16,12 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.passes.rewrite import new_node
-from fp4compile.passes.tails import PRODUCT, WITH_TAIL
+from fp4compile.passes.tails import CAST, PRODUCT, RESHAPES, WITH_TAIL
 
 aten = torch.ops.aten
 _PRODUCTS = (PRODUCT, WITH_TAIL, aten.mm.default, aten.addmm.default)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 def reuse(graph: Graph) -> int:
@@ -38,7 +36,7 @@ def reuse(graph: Graph) -> int:
 
 def _reshaped(product: Node) -> Node:
     """The product in the shape in which alone it is read."""
-    while len(product.users) == 1 and next(iter(product.users)).target in _RESHAPES:
+    while len(product.users) == 1 and next(iter(product.users)).target in RESHAPES:
         product = next(iter(product.users))
     return product
 
@@ -117,11 +115,11 @@ class _Family:
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor):
             return False
-        operation = node.target is _CAST or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        operation = node.target is CAST or torch.Tag.pointwise in getattr(node.target, "tags", ())
         return operation and value.shape == self.product.meta["val"].shape
 
     def _computed(self, node: Node) -> bool:
-        return self._pointwise(node) or node.target in _RESHAPES
+        return self._pointwise(node) or node.target in RESHAPES
 
     def _ancestors(self, node: Node) -> set[Node]:
         """A node, all from which it is computed by pointwise operations and reshapes, and the operands in memory."""

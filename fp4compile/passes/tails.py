@@ -27,8 +27,8 @@ PRODUCT = torch.ops.fp4compile.scaled_mm.default
 WITH_TAIL = torch.ops.fp4compile.scaled_mm_tail.default
 
 FLOAT32 = torch.finfo(torch.float32)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_CAST = torch.ops.prims.convert_element_type.default
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+CAST = torch.ops.prims.convert_element_type.default
 _OPERATIONS = {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
     aten.neg.default: "neg", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
@@ -97,7 +97,7 @@ class _Region:
             return False
         if value.dtype not in ops.FLOAT_DTYPES:
             return False
-        if node.target in _RESHAPES or node.target is _CAST:
+        if node.target in RESHAPES or node.target is CAST:
             self.renamed[node] = node.args[0]
             return True
         step = _operation(node)
@@ -128,7 +128,7 @@ class _Region:
     def end(self) -> Node | None:
         """The last node whose value is all that is needed of what leads to it; None if there is nothing to fuse."""
         for last in sorted([*self.operations, *self.renamed], reverse=True):
-            if last.target not in _RESHAPES and self._worth(last):
+            if last.target not in RESHAPES and self._worth(last):
                 return last
         return None
 
@@ -221,7 +221,7 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
     cost a pass instead of saving one.
     """
     path = [node]
-    while path[-1].target in _RESHAPES:
+    while path[-1].target in RESHAPES:
         path.append(path[-1].args[0])
     source = path[-1]
     if source.op in ("placeholder", "get_attr") or source.target in _STORED:
@@ -239,7 +239,7 @@ def _fuse(graph: Graph, region: _Region, last: Node) -> None:
     with graph.inserting_before(last):
         fused = new_node(graph, WITH_TAIL, (*product.args, list(operands), text, value.dtype), product.meta)
         if not _same(region.value.shape, value.shape):
-            shape = next(n.args[1] for n in inside if n.target in _RESHAPES and _same(n.meta["val"].shape, value.shape))
+            shape = next(n.args[1] for n in inside if n.target in RESHAPES and _same(n.meta["val"].shape, value.shape))
             fused = new_node(graph, aten.reshape.default, (fused, shape), last.meta)
     last.replace_all_uses_with(fused)
     for node in sorted(inside, reverse=True):
