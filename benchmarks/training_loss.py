@@ -1,27 +1,35 @@
 """Does training under a recipe follow bf16? A Llama-style model of 103 M parameters on real text, same seed and data.
 
-fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay, bytes of the standard library's sources, every
-variant in a process of its own (several at a time: this measures losses, not speed). Compared are the means over the
-last 50 steps, and over seeds, which make the weights and draw the data. Even of equal seeds two runs differ: gradients
-are added up in any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is
-away is chance. "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform,
-"-last_bf16" leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one
-graph, and "-forward_bf16" does the forward products of the last fifth of the steps in bf16.
+fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay. The text is the prose that every machine with these
+packages has: the docstrings of all Python sources installed, each paragraph once, in 32000 tokens of a byte-pair
+encoding made from it (by `tokenizers`, which comes with transformers). Every variant has a process of its own (several
+at a time: this measures losses, not speed). Compared are the means over the last 50 steps, and over seeds, which make
+the weights and draw the data. Even of equal seeds two runs differ: gradients are added up in any order.
+"bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is chance. "-no_sr"
+and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16" leaves the last
+quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and "-forward_bf16" does
+the forward products of the last fifth of the steps in bf16.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--seeds 0 1 2 3] [--steps 1000] [--jobs 6]
         [--out FILE] [--plot FILE]
 """
 
+import ast
+import itertools
 import json
+import os
+import random
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import torch
 import torch.nn.functional as F
 
@@ -31,8 +39,8 @@ from fp4compile.demo import Llama, Shape
 from fp4compile.recipe import named
 
 SHAPES = {
-    "103M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512),
-    "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64),
+    "100M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=32000),
+    "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
 }
 VARIANTS = (
     "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr",
@@ -48,9 +56,12 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=VARIANTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--shape", choices=SHAPES, default="103M")
-    parser.add_argument("--rate", type=float, default=3e-4)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--shape", choices=SHAPES, default="100M")
+    parser.add_argument("--rate", type=float, default=6e-4)
+    parser.add_argument("--files", type=int, default=100_000, help="read so many sources at most")
+    parser.add_argument("--gpus", type=int, default=1, help="spread the runs over so many")
+    parser.add_argument("--tokens", type=Path, help="encoded text, if it was made before; made there if not")
     parser.add_argument("--jobs", type=int, default=len(VARIANTS), help="processes at a time")
     parser.add_argument("--plot", type=Path, help="write the curves there (needs matplotlib)")
     parser.add_argument("--one", help="train this variant in this process and print its losses")
@@ -59,9 +70,16 @@ def main() -> None:
         print(json.dumps(train(args.one, args)))
         return
     runs = [(variant, seed) for seed in args.seeds for variant in args.variants]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        runs = dict(zip(runs, pool.map(lambda run: _in_own_process(*run, args), runs), strict=True))
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(args.jobs) as pool:
+        args.tokens = args.tokens or Path(directory) / "tokens.npy"
+        if not args.tokens.exists():
+            encode(args.tokens, SHAPES[args.shape].vocabulary, args.files)
+        places = itertools.cycle(range(args.gpus))
+        done = pool.map(lambda run, place: _in_own_process(*run, place, args), runs, places)
+        runs = dict(zip(runs, done, strict=True))
+        count = len(numpy.load(args.tokens, mmap_mode="r"))
     settings = {name: getattr(args, name) for name in ("steps", "batch", "shape", "rate", "seeds")}
+    settings |= {"tokens of text": count}
     settings |= {"parameters": runs[args.variants[0], args.seeds[0]]["parameters"], "tail": TAIL}
     losses = {variant: {seed: runs[variant, seed]["losses"] for seed in args.seeds} for variant in args.variants}
     rows = [summary(variant, runs, args.seeds) for variant in args.variants]
@@ -87,14 +105,15 @@ def _tail(run: dict) -> float:
     return sum(losses) / len(losses)
 
 
-def _in_own_process(name: str, seed: int, args) -> dict:
-    """Losses of a variant; its own messages go to stderr as they come."""
+def _in_own_process(name: str, seed: int, place: int, args) -> dict:
+    """Losses of a variant, on the GPU at `place`; its own messages go to stderr as they come."""
     with tempfile.TemporaryFile("w+") as out:
         command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--device", args.device,
                    "--seeds", str(seed)]  # fmt: skip
-        for option in ("steps", "batch", "shape", "rate"):
+        for option in ("steps", "batch", "shape", "rate", "tokens"):
             command += [f"--{option}", str(getattr(args, option))]
-        subprocess.run(command, stdout=out, check=True)
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(place)} if args.gpus > 1 else {})
+        subprocess.run(command, stdout=out, check=True, env=environment)
         out.seek(0)
         return json.loads(out.read().splitlines()[-1])
 
@@ -118,7 +137,7 @@ def train(variant: str, args) -> dict:
         milestones=[args.steps // 20 + 1],
     )
     start, losses = time.monotonic(), []
-    data, draw = text().to(args.device), torch.Generator().manual_seed(seed + 1)
+    data, draw = torch.from_numpy(numpy.load(args.tokens)).to(args.device), torch.Generator().manual_seed(seed + 1)
     window = torch.arange(shape.length + 1, device=args.device)
     for step in range(args.steps):
         if variant.endswith("-forward_bf16") and step == args.steps * 4 // 5:
@@ -152,11 +171,35 @@ def backend_of(variant: str):
     return fp4compile.backend(named(recipe).replace(**SWITCHED_OFF.get(switch, {})), strict=True)
 
 
-def text() -> torch.Tensor:
-    """Bytes of all of the standard library's sources, uint8."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in sorted(root.rglob("*.py")) if "site-packages" not in file.parts]
-    return torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+def encode(path: Path, vocabulary: int, most: int) -> None:
+    """Write the tokens of the docstrings of up to so many of the sources installed here, int16, in a random order."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    roots = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    files = sorted({file for root in roots for file in root.rglob("*.py")})
+    random.Random(0).shuffle(files)
+    with ProcessPoolExecutor() as pool:
+        texts = pool.map(prose, files[:most], chunksize=64)
+        paragraphs = list(dict.fromkeys(itertools.chain.from_iterable(texts)))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(paragraphs, trainer)
+    tokens = [encoding.ids for encoding in tokenizer.encode_batch_fast(paragraphs)]
+    numpy.save(path, numpy.concatenate([numpy.array(ids, dtype=numpy.int16) for ids in tokens]))
+
+
+def prose(file: Path) -> list[str]:
+    """The paragraphs of a source's docstrings; none of a file that is no Python."""
+    warnings.simplefilter("ignore")
+    try:
+        tree = ast.parse(file.read_text(errors="replace"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+    return [paragraph.strip() + "\n\n" for text in texts for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
 def plot(runs: dict[str, dict], path: Path) -> None:

@@ -11,6 +11,7 @@ import torch._higher_order_ops.triton_kernel_wrap
 import torch._inductor.inductor_prims
 import triton
 from torch._inductor import config
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
@@ -75,7 +76,7 @@ def _shared(identify: Callable, package: str) -> Callable:
         # torch hands on the number of warps by an autotuner of one configuration, a new one for each launch.
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
-        if not (getattr(function, "__module__", None) or "").startswith(f"{package}."):
+        if not _belongs(function, package):
             return identify(kernel, kwargs, tma_descriptor_metadata)
         key = (function, tuple((name, _signature(value)) for name, value in arguments.items()))
         if key not in found:
@@ -84,6 +85,39 @@ def _shared(identify: Callable, package: str) -> Callable:
 
     shared.shared = (*getattr(identify, "shared", ()), package)
     return shared
+
+
+def _belongs(kernel, package: str) -> bool:
+    return (getattr(kernel, "__module__", None) or "").startswith(f"{package}.")
+
+
+def launch_dependents(package: str) -> None:
+    """Let Inductor launch the package's kernels whose constant DEPENDENT is set as `templates.dependent` says.
+
+    Inductor has this option for kernels of its own, and reads it from what it writes down with any kernel, but has no
+    way to ask for it. Where this finds nothing to change, such a kernel is launched as usual, and as right.
+    """
+    define = PythonWrapperCodegen.define_user_defined_triton_kernel
+    if package in getattr(define, "dependents_of", ()):
+        return
+
+    @functools.wraps(define)
+    def defined(self, kernel, configs, kwargs, *rest, **more):
+        if not (_belongs(kernel, package) and kwargs.get("DEPENDENT")):
+            return define(self, kernel, configs, kwargs, *rest, **more)
+        write = self.define_kernel
+
+        def as_dependent(name, body, *others, **options):
+            return write(name, body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1), *others, **options)
+
+        self.define_kernel = as_dependent
+        try:
+            return define(self, kernel, configs, kwargs, *rest, **more)
+        finally:
+            del self.define_kernel
+
+    defined.dependents_of = (*getattr(define, "dependents_of", ()), package)
+    PythonWrapperCodegen.define_user_defined_triton_kernel = defined
 
 
 def _signature(value) -> tuple:

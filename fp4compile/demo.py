@@ -22,7 +22,6 @@ from fp4compile.calibrate import calibrate
 from fp4compile.recipe import Recipe
 from fp4compile.recipe_io import resolve
 
-VOCABULARY = 256  # bytes
 BATCH, LENGTH = 8, 64
 LEARNING_RATE = 5e-3
 WARMUP = 10
@@ -40,6 +39,7 @@ class Shape:
     inner: int = 384
     layers: int = 4
     length: int = LENGTH  # longest sequence
+    vocabulary: int = 256  # bytes
 
 
 class Attention(nn.Module):
@@ -85,10 +85,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, shape: Shape = Shape()):  # noqa: B008 (frozen)
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, shape.hidden)
+        self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden)
-        self.lm_head = nn.Linear(shape.hidden, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         cos, sin = rotary(shape.hidden // shape.heads, shape.length)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)

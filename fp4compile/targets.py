@@ -20,6 +20,11 @@ class Target:
         return self.sm >= 89
 
     @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel can start before the one before it is done; see `templates.dependent`."""
+        return self.sm >= 90
+
+    @property
     def isa(self) -> int:
         """Which form of the device functions of `templates.codec` the GPU runs: 0, 90, 100 or 120."""
         if self.sm >= 100:
@@ -80,12 +85,17 @@ def scaled_rows_launch(element: str, block: int, rows: int, cols: int) -> Launch
     if not on_chip:
         width = 16384
     elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
-    if element == "e2m1" and isinstance(rows, int) and rows <= 128:  # one row a multiprocessor: latency is all
-        pieces = 2
-        elements_per_thread = 16 if width <= 8192 else 64
+    parts = 1
+    if element == "e2m1" and on_chip and isinstance(rows, int) and rows <= 128:
+        # Rows are fewer than multiprocessors, and latency is all: so several of them quantise a row.
+        pieces, elements_per_thread = 2, 16
+        while parts * rows <= 64 and width // parts > 4096:
+            parts *= 2
+        elements_per_thread = max(elements_per_thread, width // parts // 512)
     return _launch(
-        width // (32 * elements_per_thread), ROWS=1, BLOCKS=width // block, PIECES=pieces, ON_CHIP=int(on_chip)
-    )
+        width // parts // (32 * elements_per_thread), ROWS=1, BLOCKS=width // block, PIECES=pieces,
+        ON_CHIP=int(on_chip), PARTS=parts,
+    )  # fmt: skip
 
 
 MOST_PARTIAL_MAXIMA = 128

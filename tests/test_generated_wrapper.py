@@ -119,6 +119,15 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
 
 
 @pretending
+def test_a_small_quantise_starts_early(monkeypatch):
+    """The kernel that awaits the amax, and no other, is launched as a dependent."""
+    kernels, _ = mlp_wrapper(monkeypatch, 90, "nvfp4", 16)
+    early = [name for name, text in kernels.items() if "'launch_pdl': True" in text]
+    assert early and all(name.startswith("quantize_rows") and "'DEPENDENT': True" in kernels[name] for name in early)
+    assert len(early) == sum("'DEPENDENT': True" in text for text in kernels.values())
+
+
+@pretending
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
 def test_generated_wrapper_on_sm100(recipe, monkeypatch):
     """The up product is the library's, the other two have tails."""

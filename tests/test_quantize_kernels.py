@@ -253,6 +253,45 @@ def test_long_rows():
 
 
 @gpu
+@pytest.mark.parametrize("shape", [(1, 8192), (3, 8200), (1, 16400), (5, 4112)], ids=str)
+def test_rows_in_parts(shape):
+    """Of few long rows, several programs write a row; the last of them may have little or nothing of it."""
+    for layout in ("linear", "swizzled") if shape[1] < 8200 or not INTERPRETING else ("linear",):
+        check(hard_input("outliers", shape, torch.bfloat16), formats.get("nvfp4_rowwise"), layout=layout)
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="CUDA graphs")
+@pytest.mark.parametrize("shape", [(1, 64), (16, 4096), (33, 4112), (128, 16384)], ids=str)
+def test_the_amax_is_awaited(shape):
+    """Of a small tensor, the quantise kernel starts before the amax is known. Each takes what the one before wrote."""
+    torch.use_deterministic_algorithms(False)  # filling what is allocated comes between the two kernels
+    fmt = formats.get("nvfp4")
+    x = torch.randn(shape, device="cuda").bfloat16()
+    scale = torch.ones((), device="cuda")
+    rounds = 20
+
+    def chain():
+        found, value = [], x * scale
+        for i in range(rounds):
+            found.append((value, kernels.quantize(value, fmt)))
+            value = value * (1.5 if i % 2 else 0.5)
+        return found
+
+    chain()  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for factor in (1.0, 3.0, 0.01):
+        scale.fill_(factor)
+        graph.replay()
+        for found in (captured, chain()):
+            for value, codes in found:
+                assert_same_bits(codes, reference.quantize(value, fmt))
+
+
+@gpu
 @pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
 @pytest.mark.parametrize("shape", [(16384, 16384), (8191, 4080), (1, 32768), (64, 65536)], ids=str)
 @pytest.mark.parametrize("format", list(formats.NAMED))

@@ -44,6 +44,22 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
     assert set(merged) == {"RZ"}
 
 
+@pytest.mark.parametrize("sm", TARGETS)
+def test_a_small_tensor_is_read_before_its_amax_is_awaited(sm):
+    """The kernel of the amax lets the next one start at once; that one waits only when it has begun to read."""
+    small = check_sm100.Configuration("rows", "nvfp4", check_sm100._rows, shape=(16, 4096))
+    amax, quantise = (
+        check_sm100._disassemble(
+            check_sm100._compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm).asm["cubin"]
+        )[0]
+        for one in small.launches(sm)
+    )
+    assert amax.index("PREEXIT") < amax.index("LDG")
+    before, after = quantise.split("ACQBULK")
+    assert "LDG" in before and "STG" not in before
+    assert "LDG" in after  # the maxima
+
+
 @pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])
 def test_every_shipped_product(sm):
     """The block-scaled matrix instruction where there is one; nothing spills, shared and tensor memory suffice."""

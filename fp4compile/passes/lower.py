@@ -30,6 +30,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
     _compat.share_analysis("fp4compile")
+    _compat.launch_dependents("fp4compile")
     lowered = 0
     for op, implementation in _KERNELS.items():
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.

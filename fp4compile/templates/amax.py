@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.codec import magnitude_bits, reduce_words, unpack, word_amax
+from fp4compile.templates.dependent import release
 from fp4compile.templates.quantize_both import max_of_rows, stacked
 from fp4compile.templates.quantize_rows import load_tile, tile_of
 from fp4compile.templates.strips import hadamard, load_strips, strips_amax, unpack_strips, values_amax
@@ -12,13 +13,16 @@ from fp4compile.templates.strips import hadamard, load_strips, strips_amax, unpa
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    FLAT: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr,
+    FLAT: tl.constexpr, PARTIAL: tl.constexpr, RELEASE: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32 at amax_ptr (0 before) to the bits of x's largest magnitude; a NaN lies above infinity.
 
-    PARTIAL: store the largest of each program, [programs]. Programs beyond the tensor store 0.
+    PARTIAL: store the largest of each program, [programs]. Programs beyond the tensor store 0. RELEASE: the next kernel
+    may start early, see `dependent`.
     """
+    if RELEASE:
+        x_ptr = release(x_ptr)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.cdiv(cols, BLOCKS * BLOCK).to(tl.int32)
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT)

@@ -233,9 +233,11 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
         bits = torch.empty(programs, dtype=torch.int32, device=device)
     else:
         bits = torch.zeros((), dtype=torch.int32, device=device)
+    target = target_of(device)
     launch(
         tensor_amax, programs, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small,
-        ALIGN=source.align, ISA=target_of(device).isa, num_warps=config.num_warps, **config.kwargs,
+        RELEASE=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa, num_warps=config.num_warps,
+        **config.kwargs,
     )  # fmt: skip
     return bits
 
@@ -299,12 +301,15 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, 
     config = rows_launch(fmt.element, block, None if flat is None else source.cols)
     rows, blocks = _scale_grid(source.rows, ceil_div(source.cols, block), layout)
     programs = source.batch * ceil_div(rows, config.kwargs["ROWS"]) * ceil_div(blocks, config.kwargs["BLOCKS"])
+    target = target_of(source.tensor.device)
+    # Small tensors' maxima are partial ones. Of a large one, the launch is nothing.
+    dependent = mode == "amax" and amax.dim() == 1 and target.dependent_launch
     launch(
         quantize_rows, programs, source.tensor, data, _or(scales, data), _or(outer, data),
         _or(amax, data), _or(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
         OUTER=mode, MAXIMA=_maxima(amax, mode), FLAT=flat is not None,
-        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.kwargs,
+        SWIZZLED=layout == "swizzled", DEPENDENT=dependent, ALIGN=source.align, **store_aligns(source.cols, fmt),
+        ISA=target.isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
     return _scalar(outer, mode)
 
@@ -395,7 +400,7 @@ def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout
     constants = format_constants(fmt)
     config = scaled_rows_launch(fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols)
     rows, _ = _scale_grid(source.rows, 0, layout)
-    programs = source.batch * ceil_div(rows, config.kwargs["ROWS"])
+    programs = source.batch * ceil_div(rows, config.kwargs["ROWS"]) * config.kwargs["PARTS"]
     launch(
         quantize_scaled_rows, programs, source.tensor, data, _or(scales, data), outer, _or(seed, data), *source.args,
         **constants, SEEDED=seed is not None, STREAM=stream, SWIZZLED=layout == "swizzled", ALIGN=source.align,

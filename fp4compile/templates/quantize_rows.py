@@ -21,6 +21,7 @@ from fp4compile.templates.codec import (
     unpack,
     word_amax,
 )
+from fp4compile.templates.dependent import arrived
 from fp4compile.templates.stochastic import beside, philox
 
 FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
@@ -191,14 +192,15 @@ def quantize_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, MAXIMA: tl.constexpr,
-    FLAT: tl.constexpr, SWIZZLED: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, DEPENDENT: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of blocks along the row. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
     FLAT: x is one row, perhaps of more than 2^31 elements.
-    OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr.
+    OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr. DEPENDENT: the kernel of the amax
+    may not be done yet, see `dependent`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
@@ -214,6 +216,8 @@ def quantize_rows(
     left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     words = load_tile(x_row_ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
 
+    if DEPENDENT:
+        amax_ptr = arrived(amax_ptr)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
@@ -229,16 +233,18 @@ def quantize_scaled_rows(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ON_CHIP: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ON_CHIP: tl.constexpr, PARTS: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, each with its own outer scale, stored at outer_ptr.
 
-    ON_CHIP: the tile holds whole rows, which are read once. Otherwise the program walks its rows twice.
+    ON_CHIP: the tile holds whole rows, which are read once. Otherwise the program walks its rows twice. PARTS > 1, on
+    chip: so many programs share a row; each finds its amax and writes one part.
     SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    batch, row_tile, _ = tile_of(tl.program_id(0), padded_rows, 1, ROWS, False)
+    batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
@@ -246,6 +252,13 @@ def quantize_scaled_rows(
         words = load_tile(x_row_ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
+        part_blocks: tl.constexpr = BLOCKS // PARTS
+        block0 = part * part_blocks
+        if PARTS > 1:
+            left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
+            words = load_tile(x_row_ptr + block0 * BLOCK, left, row < rows, dtype, ROWS, part_blocks, BLOCK, PIECES,
+                              ALIGN)  # fmt: skip
+            amax = word_amax(words, 2, ISA, dtype)
     else:
         # Tiles up to the end of the padding of swizzled scales.
         width: tl.constexpr = BLOCKS * BLOCK
@@ -265,7 +278,7 @@ def quantize_scaled_rows(
     encode = encode[:, None]
     decode = decode[:, None]
     if ON_CHIP:
-        encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, 0, rows, cols,
+        encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
                          dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
                          SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
     else:

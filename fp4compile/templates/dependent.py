@@ -1,0 +1,31 @@
+"""Starting a kernel before the one whose result it reads is done: programmatic dependent launch, from sm_90 on.
+
+The first kernel lets the second one start (`release`) when all of its own programs have started. The second loads what
+was complete before the first began, and waits for the first, and for all before it, to be done (`arrived`), before it
+reads what that wrote or writes anything. Where the second is launched as usual, both instructions do nothing.
+
+Inductor would take PTX with side effects to write all of a kernel's arguments, so these pieces are pure; an offset of
+0 that they return, added to the address that is used next, keeps their place.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def release(ptr):
+    """ptr, and the next kernel in the stream may start."""
+    zero = tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return ptr + tl.multiple_of(zero, 16)
+
+
+@triton.jit
+def arrived(ptr):
+    """ptr, once the kernels before this one are done."""
+    zero = tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return ptr + tl.multiple_of(zero, 16)
