@@ -108,7 +108,8 @@ def launch_dependents(package: str) -> None:
         write = self.define_kernel
 
         def as_dependent(name, body, *others, **options):
-            return write(name, body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1), *others, **options)
+            body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
+            return write(name, body, *others, **options)
 
         self.define_kernel = as_dependent
         try:
