@@ -2,10 +2,10 @@
 
 fp32 parameters, bf16 autocast, AdamW with warm-up and cosine decay. The text is the prose that every machine with these
 packages has: the docstrings of all Python sources installed, each paragraph once, in 32000 tokens of a byte-pair
-encoding made from it (by `tokenizers`, which comes with transformers). Every variant has a process of its own (several
-at a time: this measures losses, not speed). Compared are the means over the last 50 steps, and over seeds, which make
-the weights and draw the data. Even of equal seeds two runs differ: gradients are added up in any order.
-"bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is chance. "-no_sr"
+encoding made from it (by `tokenizers`, which comes with transformers). None of it is seen twice. Every variant has a
+process of its own (several at a time: this measures losses, not speed). Compared are the means over the last 50 steps,
+and over seeds, which make the weights and draw the data. Even of equal seeds two runs differ: gradients are added up in
+any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is chance. "-no_sr"
 and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16" leaves the last
 quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and "-forward_bf16" does
 the forward products of the last fifth of the steps in bf16.
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=VARIANTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--shape", choices=SHAPES, default="100M")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--files", type=int, default=100_000, help="read so many sources at most")
@@ -138,13 +138,16 @@ def train(variant: str, args) -> dict:
     )
     start, losses = time.monotonic(), []
     data, draw = torch.from_numpy(numpy.load(args.tokens)).to(args.device), torch.Generator().manual_seed(seed + 1)
+    order = torch.randperm((len(data) - 1) // shape.length, generator=draw)
+    if len(order) < args.steps * args.batch:
+        raise ValueError(f"{args.steps} steps of {args.batch}: the text has {len(order)} sequences of {shape.length}")
     window = torch.arange(shape.length + 1, device=args.device)
     for step in range(args.steps):
         if variant.endswith("-forward_bf16") and step == args.steps * 4 // 5:
             changed = fp4compile.backend(backend.recipe.replace(**FORWARD_BF16), strict=True)
             for block in model.layers:
                 block.compile(backend=changed)
-        starts = torch.randint(len(data) - shape.length - 1, (args.batch, 1), generator=draw)
+        starts = shape.length * order[step * args.batch :][: args.batch, None]
         tokens = data[starts.to(args.device) + window].long()
         with torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16):
             logits = model(tokens[:, :-1])
