@@ -5,10 +5,10 @@ packages has: the docstrings of all Python sources installed, each paragraph onc
 encoding made from it (by `tokenizers`, which comes with transformers). None of it is seen twice. Every variant has a
 process of its own (several at a time: this measures losses, not speed). Compared are the means over the last 50 steps,
 and over seeds, which make the weights and draw the data. Even of equal seeds two runs differ: gradients are added up in
-any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is chance. "-no_sr"
-and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16" leaves the last
-quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and "-forward_bf16" does
-the forward products of the last fifth of the steps in bf16.
+any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is chance.
+"-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16" leaves
+the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and
+"-forward_bf16" does the forward products of the last fifth of the steps in bf16.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--seeds 0 1 2 3] [--steps 1000] [--jobs 6]
         [--out FILE] [--plot FILE]
