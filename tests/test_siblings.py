@@ -17,6 +17,7 @@ import fp4compile
 from fp4compile import check_sm100, formats, reference
 from fp4compile.passes import manager
 from fp4compile.passes.lower import lower
+from fp4compile.passes.merge import merge
 from fp4compile.passes.siblings import SIBLINGS, siblings
 from fp4compile.targets import Target
 from fp4compile.templates import scaled_mm, scaled_mm_siblings
@@ -46,9 +47,14 @@ def views_of_one(x, q, k, v):
     return [product(x.view(1, 1, K).view(-1, K), w) for w in (q, k, v)]
 
 
-def quantised(x, q, k, v):
+def quantised(x, *weights):
     data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4")
-    return [product(data, w, a=(scales, outer, "nvfp4")) for w in (q, k, v)]
+    return [product(data, w, a=(scales, outer, "nvfp4")) for w in weights]
+
+
+def quantised_each(x, q, k, v):
+    """As packed layers have it."""
+    return [quantised(x.view(1, 1, K).view(-1, K), w)[0] for w in (q, k, v)]
 
 
 def biased(x, q, k, v):
@@ -115,7 +121,7 @@ def five(x, q, k, v):
 
 
 MERGED = {
-    users_between: [3], views_of_one: [3], quantised: [3], biased: [3], made_late: [3], five: [3, 2], crossed: [2],
+    users_between: [3], views_of_one: [3], quantised: [3], quantised_each: [3], biased: [3], made_late: [3], five: [3, 2], crossed: [2],
     scaled_by_a_product: [2], other_activations: [], some_biased: [], biased_differently: [], without_outer: [],
     rounded_differently: [], bias_of_a_product: [], changed_between: [], drawn_between: [],
 }  # fmt: skip
@@ -140,6 +146,7 @@ def traced(function, weights, rows=1):
 def merged(graph_module, sm=90):
     """How many products each launch has, after the pass."""
     with on_paper(Target(sm)):
+        merge(graph_module.graph)
         count = siblings(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
@@ -166,6 +173,7 @@ def test_which_ones(function):
     x = torch.randn(1, K).bfloat16()
     expected = on_the_cpu(graph_module, x, weights)
     assert merged(graph_module) == MERGED[function]
+    assert len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.fp4compile.quantize.default)) <= 1
     got = on_the_cpu(graph_module, x, weights)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
