@@ -121,9 +121,10 @@ def five(x, q, k, v):
 
 
 MERGED = {
-    users_between: [3], views_of_one: [3], quantised: [3], quantised_each: [3], biased: [3], made_late: [3], five: [3, 2], crossed: [2],
-    scaled_by_a_product: [2], other_activations: [], some_biased: [], biased_differently: [], without_outer: [],
-    rounded_differently: [], bias_of_a_product: [], changed_between: [], drawn_between: [],
+    users_between: [3], views_of_one: [3], quantised: [3], quantised_each: [3], biased: [3], made_late: [3],
+    five: [3, 2], crossed: [2], scaled_by_a_product: [2], other_activations: [], some_biased: [],
+    biased_differently: [], without_outer: [], rounded_differently: [], bias_of_a_product: [], changed_between: [],
+    drawn_between: [],
 }  # fmt: skip
 
 
