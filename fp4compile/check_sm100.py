@@ -22,6 +22,7 @@ from fp4compile.targets import Target
 from fp4compile.templates import quantize as kernels
 from fp4compile.templates.launch import Launched, on_paper
 from fp4compile.templates.scaled_mm import scaled_mm
+from fp4compile.templates.scaled_mm_siblings import products
 from fp4compile.templates.tail import Tail, text_of
 
 SIZE = 8192
@@ -178,6 +179,7 @@ class Product:
     """A product of M rows by N x SIZE weights. a: format of the activations; None keeps them in bf16.
 
     gated: with the tail silu(product) * another matrix. n: the library computes some products of a multiple of 16.
+    weights: how many are multiplied by the same activations, in one launch.
     """
 
     a: str | None
@@ -185,10 +187,11 @@ class Product:
     m: int = 512
     gated: bool = False
     n: int = SIZE
+    weights: int = 1
 
     @property
     def label(self) -> str:
-        return f"product, M={self.m}" + ", gated" * self.gated
+        return f"product, M={self.m}" + ", gated" * self.gated + f", {self.weights} weights" * (self.weights > 1)
 
     @property
     def formats(self) -> str:
@@ -198,8 +201,12 @@ class Product:
         """The launch of the product itself; None where the library computes it."""
         gate = torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta")
         tail = Tail(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16) if self.gated else None
+        a, (*b, fmt) = _operand(self.a, self.m), _operand(self.b, self.n)
         with on_paper(Target(sm)) as launches:
-            scaled_mm(*_operand(self.a, self.m), *_operand(self.b, self.n), None, torch.bfloat16, tail)
+            if self.weights > 1:
+                products(*a, [(*b, None)] * self.weights, fmt, torch.bfloat16)
+            else:
+                scaled_mm(*a, *b, fmt, None, torch.bfloat16, tail)
         return next((launch for launch in launches if launch.kernel.__name__.startswith("scaled_mm")), None)
 
 
@@ -208,6 +215,7 @@ PRODUCTS = (
     Product("nvfp4", "nvfp4"), Product("mxfp4", "mxfp4"), Product("mxfp8", "mxfp8", n=SIZE - 8),
     Product("mxfp8", "mxfp4"), Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 64),
     Product("mxfp8", "mxfp8", 16), Product("nvfp4", "nvfp4", gated=True), Product("mxfp8", "mxfp8", gated=True),
+    Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 8, weights=3),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
     fp4compile::scaled_mm_tail(the same, operands, tail, dtype) -> tail(product), on CUDA: see `templates.tail`
+    fp4compile::scaled_mm_siblings(..., several b, ...) -> products of the same a: see `sibling_ops`
 
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
 and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale

@@ -26,6 +26,7 @@ from triton.runtime import driver
 
 from fp4compile.passes.lower import lower
 from fp4compile.passes.reuse import reuse
+from fp4compile.passes.siblings import siblings
 from fp4compile.passes.tails import fuse_tails
 from fp4compile.targets import Target
 from fp4compile.templates import launch
@@ -65,7 +66,8 @@ def wrapper_of(graph_module, mode):
     """The text for a post-grad graph on fake CUDA tensors, with tails and lowered."""
     inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module.recompile()
-    passes = {"post_grad_custom_post_pass": lambda graph: (fuse_tails(graph), reuse(graph), lower(graph))}
+    ours = fuse_tails, siblings, reuse, lower
+    passes = {"post_grad_custom_post_pass": lambda graph: [one(graph) for one in ours]}
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
         post_grad_passes(graph_module, is_inference=True)
         graph_module.recompile()
@@ -157,6 +159,39 @@ def test_a_gradient_over_the_product(recipe, monkeypatch):
     assert max(map(call.split(", ").count, call.split(", "))) == 2
     sizes = ("(300, 1088), (1088, 1)", "(1, 300, 1088), (326400, 1088, 1)")
     assert sum(text.count(f"empty_strided_cuda({size}, torch.bfloat16)") for size in sizes) == 2
+
+
+def attention(x, wq, wk, wv, wo):
+    """As in Llama, what follows one product stands before the next one; keys and values serve two heads each."""
+    q = F.linear(x, wq).view(x.shape[0], -1, 4, 64).transpose(1, 2)
+    k, v = (F.linear(x, w).view(x.shape[0], -1, 2, 64).transpose(1, 2) for w in (wk, wv))
+    k, v = (kv.repeat_interleave(2, 1) for kv in (k * k.cos(), v))
+    return x + F.linear(F.scaled_dot_product_attention(q * q.cos(), k, v).transpose(1, 2).flatten(2), wo)
+
+
+@pretending
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])
+def test_siblings_are_one_launch(recipe, rows, monkeypatch):
+    """Q, K and V; gate and up. Each has memory of its own, that nobody copies or fills, and is read from there."""
+    pretend(monkeypatch, 90)
+    of_attention = (rows, 1, 256), (256, 256), (128, 256), (128, 256), (256, 256)
+    of_mlp = (rows, 512), (1088, 512), (1088, 512), (512, 1088)
+    for function, shapes, sizes in ((attention, of_attention, (256, 128, 128)), (mlp, of_mlp, (1088, 1088))):
+        found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+        text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+        launches = re.findall(r"^ *(scaled_mm_\w+?|expand_matrix)_\d+\.run\((.*)\)", text, re.M)
+        expanded = ["expand_matrix"] if recipe == "nvfp4" else []
+        names = [*expanded, "scaled_mm_siblings", *expanded, "scaled_mm_decode"]
+        assert [name for name, _ in launches] == names
+        before, after = text.split(f"({dict(launches)['scaled_mm_siblings']})")
+        outs = [(name, int(size)) for name, size in re.findall(
+            rf"(buf\d+) = empty_strided_cuda\(\(1, {rows}, (\d+)\), .*torch.bfloat16\)", before
+        )]  # fmt: skip
+        written = [(name, size) for name, size in outs if f" {name}," in dict(launches)["scaled_mm_siblings"]]
+        assert sorted(size for _, size in written) == sorted(sizes)
+        assert all(re.search(rf"run\(.*\b{name}\b", after) for name, _ in written)
+        assert not re.search(r"copy_|zeros|clone", text)
 
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")

@@ -23,7 +23,7 @@ from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
-from fp4compile.templates import quantize, scaled_mm
+from fp4compile.templates import quantize, scaled_mm, scaled_mm_siblings
 from fp4compile.templates.launch import on_paper
 
 
@@ -261,6 +261,10 @@ def launches():
                     data, scales, outer = torch.ops.fp4compile.quantize(x[:1].expand(rows, -1), name)
                     operands += [data, scales, outer if fmt.outer else None, fmt]
                 scaled_mm.scaled_mm(*operands, None, torch.bfloat16)
+        for weights in (2, 3):
+            data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
+            scaled_mm_siblings.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
+                                        torch.bfloat16)  # fmt: skip
     return {(one.kernel.__name__, str(one.constants)): one for one in found}.values()
 
 
@@ -274,8 +278,12 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
+        if launch.kernel.__name__ == "scaled_mm_siblings":
+            outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
+            assert written == set(outs[: launch.constants["MEMBERS"]])
         kernels.add(launch.kernel.__name__)
-    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_tiles"}
+    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_tiles",
+                       "scaled_mm_siblings"}  # fmt: skip
     assert "assuming every input is mutated" not in caplog.text
 
 

@@ -16,7 +16,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fp4compile import _compat, ops
+from fp4compile import _compat, ops, sibling_ops
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
@@ -24,6 +24,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
     torch.ops.fp4compile.scaled_mm.default: ops.scaled_mm_cuda,
     torch.ops.fp4compile.scaled_mm_tail.default: ops.scaled_mm_tail_cuda,
+    torch.ops.fp4compile.scaled_mm_siblings.default: sibling_ops.scaled_mm_siblings_cuda,
 }
 
 

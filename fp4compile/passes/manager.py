@@ -26,6 +26,7 @@ from fp4compile.passes.plan import Decision, plan
 from fp4compile.passes.reuse import reuse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
+from fp4compile.passes.siblings import siblings
 from fp4compile.passes.tails import fuse_tails
 from fp4compile.recipe import Recipe
 from fp4compile.report import Row
@@ -71,9 +72,9 @@ class JointPasses(CustomGraphPass):
 
 @dataclass(frozen=True, eq=False)
 class LowerPasses(CustomGraphPass):
-    """merge -> tails -> reuse -> lower on a forward, backward or inference graph: on a GPU, ops become kernel launches.
+    """merge -> tails -> siblings -> reuse -> lower on a forward, backward or inference graph.
 
-    sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
+    On a GPU, ops become kernel launches. sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
     """
 
     sink: Callable[[list[Saved]], None]
@@ -87,11 +88,14 @@ class LowerPasses(CustomGraphPass):
             merged = merge(graph)
         with dumped(graph, "tails"):
             tails = fuse_tails(graph)
+        with dumped(graph, "siblings"):
+            grouped = siblings(graph)
         with dumped(graph, "reuse"):
             reused = reuse(graph)
         with dumped(graph, "lower"):
             lowered = lower(graph)
-        log.info("post-grad graph: %s", {"merge": merged, "tails": tails, "reuse": reused, "lower": lowered})
+        counts = {"merge": merged, "tails": tails, "siblings": grouped, "reuse": reused, "lower": lowered}
+        log.info("post-grad graph: %s", counts)
 
     def uuid(self) -> tuple | None:
         """Covers device, this package's source and the user's passes; None if theirs is."""

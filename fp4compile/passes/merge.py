@@ -3,6 +3,8 @@
 Entry: `merge(graph)`, on a forward or backward graph after the partitioner. In a forward graph these are the
 activation of fprop and the one that is kept for wgrad, in a backward graph the gradient of dgrad and that of wgrad.
 The pair must have the same format, layout, outer scale and seed; a Hadamard transform belongs to the columns.
+
+Before that, of quantises that do the same the first one serves all: packed layers quantise their input each for itself.
 """
 
 import operator
@@ -53,6 +55,7 @@ class _Quantise:
 
 def merge(graph: Graph) -> int:
     """Replace every pair by one `quantize_both`; returns how many."""
+    _share(graph)
     rows: dict[tuple, _Quantise] = {}
     columns: dict[tuple, _Quantise] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -67,6 +70,17 @@ def merge(graph: Graph) -> int:
         first = min(row, column, key=lambda one: order[one.node])
         _replace(graph, row, column, first)
     return len(pairs)
+
+
+def _share(graph: Graph) -> None:
+    """Let the first of quantises that do the same serve all."""
+    first: dict[tuple, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+        found = _quantise(node)
+        kept = first.setdefault((found.key, found.dim, found.hadamard), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
 
 
 def _quantise(node: Node) -> _Quantise:

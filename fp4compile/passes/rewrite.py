@@ -24,7 +24,8 @@ from fp4compile.passes.saved import mark
 
 aten = torch.ops.aten
 _REPEATED = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, torch.ops.prims.convert_element_type.default
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, torch.ops.prims.convert_element_type.default,
+    operator.getitem,
 )  # fmt: skip
 
 
@@ -166,7 +167,7 @@ def _fake_value(node: Node) -> Any:
 
 
 def value_key(node: Node) -> tuple:
-    """A key that is equal for nodes that reshape or cast the same node in the same way.
+    """A key that is equal for nodes that reshape or cast the same node, or a result of it, in the same way.
 
     Each of Q, K and V has its own view of their input, and under autocast its own cast.
     """

@@ -206,21 +206,30 @@ def _streams(p: Problem) -> bool:
     return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
 
 
+def streamed(p: Problem) -> bool:
+    """Whether it is known that `scaled_mm_decode` serves the problem."""
+    return _settled(p) and _server(p, False) is _decode
+
+
 def _decode(p: Problem) -> torch.Tensor:
     """The product of a few rows, expanded to 16 bits if they are quantised, at the speed of the weights."""
-    a = _expanded(p.left, p.left.data, p, torch.float16)
+    a = expanded(p.left, p.left.data, p, torch.float16)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    config = decode_config(p.m, p.n, p.k)
-    warps = config["WARPS"]
-    launch(
-        scaled_mm_decode, ceil_div(p.n, 16), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
-        p.m, p.n, p.k // 32, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
-        B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        EVEN=int(known(p.n % 16 == 0) and known(p.k % (128 * warps) == 0)), ISA=p.target.isa,
-        num_warps=warps, **config,
-    )  # fmt: skip
+    launch(scaled_mm_decode, ceil_div(p.n, 16), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
+           p.m, p.n, p.k // 32, **decode_constants(p))  # fmt: skip
     return out
+
+
+def decode_constants(*problems: Problem) -> dict:
+    """Constants of a launch of `scaled_mm_decode`, or of one for several problems that have these in common."""
+    p = problems[0]
+    config = decode_config(p.m, sum(each.n for each in problems), p.k)
+    whole = all(known(each.n % 16 == 0) for each in problems) and known(p.k % (128 * config["WARPS"]) == 0)
+    return {"A_OUTER": p.left.outer_kind, "B_OUTER": p.right.outer_kind, "BIAS": int(p.bias is not None),
+            "B_SQUARE": int(p.right.fmt.square), "B_SWIZZLED": int(p.right.swizzled), "EVEN": int(whole),
+            "COMPUTE": compute_type(p.left, p.right), "ISA": p.target.isa, "num_warps": config["WARPS"],
+            **config}  # fmt: skip
 
 
 def decode_config(m, n, k) -> dict[str, int]:
@@ -250,7 +259,7 @@ def _library(p: Problem) -> torch.Tensor:
         raise ChosenWhenRun  # a loop that would fill the graph with launches
     watch = _watched(p)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
-    whole = _expanded(p.left if by_columns else p.right, inexact, p)
+    whole = expanded(p.left if by_columns else p.right, inexact, p)
     if at_once:
         out = _library_part(p, whole, by_columns, inexact)
     else:
@@ -277,7 +286,7 @@ def _library_part(
     p: Problem, whole: torch.Tensor, by_columns: bool, inexact, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[m, n] of A and B, of which one is given expanded, into `out` if it is given."""
-    part = _expanded(p.right if by_columns else p.left, inexact, p)
+    part = expanded(p.right if by_columns else p.left, inexact, p)
     left, right = (whole, part.t()) if by_columns else (part, whole.t())
     with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
         if not _plain(p):
@@ -303,7 +312,7 @@ def _plain(p: Problem) -> bool:
     return unscaled and (p.bias is None or p.bias.dtype == dtype)
 
 
-def _expanded(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) -> torch.Tensor:
+def expanded(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) -> torch.Tensor:
     """[rows, k] in dtype (`_expanded_dtype` where not given), without the outer scale."""
     dtype = dtype or _expanded_dtype(p)
     rows = p.m if x is p.left else p.n

@@ -315,24 +315,18 @@ def _finish(
 
 
 @triton.jit
-def scaled_mm_decode(
-    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n, chunks,
+def decode_rows(
+    row, a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS <= 8) and b [n, 16 * chunks] (bytes of codes).
-
-    chunks: even. One program: 16 rows of b; its WARPS warps (as many as the launch has) cut the contraction dimension
-    among themselves. STAGES: steps of a warp that are on their way. EVEN: no program and no warp has a row or a step
-    beyond the end.
-    """
+    """The product with 16 rows of b, from `row` on: what a program of `scaled_mm_decode` does."""
     slot_bytes: tl.constexpr = _ACTIVATIONS + ROWS * _ACTIVATIONS_ROW
     stage: tl.constexpr = WARPS * slot_bytes
     # A program with static shared memory has 48 KiB in all, of which Triton takes 16 bytes a lane for the sums.
     tl.static_assert(STAGES * stage + WARPS * 512 <= 48 * 1024)
     lane = tl.arange(0, 32 * WARPS)
-    row = tl.program_id(0) * 16
     steps = tl.cdiv(chunks, 4 * WARPS)
     ring = _do(_ring_ptx(STAGES * stage), "r", (lane,)) + lane // 32 * slot_bytes
     token = lane
@@ -355,3 +349,21 @@ def scaled_mm_decode(
         c = _step(w, _arrange(x), c, COMPUTE)
         slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
     _finish(c, row, m, n, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, ISA)
+
+
+@triton.jit
+def scaled_mm_decode(
+    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n, chunks,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
+    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    EVEN: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS <= 8) and b [n, 16 * chunks] (bytes of codes).
+
+    chunks: even. One program: 16 rows of b; its WARPS warps (as many as the launch has) cut the contraction dimension
+    among themselves. STAGES: steps of a warp that are on their way. EVEN: no program and no warp has a row or a step
+    beyond the end.
+    """
+    decode_rows(tl.program_id(0) * 16, a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
+                m, n, chunks, A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, ROWS,
+                EVEN, ISA)  # fmt: skip
