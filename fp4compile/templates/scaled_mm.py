@@ -21,6 +21,7 @@ from fp4compile.templates.problem import FLOATS, Operand, Problem, compute_type,
 from fp4compile.templates.scaled_mm_decode import scaled_mm_decode
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
+from fp4compile.templates.scaled_mm_wgmma import scaled_mm_wgmma
 from fp4compile.templates.tail import OPERANDS, Tail
 
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
@@ -35,6 +36,8 @@ LIBRARY_ROWS = 65
 WHOLE_BYTES, FEW_LINES = 2**26, 2048
 PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
+# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: warps, stages, steps of a phase.
+WGMMA = {16: (16, 4, 2), 32: (16, 4, 2), 64: (16, 4, 1)}
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
 DECODE = {
@@ -112,6 +115,8 @@ def _server(p: Problem, tail: bool) -> Callable[[Problem], torch.Tensor]:
         raise ChosenWhenRun
     if _streams(p):
         return _decode
+    if _shares(p):
+        return _wgmma
     if _use_library(p):
         return _library
     return _tiles
@@ -125,7 +130,7 @@ def _settled(p: Problem) -> bool:
 def _takes_tail(p: Problem) -> bool:
     """Whether a kernel of ours writes the result, and does not write it again where the first one was inexact."""
     server = _server(p, True)
-    return server in (_native, _tiles) or (server is _library and not _plain(p) and not _watched(p))
+    return server in (_native, _tiles, _wgmma) or (server is _library and not _plain(p) and not _watched(p))
 
 
 def _library_scales(p: Problem) -> bool:
@@ -201,9 +206,19 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
 
 def _streams(p: Problem) -> bool:
     """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
+    return known(p.m <= DECODE_ROWS) and p.target.isa > 0 and _streamed(p)
+
+
+def _shares(p: Problem) -> bool:
+    """Whether the kernel for a few dozen rows and NVFP4 weights serves the problem."""
+    return known(p.m <= max(WGMMA)) and 90 <= p.target.sm < 100 and _streamed(p)
+
+
+def _streamed(p: Problem) -> bool:
+    """Whether the weights are as `start_weights` reads them, and the activations can be given in 16 bits."""
     weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
-    few = known(p.m <= DECODE_ROWS) and known(p.k % 64 == 0) and known(p.k > 0)
-    return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
+    whole = known(p.k % 64 == 0) and known(p.k > 0) and p.batches == 1
+    return weights and whole and compute_type(p.left, p.right) != "fp32"
 
 
 def _decode(p: Problem) -> torch.Tensor:
@@ -229,6 +244,35 @@ def decode_config(m, n, k) -> dict[str, int]:
     # With eight rows of activations, two steps of eight warps do not fit into shared memory.
     wide = rows <= 4 and (known(n <= 2048) or known(k > 8192))
     return {"WARPS": 8, "STAGES": 2, "ROWS": rows} if wide else {"WARPS": 4, "STAGES": 3, "ROWS": rows}
+
+
+def _wgmma(p: Problem) -> torch.Tensor:
+    """The product of a few dozen rows, expanded to 16 bits if they are quantised."""
+    a = _expanded(p.left, p.left.data, p, torch.float16)
+    config = wgmma_config(p.m, p.n, p.k)
+    warps, split = config["WARPS"], config.pop("SPLIT")
+    out = p.empty() if split == 1 else p.empty_sums(split)
+    tailed = p if split == 1 else replace(p, tail=None)
+    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    even = known(p.n % (16 * warps) == 0 and p.k % (128 * config["PER"]) == 0)
+    launch(
+        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, 16 * warps) * split,
+        a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
+        p.m, p.n, p.k // 32, split, PARTIAL=int(split > 1), A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
+        B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
+        EVEN=int(even), ISA=p.target.isa, num_warps=warps, **config,
+    )  # fmt: skip
+    return out if split == 1 else _rescale(p, out, split)
+
+
+def wgmma_config(m, n, k) -> dict[str, int]:
+    """Constants of `scaled_mm_wgmma`: one program for each of the H200's 132 multiprocessors, as far as possible."""
+    rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
+    warps, stages, per = WGMMA[rows]
+    split = 1
+    while split < 8 and known(ceil_div(n, 16 * warps) * (split + 1) <= 132) and known(k >= 512 * (split + 1)):
+        split += 1
+    return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
 
 
 def _use_library(p: Problem) -> bool:
