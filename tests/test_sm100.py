@@ -44,6 +44,17 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
     assert set(merged) == {"RZ"}
 
 
+def test_every_shipped_product_on_sm90(monkeypatch):
+    """Weights of NVFP4 are expanded by kernels of their own for up to 64 rows; nothing spills, shared memory suffices."""
+    monkeypatch.setattr(check_sm100, "PRODUCTS", [one for one in check_sm100.PRODUCTS if one.b == "nvfp4" and not one.gated])
+    found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(90)}
+    assert not [wrong for _, wrong in found.values() if wrong]
+    assert {configuration: kernel for (_, configuration), (kernel, _) in found.items()} == {
+        "product, M=1": "scaled_mm_decode", "product, M=8": "scaled_mm_decode", "product, M=16": "scaled_mm_wgmma",
+        "product, M=32": "scaled_mm_wgmma", "product, M=64": "scaled_mm_wgmma",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])
 def test_every_shipped_product(sm):
     """The block-scaled matrix instruction where there is one; nothing spills, shared and tensor memory suffice."""

@@ -36,8 +36,10 @@ LIBRARY_ROWS = 65
 WHOLE_BYTES, FEW_LINES = 2**26, 2048
 PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
-# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: warps, stages, steps of a phase.
-WGMMA = {16: (16, 4, 2), 32: (16, 4, 2), 64: (16, 4, 1)}
+# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: stages, steps of a phase, and into how many parts the warps of
+# a program cut the contraction dimension at most.
+WGMMA = {16: (4, 2, 4), 32: (4, 1, 2), 64: (4, 1, 1)}
+MULTIPROCESSORS = 132  # of an H200
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
 DECODE = {
@@ -251,12 +253,13 @@ def _wgmma(p: Problem) -> torch.Tensor:
     a = _expanded(p.left, p.left.data, p, torch.float16)
     config = wgmma_config(p.m, p.n, p.k)
     warps, split = config["WARPS"], config.pop("SPLIT")
+    programs_rows = 16 * warps // config["PARTS"]
     out = p.empty() if split == 1 else p.empty_sums(split)
     tailed = p if split == 1 else replace(p, tail=None)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    even = known(p.n % (16 * warps) == 0 and p.k % (128 * config["PER"]) == 0)
+    even = known(p.n % programs_rows == 0 and p.k % (128 * config["PER"] * config["PARTS"]) == 0)
     launch(
-        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, 16 * warps) * split,
+        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, programs_rows) * split,
         a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
         p.m, p.n, p.k // 32, split, PARTIAL=int(split > 1), A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
@@ -266,13 +269,19 @@ def _wgmma(p: Problem) -> torch.Tensor:
 
 
 def wgmma_config(m, n, k) -> dict[str, int]:
-    """Constants of `scaled_mm_wgmma`: one program for each of the H200's 132 multiprocessors, as far as possible."""
+    """Constants of `scaled_mm_wgmma`, and SPLIT: one program for each multiprocessor, as far as possible.
+
+    Parts within a program are added where they are; those of several programs take another launch.
+    """
     rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
-    warps, stages, per = WGMMA[rows]
-    split = 1
-    while split < 8 and known(ceil_div(n, 16 * warps) * (split + 1) <= 132) and known(k >= 512 * (split + 1)):
+    warps, split = 16, 1
+    stages, per, parts = WGMMA[rows]
+    while parts > 1 and not known(ceil_div(n, 16 * warps // parts) <= MULTIPROCESSORS):
+        parts //= 2
+    programs = ceil_div(n, 16 * warps // parts)
+    while split < 8 and known(programs * (split + 1) <= MULTIPROCESSORS) and known(k >= 512 * parts * (split + 1)):
         split += 1
-    return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
+    return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "PARTS": parts, "SPLIT": split}
 
 
 def _use_library(p: Problem) -> bool:
