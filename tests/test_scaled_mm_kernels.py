@@ -224,6 +224,18 @@ def test_emulated_form_compiles_ahead(a, b, m, instruction):
     assert spilled_bytes(compiled.asm["cubin"]) == 0
 
 
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("m", [9, 32, 64])
+def test_shared_memory_is_reserved(m):
+    """What the inline PTX takes is what Triton allocates for a loop that is never run."""
+    from fp4compile.templates.scaled_mm_wgmma import shared_bytes
+
+    (found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
+    rows, warps, stages, per, parts = (found.constants[name] for name in ("ROWS", "WARPS", "STAGES", "PER", "PARTS"))
+    expected = shared_bytes(rows, warps, stages, per * parts)
+    assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == expected
+
+
 def launches(sm, a, b, m, tail=None, n=8192):
     """The launches of one product of m x n x 4096, on a GPU that need not be there."""
     import fp4compile.ops  # noqa: F401

@@ -45,8 +45,9 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
 
 
 def test_every_shipped_product_on_sm90(monkeypatch):
-    """Weights of NVFP4 are expanded by kernels of their own for up to 64 rows; nothing spills, shared memory suffices."""
-    monkeypatch.setattr(check_sm100, "PRODUCTS", [one for one in check_sm100.PRODUCTS if one.b == "nvfp4" and not one.gated])
+    """Of NVFP4 weights and up to 64 rows, by kernels of their own: nothing spills, shared memory suffices."""
+    products = [one for one in check_sm100.PRODUCTS if one.b == "nvfp4" and not one.gated]
+    monkeypatch.setattr(check_sm100, "PRODUCTS", products)
     found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(90)}
     assert not [wrong for _, wrong in found.values() if wrong]
     assert {configuration: kernel for (_, configuration), (kernel, _) in found.items()} == {

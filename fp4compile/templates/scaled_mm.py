@@ -36,8 +36,8 @@ LIBRARY_ROWS = 65
 WHOLE_BYTES, FEW_LINES = 2**26, 2048
 PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
-# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: stages, steps of a phase, and into how many parts the warps of
-# a program cut the contraction dimension at most.
+# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: stages, steps of a phase, and into how many parts a program's
+# warps cut the contraction dimension at most.
 WGMMA = {16: (4, 2, 4), 32: (4, 1, 2), 64: (4, 1, 1)}
 MULTIPROCESSORS = 132  # of an H200
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
@@ -261,7 +261,8 @@ def _wgmma(p: Problem) -> torch.Tensor:
     launch(
         tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, programs_rows) * split,
         a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
-        p.m, p.n, p.k // 32, split, PARTIAL=int(split > 1), A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
+        p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
+        BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
         EVEN=int(even), ISA=p.target.isa, num_warps=warps, **config,
     )  # fmt: skip

@@ -234,8 +234,8 @@ def _start(
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
-    token = start_weights(slot, step * WARPS + lane // 32, step < steps, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
-                          B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    token = start_weights(slot, step * WARPS + lane // 32, step < steps, token, lane, row, b_ptr, b_scales_ptr,
+                          n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     token = _start_activations(slot + _ACTIVATIONS, step, token, lane, a_ptr, m, chunks, steps, WARPS, ROWS, EVEN)
     return do(COMMIT, "r", (token,))
 

@@ -29,10 +29,8 @@ from fp4compile.templates.scaled_mm_decode import (
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
 from fp4compile.templates.tail import tail
 
-SLOT = tl.constexpr(1152)  # bytes of a warp's step in its ring: codes and scales of 16 rows
-# Bytes that Triton's pipeline takes for one tile of `_reserve`.
-_TILE = tl.constexpr(4096)
-
+_SLOT = tl.constexpr(1152)  # bytes of a warp's step in its ring: codes and scales of 16 rows
+_TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of `_reserve`
 
 # A matrix in shared memory: lines of 128 bytes, whose 16-byte units are exchanged by the line's number (the swizzle of
 # 128 bytes), groups of eight lines 1024 bytes apart. The lowest bits are for its address.
@@ -119,7 +117,10 @@ _MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 102
 
 @triton.jit
 def _reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
-    """Shared memory of the program, BYTES of it, by a loop that is never run: its loads would be pipelined through it."""
+    """Shared memory of the program, BYTES of it, by a loop that is never run: its loads would pass through it.
+
+    count: never negative, which the compiler does not know (of one it would: Triton makes it a constant).
+    """
     if count < 0:
         at = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
         acc = tl.zeros((16, 16), tl.float32)
@@ -131,7 +132,7 @@ def _reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
 
 @triton.constexpr_function
 def shared_bytes(rows, warps, stages, steps):
-    """What a program needs, in whole tiles of `_reserve`: for two phases, the rings, and to start at whole 1024 bytes."""
+    """What a program needs, in whole tiles of `_reserve`: two phases, the rings, and a start at whole 1024 bytes."""
     return -(-(2 * steps * rows * 256 + warps * stages * 1152 + 1023) // 4096) * 4096
 
 
@@ -248,7 +249,7 @@ def scaled_mm_wgmma(
     steps of a warp in a phase. EVEN: no program has a row, and no phase a step, beyond the end.
     """
     steps: tl.constexpr = PER * PARTS  # of a phase
-    _reserve(a_ptr, out_ptr, m, shared_bytes(ROWS, WARPS, STAGES, steps))
+    _reserve(a_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, steps))
     tl.static_assert(ROWS * steps % (2 * WARPS) == 0)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
@@ -262,10 +263,10 @@ def scaled_mm_wgmma(
 
     phase_bytes: tl.constexpr = steps * ROWS * 256
     here = do(_MEMORY, "r", (lane,))
-    ring = here + 2 * phase_bytes + lane // 32 * (STAGES * SLOT)
+    ring = here + 2 * phase_bytes + lane // 32 * (STAGES * _SLOT)
     token = lane
     for early in tl.static_range(STAGES):
-        token = _start(ring + early * SLOT, start * PER + early, stop * PER, token, lane, part, row, b_ptr,
+        token = _start(ring + early * _SLOT, start * PER + early, stop * PER, token, lane, part, row, b_ptr,
                        b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, PER, PARTS, EVEN)  # fmt: skip
     x, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, steps)
     token = _put(x, here, token, lane, ROWS, WARPS, steps)
@@ -289,7 +290,7 @@ def scaled_mm_wgmma(
             token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, part, row, b_ptr,
                            b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, PER, PARTS, EVEN)  # fmt: skip
             c, token = _multiply(w, c, now + (part * PER + i) * (ROWS * 256), token, ROWS, COMPUTE)
-            slot = tl.where(slot == ring + (STAGES - 1) * SLOT, ring, slot + SLOT)
+            slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
         token = do(_MEET, "r", (token,))
         now = other
     if PARTS > 1:
