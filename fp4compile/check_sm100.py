@@ -213,7 +213,8 @@ class Product:
 _GATED = [("neg", ["product"]), ("exp", [0]), ("add", [1, 1.0]), ("div", ["product", 2]), ("mul", [3, "x0"])]
 PRODUCTS = (
     Product("nvfp4", "nvfp4"), Product("mxfp4", "mxfp4"), Product("mxfp8", "mxfp8", n=SIZE - 8),
-    Product("mxfp8", "mxfp4"), Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 64),
+    Product("mxfp8", "mxfp4"), Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 16),
+    Product("nvfp4", "nvfp4", 32, n=4 * SIZE), Product(None, "nvfp4", 64),
     Product("mxfp8", "mxfp8", 16), Product("nvfp4", "nvfp4", gated=True), Product("mxfp8", "mxfp8", gated=True),
     Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 8, weights=3),
 )  # fmt: skip

@@ -47,7 +47,7 @@ def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
 
 
 PRODUCTS = [("nvfp4", 7, "def scaled_mm_decode("), ("nvfp4_weight_only", 1, "def scaled_mm_decode("),
-            ("nvfp4", 40, "def scaled_mm_tiles("), ("nvfp4", 130, "def expand_matrix("),
+            ("nvfp4", 40, "def scaled_mm_wgmma("), ("nvfp4", 130, "def expand_matrix("),
             ("mxfp8", 130, "def scaled_mm_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def launches():
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
         quantize.quantize_both(x, te, seed=seed, transform=True)
-        for m in (1, 256):
+        for m in (1, 40, 256):
             for name in ("nvfp4", "mxfp8"):
                 fmt = formats.get(name)
                 operands = []
@@ -282,8 +282,8 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["MEMBERS"]])
         kernels.add(launch.kernel.__name__)
-    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_tiles",
-                       "scaled_mm_siblings"}  # fmt: skip
+    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_decode",
+                       "scaled_mm_siblings", "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
     assert "assuming every input is mutated" not in caplog.text
 
 

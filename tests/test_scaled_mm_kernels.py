@@ -209,9 +209,11 @@ def test_native_form(a, b, monkeypatch):
 @pytest.mark.parametrize(("a", "b", "m", "instruction"), [
     (torch.bfloat16, "nvfp4", 1, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
     ("nvfp4", "nvfp4", 8, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
-    ("nvfp4", "nvfp4", 16, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
+    ("nvfp4", "nvfp4", 16, "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16"),
+    (torch.bfloat16, "nvfp4_16x16", 17, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16"),
+    (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16"),
     ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
-    (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async"),
+    (torch.bfloat16, "mxfp8", 64, "wgmma.mma_async"),
     ("mxfp8", "mxfp8", 300, "wgmma.mma_async"),
 ], ids=str)  # fmt: skip
 def test_emulated_form_compiles_ahead(a, b, m, instruction):
@@ -222,8 +224,20 @@ def test_emulated_form_compiles_ahead(a, b, m, instruction):
     assert spilled_bytes(compiled.asm["cubin"]) == 0
 
 
-def launches(sm, a, b, m, tail=None):
-    """The launches of one product of m x 8192 x 4096, on a GPU that need not be there."""
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("m", [9, 32, 64])
+def test_shared_memory_is_reserved(m):
+    """What the inline PTX takes is what Triton allocates for a loop that is never run."""
+    from fp4compile.templates.scaled_mm_wgmma import shared_bytes
+
+    (found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
+    rows, warps, stages, per, parts = (found.constants[name] for name in ("ROWS", "WARPS", "STAGES", "PER", "PARTS"))
+    expected = shared_bytes(rows, warps, stages, per * parts)
+    assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == expected
+
+
+def launches(sm, a, b, m, tail=None, n=8192):
+    """The launches of one product of m x n x 4096, on a GPU that need not be there."""
     import fp4compile.ops  # noqa: F401
     from fp4compile.targets import Target
     from fp4compile.templates import scaled_mm
@@ -238,7 +252,7 @@ def launches(sm, a, b, m, tail=None):
         return data, scales, outer if fmt.outer else None, fmt
 
     with on_paper(Target(sm)) as found:
-        scaled_mm.scaled_mm(*operand(a, m), *operand(b, 8192), None, torch.bfloat16, tail)
+        scaled_mm.scaled_mm(*operand(a, m), *operand(b, n), None, torch.bfloat16, tail)
     return found
 
 
@@ -349,6 +363,35 @@ def test_decode(a, b, layout):
     for m, n, k in shapes:
         x, w = torch.randn(m, k), torch.randn(n, k)
         check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+def test_a_few_dozen_rows(a, b, layout):
+    """Shared activations: one part and several, the last of them short or empty, phases and programs with ends."""
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    shapes = [(16, 512, 4096), (9, 205, 1088), (17, 784, 2112), (32, 40, 64), (48, 200, 8768), (64, 256, 2048)]
+    for m, n, k in shapes:
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
+    x, w = torch.randn(33, 64), torch.randn(33792, 64)  # in one part
+    check(quantized(x, a), quantized(w, formats.get(b), layout), 64, torch.randn(33792), torch.bfloat16)
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
+def test_hard_inputs_of_streamed_weights(hard):
+    for m in (7, 16, 50):
+        for fmt in map(formats.get, ("nvfp4", "nvfp4_rowwise")):
+            x = hard_input(hard, (64, 192), torch.float32, 16)
+            w = hard_input(hard if hard != "huge" else "tiny", (64, 192), torch.float32, 16)
+            check(quantized(x[:m], fmt), quantized(torch.randn(64, 192), fmt), 192)
+            check(quantized(torch.randn(m, 192), torch.bfloat16), quantized(x, fmt), 192)
+            check(quantized(x[:m], fmt), quantized(w, fmt), 192)
 
 
 @gpu

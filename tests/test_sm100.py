@@ -60,6 +60,19 @@ def test_a_small_tensor_is_read_before_its_amax_is_awaited(sm):
     assert "LDG" in after  # the maxima
 
 
+def test_every_shipped_product_on_sm90(monkeypatch):
+    """Of NVFP4 weights and up to 64 rows, by kernels of their own: nothing spills, shared memory suffices."""
+    products = [one for one in check_sm100.PRODUCTS if one.b == "nvfp4" and not one.gated]
+    monkeypatch.setattr(check_sm100, "PRODUCTS", products)
+    found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(90)}
+    assert not [wrong for _, wrong in found.values() if wrong]
+    assert {configuration: kernel for (_, configuration), (kernel, _) in found.items()} == {
+        "product, M=1": "scaled_mm_decode", "product, M=8": "scaled_mm_decode", "product, M=16": "scaled_mm_wgmma",
+        "product, M=32": "scaled_mm_wgmma", "product, M=64": "scaled_mm_wgmma",
+        "product, M=1, 2 weights": "scaled_mm_siblings", "product, M=8, 3 weights": "scaled_mm_siblings",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])
 def test_every_shipped_product(sm):
     """The block-scaled matrix instruction where there is one; nothing spills, shared and tensor memory suffice."""

@@ -230,34 +230,35 @@ def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):
     ]  # fmt: skip
 
 
-def last_launch(sm, a, b, m, name):
+def last_launch(sm, a, b, m, name, n=8192):
     """The launch that has the tail."""
-    operands = operands_of(name, (m, 8192), torch.bfloat16, "meta")
-    return launches(sm, a, b, m, tail_of(name, torch.bfloat16, operands, torch.bfloat16))[-1]
+    operands = operands_of(name, (m, n), torch.bfloat16, "meta")
+    return launches(sm, a, b, m, tail_of(name, torch.bfloat16, operands, torch.bfloat16), n)[-1]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize("name", TAILS)
-@pytest.mark.parametrize(("sm", "a", "b", "m"), [
-    (90, "nvfp4", "nvfp4", 16), (90, "mxfp8", "mxfp8", 64), (90, torch.bfloat16, "nvfp4", 40),
-    (90, "nvfp4", "nvfp4", 512),
-    (100, "nvfp4", "nvfp4", 512), (100, "mxfp8", "mxfp8", 512), (100, "mxfp8", "mxfp4", 8),
-    *([(120, "nvfp4", "nvfp4", 512), (120, "mxfp8", "mxfp8", 512)] if NEW_PTXAS else []),
+@pytest.mark.parametrize(("sm", "a", "b", "m", "n"), [
+    (90, "nvfp4", "nvfp4", 16, 8192), (90, "mxfp8", "mxfp8", 64, 8192), (90, torch.bfloat16, "nvfp4", 40, 32768),
+    (90, "nvfp4", "nvfp4", 512, 8192),
+    (100, "nvfp4", "nvfp4", 512, 8192), (100, "mxfp8", "mxfp8", 512, 8192), (100, "mxfp8", "mxfp4", 8, 8192),
+    *([(120, "nvfp4", "nvfp4", 512, 8192), (120, "mxfp8", "mxfp8", 512, 8192)] if NEW_PTXAS else []),
 ], ids=str)  # fmt: skip
-def test_compiles_ahead(sm, a, b, m, name):
+def test_compiles_ahead(sm, a, b, m, n, name):
     """With a tail, too, nothing spills."""
-    one = last_launch(sm, a, b, m, name)
+    one = last_launch(sm, a, b, m, name, n)
     compiled = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm)
     assert spilled_bytes(compiled.asm["cubin"]) == 0
     assert compiled.metadata.shared <= (101376 if sm >= 120 else 232448)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize(("kernel", "sm", "m"), [
-    ("scaled_mm_tiles", 90, 16), ("reduce_splits", 90, 512), ("scaled_mm_native", 100, 512)])  # fmt: skip
-def test_inductor_writes_the_tail_into_its_wrapper(kernel, sm, m, tmp_path):
+@pytest.mark.parametrize(("kernel", "sm", "format", "m", "n"), [
+    ("scaled_mm_tiles", 90, "mxfp8", 16, 8192), ("scaled_mm_wgmma", 90, "nvfp4", 40, 32768),
+    ("reduce_splits", 90, "nvfp4", 512, 8192), ("scaled_mm_native", 100, "nvfp4", 512, 8192)])  # fmt: skip
+def test_inductor_writes_the_tail_into_its_wrapper(kernel, sm, format, m, n, tmp_path):
     """The text that Inductor writes for the kernel stands alone: a file of it compiles to the same code."""
-    launch = last_launch(sm, "nvfp4", "nvfp4", m, "silu and gate")
+    launch = last_launch(sm, format, format, m, "silu and gate", n)
     path = tmp_path / "written.py"
     text = user_defined_triton_kernel_transitive_closure_source_code(launch.kernel)
     path.write_text(TritonKernel.gen_common_triton_imports() + "\n@triton.jit\n" + text)

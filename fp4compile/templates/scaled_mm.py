@@ -21,6 +21,7 @@ from fp4compile.templates.problem import FLOATS, Operand, Problem, compute_type,
 from fp4compile.templates.scaled_mm_decode import scaled_mm_decode
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
+from fp4compile.templates.scaled_mm_wgmma import scaled_mm_wgmma
 from fp4compile.templates.tail import OPERANDS, Tail
 
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
@@ -35,6 +36,10 @@ LIBRARY_ROWS = 65
 WHOLE_BYTES, FEW_LINES = 2**26, 2048
 PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
+# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: stages, steps of a phase, and into how many parts a program's
+# warps cut the contraction dimension at most.
+WGMMA = {16: (4, 2, 4), 32: (4, 1, 2), 64: (4, 1, 1)}
+MULTIPROCESSORS = 132  # of an H200
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
 DECODE = {
@@ -112,6 +117,8 @@ def _server(p: Problem, tail: bool) -> Callable[[Problem], torch.Tensor]:
         raise ChosenWhenRun
     if _streams(p):
         return _decode
+    if _shares(p):
+        return _wgmma
     if _use_library(p):
         return _library
     return _tiles
@@ -125,7 +132,7 @@ def _settled(p: Problem) -> bool:
 def _takes_tail(p: Problem) -> bool:
     """Whether a kernel of ours writes the result, and does not write it again where the first one was inexact."""
     server = _server(p, True)
-    return server in (_native, _tiles) or (server is _library and not _plain(p) and not _watched(p))
+    return server in (_native, _tiles, _wgmma) or (server is _library and not _plain(p) and not _watched(p))
 
 
 def _library_scales(p: Problem) -> bool:
@@ -201,9 +208,19 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
 
 def _streams(p: Problem) -> bool:
     """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
+    return known(p.m <= DECODE_ROWS) and p.target.isa > 0 and _streamed(p)
+
+
+def _shares(p: Problem) -> bool:
+    """Whether the kernel for a few dozen rows and NVFP4 weights serves the problem."""
+    return known(p.m <= max(WGMMA)) and 90 <= p.target.sm < 100 and _streamed(p)
+
+
+def _streamed(p: Problem) -> bool:
+    """Whether the weights are as `start_weights` reads them, and the activations can be given in 16 bits."""
     weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
-    few = known(p.m <= DECODE_ROWS) and known(p.k % 64 == 0) and known(p.k > 0)
-    return weights and few and p.batches == 1 and p.target.isa > 0 and compute_type(p.left, p.right) != "fp32"
+    whole = known(p.k % 64 == 0) and known(p.k > 0) and p.batches == 1
+    return weights and whole and compute_type(p.left, p.right) != "fp32"
 
 
 def streamed(p: Problem) -> bool:
@@ -238,6 +255,43 @@ def decode_config(m, n, k) -> dict[str, int]:
     # With eight rows of activations, two steps of eight warps do not fit into shared memory.
     wide = rows <= 4 and (known(n <= 2048) or known(k > 8192))
     return {"WARPS": 8, "STAGES": 2, "ROWS": rows} if wide else {"WARPS": 4, "STAGES": 3, "ROWS": rows}
+
+
+def _wgmma(p: Problem) -> torch.Tensor:
+    """The product of a few dozen rows, expanded to 16 bits if they are quantised."""
+    a = expanded(p.left, p.left.data, p, torch.float16)
+    config = wgmma_config(p.m, p.n, p.k)
+    warps, split = config["WARPS"], config.pop("SPLIT")
+    programs_rows = 16 * warps // config["PARTS"]
+    out = p.empty() if split == 1 else p.empty_sums(split)
+    tailed = p if split == 1 else replace(p, tail=None)
+    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    even = known(p.n % programs_rows == 0 and p.k % (128 * config["PER"] * config["PARTS"]) == 0)
+    launch(
+        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, programs_rows) * split,
+        a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
+        p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
+        BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
+        B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
+        EVEN=int(even), ISA=p.target.isa, num_warps=warps, **config,
+    )  # fmt: skip
+    return out if split == 1 else _rescale(p, out, split)
+
+
+def wgmma_config(m, n, k) -> dict[str, int]:
+    """Constants of `scaled_mm_wgmma`, and SPLIT: one program for each multiprocessor, as far as possible.
+
+    Parts within a program are added where they are; those of several programs take another launch.
+    """
+    rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
+    warps, split = 16, 1
+    stages, per, parts = WGMMA[rows]
+    while parts > 1 and not known(ceil_div(n, 16 * warps // parts) <= MULTIPROCESSORS):
+        parts //= 2
+    programs = ceil_div(n, 16 * warps // parts)
+    while split < 8 and known(programs * (split + 1) <= MULTIPROCESSORS) and known(k >= 512 * parts * (split + 1)):
+        split += 1
+    return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "PARTS": parts, "SPLIT": split}
 
 
 def _use_library(p: Problem) -> bool:

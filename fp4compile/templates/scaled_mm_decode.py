@@ -22,7 +22,7 @@ from fp4compile.templates.quantize_rows import swizzle
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
 
 
-def _expand_word(kind: str, word: str, out: str) -> str:
+def expand_word(kind: str, word: str, out: str) -> str:
     """Eight E2M1 codes -> four registers of two 16-bit floats, {out}0 to {out}3: register j has codes j and j + 4.
 
     A code is its value times 2^-14 where its magnitude lies at bit 9 and its sign at bit 15 of an fp16, times 2^-126
@@ -46,7 +46,7 @@ def _expand_word(kind: str, word: str, out: str) -> str:
     return " ".join(lines)
 
 
-def _scales(kind: str, pair: str, out: str) -> str:
+def scale_registers(kind: str, pair: str, out: str) -> str:
     """Two E4M3 bytes -> two registers, {out}0 and {out}1, of a scale in both halves (bf16: times 2^119)."""
     lines = f"cvt.u16.u32 h, {pair}; cvt.rn.f16x2.e4m3x2 u, h;"
     if kind == "f16x2":
@@ -68,9 +68,9 @@ def _step_ptx(compute: str) -> str:
     text.append("mov.b32 z, 0x80008000;")
     text += [f"mov.f32 ${i}, ${18 + i};" for i in range(4)]
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
-    text += [_scales(kind, "$8", "s"), _scales(kind, "$9", "t")]
+    text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
     for word in range(4):  # of 8 codes in each row
-        text += [_expand_word(kind, f"w{word}", "a"), _expand_word(kind, f"w{4 + word}", "b")]
+        text += [expand_word(kind, f"w{word}", "a"), expand_word(kind, f"w{4 + word}", "b")]
         for j in range(4):
             for register, scale in (("a", "s"), ("b", "t")):
                 product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
@@ -146,8 +146,8 @@ _TAKE_X = tl.constexpr(
     + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [b];"
     " @p ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @p ld.shared.v2.b64 {$6, $7}, [b + 128]; }"
 )
-_COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
-_SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
+SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 
 
 @triton.constexpr_function
@@ -156,26 +156,29 @@ def _ring_ptx(size):
 
 
 @triton.constexpr_function
-def _wait_ptx(groups):
+def wait_ptx(groups):
     return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
 
 
 @triton.jit
-def _do(text: tl.constexpr, operands: tl.constexpr, values):
+def do(text: tl.constexpr, operands: tl.constexpr, values):
     """PTX for its effect, or what it leaves in $0; the last of the values is the token of what must come before."""
     return tl.inline_asm_elementwise(text, "=&r," + operands, values, dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _start_weights(
-    slot, step, token, lane, row, codes_ptr, scales_ptr, n, chunks, steps,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
+def start_weights(
+    slot, part, there, token, lane, row, codes_ptr, scales_ptr, n, chunks,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Start to copy the weights of a warp's step into a slot of the ring. row: the program's first."""
+    """Start to copy a warp's weights, 16 rows from `row` on, into a slot of its ring.
+
+    part: which 128 elements of the rows. there: whether they are the warp's to take.
+    """
     g = lane % 32 // 4
     q = lane % 4
-    chunk = (step * WARPS + lane // 32) * 4 + q  # of 16 bytes of codes
-    unit = (step * WARPS + lane // 32) * 2 + q % 2  # of 4 bytes of scales
+    chunk = part * 4 + q  # of 16 bytes of codes
+    unit = part * 2 + q % 2  # of 4 bytes of scales
     upper = row + g
     of_scales = upper + q // 2 * 8
     if SWIZZLED:
@@ -191,15 +194,15 @@ def _start_weights(
     lower = codes + tl.cast(chunks, tl.int64) * 128
     places = (to_codes, to_scales, codes, lower, scales_ptr + scales)
     if EVEN:
-        ok = (step < steps) & (lane >= 0)
-        token = _do(_COPY_EVEN, "r,r,l,l,l,r,r", places + (ok.to(tl.int32), token))
+        ok = there & (lane >= 0)
+        token = do(_COPY_EVEN, "r,r,l,l,l,r,r", places + (ok.to(tl.int32), token))
     else:
-        here = (step < steps) & (chunk < chunks)
-        ok_scales = (step < steps) & (unit * 2 < chunks) & (of_scales < n)
+        here = there & (chunk < chunks)
+        ok_scales = there & (unit * 2 < chunks) & (of_scales < n)
         of_upper = (here & (upper < n)).to(tl.int32) * 16
         of_lower = (here & (upper + 8 < n)).to(tl.int32) * 16
         sizes = (of_upper, of_lower, ok_scales.to(tl.int32) * 4)
-        token = _do(_COPY, "r,r,l,l,l,r,r,r,r", places + sizes + (token,))
+        token = do(_COPY, "r,r,l,l,l,r,r,r,r", places + sizes + (token,))
     return token
 
 
@@ -218,10 +221,10 @@ def _start_activations(
         ok = row < m
         if EVEN:
             ok = ok & (step < steps)
-            token = _do(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
+            token = do(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
         else:
             size = tl.where(block < chunks * 2, 16, 0)
-            token = _do(_COPY_X, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+            token = do(_COPY_X, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
     return token
 
 
@@ -231,14 +234,14 @@ def _start(
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
-    token = _start_weights(slot, step, token, lane, row, b_ptr, b_scales_ptr, n, chunks, steps,
-                           B_SQUARE, B_SWIZZLED, WARPS, EVEN)  # fmt: skip
+    token = start_weights(slot, step * WARPS + lane // 32, step < steps, token, lane, row, b_ptr, b_scales_ptr,
+                          n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     token = _start_activations(slot + _ACTIVATIONS, step, token, lane, a_ptr, m, chunks, steps, WARPS, ROWS, EVEN)
-    return _do(_COMMIT, "r", (token,))
+    return do(COMMIT, "r", (token,))
 
 
 @triton.jit
-def _take_weights(slot, token, lane):
+def take_weights(slot, token, lane):
     """A step's weights as the step's PTX takes them, from the slot where they have arrived; and a token."""
     g = lane % 32 // 4
     q = lane % 4
@@ -304,7 +307,7 @@ def _finish(
     row_n = row + lane // 4
     values = ()
     for i in tl.static_range(4):
-        acc = sums[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `_expand_word`, `_scales`
+        acc = sums[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `scale_registers`
         acc = rescale(acc, row_m + i % 2, row_n + i // 2 * 8, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr,
                       A_OUTER, B_OUTER, BIAS, 0)  # fmt: skip
         values = values + (acc,)
@@ -328,22 +331,22 @@ def decode_rows(
     tl.static_assert(STAGES * stage + WARPS * 512 <= 48 * 1024)
     lane = tl.arange(0, 32 * WARPS)
     steps = tl.cdiv(chunks, 4 * WARPS)
-    ring = _do(_ring_ptx(STAGES * stage), "r", (lane,)) + lane // 32 * slot_bytes
+    ring = do(_ring_ptx(STAGES * stage), "r", (lane,)) + lane // 32 * slot_bytes
     token = lane
     for early in tl.static_range(STAGES):
         token = _start(ring + early * stage, early, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n, chunks, steps,
                        B_SQUARE, B_SWIZZLED, WARPS, ROWS, EVEN)  # fmt: skip
     if B_OUTER == "tensor":
-        token = _do("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # `_finish` then need not wait for it
+        token = do("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # `_finish` then need not wait for it
 
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = (zero, zero, zero, zero)
     slot = ring
     for step in tl.range(steps):
-        token = _do(_wait_ptx(STAGES - 1), "r", (token,))
+        token = do(wait_ptx(STAGES - 1), "r", (token,))
         x, token = _take_activations(slot + _ACTIVATIONS, token, lane, m)
-        w, token = _take_weights(slot, token, lane)
-        token = _do(_SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is now filled again
+        w, token = take_weights(slot, token, lane)
+        token = do(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is now filled again
         token = _start(slot, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n, chunks, steps,
                        B_SQUARE, B_SWIZZLED, WARPS, ROWS, EVEN)  # fmt: skip
         c = _step(w, _arrange(x), c, COMPUTE)
