@@ -401,6 +401,11 @@ def quantize_both(
         column_factors = column_factors + (repeat_down_column(factor0, strips_a_block),
                                            repeat_down_column(factor1, strips_a_block))  # fmt: skip
 
+    strip0 = row_tile * (STRIPS // strips_a_block)
+    pairs = tl.reshape(tl.permute(stacked(column_bytes), (1, 2, 0)), (col_count // 2, STRIPS // strips_a_block))
+    store_pairs(column_scales_ptr, pairs, batch, col0, strip0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
+                COLUMN_SCALE_ALIGN)  # fmt: skip
+
     # An int32 holds 8 codes of four bits, or 4 of eight. Rows and columns take turns, so that what one unpacks serves
     # the other.
     run: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
@@ -434,15 +439,11 @@ def quantize_both(
     if rounding != "":
         column_runs = join_quarters(column_runs, WORDS)
 
-    strip0 = row_tile * (STRIPS // strips_a_block)
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // (2 * run)
     column = col0 + tl.arange(0, col_count)
     store_columns(columns_ptr, column_runs, batch * cols + column, strip0 * per_block,
                   tl.cdiv(rows, BLOCK) * per_block, column < cols, 2 * WORDS, COLUMN_UNIT_ALIGN)  # fmt: skip
-    pairs = tl.reshape(tl.permute(stacked(column_bytes), (1, 2, 0)), (col_count // 2, STRIPS // strips_a_block))
-    store_pairs(column_scales_ptr, pairs, batch, col0, strip0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
-                COLUMN_SCALE_ALIGN)  # fmt: skip
     pairs = tl.reshape(tl.permute(stacked(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
     store_pairs(scales_ptr, pairs, batch, row0, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
