@@ -14,19 +14,36 @@ EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 E4M3_SCALES = range(8, 128)  # from 2^-6 on, where the contract clamps; the last one is NaN
 
 
-def packed_codes(x, factor):
-    """What `_packed_round_ptx` and the gathering of its bytes make of x times a `packed_factor`."""
-    product = (x * factor).astype(np.float32)
-    # fma(x, factor, 0): -0.0 becomes 0.0, and what underflows keeps its sign.
-    product = np.where(product == 0, np.where((x < 0) & ~np.isnan(factor), np.float32(-0.0), np.float32(0)), product)
-    y = product.astype(np.float16)
-    six, least = np.float16(6 * 2.0**-14), np.float16(1.25 * 2.0**-14)
-    m = np.fmin(np.abs(y), six)
-    p = np.maximum(m, least)
+def product(x, factor):
+    """fma(x, factor, 0): -0.0 becomes 0.0, and what underflows keeps its sign."""
+    y = (x * factor).astype(np.float32)
+    return np.where(y == 0, np.where((x < 0) & ~np.isnan(factor), np.float32(-0.0), np.float32(0)), y)
+
+
+def codes(y, h):
+    """What `_codes_ptx` makes of products and rounded magnitudes in fp16."""
+    bits = np.where(np.isnan(h), np.uint16(0x7FFF), h.view(np.uint16))
+    assert not (bits[~np.isnan(h)] & np.uint16(0xF1FF)).any()
+    return (bits >> 9 & 7) | (np.signbit(y) & ~np.isnan(y)) * 8
+
+
+def codes_in_fp16(x, factor):
+    """`_in_fp16_ptx` of x times a factor that carries 2^-14."""
+    y = product(x, factor).astype(np.float16)
+    m = np.abs(y)
+    p = np.fmax(m, np.float16(1.25 * 2.0**-14))
     h = (p.astype(np.float64) * -512 + m).astype(np.float16)
-    h = (p.astype(np.float64) * 512 + h).astype(np.float16).view(np.uint16)
-    assert not (h & ~np.uint16(0x0E00)).any()
-    return (h >> 9) | (np.signbit(y) & ~np.isnan(y)) * 8
+    return codes(y, (p.astype(np.float64) * 512 + h).astype(np.float16))
+
+
+def codes_in_float32(x, factor):
+    """`_in_float32_ptx`. (In float64, 2^22 p is exact, and so is its sum with y unless y is far below p.)"""
+    y = product(x, factor)
+    p = -np.copysign(np.fmax(np.abs(y), np.float32(1.25)), y).astype(np.float64)
+    h = (p * 2.0**22 + y).astype(np.float32)
+    h = (p * -(2.0**22) + h).astype(np.float32).astype(np.float16)
+    h = np.fmin(np.abs(h * np.float16(2.0**-14)), np.float16(6 * 2.0**-14))
+    return codes(y.astype(np.float16), h)
 
 
 def expected_codes(x, factor):
@@ -35,21 +52,40 @@ def expected_codes(x, factor):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_products_with_reciprocals_of_e4m3_scales():
+@pytest.mark.parametrize("error", [-(2.0**-22), 0, 2.0**-22])
+def test_products_with_reciprocals_of_e4m3_scales(error):
+    """error: of the reciprocal, which is an approximation; all that a scale can belong to is clamped before."""
     for byte in E4M3_SCALES:
         scale = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()[0]
-        factor = np.float32(1) / scale
-        above = packed_rounding._PACKED_SCALE_ABOVE if byte & 7 == 7 else packed_rounding._PACKED_SCALE
-        packed = packed_codes(EVERY, factor * np.float32(above.value))
-        np.testing.assert_array_equal(packed, expected_codes(EVERY, factor))
+        # Of an infinite or NaN element the scale is NaN.
+        x = EVERY if byte >= 126 else EVERY[np.abs(EVERY) < 7 * scale]
+        clamped = np.copysign(np.fmin(np.abs(x), np.float32(2688)), x)
+        above = packed_rounding._PACKED_SCALE_ABOVE if byte & 7 == 7 else packed_rounding.PACKED_SCALE
+        approximate = np.float32((1 + error) / np.float64(scale))
+        packed = codes_in_fp16(clamped, approximate * np.float32(above.value))
+        finite = ~np.isnan(x) if byte == 126 else np.full(x.shape, True)
+        np.testing.assert_array_equal(packed[finite], expected_codes(x, np.float32(1) / scale)[finite])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_products_with_powers_of_two():
     for byte in range(256):
         factor = np.float32(2.0 ** (127 - byte) if byte < 254 else 2.0**-127 if byte == 254 else 2.0**-128)
-        packed = packed_codes(EVERY, factor * np.float32(packed_rounding._PACKED_SCALE.value))
-        np.testing.assert_array_equal(packed, expected_codes(EVERY, factor))
+        x = EVERY if byte == 255 else EVERY[np.abs(EVERY) < 7 / factor]
+        packed = codes_in_fp16(x, factor * np.float32(packed_rounding.PACKED_SCALE.value))
+        np.testing.assert_array_equal(packed, expected_codes(x, factor))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_products_with_any_factor():
+    """Next to every tie and every power of two, tiny, huge, not finite; as they are, and times factors."""
+    around = np.concatenate([np.arange(0.25, 8, 0.25), 2.0 ** np.arange(-40.0, 40)]).astype(np.float32)
+    near = (around.view(np.int32)[:, None] + np.arange(-64, 65)).astype(np.int32).view(np.float32).ravel()
+    some = np.random.default_rng(0).integers(0, 2**31, 2**20, dtype=np.int32).view(np.float32)
+    x = np.concatenate([near, some, np.float32([0, 6, 7, 1e30, 3e38, np.inf, np.nan])])
+    x = np.concatenate([x, -x])
+    for factor in np.float32([1, 1 / 3, 1.7e-30, 1e38, np.inf, 1.4e-45, np.nan]):
+        np.testing.assert_array_equal(codes_in_float32(x, factor), expected_codes(x, factor))
 
 
 def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():

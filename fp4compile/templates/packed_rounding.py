@@ -45,8 +45,10 @@ def _in_float32_ptx(first: str, second: str, factor: str) -> str:
     return (
         f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {factor}, 0f00000000;"
         " cvt.rn.f16x2.f32 @y, b, a;"
-        " abs.f32 p, a; max.f32 p, p, 0f3FA00000; fma.rn.f32 a, p, 0f4A800000, a; fma.rn.f32 a, p, 0fCA800000, a;"
-        " abs.f32 q, b; max.f32 q, q, 0f3FA00000; fma.rn.f32 b, q, 0f4A800000, b; fma.rn.f32 b, q, 0fCA800000, b;"
+        # p has the sign that y has not, so that 2^22 p + y does not leave the exponent of 2^22 p.
+        " mov.b32 p, 0fBFA00000; max.xorsign.abs.f32 q, b, p; max.xorsign.abs.f32 p, a, p;"
+        " fma.rn.f32 a, p, 0f4A800000, a; fma.rn.f32 a, p, 0fCA800000, a;"
+        " fma.rn.f32 b, q, 0f4A800000, b; fma.rn.f32 b, q, 0fCA800000, b;"
         " cvt.rn.f16x2.f32 @h, b, a; mov.b32 t, 0x04000400; mul.rn.f16x2 @h, @h, t; abs.f16x2 @h, @h;"
         " mov.b32 t, 0x0E000E00; min.f16x2 @h, @h, t; "
     )
