@@ -1,6 +1,6 @@
-"""E2M1 codes from products in fp16, two in one instruction: for Hopper, where this is exact.
+"""E2M1 codes and E4M3 scales for Hopper, two in one instruction where that is exact.
 
-Made for `quantize_both`. The float32 forms are in `codec`; `packed_rounding` says where this one may stand in for them.
+Made for `quantize_both`. The plain forms are in `codec`; `packed_rounding` says where these may stand in for them.
 """
 
 import struct
@@ -13,8 +13,8 @@ def _codes_ptx(steps: list[str]) -> str:
     """Eight E2M1 codes of four pairs -> $0.
 
     steps[i] makes, of the pair i, y: the products in fp16, for their signs, and h: their magnitudes rounded, with the
-    code in the upper byte, shifted by 1, or a NaN for the code 7. The first two pairs go to the lower halves of the four
-    bytes, the other two to the upper halves.
+    code in the upper byte, shifted by 1, or a NaN for the code 7. The first two pairs go to the lower halves of the
+    four bytes, the other two to the upper halves.
     """
     select = "0xE4"  # the first operand where the mask, the third one, has ones, elsewhere the second
     return (
@@ -58,9 +58,7 @@ def _unpack_ptx(word: str, i: int, j: int, dtype: str) -> str:
     """A word of two elements -> the float32 values v{i}, v{j}."""
     if dtype == "bf16":
         return f"shl.b32 t, {word}, 16; mov.b32 v{i}, t; and.b32 t, {word}, 0xFFFF0000; mov.b32 v{j}, t; "
-    return (
-        f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {word}; cvt.f32.f16 v{i}, low; cvt.f32.f16 v{j}, high; }} "
-    )
+    return f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {word}; cvt.f32.f16 v{i}, low; cvt.f32.f16 v{j}, high; }} "
 
 
 def _row_ptx(step, dtype: str) -> str:
@@ -127,14 +125,71 @@ _PACKED_E4M3_SCALES = tl.constexpr(
 
 @triton.jit
 def packed_e4m3_scales(amaxes):
-    """Words of two bf16 amaxes (of any sign, not below `LEAST_AMAX`) -> (both bytes in an int32, the `packed_factor` of each).
+    """Words of two bf16 amaxes (of any sign, not below `LEAST_AMAX`) -> (both bytes in an int32, the factor of each).
 
+    The factors carry 2^-14. The float32 reciprocal of 15 (times a power of two) is so much too large that 5/4, 5/2 and
+    5 times 15 come out above the tie; fp16 would not show it without `_PACKED_SCALE_ABOVE`.
     As `codec.e4m3_scale`, contract "torchao" without an outer scale: for bf16 a product with 1/6 rounds like the
     quotient. The factors may be an approximate reciprocal's last place off: far less than fp16 shows.
     """
     return tl.inline_asm_elementwise(
         _PACKED_E4M3_SCALES, "=&r,=&f,=f,r", [amaxes], dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1
     )
+
+
+def _quotient_ptx(into: str, dividend: str, divisor: str, reciprocal: str) -> str:
+    """dividend / divisor from the rounded reciprocal: a product, corrected by its exact remainder.
+
+    Correctly rounded (checked for all mantissas) where the dividend is a bf16 number and the divisor 6, such a sixth
+    and any float32, any float32 and an E4M3 number; nothing may under- or overflow.
+    """
+    return (
+        f" mul.rn.f32 {into}, {dividend}, {reciprocal}; neg.f32 r, {into}; fma.rn.f32 r, r, {divisor}, {dividend};"
+        f" fma.rn.f32 {into}, r, {reciprocal}, {into};"
+    )
+
+
+_PACKED_OUTER_SCALES = tl.constexpr(
+    "{ .reg .f32 a, b, r, s, y, six; .reg .b32 t, h; .reg .b16 p, low, high;"
+    # An infinity times 0 is a NaN; it stays one, and shows in the scale.
+    " mov.b32 t, 0; fma.rn.bf16x2 h, $3, t, $3; min.NaN.xorsign.abs.bf16x2 h, h, $6;"
+    " shl.b32 t, h, 16; mov.b32 a, t; and.b32 t, h, 0xFFFF0000; mov.b32 b, t; abs.f32 a, a; abs.f32 b, b;"
+    " mov.f32 six, 0f40C00000; mov.f32 y, 0f3E2AAAAB;"
+    + "".join(
+        _quotient_ptx("s", amax, "six", "y")
+        + _quotient_ptx(amax, "s", "$5", "$4")
+        + f" max.NaN.f32 {amax}, {amax}, 0f3C800000;"
+        for amax in ("a", "b")
+    )
+    + " cvt.rn.satfinite.e4m3x2.f32 p, b, a; cvt.u32.u16 $0, p; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {low, high}, h;"
+    + "".join(
+        f" cvt.f32.f16 s, {half}; rcp.approx.ftz.f32 y, s; neg.f32 r, y; fma.rn.f32 r, r, s, 0f3F800000;"
+        " fma.rn.f32 y, y, r, y;" + _quotient_ptx(factor, "$4", "s", "y")
+        for half, factor in (("low", "$1"), ("high", "$2"))
+    )
+    + " }"
+)
+
+
+@triton.jit
+def ordinary(decode):
+    """Whether `packed_outer_scales` knows how to divide by the outer scale: nothing that counts over- or underflows."""
+    return (decode > 2.0**-60) & (decode < 2.0**60)
+
+
+@triton.jit
+def packed_outer_scales(amaxes, encode, decode):
+    """Words of two bf16 amaxes (of any sign) -> (both bytes in an int32, the factor of each).
+
+    As `codec.e4m3_scale`, contract "torchao", with an `ordinary` outer scale.
+    """
+    # Amaxes from 2^12 times the outer scale on saturate, as 2^13 times its power of two does.
+    most = (decode.to(tl.int32, bitcast=True) & 0x7F800000) + (13 << 23)
+    most = most | (most >> 16)
+    return tl.inline_asm_elementwise(
+        _PACKED_OUTER_SCALES, "=&r,=&f,=&f,r,f,f,r", [amaxes, encode, decode, most],
+        dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -151,9 +206,7 @@ def encode_packed_row(words, factor, ROUNDING: tl.constexpr, dtype: tl.constexpr
     """Four words of two elements side by side, times a factor -> eight E2M1 codes (int32)."""
     exact: tl.constexpr = _ROW_BF16 if dtype == tl.bfloat16 else _ROW_FP16
     ptx: tl.constexpr = _ROW if ROUNDING == "fp16" else exact
-    return tl.inline_asm_elementwise(
-        ptx, "=r,r,r,r,r,f", words + (factor,), dtype=tl.int32, is_pure=True, pack=1
-    )
+    return tl.inline_asm_elementwise(ptx, "=r,r,r,r,r,f", words + (factor,), dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

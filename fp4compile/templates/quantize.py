@@ -27,7 +27,7 @@ from fp4compile.targets import (
 from fp4compile.templates.amax import columns_amax, tensor_amax
 from fp4compile.templates.dequantize import dequantize_rows
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize_both import DEPTH
+from fp4compile.templates.patches import DEPTH
 from fp4compile.templates.quantize_both import quantize_both as quantize_both_kernel
 from fp4compile.templates.quantize_columns import quantize_columns
 from fp4compile.templates.quantize_rows import quantize_rows, quantize_scaled_rows
@@ -390,7 +390,8 @@ def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns, outer,
         quantize_both_kernel, _tiles(source, height, width, layout), source.tensor, *rows, *columns,
         _or(outer, rows[0]), _or(amax, rows[0]), *source.args, **format_constants(fmt), OUTER=mode,
         MAXIMA=_maxima(amax, mode), SWIZZLED=layout == "swizzled", WHOLE=whole, ALIGN=source.align,
-        **store_aligns(source.cols, fmt), **aligns, ISA=isa, num_warps=config.num_warps, maxnreg=config.maxnreg, **config.kwargs,
+        **store_aligns(source.cols, fmt), **aligns, ISA=isa, num_warps=config.num_warps, maxnreg=config.maxnreg,
+        **config.kwargs,
     )  # fmt: skip
 
 
