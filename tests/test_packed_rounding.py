@@ -1,14 +1,18 @@
-"""The rounding of `templates.packed_rounding` (products rounded to fp16 first) against the reference, exhaustively.
+"""The rounding of `templates.packed_rounding` against the reference, exhaustively.
 
-The instructions are played in NumPy: every bfloat16 times every factor that a block scale can make.
+The instructions are played in NumPy: every bfloat16 times every factor that a block scale can make. On a GPU
+(`-m gpu`) they run.
 """
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from fp4compile import reference
+from fp4compile import formats, reference
 from fp4compile.templates import codec, packed_rounding
+from fp4compile.templates import quantize as kernels
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 E4M3_SCALES = range(8, 128)  # from 2^-6 on, where the contract clamps; the last one is NaN
@@ -95,3 +99,45 @@ def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():
         for scale in (amax / 6, amax * codec.SIXTH.value)
     ]
     assert torch.equal(*codes)
+
+
+@triton.jit
+def reciprocals(x_ptr, out_ptr, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    tl.store(out_ptr + i, codec._reciprocal_e4m3(tl.load(x_ptr + i), 90))
+
+
+@pytest.mark.gpu
+def test_reciprocals_of_all_e4m3_scales():
+    """An estimate and one step, against the division of IEEE: all positive numbers of the format, and its NaN."""
+    scales = torch.arange(1, 129, dtype=torch.uint8, device="cuda").clamp(max=127).view(torch.float8_e4m3fn).float()
+    found = torch.empty_like(scales)
+    reciprocals[(1,)](scales, found, COUNT=128)
+    expected = 1.0 / scales.cpu()
+    assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
+def assert_as_each_alone(x, fmt, outer=None):
+    both = kernels.quantize_both(x, fmt, outer)
+    for one, other in zip(both, (kernels.quantize(x, fmt, outer), kernels.quantize(x.mT, fmt, outer)), strict=True):
+        for a, b in zip(one[:2], other[:2], strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp4", "nvfp4"])
+def test_every_amax_and_every_element(format):
+    """Blocks with every bfloat16 as their largest magnitude; every product of a bfloat16 with the factor of a scale."""
+    fmt = formats.get(format)
+    n = fmt.block_cols
+    every = torch.arange(2**16, device="cuda").to(torch.int16).view(torch.bfloat16).view(256, 256)
+    spread = every.repeat_interleave(n, 0).repeat_interleave(n, 1)
+    shares = torch.linspace(-1, 1, n * n, device="cuda").view(n, n).repeat(256, 256).bfloat16()
+    outers = [torch.tensor(p, device="cuda") for p in (1.0, 0.37, 3.3e-5, 2.0**61, 2.0**-61, 1e-42, 3e38)]
+    for outer in outers if fmt.outer else [None]:
+        assert_as_each_alone(spread * shares, fmt, outer)
+        for scale in torch.arange(8, 16, device="cuda") / 8:
+            x = torch.where(every.abs() <= 6 * scale, every, 0)
+            x = torch.cat([x.roll((i, i), (0, 1)) for i in range(3)])  # no element is overwritten everywhere
+            x[::n] = x[:, ::n] = 6 * scale  # in every block along rows and columns
+            assert_as_each_alone(x, fmt, outer)

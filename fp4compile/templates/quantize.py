@@ -357,8 +357,9 @@ def _columns(
         outer, amax, mode = outer_of(source, fmt, outer)
         column_outer, column_amax = outer, amax
     constants = format_constants(fmt)
-    one_outer = mode in ("none", "tensor", "amax")
-    if rows is not None and one_outer and seed is None and not transform and x.element_size() == 2:
+    quick_outer = mode in ("tensor", "amax") and fmt.contract == "torchao" and x.dtype == torch.bfloat16
+    one_read = quick_outer or (mode == "none" and x.element_size() == 2)
+    if rows is not None and one_read and seed is None and not transform:
         _both(source, fmt, layout, rows, columns, outer, amax, mode)
         return _scalar(outer, mode), _scalar(outer, mode)
     config = columns_launch(fmt.element, constants["BLOCK"], rows is not None)

@@ -1,4 +1,6 @@
-"""Quantise along the rows and down the columns from one read: 16-bit inputs, at most one outer scale, to nearest.
+"""Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest.
+
+The only outer scale is one of a bf16 tensor, contract "torchao"; with others ptxas spills (quantize_columns takes them).
 
 A thread holds a patch of the tile (`patches`). Rows and columns take turns, some rows at a time, so that what one
 unpacks serves the other, and no more than the registers of four programs on a multiprocessor are needed.
@@ -58,10 +60,10 @@ def pair_scales(
     CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Scales of both amaxes of a pair: their bytes in an int16, and the factors as the encoding wants them."""
-    if ROUNDING != "" and dtype == tl.bfloat16 and SCALE == "e4m3" and CONTRACT == "torchao":
-        if not HAS_OUTER:
-            bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
-        elif ordinary(decode):
+    if ROUNDING == "fp16" and SCALE == "e4m3":
+        bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
+    elif HAS_OUTER and ISA >= 90:
+        if ordinary(decode):
             bytes, factor0, factor1 = packed_outer_scales(amaxes[0], encode, decode)
         else:
             bytes, factor0, factor1 = each_scale(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, dtype,
