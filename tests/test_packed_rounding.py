@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from ptx_player import play
 
 from fp4compile import formats, reference
 from fp4compile.templates import codec, packed_rounding
@@ -90,6 +91,54 @@ def test_products_with_any_factor():
     x = np.concatenate([x, -x])
     for factor in np.float32([1, 1 / 3, 1.7e-30, 1e38, np.inf, 1.4e-45, np.nan]):
         np.testing.assert_array_equal(codes_in_float32(x, factor), expected_codes(x, factor))
+
+
+def played(values, factors, ptx):
+    """The codes [n, 8] that a row's or a column's assembly makes of bf16 bits [n, 8] and factors [n] (of each)."""
+    if len(factors) == 1:
+        words = [values[:, 2 * i] | values[:, 2 * i + 1] << 16 for i in range(4)]
+    else:
+        words = [values[:, i] | values[:, 4 + i] << 16 for i in range(4)]
+    (codes,) = play(ptx, 1, [*words, *factors])
+    return codes[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_of_every_product():
+    """Its text, played: any bits, and numbers near the ties, by factors of any size."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**16, (50000, 8), dtype=np.uint32)
+    factors = np.exp2(rng.uniform(-40, 40, len(values))).astype(np.float32)
+    factors[:50], factors[50:100] = np.nan, np.inf
+    values[::2] = (rng.integers(0, 2, (25000, 8)) << 15) | rng.integers(124 << 7, 130 << 7, (25000, 8))
+    factors[::2] = np.exp2(rng.uniform(-1, 1, 25000))
+    check_played(values, [factors], [factors], packed_rounding._ROW_BF16)
+    both = [factors, factors[::-1].copy()]
+    check_played(values, both, both, packed_rounding._COLUMNS_BF16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_in_fp16():
+    """Half of the values lie on ties."""
+    rng = np.random.default_rng(0)
+    bytes = rng.integers(8, 127, 50000).astype(np.uint8)
+    scales = torch.from_numpy(bytes).view(torch.float8_e4m3fn).float().numpy()
+    above = np.where(bytes & 7 == 7, packed_rounding._PACKED_SCALE_ABOVE.value, packed_rounding.PACKED_SCALE.value)
+    factors = np.float32(1) / scales
+    packed = (factors * above.astype(np.float32)).astype(np.float32)
+    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], (50000, 8)) * rng.choice([-1, 1], (50000, 8))
+    shares = np.where(rng.random((50000, 8)) < 0.5, ties, rng.uniform(-6.4, 6.4, (50000, 8)))
+    other = rng.permutation(50000)
+    for order, ptx in (([slice(None)], packed_rounding._ROW), ([slice(None), other], packed_rounding._COLUMNS)):
+        each = np.repeat(np.stack([scales[i] for i in order], 1), 8 // len(order), 1)
+        values = torch.from_numpy(shares * each).bfloat16().view(torch.uint16).numpy().astype(np.uint32)
+        check_played(values, [packed[i] for i in order], [factors[i] for i in order], ptx)
+
+
+def check_played(values, packed, factors, ptx):
+    each = np.repeat(np.stack(factors, 1), 8 // len(factors), 1)
+    expected = expected_codes((values << 16).view(np.float32).ravel(), each.ravel()).reshape(values.shape)
+    np.testing.assert_array_equal(played(values, packed, ptx.value), expected)
 
 
 def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():

@@ -1,6 +1,6 @@
 """Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest.
 
-The only outer scale is one of a bf16 tensor, contract "torchao"; with others ptxas spills (quantize_columns takes them).
+The only outer scale is that of a bf16 tensor, contract "torchao"; with others ptxas spills (see `quantize_columns`).
 
 A thread holds a patch of the tile (`patches`). Rows and columns take turns, some rows at a time, so that what one
 unpacks serves the other, and no more than the registers of four programs on a multiprocessor are needed.
