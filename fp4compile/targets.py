@@ -1,6 +1,6 @@
 """What a GPU can do, and how the quantise kernels are launched on it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,9 @@ def columns_launch(element: str, block: int, both: bool) -> Launch:
     return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
 
 
-def both_launch(element: str, isa: int) -> Launch:
+def both_launch() -> Launch:
     """The kernel of rows and columns from one read: a thread holds 16 rows of WORDS words."""
-    capped = element == "e2m1" and isa == 90
-    return replace(_launch(4, STRIPS=8, GROUPS=16, WORDS=4), maxnreg=112 if capped else None)
+    return _launch(4, STRIPS=8, GROUPS=16, WORDS=4)
 
 
 def squares_launch(element: str) -> Launch:

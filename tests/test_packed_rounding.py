@@ -1,32 +1,54 @@
-"""The rounding of `templates.packed_rounding` (products rounded to fp16 first) against the reference, exhaustively.
+"""The rounding of `templates.packed_rounding` against the reference, exhaustively.
 
-The instructions are played in NumPy: every bfloat16 times every factor that a block scale can make.
+The instructions are played in NumPy: every bfloat16 times every factor that a block scale can make. On a GPU
+(`-m gpu`) they run.
 """
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from ptx_player import play
 
-from fp4compile import reference
+from fp4compile import formats, reference
 from fp4compile.templates import codec, packed_rounding
+from fp4compile.templates import quantize as kernels
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 E4M3_SCALES = range(8, 128)  # from 2^-6 on, where the contract clamps; the last one is NaN
 
 
-def packed_codes(x, factor):
-    """What `_packed_round_ptx` and the gathering of its bytes make of x times a `packed_factor`."""
-    product = (x * factor).astype(np.float32)
-    # fma(x, factor, 0): -0.0 becomes 0.0, and what underflows keeps its sign.
-    product = np.where(product == 0, np.where((x < 0) & ~np.isnan(factor), np.float32(-0.0), np.float32(0)), product)
-    y = product.astype(np.float16)
-    six, least = np.float16(6 * 2.0**-14), np.float16(1.25 * 2.0**-14)
-    m = np.fmin(np.abs(y), six)
-    p = np.maximum(m, least)
+def product(x, factor):
+    """fma(x, factor, 0): -0.0 becomes 0.0, and what underflows keeps its sign."""
+    y = (x * factor).astype(np.float32)
+    return np.where(y == 0, np.where((x < 0) & ~np.isnan(factor), np.float32(-0.0), np.float32(0)), y)
+
+
+def codes(y, h):
+    """What `_codes_ptx` makes of products and rounded magnitudes in fp16."""
+    bits = np.where(np.isnan(h), np.uint16(0x7FFF), h.view(np.uint16))
+    assert not (bits[~np.isnan(h)] & np.uint16(0xF1FF)).any()
+    return (bits >> 9 & 7) | (np.signbit(y) & ~np.isnan(y)) * 8
+
+
+def codes_in_fp16(x, factor):
+    """`_in_fp16_ptx` of x times a factor that carries 2^-14."""
+    y = product(x, factor).astype(np.float16)
+    m = np.abs(y)
+    p = np.fmax(m, np.float16(1.25 * 2.0**-14))
     h = (p.astype(np.float64) * -512 + m).astype(np.float16)
-    h = (p.astype(np.float64) * 512 + h).astype(np.float16).view(np.uint16)
-    assert not (h & ~np.uint16(0x0E00)).any()
-    return (h >> 9) | (np.signbit(y) & ~np.isnan(y)) * 8
+    return codes(y, (p.astype(np.float64) * 512 + h).astype(np.float16))
+
+
+def codes_in_float32(x, factor):
+    """`_in_float32_ptx`. (In float64, 2^22 p is exact, and so is its sum with y unless y is far below p.)"""
+    y = product(x, factor)
+    p = -np.copysign(np.fmax(np.abs(y), np.float32(1.25)), y).astype(np.float64)
+    h = (p * 2.0**22 + y).astype(np.float32)
+    h = (p * -(2.0**22) + h).astype(np.float32).astype(np.float16)
+    h = np.fmin(np.abs(h * np.float16(2.0**-14)), np.float16(6 * 2.0**-14))
+    return codes(y.astype(np.float16), h)
 
 
 def expected_codes(x, factor):
@@ -35,21 +57,88 @@ def expected_codes(x, factor):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_products_with_reciprocals_of_e4m3_scales():
+@pytest.mark.parametrize("error", [-(2.0**-22), 0, 2.0**-22])
+def test_products_with_reciprocals_of_e4m3_scales(error):
+    """error: of the reciprocal, which is an approximation; all that a scale can belong to is clamped before."""
     for byte in E4M3_SCALES:
         scale = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()[0]
-        factor = np.float32(1) / scale
-        above = packed_rounding._PACKED_SCALE_ABOVE if byte & 7 == 7 else packed_rounding._PACKED_SCALE
-        packed = packed_codes(EVERY, factor * np.float32(above.value))
-        np.testing.assert_array_equal(packed, expected_codes(EVERY, factor))
+        # Of an infinite or NaN element the scale is NaN.
+        x = EVERY if byte >= 126 else EVERY[np.abs(EVERY) < 7 * scale]
+        clamped = np.copysign(np.fmin(np.abs(x), np.float32(2688)), x)
+        above = packed_rounding._PACKED_SCALE_ABOVE if byte & 7 == 7 else packed_rounding.PACKED_SCALE
+        approximate = np.float32((1 + error) / np.float64(scale))
+        packed = codes_in_fp16(clamped, approximate * np.float32(above.value))
+        finite = ~np.isnan(x) if byte == 126 else np.full(x.shape, True)
+        np.testing.assert_array_equal(packed[finite], expected_codes(x, np.float32(1) / scale)[finite])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_products_with_powers_of_two():
     for byte in range(256):
         factor = np.float32(2.0 ** (127 - byte) if byte < 254 else 2.0**-127 if byte == 254 else 2.0**-128)
-        packed = packed_codes(EVERY, factor * np.float32(packed_rounding._PACKED_SCALE.value))
-        np.testing.assert_array_equal(packed, expected_codes(EVERY, factor))
+        x = EVERY if byte == 255 else EVERY[np.abs(EVERY) < 7 / factor]
+        packed = codes_in_fp16(x, factor * np.float32(packed_rounding.PACKED_SCALE.value))
+        np.testing.assert_array_equal(packed, expected_codes(x, factor))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_products_with_any_factor():
+    """Next to every tie and every power of two, tiny, huge, not finite; as they are, and times factors."""
+    around = np.concatenate([np.arange(0.25, 8, 0.25), 2.0 ** np.arange(-40.0, 40)]).astype(np.float32)
+    near = (around.view(np.int32)[:, None] + np.arange(-64, 65)).astype(np.int32).view(np.float32).ravel()
+    some = np.random.default_rng(0).integers(0, 2**31, 2**20, dtype=np.int32).view(np.float32)
+    x = np.concatenate([near, some, np.float32([0, 6, 7, 1e30, 3e38, np.inf, np.nan])])
+    x = np.concatenate([x, -x])
+    for factor in np.float32([1, 1 / 3, 1.7e-30, 1e38, np.inf, 1.4e-45, np.nan]):
+        np.testing.assert_array_equal(codes_in_float32(x, factor), expected_codes(x, factor))
+
+
+def played(values, factors, ptx):
+    """The codes [n, 8] that a row's or a column's assembly makes of bf16 bits [n, 8] and factors [n] (of each)."""
+    if len(factors) == 1:
+        words = [values[:, 2 * i] | values[:, 2 * i + 1] << 16 for i in range(4)]
+    else:
+        words = [values[:, i] | values[:, 4 + i] << 16 for i in range(4)]
+    (codes,) = play(ptx, 1, [*words, *factors])
+    return codes[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_of_every_product():
+    """Its text, played: any bits, and numbers near the ties, by factors of any size."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**16, (50000, 8), dtype=np.uint32)
+    factors = np.exp2(rng.uniform(-40, 40, len(values))).astype(np.float32)
+    factors[:50], factors[50:100] = np.nan, np.inf
+    values[::2] = (rng.integers(0, 2, (25000, 8)) << 15) | rng.integers(124 << 7, 130 << 7, (25000, 8))
+    factors[::2] = np.exp2(rng.uniform(-1, 1, 25000))
+    check_played(values, [factors], [factors], packed_rounding._ROW_BF16)
+    both = [factors, factors[::-1].copy()]
+    check_played(values, both, both, packed_rounding._COLUMNS_BF16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_in_fp16():
+    """Half of the values lie on ties."""
+    rng = np.random.default_rng(0)
+    bytes = rng.integers(8, 127, 50000).astype(np.uint8)
+    scales = torch.from_numpy(bytes).view(torch.float8_e4m3fn).float().numpy()
+    above = np.where(bytes & 7 == 7, packed_rounding._PACKED_SCALE_ABOVE.value, packed_rounding.PACKED_SCALE.value)
+    factors = np.float32(1) / scales
+    packed = (factors * above.astype(np.float32)).astype(np.float32)
+    ties = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], (50000, 8)) * rng.choice([-1, 1], (50000, 8))
+    shares = np.where(rng.random((50000, 8)) < 0.5, ties, rng.uniform(-6.4, 6.4, (50000, 8)))
+    other = rng.permutation(50000)
+    for order, ptx in (([slice(None)], packed_rounding._ROW), ([slice(None), other], packed_rounding._COLUMNS)):
+        each = np.repeat(np.stack([scales[i] for i in order], 1), 8 // len(order), 1)
+        values = torch.from_numpy(shares * each).bfloat16().view(torch.uint16).numpy().astype(np.uint32)
+        check_played(values, [packed[i] for i in order], [factors[i] for i in order], ptx)
+
+
+def check_played(values, packed, factors, ptx):
+    each = np.repeat(np.stack(factors, 1), 8 // len(factors), 1)
+    expected = expected_codes((values << 16).view(np.float32).ravel(), each.ravel()).reshape(values.shape)
+    np.testing.assert_array_equal(played(values, packed, ptx.value), expected)
 
 
 def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():
@@ -59,3 +148,45 @@ def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():
         for scale in (amax / 6, amax * codec.SIXTH.value)
     ]
     assert torch.equal(*codes)
+
+
+@triton.jit
+def reciprocals(x_ptr, out_ptr, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    tl.store(out_ptr + i, codec._reciprocal_e4m3(tl.load(x_ptr + i), 90))
+
+
+@pytest.mark.gpu
+def test_reciprocals_of_all_e4m3_scales():
+    """An estimate and one step, against the division of IEEE: all positive numbers of the format, and its NaN."""
+    scales = torch.arange(1, 129, dtype=torch.uint8, device="cuda").clamp(max=127).view(torch.float8_e4m3fn).float()
+    found = torch.empty_like(scales)
+    reciprocals[(1,)](scales, found, COUNT=128)
+    expected = 1.0 / scales.cpu()
+    assert torch.equal(found.cpu().nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
+def assert_as_each_alone(x, fmt, outer=None):
+    both = kernels.quantize_both(x, fmt, outer)
+    for one, other in zip(both, (kernels.quantize(x, fmt, outer), kernels.quantize(x.mT, fmt, outer)), strict=True):
+        for a, b in zip(one[:2], other[:2], strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp4", "nvfp4"])
+def test_every_amax_and_every_element(format):
+    """Blocks with every bfloat16 as their largest magnitude; every product of a bfloat16 with the factor of a scale."""
+    fmt = formats.get(format)
+    n = fmt.block_cols
+    every = torch.arange(2**16, device="cuda").to(torch.int16).view(torch.bfloat16).view(256, 256)
+    spread = every.repeat_interleave(n, 0).repeat_interleave(n, 1)
+    shares = torch.linspace(-1, 1, n * n, device="cuda").view(n, n).repeat(256, 256).bfloat16()
+    outers = [torch.tensor(p, device="cuda") for p in (1.0, 0.37, 3.3e-5, 2.0**61, 2.0**-61, 1e-42, 3e38)]
+    for outer in outers if fmt.outer else [None]:
+        assert_as_each_alone(spread * shares, fmt, outer)
+        for scale in torch.arange(8, 16, device="cuda") / 8:
+            x = torch.where(every.abs() <= 6 * scale, every, 0)
+            x = torch.cat([x.roll((i, i), (0, 1)) for i in range(3)])  # no element is overwritten everywhere
+            x[::n] = x[:, ::n] = 6 * scale  # in every block along rows and columns
+            assert_as_each_alone(x, fmt, outer)

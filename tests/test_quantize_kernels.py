@@ -229,6 +229,11 @@ def test_given_outer_scale(format):
         check(x, fmt, outer, layout)
     if fmt.block:
         check(x.t().contiguous().mT, fmt, outer)
+    if outer.dim() == 0:
+        for scale in (outer, torch.full_like(outer, 1e-42)):
+            both = kernels.quantize_both(x.to(DEVICE), fmt, scale.to(DEVICE))
+            for got, one in zip(both, (x, x.mT), strict=True):
+                assert_same_bits(got, reference.quantize(one, fmt, scale))
     check(x, fmt, torch.full_like(outer, 3.4e38))
     check(x, fmt, torch.full_like(outer, 1e-42))
 

@@ -1,149 +1,219 @@
-"""E2M1 codes from products in fp16, two in one instruction: for Hopper, where this is exact.
+"""E2M1 codes and E4M3 scales for Hopper, two in one instruction where that is exact.
 
-Made for `quantize_both`. The float32 forms are in `codec`; `packed_rounding` says where this one may stand in for them.
+Made for `quantize_both`. The plain forms are in `codec`; `packed_rounding` says where these may stand in for them.
 """
+
+import struct
 
 import triton
 import triton.language as tl
 
 
-def _packed_round_ptx(i: int, word: str, even_factor: str, odd_factor: str) -> str:
-    """Two bf16 elements of a word times factors -> y{i}, the products in fp16, and h{i}, their magnitudes rounded.
+def _codes_ptx(steps: list[str]) -> str:
+    """Eight E2M1 codes of four pairs -> $0.
 
-    As in `codec._e2m1_gather_ptx`, in fp16: 2^9 p in place of 2^22 p. The factors carry 2^-14, so that the upper byte
-    of a rounded magnitude is its code, shifted by 1. Rounding twice, first to fp16, is harmless where
-    `packed_rounding` allows it.
+    steps[i] makes, of the pair i, y: the products in fp16, for their signs, and h: their magnitudes rounded, with the
+    code in the upper byte, shifted by 1, or a NaN for the code 7. The first two pairs go to the lower halves of the
+    four bytes, the other two to the upper halves.
+    """
+    select = "0xE4"  # the first operand where the mask, the third one, has ones, elsewhere the second
+    return (
+        "{ .reg .f32 a, b, p, q, v<8>; .reg .b32 t, m, n, y<4>, h<4>, even, odd; "
+        + "".join(step.replace("@y", f"y{i}").replace("@h", f"h{i}") for i, step in enumerate(steps))
+        + "prmt.b32 even, h0, h1, 0x7531; prmt.b32 odd, h2, h3, 0x7531;"
+        " prmt.b32 y0, y0, y1, 0xFDB9; prmt.b32 y2, y2, y3, 0xFDB9;"  # signs, each in all bits of its byte
+        f" shr.u32 even, even, 1; shl.b32 odd, odd, 3; lop3.b32 even, even, odd, 0x07070707, {select};"
+        f" lop3.b32 odd, y2, y0, 0x80808080, {select}; lop3.b32 $0, even, odd, 0x77777777, {select}; }}"
+    )
+
+
+def _in_fp16_ptx(first: str, second: str, factor: str) -> str:
+    """A step of `_codes_ptx`: two float32 values times a factor that carries 2^-14, rounded as products in fp16.
+
+    As in `codec._e2m1_gather_ptx`, in fp16: 2^9 p in place of 2^22 p. Rounding twice, first to fp16, is harmless where
+    `packed_rounding` allows it. There is no clamp: what is not finite ends as a NaN, all else rounds to 6 at most.
     """
     return (
-        f"shl.b32 t, {word}, 16; mov.b32 a, t; and.b32 t, {word}, 0xFFFF0000; mov.b32 b, t;"
-        f" fma.rn.f32 a, a, {even_factor}, 0f00000000; fma.rn.f32 b, b, {odd_factor}, 0f00000000;"
-        f" cvt.rn.f16x2.f32 y{i}, b, a; abs.f16x2 m, y{i}; min.f16x2 m, m, six; max.f16x2 p, m, least;"
-        f" fma.rn.f16x2 h{i}, p, minus, m; fma.rn.f16x2 h{i}, p, plus, h{i}; "
+        f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {factor}, 0f00000000;"
+        " cvt.rn.f16x2.f32 @y, b, a; abs.f16x2 m, @y; mov.b32 t, 0x05000500; max.f16x2 n, m, t;"
+        " mov.b32 t, 0xE000E000; fma.rn.f16x2 @h, n, t, m; mov.b32 t, 0x60006000; fma.rn.f16x2 @h, n, t, @h; "
     )
 
 
-_PACKED_CONSTANTS = (
-    " mov.b32 six, 0x0E000E00; mov.b32 least, 0x05000500; mov.b32 minus, 0xE000E000; mov.b32 plus, 0x60006000; "
-)
-
-
-def _signed_bytes_ptx(into: str, i: int, j: int) -> str:
-    """Codes shifted by 1, with their signs: bytes of the even elements of words i and j, then of the odd ones."""
+def _in_float32_ptx(first: str, second: str, factor: str) -> str:
+    """A step of `_codes_ptx` for every product: rounded in float32, scaled and clamped in fp16."""
     return (
-        f"prmt.b32 {into}, h{i}, h{j}, 0x7351; prmt.b32 t, y{i}, y{j}, 0xFBD9;"
-        f" lop3.b32 {into}, {into}, t, 0x10101010, 0xF8; "
+        f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {factor}, 0f00000000;"
+        " cvt.rn.f16x2.f32 @y, b, a;"
+        # p has the sign that y has not, so that 2^22 p + y does not leave the exponent of 2^22 p.
+        " mov.b32 p, 0fBFA00000; max.xorsign.abs.f32 q, b, p; max.xorsign.abs.f32 p, a, p;"
+        " fma.rn.f32 a, p, 0f4A800000, a; fma.rn.f32 a, p, 0fCA800000, a;"
+        " fma.rn.f32 b, q, 0f4A800000, b; fma.rn.f32 b, q, 0fCA800000, b;"
+        " cvt.rn.f16x2.f32 @h, b, a; mov.b32 t, 0x04000400; mul.rn.f16x2 @h, @h, t; abs.f16x2 @h, @h;"
+        " mov.b32 t, 0x0E000E00; min.f16x2 @h, @h, t; "
     )
 
 
-def _packed_row_ptx() -> str:
+def _unpack_ptx(word: str, i: int, j: int, dtype: str) -> str:
+    """A word of two elements -> the float32 values v{i}, v{j}."""
+    if dtype == "bf16":
+        return f"shl.b32 t, {word}, 16; mov.b32 v{i}, t; and.b32 t, {word}, 0xFFFF0000; mov.b32 v{j}, t; "
+    return f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {word}; cvt.f32.f16 v{i}, low; cvt.f32.f16 v{j}, high; }} "
+
+
+def _row_ptx(step, dtype: str) -> str:
     """Four words $1-$4 of a row times the factor $5 -> eight codes."""
-    rounds = "".join(_packed_round_ptx(i, f"${1 + i}", "$5", "$5") for i in range(4))
-    return (
-        "{ .reg .f32 a, b; .reg .b32 t, m, p, six, least, minus, plus, y<4>, h<4>, low, high, even, odd;"
-        + _PACKED_CONSTANTS
-        + rounds
-        + _signed_bytes_ptx("low", 0, 1)
-        + _signed_bytes_ptx("high", 2, 3)
-        + "prmt.b32 even, low, high, 0x5410; prmt.b32 odd, low, high, 0x7632;"
-        " shr.u32 even, even, 1; mad.lo.u32 $0, odd, 8, even; }"
-    )
+    unpacked = "".join(_unpack_ptx(f"${1 + i}", 2 * i, 2 * i + 1, dtype) for i in range(4))
+    pairs = [step(f"v{i}", f"v{j}", "$5") for i, j in ((0, 2), (4, 6), (1, 3), (5, 7))]
+    return _codes_ptx([unpacked + pairs[0], *pairs[1:]])
 
 
-def _packed_columns_ptx() -> str:
-    """Eight words $2-$9 of neighbouring rows, times the factors $10, $11 -> eight codes of each of two columns."""
-    rounds = "".join(_packed_round_ptx(i, f"${2 + i}", "$10", "$11") for i in range(8))
-    merges = "".join(
-        _signed_bytes_ptx("low", i, i + 2)
-        + _signed_bytes_ptx("high", i + 1, i + 3)
-        + f"shr.u32 low, low, 1; mad.lo.u32 rows{i // 4}, high, 8, low; "
-        for i in (0, 4)
-    )
-    return (
-        "{ .reg .f32 a, b; .reg .b32 t, m, p, six, least, minus, plus, y<8>, h<8>, low, high, rows<2>;"
-        + _PACKED_CONSTANTS
-        + rounds
-        + merges
-        + "prmt.b32 $0, rows0, rows1, 0x5410; prmt.b32 $1, rows0, rows1, 0x7632; }"
-    )
+def _columns_ptx(step, dtype: str) -> str:
+    """Words $1-$4 of neighbouring rows, times the factors $5, $6 -> four codes of either column."""
+    unpacked = "".join(_unpack_ptx(f"${1 + i}", i, 4 + i, dtype) for i in range(4))
+    pairs = [step(f"v{i}", f"v{i + 2}", "$6" if i >= 4 else "$5") for i in (0, 4, 1, 5)]
+    return _codes_ptx([unpacked + pairs[0], *pairs[1:]])
 
 
-_PACKED_ROW = tl.constexpr(_packed_row_ptx())
-_PACKED_COLUMNS = tl.constexpr(_packed_columns_ptx())
-_PACKED_SCALE = tl.constexpr(2.0**-14)
-_PACKED_SCALE_ABOVE = tl.constexpr(2.0**-14 * (1 + 2.0**-11))
+_ROW = tl.constexpr(_row_ptx(_in_fp16_ptx, "bf16"))
+_ROW_BF16 = tl.constexpr(_row_ptx(_in_float32_ptx, "bf16"))
+_ROW_FP16 = tl.constexpr(_row_ptx(_in_float32_ptx, "fp16"))
+_COLUMNS = tl.constexpr(_columns_ptx(_in_fp16_ptx, "bf16"))
+_COLUMNS_BF16 = tl.constexpr(_columns_ptx(_in_float32_ptx, "bf16"))
+_COLUMNS_FP16 = tl.constexpr(_columns_ptx(_in_float32_ptx, "fp16"))
+
+
+def float32_bits(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+LEAST_AMAX = tl.constexpr(0x3DC03DC0)  # 6 * 2^-6 twice: its E4M3 scale is the smallest of the contract
+PACKED_SCALE = tl.constexpr(2.0**-14)
+_PACKED_SCALE_ABOVE = tl.constexpr(2.0**-14 * (1 + 0.90625 * 2.0**-11))
 
 
 @triton.constexpr_function
-def packed_rounding(element, scale, contract, dtype, isa):
-    """Whether E2M1 codes may be rounded from products in fp16 (`encode_packed_row`, `encode_packed_columns`).
+def packed_rounding(element, scale, contract, outer, dtype, isa):
+    """How E2M1 codes are rounded (`encode_packed_row`, `encode_packed_columns`): "fp16", "float32"; "" if not here.
 
-    Such a product of a bf16 element must not lie so close to a tie that fp16 cannot tell: true of powers of two, and of
-    reciprocals of E4M3 numbers, not of those times an outer scale (tests/test_packed_rounding.py).
+    In fp16 a product of a bf16 element must not lie so close to a tie that fp16 cannot tell: true of powers of two, and
+    of reciprocals of E4M3 numbers, not of those times an outer scale (tests/test_packed_rounding.py). Scales of the
+    contract "floor" leave products up to 8.
     """
-    exact = scale == "e8m0" or (scale == "e4m3" and contract == "torchao")
-    return element == "e2m1" and dtype == tl.bfloat16 and 90 <= isa < 100 and exact
-
-
-@triton.jit
-def packed_factor(factor, byte, SCALE: tl.constexpr):
-    """Factors as the packed forms want them, of scale bytes.
-
-    The float32 reciprocal of 15 (times a power of two) is so much too large that 5/4, 5/2 and 5 times 15 come out above
-    the tie; fp16 would not show it.
-    """
-    if SCALE == "e4m3":
-        return factor * tl.where((byte & 7) == 7, _PACKED_SCALE_ABOVE, _PACKED_SCALE)
-    else:
-        return factor * _PACKED_SCALE
+    if element != "e2m1" or not 90 <= isa < 100:
+        return ""
+    exact = contract != "floor" if scale == "e8m0" else contract == "torchao" and outer == "none"
+    return "fp16" if exact and dtype == tl.bfloat16 else "float32"
 
 
 _PACKED_E4M3_SCALES = tl.constexpr(
-    "{ .reg .f32 a, b, c, d; .reg .b32 t, h; .reg .b16 p, low, high; .reg .pred top;"
-    " shl.b32 t, $3, 16; and.b32 t, t, 0x7FFF0000; mov.b32 a, t; and.b32 t, $3, 0x7FFF0000; mov.b32 b, t;"
+    "{ .reg .f32 a, b; .reg .b32 t, h, zero; .reg .b16 p, low, high; .reg .pred top;"
     # An infinity times 0 is a NaN; it stays one, and shows in the scale.
+    " mov.b32 zero, 0; fma.rn.bf16x2 h, $3, zero, $3;"
+    " shl.b32 t, h, 16; mov.b32 a, t; and.b32 t, h, 0xFFFF0000; mov.b32 b, t;"
+    " abs.f32 a, a; mul.rn.f32 a, a, 0f3E2AAAAB; abs.f32 b, b; mul.rn.f32 b, b, 0f3E2AAAAB;"
+    " cvt.rn.satfinite.e4m3x2.f32 p, b, a; cvt.u32.u16 $0, p; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {low, high}, h;"
     + "".join(
-        f" mul.rn.f32 {q}, {amax}, 0f3E2AAAAB; fma.rn.f32 {q}, {amax}, 0f00000000, {q};"
-        f" max.NaN.f32 {q}, {q}, 0f3C800000;"
-        for amax, q in (("a", "c"), ("b", "d"))
-    )
-    + " cvt.rn.satfinite.e4m3x2.f32 p, d, c; cvt.u32.u16 $0, p; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {low, high}, h;"
-    + "".join(
-        f" cvt.f32.f16 a, {half}; rcp.approx.ftz.f32 b, a; neg.f32 c, b; fma.rn.f32 c, c, a, 0f3F800000;"
-        f" fma.rn.f32 b, b, c, b; not.b32 t, h; and.b32 t, t, {mantissa}; setp.eq.u32 top, t, 0;"
-        f" selp.f32 c, 0f38802000, 0f38800000, top; mul.rn.f32 {factor}, b, c;"
+        f" cvt.f32.f16 a, {half}; rcp.approx.ftz.f32 a, a; not.b32 t, h; and.b32 t, t, {mantissa};"
+        f" setp.eq.u32 top, t, 0; selp.f32 b, 0f%08X, 0f38800000, top; mul.rn.f32 {factor}, a, b;"
         for half, mantissa, factor in (("low", "0x380", "$1"), ("high", "0x3800000", "$2"))
     )
+    % ((float32_bits(_PACKED_SCALE_ABOVE.value),) * 2)
     + " }"
 )
 
 
 @triton.jit
 def packed_e4m3_scales(amaxes):
-    """Words of two bf16 amaxes (of any sign) -> (first byte, its `packed_factor`, second byte, its factor).
+    """Words of two bf16 amaxes (of any sign, not below `LEAST_AMAX`) -> (both bytes in an int32, the factor of each).
 
+    The factors carry 2^-14. The float32 reciprocal of 15 (times a power of two) is so much too large that 5/4, 5/2 and
+    5 times 15 come out above the tie; fp16 would not show it without `_PACKED_SCALE_ABOVE`.
     As `codec.e4m3_scale`, contract "torchao" without an outer scale: for bf16 a product with 1/6 rounds like the
-    quotient.
+    quotient. The factors may be an approximate reciprocal's last place off: far less than fp16 shows.
     """
-    bytes, first, second = tl.inline_asm_elementwise(
-        _PACKED_E4M3_SCALES, "=r,=f,=f,r", [amaxes], dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1
+    return tl.inline_asm_elementwise(
+        _PACKED_E4M3_SCALES, "=&r,=&f,=f,r", [amaxes], dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1
     )
-    return bytes & 0xFF, first, bytes >> 8, second
+
+
+def _quotient_ptx(into: str, dividend: str, divisor: str, reciprocal: str) -> str:
+    """dividend / divisor from the rounded reciprocal: a product, corrected by its exact remainder.
+
+    Correctly rounded (checked for all mantissas) where the dividend is a bf16 number and the divisor 6, such a sixth
+    and any float32, any float32 and an E4M3 number; nothing may under- or overflow.
+    """
+    return (
+        f" mul.rn.f32 {into}, {dividend}, {reciprocal}; neg.f32 r, {into}; fma.rn.f32 r, r, {divisor}, {dividend};"
+        f" fma.rn.f32 {into}, r, {reciprocal}, {into};"
+    )
+
+
+_PACKED_OUTER_SCALES = tl.constexpr(
+    "{ .reg .f32 a, b, r, s, y, six; .reg .b32 t, h; .reg .b16 p, low, high;"
+    # An infinity times 0 is a NaN; it stays one, and shows in the scale.
+    " mov.b32 t, 0; fma.rn.bf16x2 h, $3, t, $3; min.NaN.xorsign.abs.bf16x2 h, h, $6;"
+    " shl.b32 t, h, 16; mov.b32 a, t; and.b32 t, h, 0xFFFF0000; mov.b32 b, t; abs.f32 a, a; abs.f32 b, b;"
+    " mov.f32 six, 0f40C00000; mov.f32 y, 0f3E2AAAAB;"
+    + "".join(
+        _quotient_ptx("s", amax, "six", "y")
+        + _quotient_ptx(amax, "s", "$5", "$4")
+        + f" max.NaN.f32 {amax}, {amax}, 0f3C800000;"
+        for amax in ("a", "b")
+    )
+    + " cvt.rn.satfinite.e4m3x2.f32 p, b, a; cvt.u32.u16 $0, p; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {low, high}, h;"
+    + "".join(
+        f" cvt.f32.f16 s, {half}; rcp.approx.ftz.f32 y, s; neg.f32 r, y; fma.rn.f32 r, r, s, 0f3F800000;"
+        " fma.rn.f32 y, y, r, y;" + _quotient_ptx(factor, "$4", "s", "y")
+        for half, factor in (("low", "$1"), ("high", "$2"))
+    )
+    + " }"
+)
 
 
 @triton.jit
-def encode_packed_row(word0, word1, word2, word3, factor):
-    """Words of two bf16 elements side by side, times a `packed_factor` -> eight E2M1 codes (int32)."""
+def ordinary(decode):
+    """Whether `packed_outer_scales` knows how to divide by the outer scale: nothing that counts over- or underflows."""
+    return (decode > 2.0**-60) & (decode < 2.0**60)
+
+
+@triton.jit
+def packed_outer_scales(amaxes, encode, decode):
+    """Words of two bf16 amaxes (of any sign) -> (both bytes in an int32, the factor of each).
+
+    As `codec.e4m3_scale`, contract "torchao", with an `ordinary` outer scale.
+    """
+    # Amaxes from 2^12 times the outer scale on saturate, as 2^13 times its power of two does.
+    most = (decode.to(tl.int32, bitcast=True) & 0x7F800000) + (13 << 23)
+    most = most | (most >> 16)
     return tl.inline_asm_elementwise(
-        _PACKED_ROW, "=r,r,r,r,r,f", [word0, word1, word2, word3, factor],
-        dtype=tl.int32, is_pure=True, pack=1,
+        _PACKED_OUTER_SCALES, "=&r,=&f,=&f,r,f,f,r", [amaxes, encode, decode, most],
+        dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def encode_packed_columns(words, first_factor, second_factor):
-    """Eight words of neighbouring rows, times `packed_factor`s -> eight E2M1 codes (int32) of each column."""
+def clamp_packed(word):
+    """Words of two bf16 elements, clamped to +-6 * 448: beyond it, only saturated E4M3 scales are. No NaN remains."""
     return tl.inline_asm_elementwise(
-        _PACKED_COLUMNS, "=r,=r,r,r,r,r,r,r,r,r,f,f",
-        words + (first_factor, second_factor),
-        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        "{ .reg .b32 most; mov.b32 most, 0x45284528; min.xorsign.abs.bf16x2 $0, $1, most; }",
+        "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def encode_packed_row(words, factor, ROUNDING: tl.constexpr, dtype: tl.constexpr):
+    """Four words of two elements side by side, times a factor -> eight E2M1 codes (int32)."""
+    exact: tl.constexpr = _ROW_BF16 if dtype == tl.bfloat16 else _ROW_FP16
+    ptx: tl.constexpr = _ROW if ROUNDING == "fp16" else exact
+    return tl.inline_asm_elementwise(ptx, "=r,r,r,r,r,f", words + (factor,), dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def encode_packed_columns(words, first_factor, second_factor, ROUNDING: tl.constexpr, dtype: tl.constexpr):
+    """Four words of neighbouring rows, times factors -> four E2M1 codes of each column, in the halves of an int32."""
+    exact: tl.constexpr = _COLUMNS_BF16 if dtype == tl.bfloat16 else _COLUMNS_FP16
+    ptx: tl.constexpr = _COLUMNS if ROUNDING == "fp16" else exact
+    return tl.inline_asm_elementwise(
+        ptx, "=r,r,r,r,r,f,f", words + (first_factor, second_factor), dtype=tl.int32, is_pure=True, pack=1
+    )

@@ -27,7 +27,7 @@ from fp4compile.targets import (
 from fp4compile.templates.amax import columns_amax, tensor_amax
 from fp4compile.templates.dequantize import dequantize_rows
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize_both import DEPTH
+from fp4compile.templates.patches import DEPTH
 from fp4compile.templates.quantize_both import quantize_both as quantize_both_kernel
 from fp4compile.templates.quantize_columns import quantize_columns
 from fp4compile.templates.quantize_rows import quantize_rows, quantize_scaled_rows
@@ -362,9 +362,11 @@ def _columns(
         outer, amax, mode = outer_of(source, fmt, outer)
         column_outer, column_amax = outer, amax
     constants = format_constants(fmt)
-    if rows is not None and mode == "none" and seed is None and not transform and x.element_size() == 2:
-        _both(source, fmt, layout, rows, columns)
-        return None, None
+    quick_outer = mode in ("tensor", "amax") and fmt.contract == "torchao" and x.dtype == torch.bfloat16
+    one_read = quick_outer or (mode == "none" and x.element_size() == 2)
+    if rows is not None and one_read and seed is None and not transform:
+        _both(source, fmt, layout, rows, columns, outer, amax, mode)
+        return _scalar(outer, mode), _scalar(outer, mode)
     config = columns_launch(fmt.element, constants["BLOCK"], rows is not None)
     programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
     data, scales = columns
@@ -382,17 +384,20 @@ def _columns(
     return _scalar(outer, mode), _scalar(column_outer, mode)
 
 
-def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns) -> None:
+def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns, outer, amax, mode: str) -> None:
     """Launch the kernel of rows and columns from one read: (data, scales) of each."""
     isa = target_of(source.tensor.device).isa
-    config = both_launch(fmt.element, isa)
+    config = both_launch()
     height, width = config.kwargs["STRIPS"] * DEPTH.value, 2 * config.kwargs["GROUPS"] * config.kwargs["WORDS"]
     aligns = store_aligns(source.rows, fmt, "COLUMN_")
     aligns["COLUMN_UNIT_ALIGN"] = power_of_two(_units(source.rows, fmt) // 8, 2)
+    whole = known(source.rows % height == 0) and known(source.cols % width == 0) and source.align > 0
     launch(
-        quantize_both_kernel, _tiles(source, height, width, layout), source.tensor, *rows, *columns, *source.args,
-        **format_constants(fmt), SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        **aligns, ISA=isa, num_warps=config.num_warps, maxnreg=config.maxnreg, **config.kwargs,
+        quantize_both_kernel, _tiles(source, height, width, layout), source.tensor, *rows, *columns,
+        _or(outer, rows[0]), _or(amax, rows[0]), *source.args, **format_constants(fmt), OUTER=mode,
+        MAXIMA=_maxima(amax, mode), SWIZZLED=layout == "swizzled", WHOLE=whole, ALIGN=source.align,
+        **store_aligns(source.cols, fmt), **aligns, ISA=isa, num_warps=config.num_warps, maxnreg=config.maxnreg,
+        **config.kwargs,
     )  # fmt: skip
 
 
