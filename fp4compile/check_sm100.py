@@ -21,7 +21,7 @@ from fp4compile import _compat, formats
 from fp4compile.targets import Target
 from fp4compile.templates import quantize as kernels
 from fp4compile.templates.launch import Launched, on_paper
-from fp4compile.templates.scaled_mm import scaled_mm
+from fp4compile.templates.scaled_mm import scaled_mm, takes_tail
 from fp4compile.templates.scaled_mm_siblings import products
 from fp4compile.templates.tail import Tail, text_of
 
@@ -198,11 +198,13 @@ class Product:
         return f"{self.a or 'bf16'} x {self.b}"
 
     def launched(self, sm: int) -> Launched | None:
-        """The launch of the product itself; None where the library computes it."""
+        """The launch of the product itself; None where the library computes it, or nothing with the tail."""
         gate = torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta")
         tail = Tail(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16) if self.gated else None
         a, (*b, fmt) = _operand(self.a, self.m), _operand(self.b, self.n)
         with on_paper(Target(sm)) as launches:
+            if tail is not None and not takes_tail(*a, *b, fmt, None, torch.bfloat16):
+                return None
             if self.weights > 1:
                 products(*a, [(*b, None)] * self.weights, fmt, torch.bfloat16)
             else:

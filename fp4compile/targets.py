@@ -39,15 +39,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: its tile and other constexpr arguments, and warps a program.
-
-    maxnreg: registers a thread at most, where the assembler would take more than is good. Inductor has no such option:
-    only eager launches have it.
-    """
+    """How one kernel is launched: its tile and other constexpr arguments, and warps a program."""
 
     constants: tuple[tuple[str, int], ...]
     num_warps: int
-    maxnreg: int | None = None
 
     @property
     def kwargs(self) -> dict[str, int]:

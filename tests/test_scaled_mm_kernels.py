@@ -231,8 +231,8 @@ def test_shared_memory_is_reserved(m):
     from fp4compile.templates.scaled_mm_wgmma import shared_bytes
 
     (found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
-    rows, warps, stages, per, parts = (found.constants[name] for name in ("ROWS", "WARPS", "STAGES", "PER", "PARTS"))
-    expected = shared_bytes(rows, warps, stages, per * parts)
+    rows, warps, stages, per = (found.constants[name] for name in ("ROWS", "WARPS", "STAGES", "PER"))
+    expected = shared_bytes(rows, warps, stages, per)
     assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == expected
 
 

@@ -49,10 +49,10 @@ def _cuda_target(index: int | None) -> Target:
     return Target(10 * major + minor)
 
 
-def launch(kernel, programs, *args, num_warps: int, maxnreg: int | None = None, **constants) -> None:
+def launch(kernel, programs, *args, num_warps: int, **constants) -> None:
     """Launch `programs` programs of a Triton kernel; at least one, which beyond the tensors writes nothing.
 
-    maxnreg: see `targets.Launch`. A kernel with the constant DEPENDENT set is launched as `dependent` says.
+    A kernel with the constant DEPENDENT set is launched as `dependent` says.
     """
     paper = _paper.get()
     if paper is not None:
@@ -62,9 +62,6 @@ def launch(kernel, programs, *args, num_warps: int, maxnreg: int | None = None, 
     options = {"num_warps": num_warps}
     if _compat.tracing():
         kernel = _compat.traceable(kernel)
-    else:
-        if maxnreg is not None:
-            options["maxnreg"] = maxnreg
-        if constants.get("DEPENDENT"):
-            options["launch_pdl"] = True
+    elif constants.get("DEPENDENT"):
+        options["launch_pdl"] = True
     kernel[(programs,)](*args, **constants, **options)

@@ -396,7 +396,7 @@ def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns, outer,
         quantize_both_kernel, _tiles(source, height, width, layout), source.tensor, *rows, *columns,
         _or(outer, rows[0]), _or(amax, rows[0]), *source.args, **format_constants(fmt), OUTER=mode,
         MAXIMA=_maxima(amax, mode), SWIZZLED=layout == "swizzled", WHOLE=whole, ALIGN=source.align,
-        **store_aligns(source.cols, fmt), **aligns, ISA=isa, num_warps=config.num_warps, maxnreg=config.maxnreg,
+        **store_aligns(source.cols, fmt), **aligns, ISA=isa, num_warps=config.num_warps,
         **config.kwargs,
     )  # fmt: skip
 

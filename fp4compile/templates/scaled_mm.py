@@ -36,9 +36,7 @@ LIBRARY_ROWS = 65
 WHOLE_BYTES, FEW_LINES = 2**26, 2048
 PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
-# On SM90 `scaled_mm_wgmma` serves up to 64 rows. By rows: stages, steps of a phase, and into how many parts a program's
-# warps cut the contraction dimension at most.
-WGMMA = {16: (4, 2, 4), 32: (4, 1, 2), 64: (4, 1, 1)}
+WGMMA_ROWS = 64  # rows of A up to which `scaled_mm_wgmma` serves, on SM90
 MULTIPROCESSORS = 132  # of an H200
 # Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
 # programs make splitting the contraction dimension unnecessary. Measured on an H200.
@@ -213,7 +211,7 @@ def _streams(p: Problem) -> bool:
 
 def _shares(p: Problem) -> bool:
     """Whether the kernel for a few dozen rows and NVFP4 weights serves the problem."""
-    return known(p.m <= max(WGMMA)) and 90 <= p.target.sm < 100 and _streamed(p)
+    return known(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and _streamed(p)
 
 
 def _streamed(p: Problem) -> bool:
@@ -262,13 +260,12 @@ def _wgmma(p: Problem) -> torch.Tensor:
     a = expanded(p.left, p.left.data, p, torch.float16)
     config = wgmma_config(p.m, p.n, p.k)
     warps, split = config["WARPS"], config.pop("SPLIT")
-    programs_rows = 16 * warps // config["PARTS"]
     out = p.empty() if split == 1 else p.empty_sums(split)
     tailed = p if split == 1 else replace(p, tail=None)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    even = known(p.n % programs_rows == 0 and p.k % (128 * config["PER"] * config["PARTS"]) == 0)
+    even = known(p.n % (16 * warps) == 0 and p.k % (128 * config["PER"]) == 0)
     launch(
-        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, programs_rows) * split,
+        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, 16 * warps) * split,
         a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
         p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
         BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
@@ -279,19 +276,24 @@ def _wgmma(p: Problem) -> torch.Tensor:
 
 
 def wgmma_config(m, n, k) -> dict[str, int]:
-    """Constants of `scaled_mm_wgmma`, and SPLIT: one program for each multiprocessor, as far as possible.
+    """Constants of `scaled_mm_wgmma`, and SPLIT: what measured best on an H200 at the shapes of Llama-3.
 
-    Parts within a program are added where they are; those of several programs take another launch.
+    Two programs of eight warps share a multiprocessor, or one of 16 has it: that reads fewer activations, and pays
+    where they are many and the weights large. Partial sums take another launch, so that programs for three quarters of
+    the multiprocessors are enough.
     """
     rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
-    warps, split = 16, 1
-    stages, per, parts = WGMMA[rows]
-    while parts > 1 and not known(ceil_div(n, 16 * warps // parts) <= MULTIPROCESSORS):
-        parts //= 2
-    programs = ceil_div(n, 16 * warps // parts)
-    while split < 8 and known(programs * (split + 1) <= MULTIPROCESSORS) and known(k >= 512 * parts * (split + 1)):
-        split += 1
-    return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "PARTS": parts, "SPLIT": split}
+    if rows == 64 and (known(n > 4096) or known(k > 8192)):
+        config = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
+    else:
+        config = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 2 if rows == 16 else 1}
+    tiles, split = ceil_div(n, 16 * config["WARPS"]), 1
+    shortest = 1024 if known(tiles > 16) else 512  # elements of the contraction dimension in a part
+    while split < 8 and known(tiles < 100) and known(k >= shortest * 2 * split):
+        if not known(tiles * 2 * split <= MULTIPROCESSORS * 16 // config["WARPS"]):
+            break
+        split *= 2
+    return {**config, "SPLIT": split}
 
 
 def _use_library(p: Problem) -> bool:

@@ -110,8 +110,6 @@ _PUT = tl.constexpr(
 # What was put is there for `wgmma`; of every warp, once they have met, and what they have read may be overwritten.
 _PUBLISH = tl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0, 0;")
 _MEET = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
-_UNIFORM = tl.constexpr("redux.sync.or.b32 $0, $1, 0xffffffff;")
-_PUT_SUM = tl.constexpr("st.shared.f32 [$2], $1; mov.b32 $0, 0;")
 _MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
 
 
@@ -176,15 +174,11 @@ def _put(x, to, token, lane, ROWS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.
 
 @triton.jit
 def _start(
-    slot, step, stop, token, lane, part, row, b_ptr, b_scales_ptr, n, chunks,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    slot, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step.
-
-    step: counted in those of the warp, PER of every phase.
-    """
-    elements = (step // PER * PARTS + part) * PER + step % PER
-    token = start_weights(slot, elements, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
+    """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
+    token = start_weights(slot, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
                           B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     return do(COMMIT, "r", (token,))
 
@@ -202,31 +196,6 @@ def _multiply(w, c, at, token, ROWS: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(c, memory, token, lane, ROWS: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of a program's parts, in the order of the parts, through shared memory that nothing else uses."""
-    for i in tl.static_range(ROWS // 2):
-        token = do(_PUT_SUM, "f,r,r", (c[i], memory + (i * WARPS * 32 + lane) * 4, token))
-    token = do(_MEET, "r", (token,))
-    sums = ()
-    for i in tl.static_range(ROWS // 2):
-        at = memory + (i * WARPS * 32 + lane % (WARPS // PARTS * 32)) * 4
-        acc, token = _take_sum(at, token)
-        for part in tl.static_range(1, PARTS):
-            other, token = _take_sum(at + part * (WARPS // PARTS * 128), token)
-            acc = acc + other
-        sums = sums + (acc,)
-    return sums
-
-
-@triton.jit
-def _take_sum(at, token):
-    return tl.inline_asm_elementwise(
-        "ld.shared.f32 $0, [$2]; mov.b32 $1, 0;", "=&f,=&r,r,r", (at, token), dtype=(tl.float32, tl.int32),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _place(row, lane, i: tl.constexpr):
     """Where a lane's i-th sum belongs: row of the activations, row of the weights."""
     return lane % 4 * 2 + i // 4 * 8 + i % 2, row + lane % 32 // 4 + i % 4 // 2 * 8
@@ -238,39 +207,34 @@ def scaled_mm_wgmma(
     m, n, chunks, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    PER: tl.constexpr, PARTS: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr,
-    ISA: tl.constexpr,
+    PER: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
     PARTIAL: partial sums [splits, m, n] in float32, each program's of a part of the contraction dimension.
-    chunks: even. WARPS: of a program and of the launch; they cut the contraction dimension into PARTS, and have 16 rows
-    of b each. WARPS / PARTS is a multiple of 4. ROWS: 16, 32 or 64. STAGES: steps of a warp that are on their way. PER:
-    steps of a warp in a phase. EVEN: no program has a row, and no phase a step, beyond the end.
+    chunks: even. WARPS: of a program and of the launch, a multiple of 4; each has 16 rows of b. ROWS: 16, 32 or 64.
+    STAGES: steps of a warp that are on their way. PER: steps of a phase. EVEN: no program has a row, and no phase a
+    step, beyond the end.
     """
-    steps: tl.constexpr = PER * PARTS  # of a phase
-    _reserve(a_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, steps))
-    tl.static_assert(ROWS * steps % (2 * WARPS) == 0)
+    _reserve(a_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, PER))
+    tl.static_assert(ROWS * PER % (2 * WARPS) == 0)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
-    part = lane // (WARPS // PARTS * 32)
-    if PARTS > 1:  # the same for a warp, and so ptxas knows
-        part = do(_UNIFORM, "r", (part,))
-    row = (tl.program_id(0) // splits * (WARPS // PARTS) + lane // 32 % (WARPS // PARTS)) * 16
-    phases = tl.cdiv(chunks, 4 * steps)
+    row = (tl.program_id(0) // splits * WARPS + lane // 32) * 16
+    phases = tl.cdiv(chunks, 4 * PER)
     start = split * tl.cdiv(phases, splits)
     stop = tl.minimum(start + tl.cdiv(phases, splits), phases)
 
-    phase_bytes: tl.constexpr = steps * ROWS * 256
+    phase_bytes: tl.constexpr = PER * ROWS * 256
     here = do(_MEMORY, "r", (lane,))
     ring = here + 2 * phase_bytes + lane // 32 * (STAGES * _SLOT)
     token = lane
     for early in tl.static_range(STAGES):
-        token = _start(ring + early * _SLOT, start * PER + early, stop * PER, token, lane, part, row, b_ptr,
-                       b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, PER, PARTS, EVEN)  # fmt: skip
-    x, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, steps)
-    token = _put(x, here, token, lane, ROWS, WARPS, steps)
-    x, token = _fetch(a_ptr, start + 1, stop, token, lane, m, chunks, ROWS, WARPS, steps)
+        token = _start(ring + early * _SLOT, start * PER + early, stop * PER, token, lane, row, b_ptr,
+                       b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    x, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, PER)
+    token = _put(x, here, token, lane, ROWS, WARPS, PER)
+    x, token = _fetch(a_ptr, start + 1, stop, token, lane, m, chunks, ROWS, WARPS, PER)
     token = do(_MEET, "r", (token,))
 
     zero = tl.zeros((32 * WARPS,), tl.float32)
@@ -281,20 +245,18 @@ def scaled_mm_wgmma(
     now = here
     for phase in tl.range(start, stop):
         other = here + phase_bytes - (now - here)
-        token = _put(x, other, token, lane, ROWS, WARPS, steps)
-        x, token = _fetch(a_ptr, phase + 2, stop, token, lane, m, chunks, ROWS, WARPS, steps)
+        token = _put(x, other, token, lane, ROWS, WARPS, PER)
+        x, token = _fetch(a_ptr, phase + 2, stop, token, lane, m, chunks, ROWS, WARPS, PER)
         for i in tl.static_range(PER):
             token = do(wait_ptx(STAGES - 1), "r", (token,))
             w, token = take_weights(slot, token, lane)
             token = do(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
-            token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, part, row, b_ptr,
-                           b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, PER, PARTS, EVEN)  # fmt: skip
-            c, token = _multiply(w, c, now + (part * PER + i) * (ROWS * 256), token, ROWS, COMPUTE)
+            token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, row, b_ptr,
+                           b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+            c, token = _multiply(w, c, now + i * (ROWS * 256), token, ROWS, COMPUTE)
             slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
         token = do(_MEET, "r", (token,))
         now = other
-    if PARTS > 1:
-        c = _add_parts(c, here, token, lane, ROWS, WARPS, PARTS)
 
     values = ()  # all loads first, as none may pass a store
     for i in tl.static_range(ROWS // 2):
@@ -308,4 +270,4 @@ def scaled_mm_wgmma(
     for i in tl.static_range(ROWS // 2):
         at_m, at_n = _place(row, lane, i)
         at = (split * m + at_m).to(tl.int64) * n + at_n
-        store_rounded(out_ptr, at, values[i], (at_m < m) & (at_n < n) & (part == 0), ISA)
+        store_rounded(out_ptr, at, values[i], (at_m < m) & (at_n < n), ISA)
