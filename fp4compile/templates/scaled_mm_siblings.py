@@ -30,20 +30,21 @@ def scaled_mm_siblings(
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    EVEN: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
+    X: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """`scaled_mm_decode` of MEMBERS (two or three) weights: the programs of the first one, then those of the next.
 
     Arguments that are there for a third weight are not read where there are two.
     """
     program = tl.program_id(0)
-    start = tl.cdiv(n, 16)
+    start = tl.cdiv(n, 16 * TILES)
     later = program >= start
     # Selects, not branches: where torch finds out what a kernel writes, a size is a constant, which none may change.
     if MEMBERS > 2:
-        last = program >= start + tl.cdiv(n_1, 16)
-        start = tl.where(last, start + tl.cdiv(n_1, 16), start)
+        last = program >= start + tl.cdiv(n_1, 16 * TILES)
+        start = tl.where(last, start + tl.cdiv(n_1, 16 * TILES), start)
         b_1_ptr = tl.where(last, b_2_ptr, b_1_ptr)
         b_scales_1_ptr = tl.where(last, b_scales_2_ptr, b_scales_1_ptr)
         b_outer_1_ptr = tl.where(last, b_outer_2_ptr, b_outer_1_ptr)
@@ -51,11 +52,11 @@ def scaled_mm_siblings(
         out_1_ptr = tl.where(last, out_2_ptr, out_1_ptr)
         n_1 = tl.where(last, n_2, n_1)
     decode_rows(
-        tl.where(later, program - start, program) * 16, a_ptr, a_outer_ptr,
+        tl.where(later, program - start, program) * (16 * TILES), a_ptr, a_outer_ptr,
         tl.where(later, b_1_ptr, b_ptr), tl.where(later, b_scales_1_ptr, b_scales_ptr),
         tl.where(later, b_outer_1_ptr, b_outer_ptr), tl.where(later, bias_1_ptr, bias_ptr),
         tl.where(later, out_1_ptr, out_ptr), m, tl.where(later, n_1, n), chunks,
-        A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, ROWS, EVEN, ISA,
+        A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, TILES, X, ROWS, STEPS, EVEN, ISA,
     )  # fmt: skip
 
 
