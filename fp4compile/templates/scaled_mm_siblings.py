@@ -90,10 +90,10 @@ def _launch(problems: list[Problem]) -> list[torch.Tensor]:
     unused = [first.right.data] * 5 * (MEMBERS - len(problems))
     sizes = [p.n for p in problems] + [1] * (MEMBERS - len(problems))
     a_outer = a if first.left.outer is None else first.left.outer
-    launch(
-        scaled_mm_siblings, sum(ceil_div(p.n, 16) for p in problems), a, a_outer, *pointers, *unused,
-        first.m, *sizes, first.k // 32, MEMBERS=len(problems), **decode_constants(*problems),
-    )  # fmt: skip
+    constants = decode_constants(*problems)
+    programs = sum(ceil_div(p.n, 16 * constants["TILES"]) for p in problems)
+    launch(scaled_mm_siblings, programs, a, a_outer, *pointers, *unused, first.m, *sizes, first.k // 32,
+           MEMBERS=len(problems), **constants)  # fmt: skip
     return outs
 
 
