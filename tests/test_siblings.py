@@ -297,7 +297,7 @@ def test_one_configuration_for_all():
     (one,) = launches(90, (1024, 1000), 1)
     assert (one.constants["WARPS"], one.constants["EVEN"], one.constants["MEMBERS"]) == (8, 0, 2)
     (one,) = launches(90, GATE_UP, 1)
-    assert (one.constants["TILES"], one.constants["X"], one.constants["STEPS"]) == (2, "staged", 8)
+    assert (one.constants["TILES"], one.constants["X"], one.constants["STEPS"]) == (2, "columns", 8)
     found = launches(90, QKV, 8, a="nvfp4")
     assert [one.kernel.__name__ for one in found] == ["expand_matrix", "scaled_mm_siblings"]
     for sizes, m in (((64,) * 4, 1), ((64,), 1), ((64, 64), 9)):  # too many, too few, too many rows

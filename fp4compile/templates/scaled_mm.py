@@ -243,7 +243,7 @@ def decode_config(m, n, k) -> dict[str, int | str]:
         if rows == 8:
             x = "touched"
         elif rows == 1 and known(k <= 8192):
-            x, steps = "staged", 8 if known(k <= 4096) else 16
+            x, steps = "columns", 8 if known(k <= 4096) else 16
     else:
         tiles, warps = 1, 8 if rows <= 4 and (long or known(n <= 2048)) else 4
     stages = 2 if warps == 8 else 3

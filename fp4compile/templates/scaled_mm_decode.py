@@ -66,22 +66,25 @@ def _scales(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
-def _step_ptx(compute: str) -> str:
+def _step_ptx(compute: str, columns: bool = False) -> str:
     """16 rows of weights times 8 rows of activations, over 128 elements, added to the sums.
 
     Operands: 4 sums out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight words of
     64 bits of activations (see `scaled_mm_decode_ring`); the sums.
+    columns: instead of other rows of activations there are other blocks of the only row, so each sum is of one block,
+    and is scaled, four in each lane, in place of the codes.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]
     text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g;"]
     text.append("mov.b32 z, 0x80008000;")
-    text += [f"mov.f32 ${i}, ${18 + i};" for i in range(4)]
+    text += [f"mov.f32 ${i}, {'0f00000000' if columns else f'${18 + i}'};" for i in range(4)]
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
-    text += [_scales(kind, "$8", "s"), _scales(kind, "$9", "t")]
+    if not columns:
+        text += [_scales(kind, "$8", "s"), _scales(kind, "$9", "t")]
     for word in range(4):  # of 8 codes in each row
         text += [_expand_word(kind, f"w{word}", "a"), _expand_word(kind, f"w{4 + word}", "b")]
-        for j in range(4):
+        for j in range(0 if columns else 4):
             for register, scale in (("a", "s"), ("b", "t")):
                 product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
                 text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
@@ -91,24 +94,57 @@ def _step_ptx(compute: str) -> str:
                 f" mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{$0, $1, $2, $3}},"
                 f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y0, y1}}, {{$0, $1, $2, $3}};"
             )
+    for i in range(2 if columns else 0):
+        text.append(f"cvt.u16.u32 h, ${8 + i}; cvt.rn.f16x2.e4m3x2 u, h; mov.b32 {{h, k}}, u;")
+        text.append(f"cvt.f32.f16 f, h; cvt.f32.f16 g, k; fma.rn.f32 ${2 * i}, ${2 * i}, f, ${18 + 2 * i};")
+        text.append(f"fma.rn.f32 ${2 * i + 1}, ${2 * i + 1}, g, ${19 + 2 * i};")
     return " ".join(text) + " }"
 
 
 _STEP_F16 = tl.constexpr(_step_ptx("fp16"))
 _STEP_BF16 = tl.constexpr(_step_ptx("bf16"))
+_COLUMNS_F16 = tl.constexpr(_step_ptx("fp16", columns=True))
+_COLUMNS_BF16 = tl.constexpr(_step_ptx("bf16", columns=True))
 _OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
 
 
 @triton.jit
-def _step(w, x, c, COMPUTE: tl.constexpr, TILES: tl.constexpr):
-    """The sums c of 16 rows of weights w and 8 rows of activations x, and so on, 128 elements further."""
+def _step(w, x, c, COMPUTE: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr):
+    """The sums c of TILES times 16 rows of weights w and 8 rows of activations x, 128 elements further."""
+    if X == "columns":
+        ptx: tl.constexpr = _COLUMNS_F16 if COMPUTE == "fp16" else _COLUMNS_BF16
+    else:
+        ptx: tl.constexpr = _STEP_F16 if COMPUTE == "fp16" else _STEP_BF16
     sums = ()
     for tile in tl.static_range(TILES):
         sums = sums + tl.inline_asm_elementwise(
-            _STEP_F16 if COMPUTE == "fp16" else _STEP_BF16, _OPERANDS,
-            w[6 * tile : 6 * tile + 6] + x + c[4 * tile : 4 * tile + 4],
+            ptx, _OPERANDS, w[6 * tile : 6 * tile + 6] + x + c[4 * tile : 4 * tile + 4],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
+    return sums
+
+
+# In: sums of two columns, what to multiply by. Out: the sum of all eight columns in each lane of four.
+_ADD_COLUMNS = tl.constexpr(
+    "{ .reg .b32 x; .reg .f32 f; add.f32 $0, $1, $2;"
+    + " ".join(
+        f" mov.b32 x, $0; shfl.sync.bfly.b32 x, x, {by}, 31, 0xffffffff; mov.b32 f, x; add.f32 $0, $0, f;"
+        for by in (1, 2)
+    )
+    + " mul.f32 $0, $0, $3; }"
+)
+
+
+@triton.jit
+def _of_one_row(c, factor, TILES: tl.constexpr):
+    """Sums of columns -> as they are of rows of activations, of which there is only the first one."""
+    factor = tl.zeros_like(c[0]) + factor
+    sums = ()
+    for i in tl.static_range(2 * TILES):
+        both = tl.inline_asm_elementwise(
+            _ADD_COLUMNS, "=&f,f,f,f", (c[2 * i], c[2 * i + 1], factor), dtype=tl.float32, is_pure=True, pack=1
+        )
+        sums = sums + (both, both)
     return sums
 
 
@@ -168,8 +204,8 @@ def decode_rows(
                            chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
     if B_OUTER == "tensor":
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # `_finish` then need not wait for it
-    if X == "staged":
-        token = stage_activations(beside, token, lane, a_ptr, chunks, steps, WARPS, STEPS, EVEN)
+    if X == "staged" or X == "columns":
+        factor, token = stage_activations(beside, token, lane, a_ptr, chunks, steps, X, COMPUTE, WARPS, STEPS, EVEN)
 
     c = ()
     for _ in tl.static_range(4 * TILES):
@@ -178,12 +214,14 @@ def decode_rows(
     for step in tl.range(steps):
         token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
         x, token = take_activations(slot, beside, step, token, lane, a_ptr, m, chunks, WARPS, TILES, X, EVEN)
-        w, token = take_weights(slot, token, lane, TILES)
+        w, token = take_weights(slot, token, lane, TILES, X)
         token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is now filled again
         token = start_step(slot, beside, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
                            chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
-        c = _step(w, arranged(x, X), c, COMPUTE, TILES)
+        c = _step(w, arranged(x, X), c, COMPUTE, TILES, X)
         slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
+    if X == "columns":
+        c = _of_one_row(c, factor, TILES)
     _finish(c, row, m, n, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
             A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ISA)  # fmt: skip
 
@@ -199,8 +237,8 @@ def scaled_mm_decode(
 
     chunks: even. One program: 16 * TILES rows of b; its WARPS warps (as many as the launch has) cut the contraction
     dimension among themselves. STAGES: steps of a warp that are on their way. X: how activations come (see
-    `scaled_mm_decode_ring`); "staged" of one row alone, of which a warp then has at most STEPS steps, a multiple of
-    eight. EVEN: no program and no warp has a row or a step beyond the end.
+    `scaled_mm_decode_ring`); "staged" and "columns" are for one row, of which a warp has at most STEPS steps, a
+    multiple of eight. EVEN: no program and no warp has a row or a step beyond the end.
     """
     decode_rows(tl.program_id(0) * (16 * TILES), a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr,
                 out_ptr, m, n, chunks, A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, TILES,

@@ -5,10 +5,13 @@ lane 4 * g + q takes rows g and g + 8 of 16 rows of weights, and row g of the ac
 elements it takes those at q and q + 4; the instruction has other elements there, which does not matter as both operands
 are cut among lanes in the same way.
 
-Weights always come through the ring. Activations come, as X says, one of three ways:
+Weights always come through the ring. Activations come, as X says, in one of these ways:
 - "ring": beside the weights of the step;
 - "staged": those of the only row, of all steps, put into shared memory before the first step, in the order in which the
   step's arithmetic takes them;
+- "columns": staged too, and each block of a step in a column of its own of what `mma.sync` takes for rows of
+  activations: scales are then applied to sums, of which there are fewer than codes. For bf16, whose codes come as their
+  values times 2^-126, activations are brought up by a power of two for that;
 - "touched": where the ring has no room, by loads, of what a copy of a few bytes of every sector, started with the
   weights of the step, has brought into the L1 cache.
 
@@ -93,16 +96,41 @@ _LOAD_X = tl.constexpr(
     + " @p ld.global.v2.b64 {$0, $1}, [$8]; @p ld.global.v2.b64 {$2, $3}, [$8 + 16];"
     " @q ld.global.v2.b64 {$4, $5}, [$8 + 128]; @q ld.global.v2.b64 {$6, $7}, [$8 + 144]; }"
 )
-# A lane's activations of a step, as the step's PTX takes them, to where they are staged; and from there, if wanted.
+# A lane's activations of a step, as the step's PTX takes them, to where they are staged; and from there, the first and
+# the other block if wanted.
 _STAGE = tl.constexpr(
     "{ mov.b32 $0, 0; st.shared.v2.b64 [$1], {$2, $3}; st.shared.v2.b64 [$1 + 64], {$4, $5};"
     " st.shared.v2.b64 [$1 + 128], {$6, $7}; st.shared.v2.b64 [$1 + 192], {$8, $9}; }"
 )
 _TAKE_STAGED = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $10, 0; mov.b32 $8, 0; "
+    "{ .reg .pred p, q; setp.ne.b32 p, $10, 0; setp.ne.b32 q, $11, 0; mov.b32 $8, 0; "
     + _ZEROS
     + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [$9 + 64];"
-    " @p ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @p ld.shared.v2.b64 {$6, $7}, [$9 + 192]; }"
+    " @q ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @q ld.shared.v2.b64 {$6, $7}, [$9 + 192]; }"
+)
+# The larger one of a bf16x2 and of eight words of bf16, halves apart, by magnitude.
+_LARGEST = tl.constexpr(
+    "{ .reg .b32 x, y; mov.b32 $0, $9; "
+    + " ".join(
+        f"mov.b64 {{x, y}}, ${i}; abs.bf16x2 x, x; abs.bf16x2 y, y; max.bf16x2 $0, $0, x; max.bf16x2 $0, $0, y;"
+        for i in range(1, 9)
+    )
+    + " }"
+)
+# From the largest of each lane: the power of two, in both halves, that brings the largest of the warp to about 2^125,
+# and what makes the sums of products with `_expand_word`'s codes the same as without it, but times 2^-7.
+_POWERS = tl.constexpr(
+    "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
+    " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
+    " shl.b32 y, x, 7; prmt.b32 $0, y, y, 0x1010; sub.s32 y, 373, x; shl.b32 y, y, 23; mov.b32 $1, y; }"
+)
+_TIMES = tl.constexpr(
+    "{ .reg .b32 x, y, z; mov.b32 z, 0x80008000; "
+    + " ".join(
+        f"mov.b64 {{x, y}}, ${8 + i}; fma.rn.bf16x2 x, x, $16, z; fma.rn.bf16x2 y, y, $16, z; mov.b64 ${i}, {{x, y}};"
+        for i in range(8)
+    )
+    + " }"
 )
 _COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
 SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
@@ -126,7 +154,7 @@ def slot_bytes(tiles, x, rows):
 @triton.constexpr_function
 def beside_bytes(x, steps):
     """Of a warp, beside its ring: the staged activations, or what is written there and not read."""
-    return {"ring": 0, "touched": 128, "staged": 256 * steps}[x]
+    return {"ring": 0, "touched": 128}.get(x, 256 * steps)
 
 
 @triton.jit
@@ -222,26 +250,29 @@ def start_step(
 
 
 @triton.jit
-def _take_tile(slot, token, lane):
+def _take_tile(slot, token, lane, X: tl.constexpr):
     """A step's weights of 16 rows as the step's PTX takes them, from the slot where they have arrived; and a token."""
     g = lane % 32 // 4
     q = lane % 4
     first = slot + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    which = q | (q + 4) << 4
+    if X == "columns":
+        which = q * 2 | (q * 2 + 1) << 4  # the columns whose sums the lane has
     second = slot + g * _CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     taken = tl.inline_asm_elementwise(
         _TAKE, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r",
-        (first, second, slot + _SCALES + g * _SCALES_ROW, q | (q + 4) << 4, token),
+        (first, second, slot + _SCALES + g * _SCALES_ROW, which, token),
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return taken[0:6], taken[6]
 
 
 @triton.jit
-def take_weights(slot, token, lane, TILES: tl.constexpr):
+def take_weights(slot, token, lane, TILES: tl.constexpr, X: tl.constexpr):
     """A step's weights, six operands of each tile, from the slot where they have arrived; and a token."""
     w = ()
     for tile in tl.static_range(TILES):
-        of_tile, token = _take_tile(slot + tile * _TILE, token, lane)
+        of_tile, token = _take_tile(slot + tile * _TILE, token, lane, X)
         w = w + of_tile
     return w, token
 
@@ -286,15 +317,38 @@ def _load_activations(a_ptr, row, step, token, lane, wanted, chunks, WARPS: tl.c
 
 @triton.jit
 def stage_activations(
-    at, token, lane, a_ptr, chunks, steps, WARPS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr
-):
-    """All activations of a warp of the only row into shared memory, eight steps at once; a token."""
+    at, token, lane, a_ptr, chunks, steps,
+    X: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All activations of a warp of the only row into shared memory, eight steps at once.
+
+    Returns what makes sums of products with them those of the step's PTX (for "columns" in bf16), and a token.
+    """
+    x = ()
     for first in tl.static_range(0, STEPS, 8):
         step = first + lane % 32 // 4
-        x = _arrange(_load_activations(a_ptr, 0, step, token, lane, step < steps, chunks, WARPS, EVEN))
+        x = x + _arrange(_load_activations(a_ptr, 0, step, token, lane, step < steps, chunks, WARPS, EVEN))
+    factor = 1.0
+    if X == "columns" and COMPUTE == "bf16":
+        # Exact but for what is 2^-148 of the largest, or less: that is lost among float32 sums of small codes.
+        largest = tl.zeros_like(lane)
+        for i in tl.static_range(STEPS // 8):
+            largest = do_ptx(_LARGEST, "l,l,l,l,l,l,l,l,r", x[8 * i : 8 * i + 8] + (largest,))
+        power, factor = tl.inline_asm_elementwise(
+            _POWERS, "=&r,=&f,r", (largest,), dtype=(tl.int32, tl.float32), is_pure=True, pack=1
+        )
+    for i in tl.static_range(STEPS // 8):
+        step = i * 8 + lane % 32 // 4
+        of_step = x[8 * i : 8 * i + 8]
+        if X == "columns" and COMPUTE == "bf16":
+            of_step = tl.inline_asm_elementwise(
+                _TIMES, _ARRANGE_OPERANDS + ",r", of_step + (power,),
+                dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True,
+                pack=1,
+            )  # fmt: skip
         to = at + step * 256 + lane % 4 * 16
-        token = do_ptx(_STAGE, "r,l,l,l,l,l,l,l,l,r", (to,) + x + (token,))
-    return do_ptx(SYNC_WARP, "r", (token,))
+        token = do_ptx(_STAGE, "r,l,l,l,l,l,l,l,l,r", (to,) + of_step + (token,))
+    return factor, do_ptx(SYNC_WARP, "r", (token,))
 
 
 @triton.jit
@@ -309,9 +363,14 @@ def take_activations(
         row = lane % 32 // 4
         x = _load_activations(a_ptr, row, step, token, lane, row < m, chunks, WARPS, EVEN)
     else:
+        near = lane % 32 < 4
+        far = near
+        if X == "columns":
+            near = lane % 32 // 4 == lane % 4
+            far = lane % 32 // 4 == lane % 4 + 4
         taken = tl.inline_asm_elementwise(
-            _TAKE_STAGED, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r",
-            (beside + step * 256 + lane % 4 * 16, (lane % 32 < 4).to(tl.int32), token),
+            _TAKE_STAGED, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r,r",
+            (beside + step * 256 + lane % 4 * 16, near.to(tl.int32), far.to(tl.int32), token),
             dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int32),
             is_pure=True, pack=1,
         )  # fmt: skip
@@ -323,7 +382,7 @@ def take_activations(
 @triton.jit
 def arranged(x, X: tl.constexpr):
     """Activations as they were taken -> as the step's PTX takes them."""
-    if X == "staged":
+    if X == "staged" or X == "columns":
         return x
     else:
         return _arrange(x)

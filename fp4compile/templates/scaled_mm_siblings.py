@@ -4,8 +4,8 @@ A decode step multiplies a few tokens by the weights of Q, K and V, or of gate a
 takes about as long to start, and to get its loads under way, as to read its weights. Together they are one launch of as
 many programs, each of which does for its weight what a program of `scaled_mm_decode` does.
 
-The product of a weight has the bits that it has alone, unless alone it would be cut among another number of warps (see
-`decode_config`): then its float32 sums are added in another order.
+The product of a weight has the bits that it has alone, unless alone it would be cut among another number of warps, or
+into sums of other parts (see `decode_config`): then its float32 sums are added in another order.
 """
 
 import torch
