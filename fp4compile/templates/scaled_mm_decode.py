@@ -109,19 +109,16 @@ _OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 
 
 
 @triton.jit
-def _step(w, x, c, COMPUTE: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr):
-    """The sums c of TILES times 16 rows of weights w and 8 rows of activations x, 128 elements further."""
+def _step(w, x, c, COMPUTE: tl.constexpr, X: tl.constexpr):
+    """The sums c of 16 rows of weights w and 8 rows of activations x, 128 elements further."""
     if X == "columns":
         ptx: tl.constexpr = _COLUMNS_F16 if COMPUTE == "fp16" else _COLUMNS_BF16
     else:
         ptx: tl.constexpr = _STEP_F16 if COMPUTE == "fp16" else _STEP_BF16
-    sums = ()
-    for tile in tl.static_range(TILES):
-        sums = sums + tl.inline_asm_elementwise(
-            ptx, _OPERANDS, w[6 * tile : 6 * tile + 6] + x + c[4 * tile : 4 * tile + 4],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    return sums
+    return tl.inline_asm_elementwise(
+        ptx, _OPERANDS, w + x + c,
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 # In: sums of two columns, what to multiply by. Out: the sum of all eight columns in each lane of four.
@@ -214,11 +211,17 @@ def decode_rows(
     for step in tl.range(steps):
         token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
         x, token = take_activations(slot, beside, step, token, lane, a_ptr, m, chunks, WARPS, TILES, X, EVEN)
-        w, token = take_weights(slot, token, lane, TILES, X)
-        token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is now filled again
-        token = start_step(slot, beside, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
-                           chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
-        c = _step(w, arranged(x, X), c, COMPUTE, TILES, X)
+        sums = ()
+        for tile in tl.static_range(TILES):
+            w, token = take_weights(slot, tile, token, lane, X)
+            if tile == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
+                token = do_ptx(SYNC_WARP, "r", (token,))
+                token = start_step(slot, beside, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
+                                   chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
+            if tile == 0:
+                x = arranged(x, X)
+            sums = sums + _step(w, x, c[4 * tile : 4 * tile + 4], COMPUTE, X)
+        c = sums
         slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
     if X == "columns":
         c = _of_one_row(c, factor, TILES)

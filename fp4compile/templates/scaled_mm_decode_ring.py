@@ -250,10 +250,11 @@ def start_step(
 
 
 @triton.jit
-def _take_tile(slot, token, lane, X: tl.constexpr):
+def take_weights(slot, tile: tl.constexpr, token, lane, X: tl.constexpr):
     """A step's weights of 16 rows as the step's PTX takes them, from the slot where they have arrived; and a token."""
     g = lane % 32 // 4
     q = lane % 4
+    slot = slot + tile * _TILE
     first = slot + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     which = q | (q + 4) << 4
     if X == "columns":
@@ -265,16 +266,6 @@ def _take_tile(slot, token, lane, X: tl.constexpr):
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     return taken[0:6], taken[6]
-
-
-@triton.jit
-def take_weights(slot, token, lane, TILES: tl.constexpr, X: tl.constexpr):
-    """A step's weights, six operands of each tile, from the slot where they have arrived; and a token."""
-    w = ()
-    for tile in tl.static_range(TILES):
-        of_tile, token = _take_tile(slot + tile * _TILE, token, lane, X)
-        w = w + of_tile
-    return w, token
 
 
 @triton.jit
