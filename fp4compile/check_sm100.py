@@ -176,7 +176,7 @@ def _check(launched: Launched, label: str, format: str, sm: int) -> tuple[object
 
 @dataclass(frozen=True)
 class Product:
-    """A product of M rows by N x SIZE weights. a: format of the activations; None keeps them in bf16.
+    """A product of M rows by N x K weights. a: format of the activations; None keeps them in bf16.
 
     gated: with the tail silu(product) * another matrix. n: the library computes some products of a multiple of 16.
     weights: how many are multiplied by the same activations, in one launch.
@@ -188,10 +188,12 @@ class Product:
     gated: bool = False
     n: int = SIZE
     weights: int = 1
+    k: int = SIZE
 
     @property
     def label(self) -> str:
-        return f"product, M={self.m}" + ", gated" * self.gated + f", {self.weights} weights" * (self.weights > 1)
+        sizes = "x".join(map(str, (self.m, self.n, self.k)))
+        return f"product, {sizes}" + ", gated" * self.gated + f", {self.weights} weights" * (self.weights > 1)
 
     @property
     def formats(self) -> str:
@@ -201,7 +203,7 @@ class Product:
         """The launch of the product itself; None where the library computes it, or nothing with the tail."""
         gate = torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta")
         tail = Tail(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16) if self.gated else None
-        a, (*b, fmt) = _operand(self.a, self.m), _operand(self.b, self.n)
+        a, (*b, fmt) = _operand(self.a, self.m, self.k), _operand(self.b, self.n, self.k)
         with on_paper(Target(sm)) as launches:
             if tail is not None and not takes_tail(*a, *b, fmt, None, torch.bfloat16):
                 return None
@@ -218,13 +220,16 @@ PRODUCTS = (
     Product("mxfp8", "mxfp4"), Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 16),
     Product("nvfp4", "nvfp4", 32, n=4 * SIZE), Product(None, "nvfp4", 64),
     Product("mxfp8", "mxfp8", 16), Product("nvfp4", "nvfp4", gated=True), Product("mxfp8", "mxfp8", gated=True),
-    Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 8, weights=3),
+    Product(None, "nvfp4", 1, n=1024), Product(None, "nvfp4", 1, n=4096), Product(None, "nvfp4", 1, n=8192, k=28672),
+    Product("nvfp4", "nvfp4", 1, n=2560, weights=3), Product(None, "nvfp4", 1, n=14336, k=4096, weights=2),
+    Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 2, n=14336, k=28672, weights=2),
+    Product(None, "nvfp4", 4, n=14336, k=4096, weights=2), Product(None, "nvfp4", 8, weights=3),
 )  # fmt: skip
 
 
-def _operand(name: str | None, rows: int) -> tuple:
+def _operand(name: str | None, rows: int, k: int) -> tuple:
     """(data, scales, outer, format) on paper, with swizzled scales."""
-    x = torch.empty(rows, SIZE, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
     if name is None:
         return x, None, None, None
     with on_paper(Target(0)):  # only the product is of interest

@@ -359,8 +359,31 @@ def _mm(a, b, *, out_dtype=None, out=None):
 def test_decode(a, b, layout):
     """A few rows and streamed weights: whole steps of every warp and ragged ends, rows that no program divides."""
     a = a if isinstance(a, torch.dtype) else formats.get(a)
-    shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768)]
+    shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768),
+              (1, 8200, 1088), (8, 8192, 1024), (4, 16392, 512)]  # fmt: skip
     for m, n, k in shapes:
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
+
+
+# How weights and activations come, by the rows of activations: see `decode_config`.
+FORMS = [(1, 1, 4, 3, "ring", 0), (1, 2, 4, 3, "staged", 16), (1, 2, 4, 3, "columns", 16), (1, 2, 8, 2, "ring", 0),
+         (4, 2, 4, 3, "ring", 0), (8, 2, 4, 3, "touched", 0)]  # fmt: skip
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms_of_decode(form, a, b, layout, monkeypatch):
+    """Each, with whole steps and ragged ends, also where a launch would be of another form."""
+    rows, tiles, warps, stages, x, steps = form
+    config = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
+    monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: config)
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    for m, n, k in ((rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)):
         x, w = torch.randn(m, k), torch.randn(n, k)
         check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
 

@@ -66,11 +66,11 @@ def test_every_shipped_product_on_sm90(monkeypatch):
     monkeypatch.setattr(check_sm100, "PRODUCTS", products)
     found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(90)}
     assert not [wrong for _, wrong in found.values() if wrong]
-    assert {configuration: kernel for (_, configuration), (kernel, _) in found.items()} == {
-        "product, M=1": "scaled_mm_decode", "product, M=8": "scaled_mm_decode", "product, M=16": "scaled_mm_wgmma",
-        "product, M=32": "scaled_mm_wgmma", "product, M=64": "scaled_mm_wgmma",
-        "product, M=1, 2 weights": "scaled_mm_siblings", "product, M=8, 3 weights": "scaled_mm_siblings",
-    }  # fmt: skip
+    for (_, configuration), (kernel, _) in found.items():
+        streamed = "scaled_mm_siblings" if "weights" in configuration else "scaled_mm_decode"
+        few = int(re.search(r"M=(\d+)", configuration)[1]) <= 8
+        assert kernel == (streamed if few else "scaled_mm_wgmma"), configuration
+    assert {kernel for kernel, _ in found.values()} >= {"scaled_mm_siblings", "scaled_mm_decode", "scaled_mm_wgmma"}
 
 
 @pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])

@@ -231,8 +231,9 @@ def _decode(p: Problem) -> torch.Tensor:
     a = expanded(p.left, p.left.data, p, torch.float16)
     out = p.empty()
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    launch(scaled_mm_decode, ceil_div(p.n, 16), a, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
-           p.m, p.n, p.k // 32, **decode_constants(p))  # fmt: skip
+    constants = decode_constants(p)
+    launch(scaled_mm_decode, ceil_div(p.n, 16 * constants["TILES"]), a, a_outer, p.right.data, p.right.scales, b_outer,
+           bias, out, p.m, p.n, p.k // 32, **constants)  # fmt: skip
     return out
 
 
@@ -240,19 +241,28 @@ def decode_constants(*problems: Problem) -> dict:
     """Constants of a launch of `scaled_mm_decode`, or of one for several problems that have these in common."""
     p = problems[0]
     config = decode_config(p.m, sum(each.n for each in problems), p.k)
-    whole = all(known(each.n % 16 == 0) for each in problems) and known(p.k % (128 * config["WARPS"]) == 0)
+    rows = 16 * config["TILES"]
+    whole = all(known(each.n % rows == 0) for each in problems) and known(p.k % (128 * config["WARPS"]) == 0)
     return {"A_OUTER": p.left.outer_kind, "B_OUTER": p.right.outer_kind, "BIAS": int(p.bias is not None),
             "B_SQUARE": int(p.right.fmt.square), "B_SWIZZLED": int(p.right.swizzled), "EVEN": int(whole),
             "COMPUTE": compute_type(p.left, p.right), "ISA": p.target.isa, "num_warps": config["WARPS"],
             **config}  # fmt: skip
 
 
-def decode_config(m, n, k) -> dict[str, int]:
-    """Constants of `scaled_mm_decode`: what measured best on an H200 at the shapes of Llama-3."""
+def decode_config(m, n, k) -> dict[str, int | str]:
+    """Constants of `scaled_mm_decode`: what fits shared memory, and measured best on an H200 at Llama-3's shapes."""
     rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), 8)
-    # With eight rows of activations, two steps of eight warps do not fit into shared memory.
-    wide = rows <= 4 and (known(n <= 2048) or known(k > 8192))
-    return {"WARPS": 8, "STAGES": 2, "ROWS": rows} if wide else {"WARPS": 4, "STAGES": 3, "ROWS": rows}
+    x, steps, long = "ring", 0, known(k > 8192)
+    if known(n >= (8192 if rows in (1, 8) else 16384)):
+        tiles, warps = 2, 8 if long and rows <= 2 else 4
+        if rows == 8:
+            x = "touched"
+        elif rows == 1 and known(k <= 8192):
+            x, steps = "columns", 8 if known(k <= 4096) else 16
+    else:
+        tiles, warps = 1, 8 if rows <= 4 and (long or known(n <= 2048)) else 4
+    stages = 2 if warps == 8 else 3
+    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
 
 
 def _wgmma(p: Problem) -> torch.Tensor:

@@ -4,8 +4,8 @@ A decode step multiplies a few tokens by the weights of Q, K and V, or of gate a
 takes about as long to start, and to get its loads under way, as to read its weights. Together they are one launch of as
 many programs, each of which does for its weight what a program of `scaled_mm_decode` does.
 
-The product of a weight has the bits that it has alone, unless alone it would be cut among another number of warps (see
-`decode_config`): then its float32 sums are added in another order.
+The product of a weight has the bits that it has alone, unless alone it would be cut among another number of warps, or
+into sums of other parts (see `decode_config`): then its float32 sums are added in another order.
 """
 
 import torch
@@ -30,20 +30,21 @@ def scaled_mm_siblings(
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    EVEN: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
+    X: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """`scaled_mm_decode` of MEMBERS (two or three) weights: the programs of the first one, then those of the next.
 
     Arguments that are there for a third weight are not read where there are two.
     """
     program = tl.program_id(0)
-    start = tl.cdiv(n, 16)
+    start = tl.cdiv(n, 16 * TILES)
     later = program >= start
     # Selects, not branches: where torch finds out what a kernel writes, a size is a constant, which none may change.
     if MEMBERS > 2:
-        last = program >= start + tl.cdiv(n_1, 16)
-        start = tl.where(last, start + tl.cdiv(n_1, 16), start)
+        last = program >= start + tl.cdiv(n_1, 16 * TILES)
+        start = tl.where(last, start + tl.cdiv(n_1, 16 * TILES), start)
         b_1_ptr = tl.where(last, b_2_ptr, b_1_ptr)
         b_scales_1_ptr = tl.where(last, b_scales_2_ptr, b_scales_1_ptr)
         b_outer_1_ptr = tl.where(last, b_outer_2_ptr, b_outer_1_ptr)
@@ -51,11 +52,11 @@ def scaled_mm_siblings(
         out_1_ptr = tl.where(last, out_2_ptr, out_1_ptr)
         n_1 = tl.where(last, n_2, n_1)
     decode_rows(
-        tl.where(later, program - start, program) * 16, a_ptr, a_outer_ptr,
+        tl.where(later, program - start, program) * (16 * TILES), a_ptr, a_outer_ptr,
         tl.where(later, b_1_ptr, b_ptr), tl.where(later, b_scales_1_ptr, b_scales_ptr),
         tl.where(later, b_outer_1_ptr, b_outer_ptr), tl.where(later, bias_1_ptr, bias_ptr),
         tl.where(later, out_1_ptr, out_ptr), m, tl.where(later, n_1, n), chunks,
-        A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, ROWS, EVEN, ISA,
+        A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, TILES, X, ROWS, STEPS, EVEN, ISA,
     )  # fmt: skip
 
 
@@ -89,10 +90,10 @@ def _launch(problems: list[Problem]) -> list[torch.Tensor]:
     unused = [first.right.data] * 5 * (MEMBERS - len(problems))
     sizes = [p.n for p in problems] + [1] * (MEMBERS - len(problems))
     a_outer = a if first.left.outer is None else first.left.outer
-    launch(
-        scaled_mm_siblings, sum(ceil_div(p.n, 16) for p in problems), a, a_outer, *pointers, *unused,
-        first.m, *sizes, first.k // 32, MEMBERS=len(problems), **decode_constants(*problems),
-    )  # fmt: skip
+    constants = decode_constants(*problems)
+    programs = sum(ceil_div(p.n, 16 * constants["TILES"]) for p in problems)
+    launch(scaled_mm_siblings, programs, a, a_outer, *pointers, *unused, first.m, *sizes, first.k // 32,
+           MEMBERS=len(problems), **constants)  # fmt: skip
     return outs
 
 

@@ -16,12 +16,11 @@ inline PTX may declare, so it is Triton's: `_reserve`.
 import triton
 import triton.language as tl
 
-from fp4compile.templates.scaled_mm_decode import (
+from fp4compile.templates.scaled_mm_decode import expand_word, scale_registers
+from fp4compile.templates.scaled_mm_decode_ring import (
     COMMIT,
     SYNC_WARP,
-    do,
-    expand_word,
-    scale_registers,
+    do_ptx,
     start_weights,
     take_weights,
     wait_ptx,
@@ -168,8 +167,8 @@ def _put(x, to, token, lane, ROWS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.
         step, row, piece = _piece(lane, i, ROWS, WARPS)
         unit = piece % 2 * 4 ^ row % 8
         at = to + step * (ROWS * 256) + piece // 8 * (ROWS * 128) + row * 128 + unit * 16 + piece % 8 // 2 * 4
-        token = do(_PUT, "l,l,r,r", (x[2 * i], x[2 * i + 1], at, token))
-    return do(_PUBLISH, "r", (token,))
+        token = do_ptx(_PUT, "l,l,r,r", (x[2 * i], x[2 * i + 1], at, token))
+    return do_ptx(_PUBLISH, "r", (token,))
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def _start(
     """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
     token = start_weights(slot, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
                           B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-    return do(COMMIT, "r", (token,))
+    return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
@@ -226,7 +225,7 @@ def scaled_mm_wgmma(
     stop = tl.minimum(start + tl.cdiv(phases, splits), phases)
 
     phase_bytes: tl.constexpr = PER * ROWS * 256
-    here = do(_MEMORY, "r", (lane,))
+    here = do_ptx(_MEMORY, "r", (lane,))
     ring = here + 2 * phase_bytes + lane // 32 * (STAGES * _SLOT)
     token = lane
     for early in tl.static_range(STAGES):
@@ -235,7 +234,7 @@ def scaled_mm_wgmma(
     x, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, PER)
     token = _put(x, here, token, lane, ROWS, WARPS, PER)
     x, token = _fetch(a_ptr, start + 1, stop, token, lane, m, chunks, ROWS, WARPS, PER)
-    token = do(_MEET, "r", (token,))
+    token = do_ptx(_MEET, "r", (token,))
 
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = ()
@@ -248,14 +247,14 @@ def scaled_mm_wgmma(
         token = _put(x, other, token, lane, ROWS, WARPS, PER)
         x, token = _fetch(a_ptr, phase + 2, stop, token, lane, m, chunks, ROWS, WARPS, PER)
         for i in tl.static_range(PER):
-            token = do(wait_ptx(STAGES - 1), "r", (token,))
-            w, token = take_weights(slot, token, lane)
-            token = do(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
+            token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
+            w, token = take_weights(slot, 0, token, lane, "ring")
+            token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
             token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, row, b_ptr,
                            b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
             c, token = _multiply(w, c, now + i * (ROWS * 256), token, ROWS, COMPUTE)
             slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
-        token = do(_MEET, "r", (token,))
+        token = do_ptx(_MEET, "r", (token,))
         now = other
 
     values = ()  # all loads first, as none may pass a store

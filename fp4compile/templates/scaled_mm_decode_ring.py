@@ -1,0 +1,382 @@
+"""How the operands of `scaled_mm_decode` come: copies into a warp's shared memory, and what a lane takes from there.
+
+A step of a warp is 128 elements of TILES times 16 rows of weights and of the rows of activations. As `mma.sync` has it,
+lane 4 * g + q takes rows g and g + 8 of 16 rows of weights, and row g of the activations. Of the eight blocks of 16
+elements it takes those at q and q + 4; the instruction has other elements there, which does not matter as both operands
+are cut among lanes in the same way.
+
+Weights always come through the ring. Activations come, as X says, in one of these ways:
+- "ring": beside the weights of the step;
+- "staged": those of the only row, of all steps, put into shared memory before the first step, in the order in which the
+  step's arithmetic takes them;
+- "columns": staged too, and each block of a step in a column of its own of what `mma.sync` takes for rows of
+  activations: scales are then applied to sums, of which there are fewer than codes. For bf16, whose codes come as their
+  values times 2^-126, activations are brought up by a power of two for that;
+- "touched": where the ring has no room, by loads, of what a copy of a few bytes of every sector, started with the
+  weights of the step, has brought into the L1 cache.
+
+To Inductor, which would take a kernel with side effects to write all of its arguments, the PTX is pure; a value handed
+from one piece to the next (`token`) keeps their order.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.quantize_rows import swizzle
+
+
+def _arrange_ptx() -> str:
+    """32 activations in eight words of 64 bits -> the same, elements j and j + 4 of every eight next to each other."""
+    text = ["{ .reg .b32 x<4>, y<4>;"]
+    for word in range(4):
+        text.append(f"mov.b64 {{x0, x1}}, ${8 + 2 * word}; mov.b64 {{x2, x3}}, ${9 + 2 * word};")
+        for j in range(4):
+            text.append(f"prmt.b32 y{j}, x{j // 2}, x{2 + j // 2}, {'0x7632' if j % 2 else '0x5410'};")
+        text.append(f"mov.b64 ${2 * word}, {{y0, y1}}; mov.b64 ${2 * word + 1}, {{y2, y3}};")
+    return " ".join(text) + " }"
+
+
+_ARRANGE = tl.constexpr(_arrange_ptx())
+_ARRANGE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
+
+# Bytes of 16 rows of weights in a slot of the ring, which holds a warp's step: codes of the upper eight rows, of the
+# lower ones, scales of both in the same way. Behind the last 16 rows follow rows of activations, if X is "ring".
+_TILE = tl.constexpr(1152)
+_CODES_ROW = tl.constexpr(64)
+_CODES_LOWER = 512
+_SCALES = tl.constexpr(1024)
+_SCALES_ROW = tl.constexpr(8)
+_SCALES_LOWER = 64
+_ACTIVATIONS_ROW = tl.constexpr(256)
+
+# In: where a lane copies to (codes, scales) and from (codes of a row, of the one eight below, scales); what to copy.
+_COPY_EVEN = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $6, 0; mov.b32 $0, 0;"
+    " @p cp.async.cg.shared.global.L2::128B [$1], [$3], 16;"
+    f" @p cp.async.cg.shared.global.L2::128B [$1 + {_CODES_LOWER}], [$4], 16;"
+    " @p cp.async.ca.shared.global [$2], [$5], 4; }"
+)
+_COPY = tl.constexpr(
+    "{ mov.b32 $0, 0; cp.async.cg.shared.global [$1], [$3], 16, $6;"
+    f" cp.async.cg.shared.global [$1 + {_CODES_LOWER}], [$4], 16, $7; cp.async.ca.shared.global [$2], [$5], 4, $8; }}"
+)
+# In: where to, where from; what of it to copy, the rest being zeros; whether to copy at all.
+_COPY_X_EVEN = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16; }"
+)
+_COPY_X = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
+)
+# The same, of 4 bytes that nobody reads.
+_TOUCH = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 4; }"
+)
+# Out: codes of a row (two words of 64 bits), of the one eight below; two scale bytes of each; a token. In: addresses of
+# the two words and of the row's scales, which bytes of eight, a token.
+_TAKE = tl.constexpr(
+    "{ .reg .b32 e, f; mov.b32 $6, 0;"
+    f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {_CODES_LOWER}];"
+    f" ld.shared.b64 $3, [$8 + {_CODES_LOWER}];"
+    " ld.shared.v2.b32 {e, f}, [$9]; prmt.b32 $4, e, f, $10;"
+    f" ld.shared.v2.b32 {{e, f}}, [$9 + {_SCALES_LOWER}]; prmt.b32 $5, e, f, $10; }}"
+)
+# Out: activations of a lane's two blocks, eight words of 64 bits, zeros where there is no row; a token. In: their
+# address, whether there is a row, a token. Without the zeros ptxas keeps what was there in registers of its own.
+_ZEROS = " ".join(f"mov.b64 ${i}, 0;" for i in range(8))
+_TAKE_X = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 b; setp.ne.b32 p, $10, 0; xor.b32 b, $9, 16; mov.b32 $8, 0; "
+    + _ZEROS
+    + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [b];"
+    " @p ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @p ld.shared.v2.b64 {$6, $7}, [b + 128]; }"
+)
+# The same from global memory. In: address of the first block, whether it is wanted, whether the other one is; a token.
+_LOAD_X = tl.constexpr(
+    "{ .reg .pred p, q; setp.ne.b32 p, $9, 0; setp.ne.b32 q, $10, 0; "
+    + _ZEROS
+    + " @p ld.global.v2.b64 {$0, $1}, [$8]; @p ld.global.v2.b64 {$2, $3}, [$8 + 16];"
+    " @q ld.global.v2.b64 {$4, $5}, [$8 + 128]; @q ld.global.v2.b64 {$6, $7}, [$8 + 144]; }"
+)
+# A lane's activations of a step, as the step's PTX takes them, to where they are staged; and from there, the first and
+# the other block if wanted.
+_STAGE = tl.constexpr(
+    "{ mov.b32 $0, 0; st.shared.v2.b64 [$1], {$2, $3}; st.shared.v2.b64 [$1 + 64], {$4, $5};"
+    " st.shared.v2.b64 [$1 + 128], {$6, $7}; st.shared.v2.b64 [$1 + 192], {$8, $9}; }"
+)
+_TAKE_STAGED = tl.constexpr(
+    "{ .reg .pred p, q; setp.ne.b32 p, $10, 0; setp.ne.b32 q, $11, 0; mov.b32 $8, 0; "
+    + _ZEROS
+    + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [$9 + 64];"
+    " @q ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @q ld.shared.v2.b64 {$6, $7}, [$9 + 192]; }"
+)
+# The larger one of a bf16x2 and of eight words of bf16, halves apart, by magnitude.
+_LARGEST = tl.constexpr(
+    "{ .reg .b32 x, y; mov.b32 $0, $9; "
+    + " ".join(
+        f"mov.b64 {{x, y}}, ${i}; abs.bf16x2 x, x; abs.bf16x2 y, y; max.bf16x2 $0, $0, x; max.bf16x2 $0, $0, y;"
+        for i in range(1, 9)
+    )
+    + " }"
+)
+# From the largest of each lane: the power of two, in both halves, that brings the largest of the warp to about 2^125,
+# and what makes the sums of products with `expand_word`'s codes the same as without it, but times 2^-7.
+_POWERS = tl.constexpr(
+    "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
+    " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
+    " shl.b32 y, x, 7; prmt.b32 $0, y, y, 0x1010; sub.s32 y, 373, x; shl.b32 y, y, 23; mov.b32 $1, y; }"
+)
+_TIMES = tl.constexpr(
+    "{ .reg .b32 x, y, z; mov.b32 z, 0x80008000; "
+    + " ".join(
+        f"mov.b64 {{x, y}}, ${8 + i}; fma.rn.bf16x2 x, x, $16, z; fma.rn.bf16x2 y, y, $16, z; mov.b64 ${i}, {{x, y}};"
+        for i in range(8)
+    )
+    + " }"
+)
+COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
+SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+
+
+@triton.constexpr_function
+def ring_ptx(size):
+    return f"{{ .shared .align 128 .b8 ring[{size}]; mov.u32 $0, ring; }}"
+
+
+@triton.constexpr_function
+def wait_ptx(groups):
+    return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+
+
+@triton.constexpr_function
+def slot_bytes(tiles, x, rows):
+    return 1152 * tiles + (256 * rows if x == "ring" else 0)
+
+
+@triton.constexpr_function
+def beside_bytes(x, steps):
+    """Of a warp, beside its ring: the staged activations, or what is written there and not read."""
+    return {"ring": 0, "touched": 128}.get(x, 256 * steps)
+
+
+@triton.jit
+def do_ptx(text: tl.constexpr, operands: tl.constexpr, values):
+    """PTX for its effect, or what it leaves in $0; the last of the values is the token of what must come before."""
+    return tl.inline_asm_elementwise(text, "=&r," + operands, values, dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def start_weights(
+    slot, part, there, token, lane, row, codes_ptr, scales_ptr, n, chunks,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Start to copy a warp's weights, 16 rows from `row` on, into a slot of its ring.
+
+    part: which 128 elements of the rows. there: whether they are the warp's to take.
+    """
+    g = lane % 32 // 4
+    q = lane % 4
+    chunk = part * 4 + q  # of 16 bytes of codes
+    unit = part * 2 + q % 2  # of 4 bytes of scales
+    upper = row + g
+    of_scales = upper + q // 2 * 8
+    if SWIZZLED:
+        scales = swizzle(of_scales, 0, tl.cdiv(chunks, 2)) + unit * 512
+    elif SQUARE:
+        scales = (of_scales // 16 * (chunks // 2) + unit) * 4
+    else:
+        scales = (of_scales * (chunks // 2) + unit) * 4
+    # Units of 16 bytes are exchanged in every second pair of rows: lanes then read from banks of their own.
+    to_codes = slot + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
+    to_scales = slot + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
+    codes = codes_ptr + (upper * chunks + chunk).to(tl.int64) * 16
+    lower = codes + tl.cast(chunks, tl.int64) * 128
+    places = (to_codes, to_scales, codes, lower, scales_ptr + scales)
+    if EVEN:
+        ok = there & (lane >= 0)
+        token = do_ptx(_COPY_EVEN, "r,r,l,l,l,r,r", places + (ok.to(tl.int32), token))
+    else:
+        here = there & (chunk < chunks)
+        ok_scales = there & (unit * 2 < chunks) & (of_scales < n)
+        of_upper = (here & (upper < n)).to(tl.int32) * 16
+        of_lower = (here & (upper + 8 < n)).to(tl.int32) * 16
+        sizes = (of_upper, of_lower, ok_scales.to(tl.int32) * 4)
+        token = do_ptx(_COPY, "r,r,l,l,l,r,r,r,r", places + sizes + (token,))
+    return token
+
+
+@triton.jit
+def _start_activations(
+    at, step, token, lane, a_ptr, m, chunks, steps,
+    WARPS: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Start to copy the activations of a warp's step: of the rows that there are, 16 bytes a lane, or a sector each."""
+    lanes: tl.constexpr = 16 if X == "ring" else 8  # of a row
+    unit = lane % lanes
+    block = (step * WARPS + lane // 32) * 8 + unit // (lanes // 8)
+    for i in tl.static_range((ROWS * lanes + 31) // 32):
+        row = lane % 32 // lanes + i * (32 // lanes)
+        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * chunks * 64 + block * 32
+        if X == "touched":
+            ok = (row < m) & (step < steps)
+            if not EVEN:
+                ok = ok & (block < chunks * 2)
+            token = do_ptx(_TOUCH, "r,l,r,r", (at + lane % 32 * 4, source, ok.to(tl.int32), token))
+        else:
+            source = source + unit % 2 * 16
+            # Halves of blocks are exchanged in every second row: lanes then read from banks of their own.
+            to = at + row * _ACTIVATIONS_ROW + (unit ^ row % 2) * 16
+            ok = row < m
+            if EVEN:
+                ok = ok & (step < steps)
+                token = do_ptx(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
+            else:
+                size = tl.where(block < chunks * 2, 16, 0)
+                token = do_ptx(_COPY_X, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+    return token
+
+
+@triton.jit
+def start_step(
+    slot, beside, step, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n, chunks, steps,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
+    for tile in tl.static_range(TILES):
+        token = start_weights(slot + tile * _TILE, step * WARPS + lane // 32, step < steps, token, lane,
+                              row + tile * 16, b_ptr, b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    if X == "ring":
+        token = _start_activations(slot + TILES * _TILE, step, token, lane, a_ptr, m, chunks, steps,
+                                   WARPS, X, ROWS, EVEN)  # fmt: skip
+    if X == "touched":
+        token = _start_activations(beside, step, token, lane, a_ptr, m, chunks, steps, WARPS, X, ROWS, EVEN)
+    return do_ptx(COMMIT, "r", (token,))
+
+
+@triton.jit
+def take_weights(slot, tile: tl.constexpr, token, lane, X: tl.constexpr):
+    """A step's weights of 16 rows as the step's PTX takes them, from the slot where they have arrived; and a token."""
+    g = lane % 32 // 4
+    q = lane % 4
+    slot = slot + tile * _TILE
+    first = slot + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    which = q | (q + 4) << 4
+    if X == "columns":
+        which = q * 2 | (q * 2 + 1) << 4  # the columns whose sums the lane has
+    second = slot + g * _CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
+    taken = tl.inline_asm_elementwise(
+        _TAKE, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r",
+        (first, second, slot + _SCALES + g * _SCALES_ROW, which, token),
+        dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return taken[0:6], taken[6]
+
+
+@triton.jit
+def _take_ring(at, token, lane, m):
+    """A step's activations, from where they have arrived; and a token."""
+    g = lane % 32 // 4
+    at = at + g * _ACTIVATIONS_ROW + lane % 4 * 32 + g % 2 * 16
+    taken = tl.inline_asm_elementwise(
+        _TAKE_X, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r", (at, (g < m).to(tl.int32), token),
+        dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return taken[0:8], taken[8]
+
+
+@triton.jit
+def _arrange(x):
+    """Activations as they were copied -> as the step's PTX takes them."""
+    return tl.inline_asm_elementwise(
+        _ARRANGE, _ARRANGE_OPERANDS, x,
+        dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_activations(a_ptr, row, step, token, lane, wanted, chunks, WARPS: tl.constexpr, EVEN: tl.constexpr):
+    """A lane's activations of a warp's step in a row, from global memory."""
+    block = (step * WARPS + lane // 32) * 8 + lane % 4
+    near = wanted
+    far = wanted
+    if not EVEN:
+        near = wanted & (block < chunks * 2)
+        far = wanted & (block + 4 < chunks * 2)
+    at = a_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + row * chunks * 8 + block * 4
+    return tl.inline_asm_elementwise(
+        _LOAD_X, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,l,r,r,r", (at, near.to(tl.int32), far.to(tl.int32), token),
+        dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def stage_activations(
+    at, token, lane, a_ptr, chunks, steps,
+    X: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All activations of a warp of the only row into shared memory, eight steps at once.
+
+    Returns what makes sums of products with them those of the step's PTX (for "columns" in bf16), and a token.
+    """
+    x = ()
+    for first in tl.static_range(0, STEPS, 8):
+        step = first + lane % 32 // 4
+        x = x + _arrange(_load_activations(a_ptr, 0, step, token, lane, step < steps, chunks, WARPS, EVEN))
+    factor = 1.0
+    if X == "columns" and COMPUTE == "bf16":
+        # Exact but for what is 2^-148 of the largest, or less: that is lost among float32 sums of small codes.
+        largest = tl.zeros_like(lane)
+        for i in tl.static_range(STEPS // 8):
+            largest = do_ptx(_LARGEST, "l,l,l,l,l,l,l,l,r", x[8 * i : 8 * i + 8] + (largest,))
+        power, factor = tl.inline_asm_elementwise(
+            _POWERS, "=&r,=&f,r", (largest,), dtype=(tl.int32, tl.float32), is_pure=True, pack=1
+        )
+    for i in tl.static_range(STEPS // 8):
+        step = i * 8 + lane % 32 // 4
+        of_step = x[8 * i : 8 * i + 8]
+        if X == "columns" and COMPUTE == "bf16":
+            of_step = tl.inline_asm_elementwise(
+                _TIMES, _ARRANGE_OPERANDS + ",r", of_step + (power,),
+                dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True,
+                pack=1,
+            )  # fmt: skip
+        to = at + step * 256 + lane % 4 * 16
+        token = do_ptx(_STAGE, "r,l,l,l,l,l,l,l,l,r", (to,) + of_step + (token,))
+    return factor, do_ptx(SYNC_WARP, "r", (token,))
+
+
+@triton.jit
+def take_activations(
+    slot, beside, step, token, lane, a_ptr, m, chunks,
+    WARPS: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A step's activations, from where they have arrived; and a token."""
+    if X == "ring":
+        x, token = _take_ring(slot + TILES * _TILE, token, lane, m)
+    elif X == "touched":
+        row = lane % 32 // 4
+        x = _load_activations(a_ptr, row, step, token, lane, row < m, chunks, WARPS, EVEN)
+    else:
+        near = lane % 32 < 4
+        far = near
+        if X == "columns":
+            near = lane % 32 // 4 == lane % 4
+            far = lane % 32 // 4 == lane % 4 + 4
+        taken = tl.inline_asm_elementwise(
+            _TAKE_STAGED, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r,r",
+            (beside + step * 256 + lane % 4 * 16, near.to(tl.int32), far.to(tl.int32), token),
+            dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        x = taken[0:8]
+        token = taken[8]
+    return x, token
+
+
+@triton.jit
+def arranged(x, X: tl.constexpr):
+    """Activations as they were taken -> as the step's PTX takes them."""
+    if X == "staged" or X == "columns":
+        return x
+    else:
+        return _arrange(x)
