@@ -112,14 +112,15 @@ def gate(word, VALUE: tl.constexpr, ISA: tl.constexpr):
     """VALUE, like `word`, after a barrier that what needs it cannot pass.
 
     ptxas would begin with the arithmetic, and issue the last loads when it is half done. Loads stay before a barrier,
-    arithmetic stays behind it only if it needs what the barrier gives.
+    arithmetic stays behind it only if it needs what the barrier gives. (Said to be pure: of PTX with side effects
+    Inductor believes that it writes all of a kernel's arguments.)
     """
     if ISA == 0:
         return tl.full(word.shape, VALUE, tl.int32)
     else:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.u32 p, 0, 0; bar.red.or.pred p, 0, p; selp.b32 $0, -1, $2, p; }",
-            "=r,r,r", [word, VALUE], dtype=tl.int32, is_pure=False, pack=1,
+            "=r,r,r", [word, VALUE], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
 

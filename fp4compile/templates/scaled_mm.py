@@ -268,7 +268,7 @@ def decode_config(m, n, k) -> dict[str, int | str]:
 def _wgmma(p: Problem) -> torch.Tensor:
     """The product of a few dozen rows, expanded to 16 bits if they are quantised."""
     a = expanded(p.left, p.left.data, p, torch.float16)
-    config = wgmma_config(p.m, p.n, p.k)
+    config = wgmma_config(p.m, p.n, p.k, p.tail is not None)
     warps, split = config["WARPS"], config.pop("SPLIT")
     out = p.empty() if split == 1 else p.empty_sums(split)
     tailed = p if split == 1 else replace(p, tail=None)
@@ -285,25 +285,25 @@ def _wgmma(p: Problem) -> torch.Tensor:
     return out if split == 1 else _rescale(p, out, split)
 
 
-def wgmma_config(m, n, k) -> dict[str, int]:
+def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:
     """Constants of `scaled_mm_wgmma`, and SPLIT: what measured best on an H200 at the shapes of Llama-3.
 
     Two programs of eight warps share a multiprocessor, or one of 16 has it: that reads fewer activations, and pays
     where they are many and the weights large. Partial sums take another launch, so that programs for three quarters of
-    the multiprocessors are enough.
+    the multiprocessors are enough. tailed: what the sums go through takes registers, too, which 16 warps do not have.
     """
     rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
-    if rows == 64 and (known(n > 4096) or known(k > 8192)):
-        config = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
-    else:
-        config = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 2 if rows == 16 else 1}
+    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 2 if rows == 16 else 1}
+    many = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
+    large = rows == 64 and (known(n > 4096) or known(k > 8192))
+    config = many if large else few
     tiles, split = ceil_div(n, 16 * config["WARPS"]), 1
     shortest = 1024 if known(tiles > 16) else 512  # elements of the contraction dimension in a part
     while split < 8 and known(tiles < 100) and known(k >= shortest * 2 * split):
         if not known(tiles * 2 * split <= MULTIPROCESSORS * 16 // config["WARPS"]):
             break
         split *= 2
-    return {**config, "SPLIT": split}
+    return {**(few if tailed and split == 1 else config), "SPLIT": split}
 
 
 def _use_library(p: Problem) -> bool:
