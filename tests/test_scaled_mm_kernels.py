@@ -367,8 +367,8 @@ def test_decode(a, b, layout):
 
 
 # How weights and activations come, by the rows of activations: see `decode_config`.
-FORMS = [(1, 1, 4, 3, "ring", 0), (1, 2, 4, 3, "staged", 16), (1, 2, 4, 3, "columns", 16), (1, 2, 8, 2, "ring", 0),
-         (4, 2, 4, 3, "ring", 0), (8, 2, 4, 3, "touched", 0)]  # fmt: skip
+FORMS = [(1, 1, 4, 3, "ring", 0), (1, 2, 4, 3, "ring", 0), (1, 2, 4, 3, "columns", 16), (2, 1, 8, 2, "ring", 0),
+         (4, 2, 4, 2, "ring", 0), (8, 1, 4, 2, "ring", 0), (8, 2, 4, 2, "ring", 0)]  # fmt: skip
 
 
 @gpu

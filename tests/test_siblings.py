@@ -389,7 +389,7 @@ def test_compiled(recipe, bias, mode, monkeypatch):
         with torch.no_grad():
             first, (code,) = run_and_get_code(compiled, x)
             outputs = [first.clone(), *(compiled(x).clone() for _ in range(3))]
-        return outputs, re.findall(r"(scaled_mm_\w+?)_\d+\.run\(", code)
+        return outputs, re.findall(r"(?<!\w)(scaled_mm_\w+?)_\d+\.run\(", code)
 
     got, names = run()
     assert names == ["scaled_mm_siblings", "scaled_mm_decode"] * 2

@@ -252,16 +252,15 @@ def decode_constants(*problems: Problem) -> dict:
 def decode_config(m, n, k) -> dict[str, int | str]:
     """Constants of `scaled_mm_decode`: what fits shared memory, and measured best on an H200 at Llama-3's shapes."""
     rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), 8)
-    x, steps, long = "ring", 0, known(k > 8192)
-    if known(n >= (8192 if rows in (1, 8) else 16384)):
-        tiles, warps = 2, 8 if long and rows <= 2 else 4
-        if rows == 8:
-            x = "touched"
-        elif rows == 1 and known(k <= 8192):
+    x, steps = "ring", 0
+    if known(n >= 8192):
+        tiles, warps, stages = 2, 4, 3 if rows == 1 else 2
+        if rows == 1 and known(n >= 16384) and known(k <= 8192):
             x, steps = "columns", 8 if known(k <= 4096) else 16
+    elif rows <= 4 and (known(n <= 2048) or known(k > 8192)):
+        tiles, warps, stages = 1, 8, 2
     else:
-        tiles, warps = 1, 8 if rows <= 4 and (long or known(n <= 2048)) else 4
-    stages = 2 if warps == 8 else 3
+        tiles, warps, stages = 1, 4, 2 if rows == 8 else 3
     return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
 
 

@@ -197,12 +197,12 @@ def decode_rows(
     beside = memory + STAGES * stage + lane // 32 * beside_size
     token = lane
     for early in tl.static_range(STAGES):
-        token = start_step(ring + early * stage, beside, early, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
+        token = start_step(ring + early * stage, early, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
                            chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
     if B_OUTER == "tensor":
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # `_finish` then need not wait for it
-    if X == "staged" or X == "columns":
-        factor, token = stage_activations(beside, token, lane, a_ptr, chunks, steps, X, COMPUTE, WARPS, STEPS, EVEN)
+    if X == "columns":
+        factor, token = stage_activations(beside, token, lane, a_ptr, chunks, steps, COMPUTE, WARPS, STEPS, EVEN)
 
     c = ()
     for _ in tl.static_range(4 * TILES):
@@ -210,13 +210,13 @@ def decode_rows(
     slot = ring
     for step in tl.range(steps):
         token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-        x, token = take_activations(slot, beside, step, token, lane, a_ptr, m, chunks, WARPS, TILES, X, EVEN)
+        x, token = take_activations(slot, beside, step, token, lane, m, TILES, X)
         sums = ()
         for tile in tl.static_range(TILES):
             w, token = take_weights(slot, tile, token, lane, X)
             if tile == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
                 token = do_ptx(SYNC_WARP, "r", (token,))
-                token = start_step(slot, beside, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
+                token = start_step(slot, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
                                    chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
             if tile == 0:
                 x = arranged(x, X)
@@ -240,8 +240,8 @@ def scaled_mm_decode(
 
     chunks: even. One program: 16 * TILES rows of b; its WARPS warps (as many as the launch has) cut the contraction
     dimension among themselves. STAGES: steps of a warp that are on their way. X: how activations come (see
-    `scaled_mm_decode_ring`); "staged" and "columns" are for one row, of which a warp has at most STEPS steps, a
-    multiple of eight. EVEN: no program and no warp has a row or a step beyond the end.
+    `scaled_mm_decode_ring`); "columns" is for one row, of which a warp has at most STEPS steps, a multiple of eight.
+    EVEN: no program and no warp has a row or a step beyond the end.
     """
     decode_rows(tl.program_id(0) * (16 * TILES), a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr,
                 out_ptr, m, n, chunks, A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, TILES,

@@ -5,15 +5,12 @@ lane 4 * g + q takes rows g and g + 8 of 16 rows of weights, and row g of the ac
 elements it takes those at q and q + 4; the instruction has other elements there, which does not matter as both operands
 are cut among lanes in the same way.
 
-Weights always come through the ring. Activations come, as X says, in one of these ways:
+Weights always come through the ring. Activations come, as X says, in one of two ways:
 - "ring": beside the weights of the step;
-- "staged": those of the only row, of all steps, put into shared memory before the first step, in the order in which the
-  step's arithmetic takes them;
-- "columns": staged too, and each block of a step in a column of its own of what `mma.sync` takes for rows of
-  activations: scales are then applied to sums, of which there are fewer than codes. For bf16, whose codes come as their
-  values times 2^-126, activations are brought up by a power of two for that;
-- "touched": where the ring has no room, by loads, of what a copy of a few bytes of every sector, started with the
-  weights of the step, has brought into the L1 cache.
+- "columns": those of the only row, of all steps, are put into shared memory before the first step, in the order in
+  which the step's arithmetic takes them. Each block of a step has a column of its own of what `mma.sync` takes for rows
+  of activations: scales are then applied to sums, of which there are fewer than codes. For bf16, whose codes come as
+  their values times 2^-126, activations are brought up by a power of two for that.
 
 To Inductor, which would take a kernel with side effects to write all of its arguments, the PTX is pure; a value handed
 from one piece to the next (`token`) keeps their order.
@@ -66,10 +63,6 @@ _COPY_X_EVEN = tl.constexpr(
 )
 _COPY_X = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
-)
-# The same, of 4 bytes that nobody reads.
-_TOUCH = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 4; }"
 )
 # Out: codes of a row (two words of 64 bits), of the one eight below; two scale bytes of each; a token. In: addresses of
 # the two words and of the row's scales, which bytes of eight, a token.
@@ -153,8 +146,8 @@ def slot_bytes(tiles, x, rows):
 
 @triton.constexpr_function
 def beside_bytes(x, steps):
-    """Of a warp, beside its ring: the staged activations, or what is written there and not read."""
-    return {"ring": 0, "touched": 128}.get(x, 256 * steps)
+    """Of a warp, beside its ring: the activations that are put there before the first step."""
+    return 0 if x == "ring" else 256 * steps
 
 
 @triton.jit
@@ -205,38 +198,29 @@ def start_weights(
 
 @triton.jit
 def _start_activations(
-    at, step, token, lane, a_ptr, m, chunks, steps,
-    WARPS: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Start to copy the activations of a warp's step: of the rows that there are, 16 bytes a lane, or a sector each."""
-    lanes: tl.constexpr = 16 if X == "ring" else 8  # of a row
-    unit = lane % lanes
-    block = (step * WARPS + lane // 32) * 8 + unit // (lanes // 8)
-    for i in tl.static_range((ROWS * lanes + 31) // 32):
-        row = lane % 32 // lanes + i * (32 // lanes)
-        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * chunks * 64 + block * 32
-        if X == "touched":
-            ok = (row < m) & (step < steps)
-            if not EVEN:
-                ok = ok & (block < chunks * 2)
-            token = do_ptx(_TOUCH, "r,l,r,r", (at + lane % 32 * 4, source, ok.to(tl.int32), token))
+    at, step, token, lane, a_ptr, m, chunks, steps, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
+):
+    """Start to copy the activations of a warp's step into the ring: of the rows that there are, 16 lanes a row."""
+    unit = lane % 16
+    block = (step * WARPS + lane // 32) * 8 + unit // 2
+    for i in tl.static_range((ROWS + 1) // 2):
+        row = lane % 32 // 16 + i * 2
+        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * chunks * 64 + block * 32 + unit % 2 * 16
+        # Halves of blocks are exchanged in every second row: lanes then read from banks of their own.
+        to = at + row * _ACTIVATIONS_ROW + (unit ^ row % 2) * 16
+        ok = row < m
+        if EVEN:
+            ok = ok & (step < steps)
+            token = do_ptx(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
         else:
-            source = source + unit % 2 * 16
-            # Halves of blocks are exchanged in every second row: lanes then read from banks of their own.
-            to = at + row * _ACTIVATIONS_ROW + (unit ^ row % 2) * 16
-            ok = row < m
-            if EVEN:
-                ok = ok & (step < steps)
-                token = do_ptx(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
-            else:
-                size = tl.where(block < chunks * 2, 16, 0)
-                token = do_ptx(_COPY_X, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+            size = tl.where(block < chunks * 2, 16, 0)
+            token = do_ptx(_COPY_X, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
     return token
 
 
 @triton.jit
 def start_step(
-    slot, beside, step, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n, chunks, steps,
+    slot, step, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n, chunks, steps,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -246,9 +230,7 @@ def start_step(
                               row + tile * 16, b_ptr, b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     if X == "ring":
         token = _start_activations(slot + TILES * _TILE, step, token, lane, a_ptr, m, chunks, steps,
-                                   WARPS, X, ROWS, EVEN)  # fmt: skip
-    if X == "touched":
-        token = _start_activations(beside, step, token, lane, a_ptr, m, chunks, steps, WARPS, X, ROWS, EVEN)
+                                   WARPS, ROWS, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
@@ -294,15 +276,15 @@ def _arrange(x):
 
 
 @triton.jit
-def _load_activations(a_ptr, row, step, token, lane, wanted, chunks, WARPS: tl.constexpr, EVEN: tl.constexpr):
-    """A lane's activations of a warp's step in a row, from global memory."""
+def _load_activations(a_ptr, step, token, lane, wanted, chunks, WARPS: tl.constexpr, EVEN: tl.constexpr):
+    """A lane's activations of a warp's step in the only row, from global memory."""
     block = (step * WARPS + lane // 32) * 8 + lane % 4
     near = wanted
     far = wanted
     if not EVEN:
         near = wanted & (block < chunks * 2)
         far = wanted & (block + 4 < chunks * 2)
-    at = a_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + row * chunks * 8 + block * 4
+    at = a_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + block * 4
     return tl.inline_asm_elementwise(
         _LOAD_X, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,l,r,r,r", (at, near.to(tl.int32), far.to(tl.int32), token),
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,
@@ -312,18 +294,18 @@ def _load_activations(a_ptr, row, step, token, lane, wanted, chunks, WARPS: tl.c
 @triton.jit
 def stage_activations(
     at, token, lane, a_ptr, chunks, steps,
-    X: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """All activations of a warp of the only row into shared memory, eight steps at once.
 
-    Returns what makes sums of products with them those of the step's PTX (for "columns" in bf16), and a token.
+    Returns what makes the sums of products with them what they are without the power of two, and a token.
     """
     x = ()
     for first in tl.static_range(0, STEPS, 8):
         step = first + lane % 32 // 4
-        x = x + _arrange(_load_activations(a_ptr, 0, step, token, lane, step < steps, chunks, WARPS, EVEN))
+        x = x + _arrange(_load_activations(a_ptr, step, token, lane, step < steps, chunks, WARPS, EVEN))
     factor = 1.0
-    if X == "columns" and COMPUTE == "bf16":
+    if COMPUTE == "bf16":
         # Exact but for what is 2^-148 of the largest, or less: that is lost among float32 sums of small codes.
         largest = tl.zeros_like(lane)
         for i in tl.static_range(STEPS // 8):
@@ -334,7 +316,7 @@ def stage_activations(
     for i in tl.static_range(STEPS // 8):
         step = i * 8 + lane % 32 // 4
         of_step = x[8 * i : 8 * i + 8]
-        if X == "columns" and COMPUTE == "bf16":
+        if COMPUTE == "bf16":
             of_step = tl.inline_asm_elementwise(
                 _TIMES, _ARRANGE_OPERANDS + ",r", of_step + (power,),
                 dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True,
@@ -346,22 +328,13 @@ def stage_activations(
 
 
 @triton.jit
-def take_activations(
-    slot, beside, step, token, lane, a_ptr, m, chunks,
-    WARPS: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def take_activations(slot, beside, step, token, lane, m, TILES: tl.constexpr, X: tl.constexpr):
     """A step's activations, from where they have arrived; and a token."""
     if X == "ring":
         x, token = _take_ring(slot + TILES * _TILE, token, lane, m)
-    elif X == "touched":
-        row = lane % 32 // 4
-        x = _load_activations(a_ptr, row, step, token, lane, row < m, chunks, WARPS, EVEN)
     else:
-        near = lane % 32 < 4
-        far = near
-        if X == "columns":
-            near = lane % 32 // 4 == lane % 4
-            far = lane % 32 // 4 == lane % 4 + 4
+        near = lane % 32 // 4 == lane % 4
+        far = lane % 32 // 4 == lane % 4 + 4
         taken = tl.inline_asm_elementwise(
             _TAKE_STAGED, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r,r",
             (beside + step * 256 + lane % 4 * 16, near.to(tl.int32), far.to(tl.int32), token),
@@ -376,7 +349,7 @@ def take_activations(
 @triton.jit
 def arranged(x, X: tl.constexpr):
     """Activations as they were taken -> as the step's PTX takes them."""
-    if X == "staged" or X == "columns":
+    if X == "columns":
         return x
     else:
         return _arrange(x)
