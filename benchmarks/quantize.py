@@ -1,6 +1,6 @@
 """What quantising costs against a device copy of the same bytes, and against torchao's compiled quantisers.
 
-    python -m benchmarks.quantize --out benchmarks/results/quantize_h200.json
+    python -m benchmarks.quantize [--only both ...] --out benchmarks/results/quantize_h200.json
 
 Bytes: each input read once (twice for a dynamic two-level format), each output written once. All times are medians of
 CUDA graph replays, inputs and outputs on the device. "of copy" is the copy's time over the kernel's.
@@ -97,7 +97,7 @@ def cases() -> list[tuple[str, str, Callable, int]]:
         ("columns", "mxfp8", columns, 1), ("columns", "mxfp4", columns, 1), ("columns", "nvfp4_one_level", columns, 1),
         ("16x16, static", "nvfp4_16x16", static, 1), ("16x16, dynamic", "nvfp4_16x16", rows, 2),
         ("both", "mxfp8", both, 1), ("both", "mxfp8_32x32", both, 1), ("both", "nvfp4_one_level", both, 1),
-        ("both", "mxfp4", both, 1), ("both, dynamic", "nvfp4_16x16", both, 2),
+        ("both", "mxfp4", both, 1), ("both, dynamic", "nvfp4", both, 2), ("both, dynamic", "nvfp4_16x16", both, 2),
         ("row-scaled columns", "float8_rowwise", columns, 2), ("row-scaled columns", "nvfp4_rowwise", columns, 2),
         ("rows, stochastic", "nvfp4_te", stochastic, 2), ("columns, Hadamard", "nvfp4_te", transformed, 2),
         ("columns, Hadamard, stochastic", "nvfp4_te", transformed_stochastic, 2),
@@ -131,7 +131,8 @@ def torchao_quantizers() -> dict[tuple[str, str], Callable]:
     return {key: torch.compile(function, dynamic=False) for key, function in found.items()}
 
 
-def measure_large(shapes) -> list[dict]:
+def measure_large(shapes, only: list[str] | None = None) -> list[dict]:
+    """only: cases whose names begin so; all where it is not given."""
     rows = []
     for shape in shapes:
         x = torch.randn(shape, device="cuda", dtype=torch.float32).bfloat16()
@@ -139,6 +140,8 @@ def measure_large(shapes) -> list[dict]:
         torch._dynamo.reset()
         peers = torchao_quantizers()
         for name, format, call, reads in cases():
+            if only and not name.startswith(tuple(only)):
+                continue
             fmt = formats.get(format)
             moved = reads * x.numel() * x.element_size() + nbytes(call(x, fmt))
             copy = copy_time(moved, 10)
@@ -174,9 +177,11 @@ def measure_small(shapes) -> list[dict]:
 
 
 def main() -> None:
-    args = common.parser(__doc__).parse_args()
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", nargs="+", help="large shapes: cases whose names begin so")
+    args = parser.parse_args()
     settings = {"replays": REPLAYS, "dtype": "bfloat16", "statistic": "median of CUDA graph replays"}
-    large, small = measure_large(LARGE), measure_small(SMALL)
+    large, small = measure_large(LARGE, args.only), measure_small(SMALL)
     common.publish(args, settings, large)
     print()
     print(common.table(small))
