@@ -120,9 +120,11 @@ def columns_launch(element: str, block: int, both: bool) -> Launch:
     return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
 
 
-def both_launch() -> Launch:
+def both_launch(element: str) -> Launch:
     """The kernel of rows and columns from one read: a thread holds 16 rows of WORDS words."""
-    return _launch(4, STRIPS=8, GROUPS=16, WORDS=4)
+    if element == "e2m1":
+        return _launch(4, STRIPS=8, GROUPS=16, WORDS=4)
+    return _launch(8, STRIPS=8, GROUPS=32, WORDS=4)
 
 
 def squares_launch(element: str) -> Launch:

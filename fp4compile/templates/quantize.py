@@ -387,7 +387,7 @@ def _columns(
 def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns, outer, amax, mode: str) -> None:
     """Launch the kernel of rows and columns from one read: (data, scales) of each."""
     isa = target_of(source.tensor.device).isa
-    config = both_launch()
+    config = both_launch(fmt.element)
     height, width = config.kwargs["STRIPS"] * DEPTH.value, 2 * config.kwargs["GROUPS"] * config.kwargs["WORDS"]
     aligns = store_aligns(source.rows, fmt, "COLUMN_")
     aligns["COLUMN_UNIT_ALIGN"] = power_of_two(_units(source.rows, fmt) // 8, 2)
