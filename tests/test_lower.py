@@ -8,15 +8,17 @@ import triton
 from test_end_to_end import FP8_UNITS_ERROR, assert_rounds_to, values
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _compat, formats
+from fp4compile.passes import autotune
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan
@@ -182,6 +184,45 @@ def test_library_or_kernel_on_sm100(recipe, shape, options, expected):
     assert products == [expected]
     _, elsewhere = launched_on(120, recipe, shape, **options)
     assert "_scaled_mm" not in dict(elsewhere)
+
+
+@pytest.mark.parametrize(("library", "kernel", "expected"), [
+    (1.0, 2.0, "_scaled_mm"), (2.0, 1.0, "scaled_mm_native"), (float("inf"), 1.0, "scaled_mm_native")
+])  # fmt: skip
+def test_time_decides_under_max_autotune(library, kernel, expected, monkeypatch):
+    """Where both can compute the product, once for equal ones; elsewhere nothing is timed."""
+    timed = []
+    monkeypatch.setattr(autotune, "_winners", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(autotune, "_call", lambda arguments, contender: contender)
+    monkeypatch.setattr(autotune, "_time", lambda contender: timed.append(contender) or
+                        {"library": library, "kernel": kernel}[contender])  # fmt: skip
+    with config.patch(max_autotune=True):
+        for recipe in ("mxfp8", "nvfp4_one_level", "mxfp8"):
+            assert launched_on(100, recipe)[1][-1][0] == expected
+        assert timed == ["library", "kernel"] * 2
+        for sm, recipe in ((100, "nvfp4"), (100, "mxfp4"), (90, "mxfp8"), (120, "mxfp8")):
+            launched_on(sm, recipe)
+        assert timed == ["library", "kernel"] * 2
+    assert launched_on(100, "mxfp8")[1][-1][0] == "_scaled_mm"
+
+
+def test_what_is_timed_is_the_product(monkeypatch):
+    """Each contender, on tensors like the product's."""
+    a, scales = torch.empty(256, 1024, dtype=torch.float8_e4m3fn), torch.empty(256 * 32, dtype=torch.float8_e8m0fnu)
+    fmt, found = formats.get("mxfp8"), []
+    monkeypatch.setattr(scaled_mm, "scaled_mm", lambda *given: found.append((scaled_mm._preferred.get(), given)))
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (a, scales)]
+        for contender in ("library", "kernel"):
+            autotune._call([*fake, None, fmt, *fake, None, fmt, None, torch.bfloat16], contender)()
+    assert [contender for contender, _ in found] == ["library", "kernel"]
+    for _, (codes, scale_bytes, outer, *_) in found:
+        assert not isinstance(codes, FakeTensor) and outer is None
+        assert (codes.shape, codes.dtype) == (a.shape, a.dtype)
+        assert not codes.float().isnan().any()
+        assert scale_bytes.view(torch.uint8).unique().tolist() == [127]
+    assert scaled_mm._preferred.get() == "library"
 
 
 @pytest.mark.parametrize(("sm", "recipe", "expected"), [

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fp4compile import _compat, ops, sibling_ops
+from fp4compile.passes.autotune import fastest
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
@@ -38,16 +39,16 @@ def lower(graph: Graph) -> int:
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
             if node.args[0].meta["val"].device.type == "cuda":
-                lowered += _replace(pattern.match(node), implementation)
+                lowered += _replace(node, pattern.match(node), implementation)
     return lowered
 
 
-def _replace(match: Match, implementation: Callable) -> bool:
+def _replace(node: Node, match: Match, implementation: Callable) -> bool:
     """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it.
 
     Returns whether the node was replaced: not where the choice among kernels is better made when the graph runs.
     """
-    from fp4compile.templates.scaled_mm import ChosenWhenRun  # here, so that the CPU needs no Triton
+    from fp4compile.templates.scaled_mm import ChosenWhenRun, preferring  # here, so that the CPU needs no Triton
 
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
@@ -63,8 +64,10 @@ def _replace(match: Match, implementation: Callable) -> bool:
         call_args, call_kwargs = pytree.tree_unflatten(values, spec)
         return implementation(*call_args, **call_kwargs)
 
+    contender = fastest(node) if node.target is torch.ops.fp4compile.scaled_mm.default else "library"
     try:
-        match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
+        with preferring(contender):
+            match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
     except ChosenWhenRun:
         return False
     return True

@@ -1,0 +1,83 @@
+"""How the kernels of products are launched, by sizes: tiles, warps and stages as they measured best on an H200."""
+
+from fp4compile._compat import known
+from fp4compile.layouts import ceil_div
+
+DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
+WGMMA_ROWS = 64  # rows of A up to which `scaled_mm_wgmma` serves, on SM90
+MULTIPROCESSORS = 132  # of an H200
+# Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
+# programs make splitting the contraction dimension unnecessary.
+DECODE = {
+    ("plain", 8): (32, 128, 4, 3, 4, 128), ("packed", 8): (32, 128, 4, 4, 4, 128),
+    ("plain", 16): (32, 64, 4, 4, 4, 128), ("packed", 16): (32, 128, 2, 5, 2, 128),
+    ("plain", 32): (64, 32, 4, 5, 4, 128), ("packed", 32): (64, 64, 4, 5, 4, 128),
+    ("plain", 64): (128, 32, 1, 4, 8, 256), ("packed", 64): (64, 64, 1, 4, 4, 512),
+}  # fmt: skip
+
+
+def decode_config(m, n, k) -> dict[str, int | str]:
+    """Constants of `scaled_mm_decode`, for the shapes of Llama-3; the ring must fit shared memory."""
+    rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), 8)
+    x, steps = "ring", 0
+    if known(n >= 8192):
+        tiles, warps, stages = 2, 4, 3 if rows == 1 else 2
+        if rows == 1 and known(n >= 16384) and known(k <= 8192):
+            x, steps = "columns", 8 if known(k <= 4096) else 16
+    elif rows <= 4 and (known(n <= 2048) or known(k > 8192)):
+        tiles, warps, stages = 1, 8, 2
+    else:
+        tiles, warps, stages = 1, 4, 2 if rows == 8 else 3
+    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
+
+
+def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:
+    """Constants of `scaled_mm_wgmma`, and SPLIT, for the shapes of Llama-3.
+
+    Two programs of eight warps share a multiprocessor, or one of 16 has it: that reads fewer activations, and pays
+    where they are many and the weights large. Partial sums take another launch, so that programs for three quarters of
+    the multiprocessors are enough. tailed: what the sums go through takes registers, too, which 16 warps do not have.
+    """
+    rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
+    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 2 if rows == 16 else 1}
+    many = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
+    large = rows == 64 and (known(n > 4096) or known(k > 8192))
+    config = many if large else few
+    tiles, split = ceil_div(n, 16 * config["WARPS"]), 1
+    shortest = 1024 if known(tiles > 16) else 512  # elements of the contraction dimension in a part
+    while split < 8 and known(tiles < 100) and known(k >= shortest * 2 * split):
+        if not known(tiles * 2 * split <= MULTIPROCESSORS * 16 // config["WARPS"]):
+            break
+        split *= 2
+    return {**(few if tailed and split == 1 else config), "SPLIT": split}
+
+
+def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
+    """Tile and launch of `scaled_mm_tiles`; *_bytes: of a unit."""
+
+    def tile(bm, bn, units, warps, stages, num_warps, split=1):
+        return {"BM": bm, "BN": bn, "UNITS": units, "WARPS": warps, "SPLIT": split, "GROUP": 8, "STAGES": stages,
+                "num_warps": num_warps}  # fmt: skip
+
+    if sm == 0:
+        if known(m <= 8):  # in the interpreter as well
+            return tile(8, 16, 16, 2, 2, 4, split=2)
+        return tile(16, 16, 32, 1, 2, 4)
+    if compute == "fp32":
+        return tile(32, 32, 16, 1, 2, 4)
+    small = sm < 80 or sm in (86, 89, 120, 121)  # about 100 KB of shared memory
+    if known(m <= 64):
+        bm = 8 if known(m <= 8) else 16 if known(m <= 16) else 32 if known(m <= 32) else 64
+        bn, units, warps, stages, num_warps, programs = DECODE["packed" if a_bytes == 1 else "plain", bm]
+        while bn > 16 and bm < 64 and not known(ceil_div(n, bn) >= 128):
+            bn //= 2
+        if b_bytes > 1:  # more registers an element
+            units //= 2
+        budget = 90_000 if small else 216_000
+        while units > 32 and (stages - 1) * warps * units * (bm * a_bytes + bn * b_bytes) > budget:
+            units //= 2
+        split = 1
+        while split < 8 and known(ceil_div(n, bn) * split < programs) and known(k >= 4 * split * units * warps):
+            split *= 2
+        return tile(bm, bn, units, warps, stages, num_warps, split)
+    return tile(64, 128, 32, 1, 2, 8) if small else tile(128, 128, 32, 1, 3, 8)
