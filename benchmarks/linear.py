@@ -3,20 +3,27 @@
 Weight-only (bf16 activations) and W4A4 (activations quantised in the measured time). Weights are rotated, so that
 the L2 cache does not hold them; every call sequence is one CUDA graph, the medians of its replays are compared, and
 peers are measured in the same run. torchao is measured at the square shape with the fewest and the most rows (compiling
-it for each takes minutes), and left out where it is not installed.
+it for each takes minutes), and left out where it is not installed. A second table is of products that share their
+activations, each launched apart and all in one launch, as a compiled graph has them.
 
     python -m benchmarks.linear [--rows 1 4 16 64 8192] [--out FILE]
 """
 
 import itertools
+import json
+from functools import partial
 
 import torch
 
 import fp4compile.ops  # noqa: F401
+import fp4compile.sibling_ops  # noqa: F401
 from benchmarks import common
+from benchmarks.common import graph_time
 
 # N, K: a square, and the projections of Llama-3-8B and -70B.
 SHAPES = [(8192, 8192), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
+# Products of the same activations in Llama-3-8B: N of each, K.
+TOGETHER = {"q, k, v": ((4096, 1024, 1024), 4096), "gate, up": ((14336, 14336), 4096)}
 ROTATED_BYTES = 240_000_000  # four times the L2 cache
 
 
@@ -37,16 +44,43 @@ def main() -> None:
             row[f"{name} x"] = times["bf16"] / times[name]
         rows.append(row)
     common.publish(args, {"rows": args.rows, "replays": args.replays, "unit": "us"}, rows)
+    together = [_together(name, m, args.replays) for name in TOGETHER for m in args.rows if m <= 8]
+    print("\n" + common.table(together))
+    if args.out:
+        content = json.loads(args.out.read_text()) | {"together": together}
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _together(name: str, m: int, replays: int) -> dict:
+    """Weight-only products of the same activations: launched apart, and in one launch."""
+    sizes, k = TOGETHER[name]
+    x, ops = _activations(m, k), torch.ops.fp4compile
+    copies = max(3, int(ROTATED_BYTES / (0.5625 * k * sum(sizes))))
+    packed = [[ops.quantize(_weight(n, k), "nvfp4") for n in sizes] for _ in range(copies)]
+
+    def apart(weights):
+        return [ops.scaled_mm(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in weights]
+
+    def in_one(weights):
+        own = map(list, zip(*weights, strict=True))
+        return ops.scaled_mm_siblings(x, None, None, None, *own, "nvfp4", [], torch.bfloat16)
+
+    times = {how.__name__: graph_time([partial(how, weights) for weights in packed], replays) for how in (apart, in_one)}
+    return {"products": name, "M": m, "apart us": times["apart"], "in one launch us": times["in_one"]}
 
 
 def _time(calls, replays: int) -> float | None:
     """Median microseconds of a call; None without calls."""
-    return common.graph_time(calls, replays) if calls else None
+    return graph_time(calls, replays) if calls else None
 
 
 def _weights(n: int, k: int, weight_bytes: float):
     copies = min(max(3, int(ROTATED_BYTES / weight_bytes)), 64)
-    return [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    return [_weight(n, k) for _ in range(copies)]
+
+
+def _weight(n: int, k: int) -> torch.Tensor:
+    return torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
 
 
 def _activations(m: int, k: int) -> torch.Tensor:
