@@ -351,6 +351,14 @@ def _mm(a, b, *, out_dtype=None, out=None):
     return product if out is None else out.copy_(product)
 
 
+def check_streamed(shapes, a, b, layout, *out_dtype):
+    """Products of streamed weights, with a bias, of m x n x k."""
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    for m, n, k in shapes:
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n), *out_dtype)
+
+
 @gpu
 @for_gpus
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
@@ -358,12 +366,9 @@ def _mm(a, b, *, out_dtype=None, out=None):
 @pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
 def test_decode(a, b, layout):
     """A few rows and streamed weights: whole steps of every warp and ragged ends, rows that no program divides."""
-    a = a if isinstance(a, torch.dtype) else formats.get(a)
     shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768),
               (1, 8200, 1088), (8, 8192, 1024), (4, 16392, 512)]  # fmt: skip
-    for m, n, k in shapes:
-        x, w = torch.randn(m, k), torch.randn(n, k)
-        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
+    check_streamed(shapes, a, b, layout)
 
 
 # How weights and activations come, by the rows of activations: see `decode_config`.
@@ -382,10 +387,8 @@ def test_forms_of_decode(form, a, b, layout, monkeypatch):
     rows, tiles, warps, stages, x, steps = form
     config = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
     monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: config)
-    a = a if isinstance(a, torch.dtype) else formats.get(a)
-    for m, n, k in ((rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)):
-        x, w = torch.randn(m, k), torch.randn(n, k)
-        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
+    shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
+    check_streamed(shapes, a, b, layout)
 
 
 @gpu
@@ -395,13 +398,9 @@ def test_forms_of_decode(form, a, b, layout, monkeypatch):
 @pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
 def test_a_few_dozen_rows(a, b, layout):
     """Shared activations: one part and several, the last of them short or empty, phases and programs with ends."""
-    a = a if isinstance(a, torch.dtype) else formats.get(a)
     shapes = [(16, 512, 4096), (9, 205, 1088), (17, 784, 2112), (32, 40, 64), (48, 200, 8768), (64, 256, 2048)]
-    for m, n, k in shapes:
-        x, w = torch.randn(m, k), torch.randn(n, k)
-        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n))
-    x, w = torch.randn(33, 64), torch.randn(33792, 64)  # in one part
-    check(quantized(x, a), quantized(w, formats.get(b), layout), 64, torch.randn(33792), torch.bfloat16)
+    check_streamed(shapes, a, b, layout)
+    check_streamed([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
 
 
 @gpu

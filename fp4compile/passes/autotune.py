@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from fp4compile import formats
+from fp4compile.passes.tails import arguments_of
 
 log = logging.getLogger("fp4compile")
 _winners: dict[tuple, str] = {}
@@ -23,18 +23,17 @@ def fastest(product: Node) -> str:
     """Which of `templates.scaled_mm.contenders` computes a product soonest; the default where nothing can be timed."""
     from fp4compile.templates import scaled_mm  # here, so that the CPU needs no Triton
 
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
-    if not (config.max_autotune or config.max_autotune_gemm) or not all(map(_static, values)):
+    if not (config.max_autotune or config.max_autotune_gemm):
         return "library"
-    named = [formats.get(value) if i in (3, 7) and value is not None else value for i, value in enumerate(values)]
-    names = scaled_mm.contenders(*named)
+    arguments = arguments_of(product)
+    names = scaled_mm.contenders(*arguments) if all(map(_static, arguments)) else ()
     if not names or not torch.cuda.is_available():
         return "library"
-    key = tuple(_signature(value) for value in values)
+    key = tuple(map(_signature, arguments))
     if key not in _winners:
-        times = {name: _time(_call(named, name)) for name in names}
+        times = {name: _time(_call(arguments, name)) for name in names}
         _winners[key] = min(times, key=times.get)
-        log.info("product %s: %s", [tuple(values[i].shape) for i in (0, 4)], times)
+        log.info("product %s: %s", [tuple(arguments[i].shape) for i in (0, 4)], times)
     return _winners[key]
 
 

@@ -39,11 +39,11 @@ def lower(graph: Graph) -> int:
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
             if node.args[0].meta["val"].device.type == "cuda":
-                lowered += _replace(node, pattern.match(node), implementation)
+                lowered += _replace(pattern.match(node), implementation)
     return lowered
 
 
-def _replace(node: Node, match: Match, implementation: Callable) -> bool:
+def _replace(match: Match, implementation: Callable) -> bool:
     """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it.
 
     Returns whether the node was replaced: not where the choice among kernels is better made when the graph runs.
@@ -64,6 +64,7 @@ def _replace(node: Node, match: Match, implementation: Callable) -> bool:
         call_args, call_kwargs = pytree.tree_unflatten(values, spec)
         return implementation(*call_args, **call_kwargs)
 
+    node = match.output_node()
     contender = fastest(node) if node.target is torch.ops.fp4compile.scaled_mm.default else "library"
     try:
         with preferring(contender):

@@ -14,9 +14,9 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile import formats, sibling_ops  # noqa: F401 (defines the op)
+from fp4compile import sibling_ops  # noqa: F401 (defines the op)
 from fp4compile.passes.rewrite import new_node, value_key
-from fp4compile.passes.tails import PRODUCT
+from fp4compile.passes.tails import PRODUCT, arguments_of
 
 SIBLINGS = torch.ops.fp4compile.scaled_mm_siblings.default
 _OWN = (4, 5, 6, 8)  # arguments of a product that the others do not share: B, its scales, its outer scale, the bias
@@ -43,12 +43,9 @@ def _key(product: Node) -> tuple | None:
     from fp4compile.templates.scaled_mm_siblings import common
 
     a, a_scales, a_outer, a_format, *_, b_format, _, out_dtype = product.args
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
-    for i in (3, 7):
-        values[i] = None if values[i] is None else formats.get(values[i])
-    if values[7] is None:
+    if b_format is None:
         return None
-    shared = common(problem_of(*values))
+    shared = common(problem_of(*arguments_of(product)))
     if shared is None:
         return None
     of_a = [None if node is None else value_key(node) for node in (a, a_scales, a_outer)]

@@ -57,13 +57,18 @@ def fuse_tails(graph: Graph) -> int:
     return fused
 
 
-def _takes_tail(product: Node) -> bool:
-    from fp4compile.templates.scaled_mm import takes_tail  # here, so that the CPU needs no Triton
-
+def arguments_of(product: Node) -> list:
+    """What `templates.scaled_mm` is asked about a `scaled_mm` node: its arguments, tensors fake, formats by value."""
     arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
     for i in (3, 7):
         arguments[i] = None if arguments[i] is None else formats.get(arguments[i])
-    return takes_tail(*arguments)
+    return arguments
+
+
+def _takes_tail(product: Node) -> bool:
+    from fp4compile.templates.scaled_mm import takes_tail  # here, so that the CPU needs no Triton
+
+    return takes_tail(*arguments_of(product))
 
 
 @dataclass
