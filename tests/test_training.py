@@ -50,6 +50,7 @@ def equal(a, b):
         {"stochastic_rounding": ("wgrad",)},
         {"fprop_w": "nvfp4_te", "dgrad_w": "nvfp4_te"},
         {"fprop_x": None, "fprop_w": None},
+        {"dgrad_w": None, "wgrad_x": None, "hadamard": ()},
         {"dgrad_dy": None, "dgrad_w": None, "stochastic_rounding": ("wgrad",)},
         {"wgrad_dy": None, "wgrad_x": None, "hadamard": (), "stochastic_rounding": ("dgrad",)},
     ],

@@ -85,8 +85,9 @@ class _Builder:
         if treatment is None:
             if dim == -1:
                 return operand.source, None, None, None
-            rank = operand.source.meta["val"].dim()
-            swap = self._call(aten.transpose.int, (operand.source, rank - 2, rank - 1), meta)
+            *batch, rows, columns = range(operand.source.meta["val"].dim())
+            # Not aten.transpose: the graph is past the decompositions that Inductor counts on.
+            swap = self._call(aten.permute.default, (operand.source, [*batch, columns, rows]), meta)
             return swap, None, None, None
         key = (value_key(operand.source), treatment, dim)
         if key not in self.quantised:
