@@ -51,6 +51,17 @@ def codes_in_float32(x, factor):
     return codes(y.astype(np.float16), h)
 
 
+def codes_bounded(x, factor):
+    """`_bounded_ptx` of x times a factor that carries 2^-14: the sign is that of h. (In float64, as above.)"""
+    y = product(x, factor)
+    p = np.copysign(np.fmax(np.abs(y), np.float32(1.25 * 2.0**-14)), y).astype(np.float64)
+    h = (p * 2.0**22 + y).astype(np.float32)
+    h = (p * -(2.0**22 - 0.25) + h).astype(np.float32).astype(np.float16)
+    bits = np.where(np.isnan(h), np.uint16(0x7FFF), h.view(np.uint16))
+    assert not (bits[~np.isnan(h)] & np.uint16(0x7000)).any()
+    return (bits >> 9 & 7) | (bits >> 15) * 8
+
+
 def expected_codes(x, factor):
     negative = torch.from_numpy((x < 0) & ~np.isnan(factor))
     return reference.e2m1_encode(torch.from_numpy(x * factor), negative).numpy()
@@ -93,6 +104,66 @@ def test_products_with_any_factor():
         np.testing.assert_array_equal(codes_in_float32(x, factor), expected_codes(x, factor))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_bounded_products():
+    """The step sees nothing but the product: those next to ties and powers of two, many others, and their factors."""
+    around = np.concatenate([np.arange(0.25, 7, 0.25), 2.0 ** np.arange(-40.0, 3)]).astype(np.float32)
+    near = (around.view(np.int32)[:, None] + np.arange(-64, 65)).astype(np.int32).view(np.float32).ravel()
+    others = np.arange(np.float32(2.0**-4).view(np.int32), np.float32(7).view(np.int32), 61, np.int32).view(np.float32)
+    x = np.concatenate([near, others, np.float32([0, 1e-45, 1e-39])])
+    x = np.concatenate([x, -x])
+    x = x[np.abs(x) < 7]
+    scale = np.float32(packed_rounding.PACKED_SCALE.value)
+    for factor in np.float32([1, 0.999, 1 / 3, 2.0**-48, np.nan]):
+        np.testing.assert_array_equal(codes_bounded(x, factor * scale), expected_codes(x, factor))
+    for power in (59, -59):
+        scaled, factor = x * np.float32(2.0**power), np.float32(2.0**-power)
+        np.testing.assert_array_equal(codes_bounded(scaled, factor * scale), expected_codes(scaled, factor))
+
+
+def test_bounded_products_lie_below_the_next_tie():
+    """Elements up to a block's amax, or to `most_packed` if its scale saturates; amaxes round to E4M3 as the worst."""
+    quotients = np.exp2(np.linspace(-7, np.log2(465), 2**20)).astype(np.float32)
+    scales = torch.from_numpy(np.clip(quotients, 2.0**-6, 448)).to(torch.float8_e4m3fn).float().numpy()
+    assert (6 * np.minimum(quotients, 448 * (1 + 2.0**-20)) / scales).max() < 6.4
+    decode = (np.arange(2**23, 2**24, 5, dtype=np.int64) * 2.0**-23).astype(np.float32)
+    most = ((decode * np.float32(2688)).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    products = most * ((np.float32(1) / decode) / np.float32(448))
+    assert products.min() > 5.9 and products.max() < 6.1
+    assert (most * np.float32(1 / 6) / decode).min() > 432  # of an amax that is clamped, the scale is 448
+
+
+def correction(quotient, dividend, divisor, reciprocal):
+    """The last two steps of `_quotient_ptx`. (Exact in float64 but for the very last sum, rounded twice.)"""
+    remainder = (dividend.astype(np.float64) - quotient.astype(np.float64) * divisor).astype(np.float32)
+    return (remainder.astype(np.float64) * reciprocal + quotient).astype(np.float32)
+
+
+def test_quotients():
+    """Sixths of all bfloat16 mantissas; those divided by outer scales, and these by the mantissas of E4M3."""
+    amax = np.arange(128, 256, dtype=np.float32)
+    for power in (0, 14):
+        sixth = 2.0**power / 6
+        high = np.float32(sixth)
+        low = (amax * np.float32(sixth - float(high))).astype(np.float64)
+        sixths = (amax * np.float64(high) + low).astype(np.float32)
+        np.testing.assert_array_equal(sixths, (amax * 2.0**power / 6).astype(np.float32))
+    some = np.random.default_rng(0).integers(2**23, 2**24, 2**16)
+    # 32 / (2^24 - 1) is so close to the middle of two numbers that rounding twice misses it.
+    numbers = np.concatenate([some, np.arange(2**23, 2**23 + 999), np.arange(2**24 - 999, 2**24 - 1)])
+    mantissas = (numbers * 2.0**-23).astype(np.float32)
+    inverse = (1 / mantissas.astype(np.float64)).astype(np.float32)
+    for dividend in sixths:
+        exact = (dividend / mantissas.astype(np.float64)).astype(np.float32)
+        np.testing.assert_array_equal(correction(dividend * inverse, dividend, mantissas, inverse), exact)
+    for divisor in np.arange(8, 16, dtype=np.float32):
+        exact = (mantissas.astype(np.float64) / divisor).astype(np.float32)
+        for places in (-1, 0, 1):  # of the approximate reciprocal
+            reciprocal = ((np.float32(1) / divisor).view(np.int32) + np.int32(places)).view(np.float32)
+            found = correction(mantissas * reciprocal, mantissas, divisor, reciprocal)
+            np.testing.assert_array_equal(found, exact)
+
+
 def played(values, factors, ptx):
     """The codes [n, 8] that a row's or a column's assembly makes of bf16 bits [n, 8] and factors [n] (of each)."""
     if len(factors) == 1:
@@ -132,6 +203,24 @@ def test_the_assembly_in_fp16():
     for order, ptx in (([slice(None)], packed_rounding._ROW), ([slice(None), other], packed_rounding._COLUMNS)):
         each = np.repeat(np.stack([scales[i] for i in order], 1), 8 // len(order), 1)
         values = torch.from_numpy(shares * each).bfloat16().view(torch.uint16).numpy().astype(np.uint32)
+        check_played(values, [packed[i] for i in order], [factors[i] for i in order], ptx)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_of_bounded_products():
+    """Half of the values lie next to ties; zeros of both signs, and factors of blocks that are not finite."""
+    rng = np.random.default_rng(0)
+    factors = np.exp2(rng.uniform(-40, 40, 50000)).astype(np.float32)
+    factors[:50] = np.nan
+    packed = factors * np.float32(packed_rounding.PACKED_SCALE.value)
+    ties = rng.choice([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], (50000, 8)) * rng.choice([-1, 1], (50000, 8))
+    shares = np.where(rng.random((50000, 8)) < 0.5, ties, rng.uniform(-6.4, 6.4, (50000, 8)))
+    other = rng.permutation(50000)
+    bounded = (packed_rounding._ROW_BOUNDED, packed_rounding._COLUMNS_BOUNDED)
+    for order, ptx in zip(([slice(None)], [slice(None), other]), bounded, strict=True):
+        each = np.repeat(np.stack([factors[i] for i in order], 1), 8 // len(order), 1)
+        values = torch.from_numpy(shares / np.where(np.isnan(each), 1, each).astype(np.float64))
+        values = values.bfloat16().view(torch.uint16).numpy().astype(np.uint32)
         check_played(values, [packed[i] for i in order], [factors[i] for i in order], ptx)
 
 

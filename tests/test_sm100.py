@@ -44,6 +44,17 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
     assert set(merged) == {"RZ"}
 
 
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4"])
+def test_rows_and_columns_at_once_leave_registers_for_other_programs(format):
+    """Warps that a multiprocessor holds, by its 65536 registers: while some wait for memory, others work."""
+    both = check_sm100.Configuration("both", format, check_sm100._both)
+    (launched,) = (one for one in both.launches(90) if one.kernel.__name__ == "quantize_both")
+    _, found = check_sm100._check(launched, both.label, format, 90)
+    per_warp = 32 * -(-found.registers // 8) * 8
+    warps = 65536 // (per_warp * launched.num_warps) * launched.num_warps
+    assert warps >= (12 if NEW_PTXAS and launched.num_warps == 4 else 16)
+
+
 @pytest.mark.parametrize("sm", TARGETS)
 def test_a_small_tensor_is_read_before_its_amax_is_awaited(sm):
     """The kernel of the amax lets the next one start at once; that one waits only when it has begun to read."""

@@ -12,10 +12,12 @@ import triton.language as tl
 from fp4compile.templates.codec import block_scale, encode_run, magnitude_bits, outer_scales, unpack
 from fp4compile.templates.packed_rounding import (
     LEAST_AMAX,
+    MOST,
     PACKED_SCALE,
     clamp_packed,
     encode_packed_columns,
     encode_packed_row,
+    most_packed,
     ordinary,
     packed_e4m3_scales,
     packed_outer_scales,
@@ -56,15 +58,17 @@ def each_scale(
 
 @triton.jit
 def pair_scales(
-    amaxes, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
-    CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
+    amaxes, most, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+    CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Scales of both amaxes of a pair: their bytes in an int16, and the factors as the encoding wants them."""
     if ROUNDING == "fp16" and SCALE == "e4m3":
         bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
-    elif HAS_OUTER and ISA >= 90:
+    elif ROUNDING == "bounded":
+        bytes, factor0, factor1 = packed_outer_scales(amaxes[0], most, encode, decode, ROUNDING, CLAMP)
+    elif HAS_OUTER and ISA >= 100:
         if ordinary(decode):
-            bytes, factor0, factor1 = packed_outer_scales(amaxes[0], encode, decode)
+            bytes, factor0, factor1 = packed_outer_scales(amaxes[0], most, encode, decode, ROUNDING, CLAMP)
         else:
             bytes, factor0, factor1 = each_scale(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, dtype,
                                                  ISA)  # fmt: skip
@@ -77,6 +81,22 @@ def pair_scales(
 
 
 @triton.jit
+def scales_of(
+    pairs, most, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+    CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """`pair_scales` of each: a tuple of bytes, and one of twice as many factors."""
+    every = ()
+    factors = ()
+    for i in tl.static_range(len(pairs)):
+        bytes, factor0, factor1 = pair_scales(pairs[i], most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
+                                              ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+        every = every + (bytes,)
+        factors = factors + (factor0, factor1)
+    return every, factors
+
+
+@triton.jit
 def long_units(runs):
     """An even number of int32 tensors -> half as many int64 tensors."""
     units = ()
@@ -86,12 +106,12 @@ def long_units(runs):
 
 
 @triton.jit
-def rows_of(patches, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
+def rows_of(patches, most, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
     """Some of the words, clamped if asked (`clamp_packed`)."""
     words = ()
     for i in tl.static_range(START, START + COUNT):
         if CLAMP:
-            words = words + (clamp_packed(patches[i]),)
+            words = words + (clamp_packed(patches[i], most),)
         else:
             words = words + (patches[i],)
     return words
@@ -183,11 +203,38 @@ def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: 
 
 
 @triton.jit
+def encode_turn(
+    patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row,
+    ROW: tl.constexpr, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
+    GROUPS_A_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
+    WHOLE: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Rows of the patches from ROW on, for every pair of which there are amaxes; stores their codes.
+
+    Returns (scales of the pairs, codes of the columns).
+    """
+    turn: tl.constexpr = 2 * len(row_amaxes)
+    bytes, factors = scales_of(row_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ROUNDING, CLAMP,
+                               dtype, ISA)  # fmt: skip
+    words = rows_of(patches, most, ROW * WORDS, turn * WORDS, CLAMP)
+    column_runs = ()
+    for j in tl.static_range(WORDS):
+        column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, ROUNDING,
+                                                   ISA)  # fmt: skip
+    for k in tl.static_range(turn):
+        factor = repeat_along_row(factors[k], GROUPS_A_BLOCK)
+        codes = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, ROUNDING, ISA)
+        store_row(row_ptr, codes, row < rows - (ROW + k), group, per_row, WHOLE)
+        row_ptr += per_row
+    return bytes, column_runs
+
+
+@triton.jit
 def encode_tile(
-    patches, least, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
+    patches, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
     batch, row_tile, col_tile, rows, cols, dtype: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr,
-    ROUNDING: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
+    ROUNDING: tl.constexpr, CLAMP: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     COLUMN_UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     STRIPS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -199,16 +246,23 @@ def encode_tile(
     row0 = row_tile * row_count
     col0 = col_tile * col_count
 
-    column_bytes = ()
-    column_factors = ()
+    column_amaxes = ()
     for j in tl.static_range(WORDS):
         amaxes = max_of(patches, least, j, DEPTH, WORDS, ISA, dtype)
-        amaxes = max_down_column(amaxes, strips_a_block, dtype)
-        bytes, factor0, factor1 = pair_scales(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ROUNDING,
-                                              dtype, ISA)  # fmt: skip
-        column_bytes = column_bytes + (bytes,)
-        column_factors = column_factors + (repeat_down_column(factor0, strips_a_block),
-                                           repeat_down_column(factor1, strips_a_block))  # fmt: skip
+        column_amaxes = column_amaxes + (max_down_column(amaxes, strips_a_block, dtype),)
+    if ROUNDING == "bounded":
+        if ordinary(decode):
+            column_bytes, factors = scales_of(column_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
+                                              ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+        else:
+            column_bytes, factors = scales_of(column_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
+                                              "float32", False, dtype, ISA)  # fmt: skip
+    else:
+        column_bytes, factors = scales_of(column_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
+                                          ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+    column_factors = ()
+    for j in tl.static_range(2 * WORDS):
+        column_factors = column_factors + (repeat_down_column(factors[j], strips_a_block),)
 
     strip0 = row_tile * (STRIPS // strips_a_block)
     pairs = tl.reshape(tl.permute(stacked(column_bytes), (1, 2, 0)), (col_count // 2, STRIPS // strips_a_block))
@@ -226,23 +280,31 @@ def encode_tile(
     row_bytes = ()
     column_runs = ()
     for i in tl.static_range(0, DEPTH, turn):
-        row_factors = ()
+        row_amaxes = ()
         for k in tl.static_range(i, i + turn, 2):
             amaxes = max_of_rows(max_of(patches, least, k * WORDS, WORDS, 1, ISA, dtype),
                                  max_of(patches, least, (k + 1) * WORDS, WORDS, 1, ISA, dtype), dtype)  # fmt: skip
-            amaxes = max_along_row(amaxes, groups_a_block, dtype)
-            bytes, factor0, factor1 = pair_scales(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
-                                                  ROUNDING, dtype, ISA)  # fmt: skip
-            row_bytes = row_bytes + (bytes,)
-            row_factors = row_factors + (repeat_along_row(factor0, groups_a_block),
-                                         repeat_along_row(factor1, groups_a_block))  # fmt: skip
-        words = rows_of(patches, i * WORDS, turn * WORDS, ROUNDING == "fp16" and SCALE == "e4m3")
-        for j in tl.static_range(WORDS):
-            column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT,
-                                                       ROUNDING, ISA)  # fmt: skip
-        for k in tl.static_range(turn):
-            codes = encode_row(words, k * WORDS, WORDS, row_factors[k], dtype, ELEMENT, ROUNDING, ISA)
-            store_row(row_ptr, codes, row < rows - (i + k), group, per_row, WHOLE)
+            row_amaxes = row_amaxes + (max_along_row(amaxes, groups_a_block, dtype),)
+        if ROUNDING == "bounded":
+            # Each turn has this branch: one around all of them takes 200 registers.
+            if ordinary(decode):
+                bytes, runs = encode_turn(
+                    patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
+                )  # fmt: skip
+            else:
+                bytes, runs = encode_turn(
+                    patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, "float32", False, WHOLE, WORDS, ISA,
+                )  # fmt: skip
+        else:
+            bytes, runs = encode_turn(
+                patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
+                dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
+            )  # fmt: skip
+        row_bytes = row_bytes + bytes
+        column_runs = column_runs + runs
+        for _ in tl.static_range(turn):
             row_ptr += per_row
     if ROUNDING != "":
         column_runs = join_quarters(column_runs, WORDS)
@@ -292,9 +354,11 @@ def quantize_both(
                            ALIGN, WHOLE)  # fmt: skip
     least = gate(patches[0], LEAST_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
-    encode_tile(patches, least, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
+    clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"
+    most = MOST if OUTER == "none" else most_packed(decode)
+    encode_tile(patches, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
                 batch, row_tile, col_tile, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                rounding, SWIZZLED, WHOLE, COLUMN_UNIT_ALIGN, SCALE_ALIGN, COLUMN_SCALE_ALIGN,
+                rounding, clamp, SWIZZLED, WHOLE, COLUMN_UNIT_ALIGN, SCALE_ALIGN, COLUMN_SCALE_ALIGN,
                 STRIPS, GROUPS, WORDS, ISA)  # fmt: skip
 
 
