@@ -278,16 +278,17 @@ def _wgmma(p: Problem) -> torch.Tensor:
     out = p.empty() if split == 1 else p.empty_sums(split)
     tailed = p if split == 1 else replace(p, tail=None)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
-    even = known(p.n % (16 * warps) == 0 and p.k % (128 * config["PER"]) == 0)
+    rows = 16 * warps
+    even = known(p.n % rows == 0 and p.k % (128 * config["PER"]) == 0)
     launch(
-        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, 16 * warps) * split,
+        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, rows) * split,
         a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
         p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
         BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
         EVEN=int(even), ISA=p.target.isa, num_warps=warps, **config,
     )  # fmt: skip
-    return out if split == 1 else _rescale(p, out, split)
+    return out if split == 1 else _rescale(p, out, split, dependent=1)
 
 
 def _use_library(p: Problem) -> bool:
@@ -407,12 +408,17 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
     return out if split == 1 else _rescale(p, out, split)
 
 
-def _rescale(p: Problem, sums: torch.Tensor, split: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[batches, m, n] from float32 sums [split, batches, m, n]; in `out` if it is given."""
+def _rescale(
+    p: Problem, sums: torch.Tensor, split: int, out: torch.Tensor | None = None, dependent: int = 0
+) -> torch.Tensor:
+    """[batches, m, n] from float32 sums [split, batches, m, n]; in `out` if it is given.
+
+    dependent: whether the kernel that makes the sums starts the next one early, as `dependent` says.
+    """
     cols = 512
     out_row = p.n if out is None else out.stride(0)
     out = p.empty() if out is None else out
     launch(p.with_tail(reduce_splits), p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
            *p.tail_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
-           **p.epilogue)  # fmt: skip
+           DEPENDENT=dependent, **p.epilogue)  # fmt: skip
     return out

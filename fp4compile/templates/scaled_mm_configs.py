@@ -34,20 +34,21 @@ def decode_config(m, n, k) -> dict[str, int | str]:
 def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:
     """Constants of `scaled_mm_wgmma`, and SPLIT, for the shapes of Llama-3.
 
-    Two programs of eight warps share a multiprocessor, or one of 16 has it: that reads fewer activations, and pays
-    where they are many and the weights large. Partial sums take another launch, so that programs for three quarters of
-    the multiprocessors are enough. tailed: what the sums go through takes registers, too, which 16 warps do not have.
+    Several programs of eight warps share a multiprocessor, or one of 16 has it: that reads fewer activations, and pays
+    where they are many and the weights large. Small weights need many small programs. Partial sums take another
+    launch, so that a program for each multiprocessor is enough, unless it has very much to do. tailed: what the sums
+    go through takes registers, too, which 16 warps do not have.
     """
     rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
-    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 2 if rows == 16 else 1}
+    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 1 if rows == 64 else 2}
+    if known(n <= 2048):
+        few |= {"WARPS": 4, "PER": 1}
     many = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
-    large = rows == 64 and (known(n > 4096) or known(k > 8192))
-    config = many if large else few
-    tiles, split = ceil_div(n, 16 * config["WARPS"]), 1
-    shortest = 1024 if known(tiles > 16) else 512  # elements of the contraction dimension in a part
-    while split < 8 and known(tiles < 100) and known(k >= shortest * 2 * split):
-        if not known(tiles * 2 * split <= MULTIPROCESSORS * 16 // config["WARPS"]):
-            break
+    config = many if rows == 64 and known(n * k >= 2**26) else few
+    programs, split = ceil_div(n, 16 * config["WARPS"]), 1
+    room = MULTIPROCESSORS * (2 if rows == 16 and known(k > 16384) else 1)
+    # A part has at least 512 elements of the contraction dimension.
+    while split < 8 and known(2 * programs * split <= room) and known(k >= 1024 * split):
         split *= 2
     return {**(few if tailed and split == 1 else config), "SPLIT": split}
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.codec import float_bits
+from fp4compile.templates.dependent import arrived
 from fp4compile.templates.expand import TINY, expand, load_scales, load_units, shift_of, spread_scales
 from fp4compile.templates.tail import tail
 
@@ -226,11 +227,12 @@ def block_shape(warps, rows, blocks):
 def reduce_splits(
     sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr, batches, m, n, out_row,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
-    SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr,
+    SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The sum over the first axis of [SPLIT, batches, m, n] in float32, rescaled: COLS columns of one row.
 
-    out_row: elements from one row of out, and of the tail's operands, to the next.
+    out_row: elements from one row of out, and of the tail's operands, to the next. DEPENDENT: the kernel of the sums
+    starts this one early (see `dependent`).
     """
     tiles = tl.cdiv(n, COLS)
     program = tl.program_id(0)
@@ -242,6 +244,8 @@ def reduce_splits(
     at = flat_row.to(tl.int64) * n + col
     stride = tl.cast(batches, tl.int64) * m * n
     acc = tl.zeros((COLS,), tl.float32)
+    if DEPENDENT:
+        sums_ptr = arrived(sums_ptr)
     for split in tl.static_range(SPLIT):
         acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)

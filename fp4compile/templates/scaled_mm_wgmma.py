@@ -1,10 +1,10 @@
-"""The product of a few dozen rows of 16-bit activations and NVFP4 weights, by the warpgroup instruction of SM90.
+"""The product of a few dozen rows of 16-bit activations and NVFP4 weights, on SM90.
 
 Weights come as in `scaled_mm_decode`: each warp keeps 16 rows of them on their way into a ring of its own, 128 elements
 a step, and expands them in registers, which are the left operand of `wgmma`. So many activations are read from the
 cache more often than they may be, unless the warps of a program share them. They lie in shared memory, the right
-operand, for two phases: that of PER steps which is computed, and the next one. A warp expands and multiplies a step
-without waiting for others; once a phase they all meet.
+operand, by phases of PER steps: that which is computed, the next one, and the one before, which may still be read.
+Once a phase all warps meet. While the matrix units multiply some of the weights, the next ones are expanded.
 
 Of its 128 elements a lane holds those that `scaled_mm_decode` gives it, in pairs of j and j + 4 of every eight. The
 activations are put into that order when they are written to shared memory: once for all of the program's weights.
@@ -13,9 +13,12 @@ This, too, is written for one lane at a time, and the PTX is pure, its order kep
 inline PTX may declare, so it is Triton's: `_reserve`.
 """
 
+import itertools
+
 import triton
 import triton.language as tl
 
+from fp4compile.templates.dependent import release
 from fp4compile.templates.scaled_mm_decode import expand_word, scale_registers
 from fp4compile.templates.scaled_mm_decode_ring import (
     COMMIT,
@@ -28,7 +31,8 @@ from fp4compile.templates.scaled_mm_decode_ring import (
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
 from fp4compile.templates.tail import tail
 
-_SLOT = tl.constexpr(1152)  # bytes of a warp's step in its ring: codes and scales of 16 rows
+_KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
+_SLOT = tl.constexpr(1152)  # bytes of 16 rows of a warp's step in its ring: codes and scales
 _TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of `_reserve`
 
 # A matrix in shared memory: lines of 128 bytes, whose 16-byte units are exchanged by the line's number (the swizzle of
@@ -36,59 +40,65 @@ _TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of
 _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
+def _words_ptx(compute: str, words: range) -> list[str]:
+    """Words of eight codes of two rows -> scaled registers, a{word}_0 to 3 of the upper row, b... of the lower one."""
+    kind = _KIND[compute]
+    text = []
+    for word in words:
+        a, b = f"a{word}_", f"b{word}_"
+        text += [f".reg .b32 {a}<4>, {b}<4>;", expand_word(kind, f"w{word}", a), expand_word(kind, f"w{4 + word}", b)]
+        for j in range(4):
+            for register, scale in ((a, "s"), (b, "t")):
+                product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
+                text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
+    return text
+
+
 def _multiply_ptx(compute: str, rows: int) -> str:
     """64 rows of weights times `rows` rows of activations, over 128 elements, added to the warpgroup's sums.
 
     Operands: a lane's sums and a token out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of
-    both; the low half of the activations' descriptor; a token; the sums.
+    both; the low half of the activations' descriptor; a token; the sums. The last words are still being multiplied when
+    this is done: with few activations all of them, else half, as the registers allow.
     """
-    kind = "f16x2" if compute == "fp16" else "bf16x2"
-    sums = rows // 2
-    first = sums + 1
+    kind, sums = _KIND[compute], rows // 2
+    group = 4 if rows == 16 else 2
     text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
-    text += [f".reg .b32 a{word}_<4>, b{word}_<4>;" for word in range(4)]
     text.append(f"mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32}; mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
-    text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${first + i};" for i in range(4)]
-    text += [scale_registers(kind, f"${first + 4}", "s"), scale_registers(kind, f"${first + 5}", "t")]
+    text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${sums + 1 + i};" for i in range(4)]
+    text += [scale_registers(kind, f"${sums + 5}", "s"), scale_registers(kind, f"${sums + 6}", "t")]
     held = "{" + ", ".join(f"${i}" for i in range(sums)) + "}"
-    for word in range(4):  # of 8 codes in each row
-        text += [expand_word(kind, f"w{word}", f"a{word}_"), expand_word(kind, f"w{4 + word}", f"b{word}_")]
-        for j in range(4):
-            for register, scale in (("a", "s"), ("b", "t")):
-                product = f"{register}{word}_{j}, {register}{word}_{j}, {scale}{word // 2}"
-                text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
-        text.append("wgmma.fence.sync.aligned;")
-        for j in (0, 2):
+    for first in range(0, 4, group):
+        words = range(first, first + group)
+        text += [*_words_ptx(compute, words), "wgmma.fence.sync.aligned;"]
+        for word, j in itertools.product(words, (0, 2)):
             # A line of 128 bytes has 64 elements, which are four times 16; the next 64 are in the next matrix.
             at = word // 2 * (rows * 128 // 16) + (word % 2 * 2 + j // 2) * (32 // 16)
             left = ", ".join(f"{register}{word}_{i}" for i in (j, j + 1) for register in "ab")
             text.append(
-                f"add.u32 e, ${first + 6}, {at}; mov.b64 d, {{e, hi}};"
-                f" wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{kind[:-2]}.{kind[:-2]} {held}, {{{left}}}, d,"
-                " p, 1, 1, 0;"
+                f"add.u32 e, ${sums + 7}, {at}; mov.b64 d, {{e, hi}}; wgmma.mma_async.sync.aligned.m64n{rows}k16.f32"
+                f".{kind[:-2]}.{kind[:-2]} {held}, {{{left}}}, d, p, 1, 1, 0;"
             )
-    text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
+        text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;")
     return " ".join(text) + " }"
 
 
-_F16_16, _F16_32, _F16_64 = (tl.constexpr(_multiply_ptx("fp16", rows)) for rows in (16, 32, 64))
-_BF16_16, _BF16_32, _BF16_64 = (tl.constexpr(_multiply_ptx("bf16", rows)) for rows in (16, 32, 64))
+_PTX = tl.constexpr({(compute, rows): _multiply_ptx(compute, rows) for compute in _KIND for rows in (16, 32, 64)})
 
 
 @triton.constexpr_function
-def _choose(rows, of_16, of_32, of_64):
-    return {16: of_16, 32: of_32, 64: of_64}[rows]
+def _chosen(texts, compute, rows):
+    return texts[compute, rows]
 
 
 @triton.constexpr_function
-def _multiply_operands(rows):
-    sums = rows // 2
-    return ",".join(["=f"] * sums + ["=&r"] + ["l"] * 4 + ["r"] * 4 + [str(i) for i in range(sums)])
+def _multiply_operands(sums):
+    return ",".join(["=f"] * sums + ["=&r", "l,l,l,l,r,r,r,r"] + [str(i) for i in range(sums)])
 
 
 @triton.constexpr_function
-def _multiply_types(rows):
-    return (tl.float32,) * (rows // 2) + (tl.int32,)
+def _settle_operands(sums):
+    return ",".join(["=f"] * sums + [str(i) for i in range(sums)])
 
 
 # Out: eight activations (two words of 64 bits), zeros where there are none; a token. In: where from; whether there are
@@ -129,8 +139,8 @@ def _reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
 
 @triton.constexpr_function
 def shared_bytes(rows, warps, stages, steps):
-    """What a program needs, in whole tiles of `_reserve`: two phases, the rings, and a start at whole 1024 bytes."""
-    return -(-(2 * steps * rows * 256 + warps * stages * 1152 + 1023) // 4096) * 4096
+    """What a program needs, in whole tiles of `_reserve`: three phases, the rings, and a start at whole 1024 bytes."""
+    return -(-(3 * steps * rows * 256 + warps * stages * 1152 + 1023) // 4096) * 4096
 
 
 @triton.jit
@@ -183,15 +193,23 @@ def _start(
 
 
 @triton.jit
-def _multiply(w, c, at, token, ROWS: tl.constexpr, COMPUTE: tl.constexpr):
+def _multiply(w, c, at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
     """The sums c, 128 elements further, with the activations in shared memory at `at`; and a token."""
-    text: tl.constexpr = (_choose(ROWS, _F16_16, _F16_32, _F16_64) if COMPUTE == "fp16" else
-                          _choose(ROWS, _BF16_16, _BF16_32, _BF16_64))  # fmt: skip
+    text: tl.constexpr = _chosen(_PTX, COMPUTE, ROWS)
     found = tl.inline_asm_elementwise(
-        text, _multiply_operands(ROWS), w + ((at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
-        dtype=_multiply_types(ROWS), is_pure=True, pack=1,
+        text, _multiply_operands(ROWS // 2), w + ((at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
+        dtype=(tl.float32,) * (ROWS // 2) + (tl.int32,), is_pure=True, pack=1,
     )  # fmt: skip
     return found[: ROWS // 2], found[ROWS // 2]
+
+
+@triton.jit
+def _settled(c, COUNT: tl.constexpr):
+    """The sums, once the last of them are there."""
+    return tl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 0;", _settle_operands(COUNT), c, dtype=(tl.float32,) * COUNT, is_pure=True,
+        pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -210,13 +228,16 @@ def scaled_mm_wgmma(
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
-    PARTIAL: partial sums [splits, m, n] in float32, each program's of a part of the contraction dimension.
+    PARTIAL: partial sums [splits, m, n] in float32, each program's of a part of the contraction dimension; the kernel
+    that adds them may start early (see `dependent`).
     chunks: even. WARPS: of a program and of the launch, a multiple of 4; each has 16 rows of b. ROWS: 16, 32 or 64.
     STAGES: steps of a warp that are on their way. PER: steps of a phase. EVEN: no program has a row, and no phase a
     step, beyond the end.
     """
     _reserve(a_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, PER))
     tl.static_assert(ROWS * PER % (2 * WARPS) == 0)
+    if PARTIAL:
+        a_ptr = release(a_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
     row = (tl.program_id(0) // splits * WARPS + lane // 32) * 16
@@ -226,24 +247,27 @@ def scaled_mm_wgmma(
 
     phase_bytes: tl.constexpr = PER * ROWS * 256
     here = do_ptx(_MEMORY, "r", (lane,))
-    ring = here + 2 * phase_bytes + lane // 32 * (STAGES * _SLOT)
+    ring = here + 3 * phase_bytes + lane // 32 * (STAGES * _SLOT)
     token = lane
     for early in tl.static_range(STAGES):
         token = _start(ring + early * _SLOT, start * PER + early, stop * PER, token, lane, row, b_ptr,
                        b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-    x, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, PER)
-    token = _put(x, here, token, lane, ROWS, WARPS, PER)
+    first, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, PER)
     x, token = _fetch(a_ptr, start + 1, stop, token, lane, m, chunks, ROWS, WARPS, PER)
+    if B_OUTER == "tensor" and not PARTIAL:
+        token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is not waited for
+    token = _put(first, here, token, lane, ROWS, WARPS, PER)
     token = do_ptx(_MEET, "r", (token,))
 
+    count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = ()
-    for _ in tl.static_range(ROWS // 2):
+    for _ in tl.static_range(count):
         c = c + (zero,)
     slot = ring
     now = here
     for phase in tl.range(start, stop):
-        other = here + phase_bytes - (now - here)
+        other = tl.where(now == here + 2 * phase_bytes, here, now + phase_bytes)
         token = _put(x, other, token, lane, ROWS, WARPS, PER)
         x, token = _fetch(a_ptr, phase + 2, stop, token, lane, m, chunks, ROWS, WARPS, PER)
         for i in tl.static_range(PER):
@@ -252,13 +276,14 @@ def scaled_mm_wgmma(
             token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
             token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, row, b_ptr,
                            b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-            c, token = _multiply(w, c, now + i * (ROWS * 256), token, ROWS, COMPUTE)
+            c, token = _multiply(w, c, now + i * (ROWS * 256), token, COMPUTE, ROWS)
             slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
         token = do_ptx(_MEET, "r", (token,))
         now = other
+    c = _settled(c, count)
 
     values = ()  # all loads first, as none may pass a store
-    for i in tl.static_range(ROWS // 2):
+    for i in tl.static_range(count):
         at_m, at_n = _place(row, lane, i)
         acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `scale_registers`
         if not PARTIAL:
@@ -266,7 +291,7 @@ def scaled_mm_wgmma(
             inside = (at_m < m) & (at_n < n)
             acc = tail(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, tail_0_ptr, tail_1_ptr, ISA)
         values = values + (acc,)
-    for i in tl.static_range(ROWS // 2):
+    for i in tl.static_range(count):
         at_m, at_n = _place(row, lane, i)
         at = (split * m + at_m).to(tl.int64) * n + at_n
         store_rounded(out_ptr, at, values[i], (at_m < m) & (at_n < n), ISA)
