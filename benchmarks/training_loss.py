@@ -14,6 +14,7 @@ the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the who
         [--out FILE] [--plot FILE]
 """
 
+import argparse
 import ast
 import itertools
 import json
@@ -26,6 +27,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +38,7 @@ import torch.nn.functional as F
 import fp4compile
 from benchmarks import common
 from fp4compile.demo import Llama, Shape
-from fp4compile.recipe import named
+from fp4compile.recipe import Recipe, named
 
 SHAPES = {
     "100M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=32000),
@@ -46,36 +48,24 @@ VARIANTS = (
     "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr",
     "nvfp4_train-no_hadamard", "nvfp4_train-last_bf16", "nvfp4_train-forward_bf16"
 )  # fmt: skip
-SWITCHED_OFF = {"no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}}
 FORWARD_BF16 = {"fprop_x": None, "fprop_w": None}
+SWITCHES = {
+    "no_sr": {"stochastic_rounding": ()}, "no_hadamard": {"hadamard": ()}, "with_head": {"skip_lm_head": False},
+    "dy_only": {"dgrad_w": None, "wgrad_x": None, "hadamard": ()},
+}  # fmt: skip
 TAIL = 50
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--variants", nargs="+", default=VARIANTS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=24)
-    parser.add_argument("--shape", choices=SHAPES, default="100M")
-    parser.add_argument("--rate", type=float, default=6e-4)
-    parser.add_argument("--files", type=int, default=100_000, help="read so many sources at most")
-    parser.add_argument("--gpus", type=int, default=1, help="spread the runs over so many")
-    parser.add_argument("--tokens", type=Path, help="encoded text, if it was made before; made there if not")
-    parser.add_argument("--jobs", type=int, default=len(VARIANTS), help="processes at a time")
-    parser.add_argument("--plot", type=Path, help="write the curves there (needs matplotlib)")
-    parser.add_argument("--one", help="train this variant in this process and print its losses")
-    args = parser.parse_args()
+    args = parser(__doc__, VARIANTS).parse_args()
     if args.one:
-        print(json.dumps(train(args.one, args)))
+        print(json.dumps(train(args.one, args)[1]))
         return
     runs = [(variant, seed) for seed in args.seeds for variant in args.variants]
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(args.jobs) as pool:
-        args.tokens = args.tokens or Path(directory) / "tokens.npy"
-        if not args.tokens.exists():
-            encode(args.tokens, SHAPES[args.shape].vocabulary, args.files)
+        provide_tokens(args, Path(directory))
         places = itertools.cycle(range(args.gpus))
-        done = pool.map(lambda run, place: _in_own_process(*run, place, args), runs, places)
+        done = pool.map(lambda run, place: in_own_process(*run, place, args), runs, places)
         runs = dict(zip(runs, done, strict=True))
         count = len(numpy.load(args.tokens, mmap_mode="r"))
     settings = {name: getattr(args, name) for name in ("steps", "batch", "shape", "rate", "seeds")}
@@ -86,6 +76,31 @@ def main() -> None:
     common.publish(args, settings | {"losses": losses}, rows)
     if args.plot:
         plot({variant: runs[variant, args.seeds[0]] for variant in args.variants}, args.plot)
+
+
+def parser(description: str | None, variants: tuple[str, ...]) -> argparse.ArgumentParser:
+    """The options of a benchmark that trains the model."""
+    made = common.parser(description)
+    made.add_argument("--variants", nargs="+", default=variants)
+    made.add_argument("--seeds", nargs="+", type=int, default=[0])
+    made.add_argument("--steps", type=int, default=1000)
+    made.add_argument("--batch", type=int, default=24)
+    made.add_argument("--shape", choices=SHAPES, default="100M")
+    made.add_argument("--rate", type=float, default=6e-4)
+    made.add_argument("--files", type=int, default=100_000, help="read so many sources at most")
+    made.add_argument("--gpus", type=int, default=1, help="spread the runs over so many")
+    made.add_argument("--tokens", type=Path, help="encoded text, if it was made before; made there if not")
+    made.add_argument("--jobs", type=int, default=len(variants), help="processes at a time")
+    made.add_argument("--plot", type=Path, help="write the curves there (needs matplotlib)")
+    made.add_argument("--one", help="measure this variant in this process and print what is found")
+    return made
+
+
+def provide_tokens(args, directory: Path) -> None:
+    """Encode the text where that was not done before, in the directory where no other place is given."""
+    args.tokens = args.tokens or directory / "tokens.npy"
+    if not args.tokens.exists():
+        encode(args.tokens, SHAPES[args.shape].vocabulary, args.files)
 
 
 def summary(variant: str, runs: dict, seeds: list[int]) -> dict:
@@ -105,12 +120,16 @@ def _tail(run: dict) -> float:
     return sum(losses) / len(losses)
 
 
-def _in_own_process(name: str, seed: int, place: int, args) -> dict:
-    """Losses of a variant, on the GPU at `place`; its own messages go to stderr as they come."""
+def in_own_process(
+    name: str, seed: int, place: int, args, module: str = "benchmarks.training_loss", more: tuple[str, ...] = ()
+) -> dict:
+    """What the module prints of a variant, on the GPU at `place`; its own messages go to stderr as they come.
+
+    more: the options that it has beyond those of training.
+    """
     with tempfile.TemporaryFile("w+") as out:
-        command = [sys.executable, "-m", "benchmarks.training_loss", "--one", name, "--device", args.device,
-                   "--seeds", str(seed)]  # fmt: skip
-        for option in ("steps", "batch", "shape", "rate", "tokens"):
+        command = [sys.executable, "-m", module, "--one", name, "--seeds", str(seed)]
+        for option in ("device", "steps", "batch", "shape", "rate", "tokens", *more):
             command += [f"--{option}", str(getattr(args, option))]
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(place)} if args.gpus > 1 else {})
         subprocess.run(command, stdout=out, check=True, env=environment)
@@ -118,15 +137,14 @@ def _in_own_process(name: str, seed: int, place: int, args) -> dict:
         return json.loads(out.read().splitlines()[-1])
 
 
-def train(variant: str, args) -> dict:
-    shape = SHAPES[args.shape]
+def train(variant: str, args) -> tuple[Llama, dict]:
+    """The trained model, and what is to be said of the run."""
     seed = args.seeds[0]
     torch.manual_seed(seed)
-    model = Llama(shape).to(args.device)
+    model = Llama(SHAPES[args.shape]).to(args.device)
     backend = backend_of(variant)
     quantised = len(model.layers) - (len(model.layers) // 4 if variant.endswith("-last_bf16") else 0)
-    for index, block in enumerate(model.layers):  # they share one graph, which is compiled once
-        block.compile(backend=backend if index < quantised else "inductor")
+    compile_with(backend, model, quantised)
     optimiser = torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.95), fused=args.device != "cpu")
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimiser,
@@ -137,21 +155,12 @@ def train(variant: str, args) -> dict:
         milestones=[args.steps // 20 + 1],
     )
     start, losses = time.monotonic(), []
-    data, draw = torch.from_numpy(numpy.load(args.tokens)).to(args.device), torch.Generator().manual_seed(seed + 1)
-    order = torch.randperm((len(data) - 1) // shape.length, generator=draw)
-    if len(order) < args.steps * args.batch:
-        raise ValueError(f"{args.steps} steps of {args.batch}: the text has {len(order)} sequences of {shape.length}")
-    window = torch.arange(shape.length + 1, device=args.device)
-    for step in range(args.steps):
+    for step, tokens in enumerate(batches(args, 0, args.steps)):
         if variant.endswith("-forward_bf16") and step == args.steps * 4 // 5:
             changed = fp4compile.backend(backend.recipe.replace(**FORWARD_BF16), strict=True)
             for block in model.layers:
                 block.compile(backend=changed)
-        starts = shape.length * order[step * args.batch :][: args.batch, None]
-        tokens = data[starts.to(args.device) + window].long()
-        with torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16):
-            logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = loss_of(model, tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
@@ -161,7 +170,7 @@ def train(variant: str, args) -> dict:
         if step % 100 == 0:
             print(f"{variant} step {step} loss {loss.item():.3f} {time.monotonic() - start:.0f} s", file=sys.stderr)
     share = None if isinstance(backend, str) else 100 * backend.report.flops_share() * quantised / len(model.layers)
-    return {
+    return model, {
         "losses": [round(value, 5) for value in torch.stack(losses).tolist()], "seconds": time.monotonic() - start,
         "quantised": share, "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
@@ -170,8 +179,46 @@ def train(variant: str, args) -> dict:
 def backend_of(variant: str):
     if variant.startswith("bf16"):
         return "eager" if variant == "bf16-uncompiled" else "inductor"
-    recipe, _, switch = variant.partition("-")
-    return fp4compile.backend(named(recipe).replace(**SWITCHED_OFF.get(switch, {})), strict=True)
+    return fp4compile.backend(recipe_of(variant), strict=True)
+
+
+def recipe_of(variant: str) -> Recipe:
+    """The recipe of a variant's name, each of its switches turned."""
+    name, *switches = variant.split("-")
+    recipe = named(name)
+    for switch in switches:
+        recipe = recipe.replace(**SWITCHES.get(switch, {}))
+    return recipe
+
+
+def compile_with(backend, model: Llama, quantised: int) -> None:
+    """Compile the blocks, the first so many of them with the backend; the head too, where its recipe has the head."""
+    for index, block in enumerate(model.layers):  # they share one graph, which is compiled once
+        block.compile(backend=backend if index < quantised else "inductor")
+    if not isinstance(backend, str) and not backend.recipe.skip_lm_head:
+        # A report of its own: that of the blocks says what share of them is quantised. Not `compile`, which passes by
+        # the forward of PyTorch's own modules.
+        apart = fp4compile.backend(backend.recipe, strict=True)
+        model.lm_head.forward = torch.compile(model.lm_head.forward, backend=apart)
+
+
+def batches(args, first: int, count: int) -> Iterator[torch.Tensor]:
+    """Batches of sequences, one token longer than the model's, in the order of the seed; no sequence comes twice."""
+    length = SHAPES[args.shape].length
+    data = torch.from_numpy(numpy.load(args.tokens)).to(args.device)
+    order = torch.randperm((len(data) - 1) // length, generator=torch.Generator().manual_seed(args.seeds[0] + 1))
+    if len(order) < (first + count) * args.batch:
+        raise ValueError(f"{first + count} batches of {args.batch}: the text has {len(order)} sequences of {length}")
+    window = torch.arange(length + 1, device=args.device)
+    for place in range(first, first + count):
+        starts = length * order[place * args.batch :][: args.batch, None]
+        yield data[starts.to(args.device) + window].long()
+
+
+def loss_of(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def encode(path: Path, vocabulary: int, most: int) -> None:
