@@ -1,5 +1,13 @@
+import os
+
+import in_interpreter
 import pytest
 import torch
+
+
+def pytest_configure():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        in_interpreter.patch_triton_once()
 
 
 def pytest_collection_modifyitems(items):
