@@ -54,9 +54,9 @@ def main() -> None:
 def _together(name: str, m: int, replays: int) -> dict:
     """Weight-only products of the same activations: launched apart, and in one launch."""
     sizes, k = TOGETHER[name]
-    x, ops = _activations(m, k), torch.ops.fp4compile
+    x, ops = activations(m, k), torch.ops.fp4compile
     copies = max(3, int(ROTATED_BYTES / (0.5625 * k * sum(sizes))))
-    packed = [[ops.quantize(_weight(n, k), "nvfp4") for n in sizes] for _ in range(copies)]
+    packed = [[ops.quantize(weight(n, k), "nvfp4") for n in sizes] for _ in range(copies)]
 
     def apart(weights):
         return [ops.scaled_mm(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in weights]
@@ -76,19 +76,19 @@ def _time(calls, replays: int) -> float | None:
 
 def _weights(n: int, k: int, weight_bytes: float):
     copies = min(max(3, int(ROTATED_BYTES / weight_bytes)), 64)
-    return [_weight(n, k) for _ in range(copies)]
+    return [weight(n, k) for _ in range(copies)]
 
 
-def _weight(n: int, k: int) -> torch.Tensor:
+def weight(n: int, k: int) -> torch.Tensor:
     return torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
 
 
-def _activations(m: int, k: int) -> torch.Tensor:
+def activations(m: int, k: int) -> torch.Tensor:
     return torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
 
 
 def _bf16(m, n, k):
-    x = _activations(m, k)
+    x = activations(m, k)
     return [lambda w=w: torch.nn.functional.linear(x, w) for w in _weights(n, k, 2 * n * k)]
 
 
@@ -98,13 +98,13 @@ def _packed(n, k):
 
 
 def _weight_only(m, n, k):
-    x = _activations(m, k)
+    x = activations(m, k)
     product = torch.ops.fp4compile.scaled_mm
     return [lambda w=w: product(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
 
 
 def _w4a4(m, n, k):
-    x = _activations(m, k)
+    x = activations(m, k)
     ops = torch.ops.fp4compile
     return [
         lambda w=w: ops.scaled_mm(*ops.quantize(x, "nvfp4"), "nvfp4", *w, "nvfp4", None, torch.bfloat16)
@@ -114,7 +114,7 @@ def _w4a4(m, n, k):
 
 def _w4a4_product(m, n, k):
     """Without the activations' quantisation."""
-    x = torch.ops.fp4compile.quantize(_activations(m, k), "nvfp4")
+    x = torch.ops.fp4compile.quantize(activations(m, k), "nvfp4")
     product = torch.ops.fp4compile.scaled_mm
     return [lambda w=w: product(*x, "nvfp4", *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
 
@@ -128,7 +128,7 @@ def _torchao(m, n, k):
     except ImportError:
         return []
     torch._dynamo.reset()  # every shape compiled for itself
-    x = _activations(m, k)
+    x = activations(m, k)
     layers = []
     for w in _weights(n, k, 0.5625 * n * k)[:3]:
         layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)

@@ -6,9 +6,12 @@ import numpy
 import pytest
 import torch
 
-from benchmarks import gradient_error, training_loss
+from benchmarks import gradient_error, launches, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.demo import Llama, Shape
+from fp4compile.targets import Target
+from fp4compile.templates import quantize
+from fp4compile.templates.launch import on_paper
 
 
 @pytest.fixture
@@ -86,3 +89,24 @@ def test_distance_from_bf16():
     found = {"bf16": {"losses": [1.0, 2.0]}, "other": {"losses": [1.01, 2.04]}}
     assert gradient_error.distance("other", found) == pytest.approx((1.5, 0.5))
     assert gradient_error.distance("other", {"other": found["other"]}) == (None, None)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 9, 16, 32, 64])
+@pytest.mark.parametrize("name", launches.PRODUCTS)
+def test_the_tables_launches_are_among_those_tried(name, m):
+    sizes, k = launches.PRODUCTS[name]
+    assert launches.table_of(m, sum(sizes), k) in launches.launches(m, k)
+
+
+@pytest.mark.parametrize("name, m", [("gate, up", 1), ("o", 4), ("down", 16), ("o", 64)])
+def test_products_are_launched_as_asked(name, m):
+    sizes, k = launches.PRODUCTS[name]
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    with on_paper(Target(90)):
+        weights = [quantize.quantize(torch.empty(n, k, device="meta"), launches.NVFP4) for n in sizes]
+    for asked in launches.launches(m, k):
+        with on_paper(Target(90)) as made, launches.computes(m, asked):
+            launches.product(x, weights)
+        found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made)}
+        asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
+        assert asked.items() <= found.items()
