@@ -12,7 +12,7 @@ import triton.language as tl
 from ptx_player import play
 
 from fp4compile import formats, reference
-from fp4compile.templates import codec, packed_rounding
+from fp4compile.templates import block_scales, packed_rounding
 from fp4compile.templates import quantize as kernels
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
@@ -234,7 +234,7 @@ def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():
     amax = torch.arange(0, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     codes = [
         torch.clamp(scale, 2.0**-6, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-        for scale in (amax / 6, amax * codec.SIXTH.value)
+        for scale in (amax / 6, amax * block_scales.SIXTH.value)
     ]
     assert torch.equal(*codes)
 
@@ -242,7 +242,7 @@ def test_a_sixth_of_a_bfloat16_rounds_like_the_quotient():
 @triton.jit
 def reciprocals(x_ptr, out_ptr, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
-    tl.store(out_ptr + i, codec._reciprocal_e4m3(tl.load(x_ptr + i), 90))
+    tl.store(out_ptr + i, block_scales._reciprocal_e4m3(tl.load(x_ptr + i), 90))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from fp4compile.templates.codec import decode_pair, decode_scale, pack
+from fp4compile.templates.block_scales import decode_scale
+from fp4compile.templates.codec import decode_pair, pack
 from fp4compile.templates.quantize_rows import swizzle, tile_of
 
 

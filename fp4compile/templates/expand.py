@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from fp4compile import _compat
-from fp4compile.templates.codec import decode_scale, e2m1_value, fp8_pair, unpack
+from fp4compile.templates.block_scales import decode_scale
+from fp4compile.templates.codec import e2m1_value, fp8_pair, unpack
 from fp4compile.templates.quantize_rows import load_words, swizzle
 
 TINY = tl.constexpr(32)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from fp4compile.templates.codec import decode_pair, decode_scale, float_bits
+from fp4compile.templates.block_scales import decode_scale
+from fp4compile.templates.codec import decode_pair, float_bits
 from fp4compile.templates.expand import load_scales, load_units, spread_scales
 
 

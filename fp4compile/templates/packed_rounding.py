@@ -153,7 +153,7 @@ def packed_e4m3_scales(amaxes):
 
     The factors carry 2^-14. The float32 reciprocal of 15 (times a power of two) is so much too large that 5/4, 5/2 and
     5 times 15 come out above the tie; fp16 would not show it without `_PACKED_SCALE_ABOVE`.
-    As `codec.e4m3_scale`, contract "torchao" without an outer scale: for bf16 a product with 1/6 rounds like the
+    As `block_scales.e4m3_scale`, contract "torchao" without an outer scale: for bf16 a product with 1/6 rounds like the
     quotient. The factors may be an approximate reciprocal's last place off: far less than fp16 shows.
     """
     return tl.inline_asm_elementwise(
@@ -227,7 +227,7 @@ def most_packed(decode):
 def packed_outer_scales(amaxes, most, encode, decode, ROUNDING: tl.constexpr, CLAMP: tl.constexpr):
     """Words of two bf16 amaxes (of any sign) -> (both bytes in an int32, the factor of each).
 
-    As `codec.e4m3_scale`, contract "torchao", with an `ordinary` outer scale. Factors carry 2^-14 if ROUNDING is
+    As `block_scales.e4m3_scale`, contract "torchao", with an `ordinary` outer scale. Factors carry 2^-14 if ROUNDING is
     "bounded"; then no amax is above `most` (`most_packed`) or not finite unless CLAMP says that one may be.
     """
     ptx: tl.constexpr = _OUTER_SCALES_CLAMPED if CLAMP else _OUTER_SCALES_BOUNDED

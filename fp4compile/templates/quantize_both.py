@@ -9,7 +9,8 @@ unpacks serves the other, and no more than the registers of four programs on a m
 import triton
 import triton.language as tl
 
-from fp4compile.templates.codec import block_scale, encode_run, magnitude_bits, outer_scales, unpack
+from fp4compile.templates.block_scales import block_scale, outer_scales
+from fp4compile.templates.codec import encode_run, magnitude_bits, unpack
 from fp4compile.templates.packed_rounding import (
     LEAST_AMAX,
     MOST,

@@ -6,16 +6,8 @@ The tile is read twice, as strips and, for the rows, as blocks of a row; the sec
 import triton
 import triton.language as tl
 
-from fp4compile.templates.codec import (
-    block_scale,
-    encode_run,
-    float8_outer,
-    infinity_to_nan,
-    outer_from_amax,
-    outer_scales,
-    reciprocal,
-    word_amax,
-)
+from fp4compile.templates.block_scales import block_scale, float8_outer, outer_from_amax, outer_scales, reciprocal
+from fp4compile.templates.codec import encode_run, infinity_to_nan, word_amax
 from fp4compile.templates.quantize_rows import encode_and_store, load_tile, store_scales, store_units, tile_of
 from fp4compile.templates.stochastic import beside, philox
 from fp4compile.templates.strips import hadamard, load_strips, strips_amax, unpack_strips, values_amax

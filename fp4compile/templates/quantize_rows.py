@@ -9,18 +9,8 @@ import triton
 import triton.language as tl
 
 from fp4compile import _compat
-from fp4compile.templates.codec import (
-    block_scale,
-    encode_pair,
-    encode_run,
-    float8_outer,
-    infinity_to_nan,
-    outer_from_amax,
-    outer_scales,
-    reciprocal,
-    unpack,
-    word_amax,
-)
+from fp4compile.templates.block_scales import block_scale, float8_outer, outer_from_amax, outer_scales, reciprocal
+from fp4compile.templates.codec import encode_pair, encode_run, infinity_to_nan, unpack, word_amax
 from fp4compile.templates.dependent import arrived
 from fp4compile.templates.stochastic import beside, philox
 

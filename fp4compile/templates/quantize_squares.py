@@ -9,13 +9,8 @@ block runs over a thread's registers and the lanes of its warp; only the finishe
 import triton
 import triton.language as tl
 
-from fp4compile.templates.codec import (
-    block_scale,
-    column_amax,
-    encode_pair,
-    outer_scales,
-    unpack,
-)
+from fp4compile.templates.block_scales import block_scale, outer_scales
+from fp4compile.templates.codec import column_amax, encode_pair, unpack
 from fp4compile.templates.quantize_rows import load_index, load_words, loaded, store_scales, store_units, tile_of
 
 
