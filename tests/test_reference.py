@@ -1,4 +1,4 @@
-"""The reference against three oracles: torchao, scalar loops over the written contract, and literal bytes."""
+"""The reference against scalar loops over the written contract, and literal bytes; see also test_reference_torchao."""
 
 import math
 from bisect import bisect_left
@@ -6,7 +6,8 @@ from bisect import bisect_left
 import numpy as np
 import pytest
 import torch
-from hard_inputs import DTYPES, FINITE, NAMES, NON_FINITE, hard_input
+from codes import as_bytes, codes_of
+from hard_inputs import DTYPES, FINITE, NAMES, hard_input
 
 from fp4compile import reference
 from fp4compile.formats import NAMED, BlockFormat, get
@@ -63,21 +64,6 @@ def every_bf16() -> torch.Tensor:
     """Every finite bfloat16, as float32."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
     return x[x.isfinite()]
-
-
-def codes_of(data: torch.Tensor) -> torch.Tensor:
-    """One code an element, as uint8."""
-    if data.dtype != torch.uint8:
-        return data.view(torch.uint8)
-    return torch.stack((data % 16, data // 16), dim=-1).reshape(*data.shape[:-1], -1)
-
-
-def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8)
-
-
-def is_negative_zero(x: torch.Tensor) -> torch.Tensor:
-    return (x == 0) & x.signbit()
 
 
 # ---------------------------------------------------------------- elements
@@ -214,112 +200,6 @@ def test_e8m0_decode_of_every_byte():
     decoded = reference.e8m0_decode(torch.arange(256).to(torch.uint8))
     assert decoded[:255].double().tolist() == [2.0 ** (byte - 127) for byte in range(255)]
     assert decoded[255].isnan()
-
-
-# ---------------------------------------------------------------- torchao
-
-
-def torchao_nvfp4(x, p):
-    module = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-    return module.nvfp4_quantize(x.float(), 16, p)
-
-
-def torchao_mx(x, element, mode):
-    module = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    config = pytest.importorskip("torchao.prototype.mx_formats.config")
-    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float4_e2m1fn_x2}
-    return module.to_mx(x.float(), dtypes[element], 32, config.ScaleCalculationMode(mode))
-
-
-def block_amax(x, block):
-    return x.float().abs().unflatten(-1, (-1, block)).amax(-1)
-
-
-def differing(x, ours, theirs, block):
-    """Blocks with a code that differs; -0.0 does not count in E2M1, where torchao keeps its sign."""
-    different = codes_of(ours) != codes_of(theirs.view(ours.dtype))
-    if ours.dtype == torch.uint8:
-        different &= ~is_negative_zero(x)
-    return different.unflatten(-1, (-1, block)).any(-1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_nvfp4_one_level_equals_torchao(name, dtype):
-    x = hard_input(name, (48, 256), dtype)
-    q = quantize(x, "nvfp4_one_level")
-    scales, data = torchao_nvfp4(x, None)
-    amax = block_amax(x, 16)
-    assert not ((as_bytes(q.scales) != as_bytes(scales)) & ~amax.isinf()).any()  # torchao: 448 for an infinite block
-    assert not (differing(x, q.data, data, 16) & amax.isfinite()).any()
-    assert amax.isfinite().sum() == amax.numel() - (name in NON_FINITE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_nvfp4_two_level_equals_torchao(name, dtype):
-    x = hard_input(name, (48, 256), dtype)
-    p = x.float().abs().amax() / 2688
-    if not p > 0:
-        return  # torchao: NaN for an all-zero tensor (see test_all_zero_tensor), and for one with a NaN
-    q = quantize(x, "nvfp4")
-    scales, data = torchao_nvfp4(x, p)
-    assert torch.equal(q.outer, p)
-    finite = block_amax(x, 16).isfinite()
-    assert not ((as_bytes(q.scales) != as_bytes(scales)) & finite).any()
-    assert not (differing(x, q.data, data, 16) & finite).any()
-    assert finite.sum() == finite.numel() - (name in NON_FINITE)
-
-
-@pytest.mark.parametrize("outer", [2.0**-7, 0.013, 3.7, 1e-30])
-def test_nvfp4_static_outer_equals_torchao(outer):
-    """A calibrated scale does not fit the tensor: block scales saturate or underflow."""
-    x = hard_input("scaled_rows", (48, 256))
-    p = torch.tensor(outer)
-    q = quantize(x, "nvfp4", outer=p)
-    scales, data = torchao_nvfp4(x, p)
-    assert q.outer is p
-    assert torch.equal(as_bytes(q.scales), as_bytes(scales)) and torch.equal(q.data, data)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("element", MX_ELEMENTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_mx_equals_torchao(name, dtype, element, mode):
-    x = hard_input(name, (48, 512), dtype, block=32)
-    q = quantize(x, BlockFormat(element, (1, 32), "e8m0", None, mode))
-    scales, data = torchao_mx(x, element, mode)
-    amax = block_amax(x, 32)
-    # Where torchao departs from the contract, tested on their own below: it flushes the smallest scales, counts an
-    # infinity as a number, and takes rceil from a rounded logarithm, blind to 1 ulp past the largest element.
-    off = amax.isinf() | ((amax > 0) & (amax < 1e-33))
-    if mode == "rceil":
-        top = MX_ELEMENTS[element][0]
-        off |= (amax.view(torch.int32) & 0x7FFFFF) == (torch.tensor(top).view(torch.int32) & 0x7FFFFF) + 1
-    assert name in ("tiny", "scale_boundary", *NON_FINITE) or not off.any()
-    assert off.float().mean() < (1.0 if name == "tiny" else 0.05)
-    assert not ((as_bytes(q.scales) != as_bytes(scales)) & ~off).any()
-    # Codes under a NaN scale mean nothing.
-    assert not (differing(x, q.data, data, 32) & ~off & ~amax.isnan()).any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_float8_rowwise_equals_torchao(name, dtype):
-    utils = pytest.importorskip("torchao.float8.float8_utils")
-    config = pytest.importorskip("torchao.float8.config")
-    x = hard_input(name, (48, 200), dtype)
-    q = quantize(x, "float8_rowwise")
-    scale = utils.tensor_to_scale(
-        x, torch.float8_e4m3fn, scaling_granularity=config.ScalingGranularity.AXISWISE, axiswise_dim=-1
-    )
-    codes = utils.to_fp8_saturated(x.float() * scale, torch.float8_e4m3fn)
-    finite = x.isfinite().all(-1)
-    assert finite.sum() == 48 - (name in NON_FINITE)
-    assert q.scales is None and q.outer.shape == (48, 1)
-    assert torch.equal(as_bytes(q.data)[finite], as_bytes(codes)[finite])
-    assert torch.equal(q.outer[finite], (1.0 / scale)[finite])
 
 
 # ---------------------------------------------------------------- MX where torchao is off the contract
