@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,19 @@ def publish(args: argparse.Namespace, settings: dict[str, Any], rows: list[dict[
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int) -> float:
     """Microseconds a call: the median replay of a CUDA graph of the calls."""
+    return graph_times([calls], replays)[0]
+
+
+def graph_times(sequences: Iterable[Sequence[Callable[[], object]]], replays: int) -> list[float]:
+    """`graph_time` of several sequences of calls, replayed in turns: the card's clock falls under heavy load."""
+    graphs = [(_captured(calls), len(calls)) for calls in sequences]
+    for graph, _ in graphs:
+        graph.replay()
+    rounds = [[_replay(graph) / count for graph, count in graphs] for _ in range(replays)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -64,16 +77,17 @@ def graph_time(calls: Sequence[Callable[[], object]], replays: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a replay."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,8 +1,8 @@
 """Which launches stream NVFP4 weights fastest? What the tables of `fp4compile.templates.scaled_mm_configs` come from.
 
 Every launch that fits on the chip is compiled, in processes side by side, run once and compared with the table's; then
-each is timed as `benchmarks.linear` times products: one CUDA graph over weights that the L2 cache does not hold. Shown
-are the fastest of each product beside what the table has for it. Products of several weights are one launch, up to
+all are timed as `benchmarks.linear` times products: CUDA graphs over weights that the L2 cache does not hold. Shown are
+the fastest of each product beside what the table has for it. Products of several weights are one launch, up to
 DECODE_ROWS rows of activations.
 
     python -m benchmarks.launches [--products "gate, up" ...] [--rows 1 4 16 64] [--best 4] [--jobs 16] [--out FILE]
@@ -10,7 +10,6 @@ DECODE_ROWS rows of activations.
 
 import itertools
 import multiprocessing
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from unittest import mock
@@ -127,12 +126,13 @@ def measure(sizes: tuple[int, ...], k: int, m: int, tried: list[Launch], replays
     x = activations(m, k)
     copies = max(3, int(ROTATED_BYTES / (0.5625 * k * sum(sizes))))
     every = [packed(sizes, k) for _ in range(copies)]
-    calls: list[Callable] = [partial(product, x, weights) for weights in every]
-    times = []
-    for launch in tried:
-        with computes(m, launch):
-            times.append(common.graph_time(calls, replays))
-    return times
+    as_asked = [[partial(_launched, launch, x, weights) for weights in every] for launch in tried]
+    return common.graph_times(as_asked, replays)
+
+
+def _launched(launch: Launch, x: torch.Tensor, weights: list[tuple]) -> list[torch.Tensor]:
+    with computes(len(x), launch):
+        return product(x, weights)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """How fast are linear layers with packed NVFP4 weights, against the bf16 library product and torchao's weight-only?
 
-Weight-only (bf16 activations) and W4A4 (activations quantised in the measured time). Weights are rotated, so that
-the L2 cache does not hold them; every call sequence is one CUDA graph, the medians of its replays are compared, and
-peers are measured in the same run. torchao is measured at the square shape with the fewest and the most rows (compiling
-it for each takes minutes), and left out where it is not installed. A second table is of products that share their
-activations, each launched apart and all in one launch, as a compiled graph has them.
+Weight-only (bf16 activations) and W4A4 (activations quantised in the measured time). Weights are rotated, so that the
+L2 cache does not hold them; every call sequence is one CUDA graph, those of one shape are replayed in turns, and the
+medians are compared. torchao is measured at the square shape with the fewest and the most rows (compiling it for each
+takes minutes), and left out where it is not installed. A second table is of products that share their activations, each
+launched apart and all in one launch, as a compiled graph has them.
 
     python -m benchmarks.linear [--rows 1 4 16 64 8192] [--out FILE]
 """
@@ -18,7 +18,7 @@ import torch
 import fp4compile.ops  # noqa: F401
 import fp4compile.sibling_ops  # noqa: F401
 from benchmarks import common
-from benchmarks.common import graph_time
+from benchmarks.common import graph_times
 
 # N, K: a square, and the projections of Llama-3-8B and -70B.
 SHAPES = [(8192, 8192), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672)]
@@ -36,7 +36,9 @@ def main() -> None:
     for (n, k), m in itertools.product(SHAPES, args.rows):
         if m > 1024 and (n, k) != SHAPES[0]:
             continue
-        times = {name: _time(make(m, n, k), args.replays) for name, make in CANDIDATES.items()}
+        calls = {name: made for name, make in CANDIDATES.items() if (made := make(m, n, k))}
+        measured = dict(zip(calls, graph_times(calls.values(), args.replays), strict=True))
+        times = {name: measured.get(name) for name in CANDIDATES}
         row = {"shape": f"{m}x{n}x{k}"}
         for name, microseconds in times.items():
             row[name] = microseconds
@@ -65,13 +67,8 @@ def _together(name: str, m: int, replays: int) -> dict:
         own = map(list, zip(*weights, strict=True))
         return ops.scaled_mm_siblings(x, None, None, None, *own, "nvfp4", [], torch.bfloat16)
 
-    times = [graph_time([partial(how, weights) for weights in packed], replays) for how in (apart, in_one)]
+    times = graph_times([[partial(how, weights) for weights in packed] for how in (apart, in_one)], replays)
     return {"products": name, "M": m, "apart us": times[0], "in one launch us": times[1]}
-
-
-def _time(calls, replays: int) -> float | None:
-    """Median microseconds of a call; None without calls."""
-    return graph_time(calls, replays) if calls else None
 
 
 def _weights(n: int, k: int, weight_bytes: float):

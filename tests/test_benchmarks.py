@@ -1,12 +1,14 @@
 """The parts of the training benchmarks that need no trained model."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
-from benchmarks import gradient_error, launches, training_loss
+from benchmarks import common, gradient_error, launches, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.demo import Llama, Shape
 from fp4compile.targets import Target
@@ -110,3 +112,12 @@ def test_products_are_launched_as_asked(name, m):
         found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made)}
         asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
         assert asked.items() <= found.items()
+
+
+def test_sequences_are_timed_in_turns(monkeypatch):
+    replayed = []
+    monkeypatch.setattr(common, "_captured", lambda calls: SimpleNamespace(replay=partial(replayed.append, calls)))
+    times = itertools.chain([60.0, 600.0, 20.0, 200.0, 40.0, 400.0])
+    monkeypatch.setattr(common, "_replay", lambda graph: graph.replay() or next(times))
+    assert common.graph_times([[print] * 2, [print] * 4], 3) == [20.0, 100.0]
+    assert [len(calls) for calls in replayed] == [2, 4] * 4
