@@ -6,9 +6,10 @@ encoding made from it (by `tokenizers`, which comes with transformers). None of 
 process of its own (several at a time: this measures losses, not speed). Compared are the means over the last 50 steps,
 and over seeds, which make the weights and draw the data. Even of equal seeds two runs differ: gradients are added up in
 any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operations alone: how far it is away is chance.
-"-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-last_bf16" leaves
-the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the whole model is one graph, and
-"-forward_bf16" does the forward products of the last fifth of the steps in bf16.
+"-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-with_head" has the
+LM head quantised, too, "-last_bf16" leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the
+whole model is one graph, and "-forward_bf16" does the forward products of the last fifth of the steps in bf16. Of the
+shapes, "100M-512" has the same blocks and 512 tokens, so that each is frequent; "tiny" trains on a CPU.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--seeds 0 1 2 3] [--steps 1000] [--jobs 6]
         [--out FILE] [--plot FILE]
@@ -42,6 +43,7 @@ from fp4compile.recipe import Recipe, named
 
 SHAPES = {
     "100M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=32000),
+    "100M-512": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=512),
     "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
 }
 VARIANTS = (
