@@ -10,6 +10,7 @@ DECODE_ROWS rows of activations.
 
 import itertools
 import multiprocessing
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from unittest import mock
@@ -103,10 +104,7 @@ def packed(sizes: tuple[int, ...], k: int) -> list[tuple]:
 
 
 def agrees(sizes: tuple[int, ...], k: int, m: int, launch: Launch) -> bool:
-    """Whether the launch fits, and computes what the table's does but for the order of sums.
-
-    Raises AssertionError where it fits and computes something else.
-    """
+    """Whether the launch fits, and computes what the table's does but for the order of sums; says so if not."""
     torch.manual_seed(0)
     x, weights = activations(m, k), packed(sizes, k)
     expected = product(x, weights)
@@ -116,9 +114,11 @@ def agrees(sizes: tuple[int, ...], k: int, m: int, launch: Launch) -> bool:
             torch.cuda.synchronize()
     except (triton.CompilationError, OutOfResources, PTXASError):
         return False
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3 * k**0.5)
-    return True
+    pairs = zip(found, expected, strict=True)
+    right = all(torch.allclose(one, other, rtol=2**-7, atol=1e-3 * k**0.5) for one, other in pairs)
+    if not right:
+        print(f"{launch} with {m} rows of {k}: another result than the table's", file=sys.stderr)
+    return right
 
 
 def measure(sizes: tuple[int, ...], k: int, m: int, tried: list[Launch], replays: int) -> list[float]:

@@ -3,10 +3,12 @@
 import itertools
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from benchmarks import common, gradient_error, launches, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
@@ -112,6 +114,18 @@ def test_products_are_launched_as_asked(name, m):
         found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made)}
         asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
         assert asked.items() <= found.items()
+
+
+def test_launches_that_do_not_fit_or_agree_are_left_out(monkeypatch, capsys):
+    expected = torch.ones(2, 3)
+    too_large = OutOfResources(2, 1, "shared memory")
+    found = [[expected], [expected + 1e-6], [expected], [expected + 1], [expected], too_large]
+    monkeypatch.setattr(launches, "product", mock.Mock(side_effect=found))
+    for name in ("activations", "packed"):
+        monkeypatch.setattr(launches, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert [launches.agrees((3,), 4, 2, {"TILES": 1}) for _ in range(3)] == [True, False, False]
+    assert capsys.readouterr().err.count("another result") == 1
 
 
 def test_sequences_are_timed_in_turns(monkeypatch):
