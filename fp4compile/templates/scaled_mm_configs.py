@@ -46,6 +46,7 @@ def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:
     many = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
     config = many if rows == 64 and known(n * k >= 2**26) else few
     programs, split = ceil_div(n, 16 * config["WARPS"]), 1
+    # The exception is as many parts as before expansion ran beside wgmma: not timed since.
     room = MULTIPROCESSORS * (2 if rows == 16 and known(k > 16384) else 1)
     # A part has at least 512 elements of the contraction dimension.
     while split < 8 and known(2 * programs * split <= room) and known(k >= 1024 * split):
