@@ -24,7 +24,7 @@ from benchmarks.linear import ROTATED_BYTES, activations, weight
 from fp4compile import formats
 from fp4compile.layouts import ceil_div
 from fp4compile.templates import quantize, scaled_mm
-from fp4compile.templates.scaled_mm_configs import DECODE_ROWS, decode_config, wgmma_config
+from fp4compile.templates.scaled_mm_configs import DECODE_ROWS, MULTIPROCESSORS, decode_config, wgmma_config
 from fp4compile.templates.scaled_mm_siblings import products as siblings
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
@@ -77,12 +77,14 @@ def launches(m: int, k: int) -> list[Launch]:
         return [{"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
                 for warps, stages, per, split in every if split == 1 or k >= 512 * split]  # fmt: skip
     found = []
-    for tiles, warps, stages in itertools.product((1, 2), (1, 2, 4, 8), (1, 2, 3, 4)):
-        tile = {"TILES": tiles, "WARPS": warps, "STAGES": stages}
-        found.append({**tile, "X": "ring", "ROWS": triton.next_power_of_2(m), "STEPS": 0})
+    shapes = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
+    for tiles, warps, stages, chains, each in shapes:
+        launch = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "CHAINS": chains}
+        launch["PROGRAMS"] = each * MULTIPROCESSORS
+        found.append({**launch, "X": "ring", "ROWS": triton.next_power_of_2(m), "STEPS": 0})
         steps = 8 * ceil_div(k, 8 * 128 * warps)  # a multiple of eight
         if m == 1 and steps <= 32:
-            found.append({**tile, "X": "columns", "ROWS": 1, "STEPS": steps})
+            found.append({**launch, "X": "columns", "ROWS": 1, "STEPS": steps})
     return found
 
 

@@ -319,12 +319,12 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
-        if launch.kernel.__name__ == "scaled_mm_siblings":
+        if launch.kernel.__name__ == "scaled_mm_decode":
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["MEMBERS"]])
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_decode",
-                       "scaled_mm_siblings", "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
+                       "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
     assert "assuming every input is mutated" not in caplog.text
 
 

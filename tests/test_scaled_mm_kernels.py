@@ -381,9 +381,11 @@ def test_decode(a, b, layout):
     check_streamed(shapes, a, b, layout)
 
 
-# How weights and activations come, by the rows of activations: see `decode_config`.
-FORMS = [(1, 1, 4, 3, "ring", 0), (1, 2, 4, 3, "ring", 0), (1, 2, 4, 3, "columns", 16), (2, 1, 8, 2, "ring", 0),
-         (4, 2, 4, 2, "ring", 0), (8, 1, 4, 2, "ring", 0), (8, 2, 4, 2, "ring", 0)]  # fmt: skip
+# How weights and activations come, by the rows of activations, chains of sums, and how many programs there are: see
+# `decode_config`.
+FORMS = [(1, 1, 4, 3, "ring", 0, 2, 99), (1, 2, 4, 3, "ring", 0, 1, 2), (1, 2, 4, 3, "columns", 16, 2, 3),
+         (1, 1, 8, 3, "columns", 8, 1, 4), (2, 1, 8, 2, "ring", 0, 1, 1), (4, 2, 4, 3, "ring", 0, 2, 2),
+         (8, 1, 4, 2, "ring", 0, 1, 5), (8, 2, 4, 1, "ring", 0, 2, 99)]  # fmt: skip
 
 
 @gpu
@@ -394,9 +396,10 @@ FORMS = [(1, 1, 4, 3, "ring", 0), (1, 2, 4, 3, "ring", 0), (1, 2, 4, 3, "columns
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_forms_of_decode(form, a, b, layout, monkeypatch):
     """Each, with whole steps and ragged ends, also where a launch would be of another form."""
-    rows, tiles, warps, stages, x, steps = form
-    config = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
-    monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: config)
+    rows, tiles, warps, stages, x, steps, chains, programs = form
+    config = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps,
+              "CHAINS": chains, "PROGRAMS": programs}  # fmt: skip
+    monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: dict(config))
     shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
     check_streamed(shapes, a, b, layout)
 

@@ -212,7 +212,7 @@ def test_traced_once():
     with x.meta["val"].fake_mode, on_paper(Target(90)) as launches:
         lower(graph_module.graph)
     graph_module.graph.lint()
-    assert [one.kernel.__name__ for one in launches][-2:] == ["expand_matrix", "scaled_mm_siblings"]
+    assert [one.kernel.__name__ for one in launches][-2:] == ["expand_matrix", "scaled_mm_decode"]
     assert (launches[-1].constants["MEMBERS"], launches[-1].constants["EVEN"]) == (3, 0)
 
 
@@ -292,16 +292,16 @@ QKV, GATE_UP = (4096, 1024, 1024), (14336, 14336)
 def test_one_configuration_for_all():
     """That of a product as large as all together; the expansion of A comes first."""
     (one,) = launches(90, QKV, 1)
-    assert (one.constants["WARPS"], one.constants["STAGES"], one.constants["EVEN"]) == (4, 3, 1)
+    assert (one.constants["WARPS"], one.constants["STAGES"], one.constants["EVEN"]) == (4, 4, 1)
     assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "chunks")] == [1, *QKV, 128]
     (one,) = launches(90, (1024, 1000), 1)
     assert (one.constants["WARPS"], one.constants["EVEN"], one.constants["MEMBERS"]) == (8, 0, 2)
     (one,) = launches(90, GATE_UP, 1)
     assert (one.constants["TILES"], one.constants["X"], one.constants["STEPS"]) == (2, "columns", 8)
     found = launches(90, QKV, 8, a="nvfp4")
-    assert [one.kernel.__name__ for one in found] == ["expand_matrix", "scaled_mm_siblings"]
+    assert [one.kernel.__name__ for one in found] == ["expand_matrix", "scaled_mm_decode"]
     for sizes, m in (((64,) * 4, 1), ((64,), 1), ((64, 64), 9)):  # too many, too few, too many rows
-        assert all(one.kernel.__name__ != "scaled_mm_siblings" for one in launches(90, sizes, m))
+        assert all(one.constants.get("MEMBERS", 1) == 1 for one in launches(90, sizes, m))
 
 
 @pytest.mark.parametrize("sm", TARGETS)
@@ -352,7 +352,7 @@ def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layou
         assert torch.equal(got[i], expected)
 
 
-FOUR_WARPS = {"TILES": 1, "WARPS": 4, "STAGES": 3, "X": "ring", "ROWS": 4, "STEPS": 0}
+FOUR_WARPS = {"TILES": 1, "WARPS": 4, "STAGES": 3, "X": "ring", "ROWS": 4, "STEPS": 0, "CHAINS": 2, "PROGRAMS": 5}
 
 
 class Block(torch.nn.Module):
@@ -381,7 +381,7 @@ def test_compiled(recipe, bias, mode, monkeypatch):
     fp4compile.pack_(model, recipe)
     x = torch.randn(1, 4, 512, device="cuda", dtype=BF16)
     # With few columns a product has eight warps, together these have four.
-    monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: FOUR_WARPS)
+    monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: dict(FOUR_WARPS))
 
     def run():
         torch._dynamo.reset()
@@ -392,7 +392,7 @@ def test_compiled(recipe, bias, mode, monkeypatch):
         return outputs, re.findall(r"(?<!\w)(scaled_mm_\w+?)_\d+\.run\(", code)
 
     got, names = run()
-    assert names == ["scaled_mm_siblings", "scaled_mm_decode"] * 2
+    assert names == ["scaled_mm_decode"] * 4
     monkeypatch.setattr(manager, "siblings", lambda graph: 0)
     with config.patch(force_disable_caches=True):
         expected, names = run()

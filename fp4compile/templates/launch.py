@@ -19,6 +19,7 @@ class Launched:
     args: dict
     constants: dict
     num_warps: int
+    programs: object  # an int, or a symbolic one
 
 
 _paper: ContextVar[tuple[Target, list[Launched]] | None] = ContextVar("paper", default=None)
@@ -56,7 +57,8 @@ def launch(kernel, programs, *args, num_warps: int, **constants) -> None:
     """
     paper = _paper.get()
     if paper is not None:
-        paper[1].append(Launched(kernel, dict(zip(kernel.arg_names, args, strict=False)), constants, num_warps))
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        paper[1].append(Launched(kernel, named, constants, num_warps, programs))
         return
     programs = max(programs, 1) if isinstance(programs, int) else torch.sym_max(programs, 1)
     options = {"num_warps": num_warps}

@@ -21,7 +21,7 @@ from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.problem import FLOATS, Operand, Problem, compute_type, problem_of
 from fp4compile.templates.scaled_mm_configs import DECODE_ROWS, WGMMA_ROWS, decode_config, tile_of, wgmma_config
-from fp4compile.templates.scaled_mm_decode import scaled_mm_decode
+from fp4compile.templates.scaled_mm_decode import MEMBERS, scaled_mm_decode
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 from fp4compile.templates.scaled_mm_wgmma import scaled_mm_wgmma
@@ -249,25 +249,36 @@ def streamed(p: Problem) -> bool:
 
 def _decode(p: Problem) -> torch.Tensor:
     """The product of a few rows, expanded to 16 bits if they are quantised, at the speed of the weights."""
-    a = expanded(p.left, p.left.data, p, torch.float16)
-    out = p.empty()
-    a_outer, b_outer, bias = p.epilogue_pointers(out)
-    constants = decode_constants(p)
-    launch(scaled_mm_decode, ceil_div(p.n, 16 * constants["TILES"]), a, a_outer, p.right.data, p.right.scales, b_outer,
-           bias, out, p.m, p.n, p.k // 32, **constants)  # fmt: skip
-    return out
+    return decode([p])[0]
 
 
-def decode_constants(*problems: Problem) -> dict:
-    """Constants of a launch of `scaled_mm_decode`, or of one for several problems that have these in common."""
+def decode(problems: list[Problem]) -> list[torch.Tensor]:
+    """`_decode` of up to MEMBERS problems that have all but the weights in common, in one launch."""
     p = problems[0]
-    config = decode_config(p.m, sum(each.n for each in problems), p.k)
-    rows = 16 * config["TILES"]
-    whole = all(known(each.n % rows == 0) for each in problems) and known(p.k % (128 * config["WARPS"]) == 0)
-    return {"A_OUTER": p.left.outer_kind, "B_OUTER": p.right.outer_kind, "BIAS": int(p.bias is not None),
-            "B_SQUARE": int(p.right.fmt.square), "B_SWIZZLED": int(p.right.swizzled), "EVEN": int(whole),
-            "COMPUTE": compute_type(p.left, p.right), "ISA": p.target.isa, "num_warps": config["WARPS"],
-            **config}  # fmt: skip
+    a = expanded(p.left, p.left.data, p, torch.float16)
+    outs = [each.empty() for each in problems]
+    pointers = [pointer for each, out in zip(problems, outs, strict=True) for pointer in _decoded(each, out)]
+    unused = MEMBERS - len(problems)
+    sizes = [each.n for each in problems]
+    constants = decode_config(p.m, sum(sizes), p.k)
+    rows, programs = 16 * constants["TILES"], constants.pop("PROGRAMS")
+    whole = all(known(n % rows == 0) for n in sizes) and known(p.k % (128 * constants["WARPS"]) == 0)
+    launch(
+        scaled_mm_decode, min(sum(ceil_div(n, rows) for n in sizes), programs),
+        a, a if p.left.outer is None else p.left.outer, *pointers, *[p.right.data] * 5 * unused,
+        p.m, *sizes, *[1] * unused, p.k // 32, num_warps=constants["WARPS"], MEMBERS=len(problems),
+        A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
+        B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), EVEN=int(whole),
+        COMPUTE=compute_type(p.left, p.right), ISA=p.target.isa, **constants,
+    )  # fmt: skip
+    return outs
+
+
+def _decoded(p: Problem, out: torch.Tensor) -> tuple:
+    """One weight's arguments of `scaled_mm_decode`; for what it has not, something that is not read."""
+    unused = p.right.data
+    outer, bias = (unused if x is None else x for x in (p.right.outer, p.bias))
+    return p.right.data, p.right.scales, outer, bias, out
 
 
 def _wgmma(p: Problem) -> torch.Tensor:

@@ -17,18 +17,35 @@ DECODE = {
 
 
 def decode_config(m, n, k) -> dict[str, int | str]:
-    """Constants of `scaled_mm_decode`, for the shapes of Llama-3; the ring must fit shared memory."""
+    """Constants of `scaled_mm_decode`, and PROGRAMS at most, for the shapes of Llama-3; all must fit shared memory.
+
+    Found by benchmarks/launches.py. With six programs for each multiprocessor some of them take two tiles, and no last
+    few have it for themselves. Two chains pay where few warps share a multiprocessor.
+    """
     rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), 8)
-    x, steps = "ring", 0
+    tiles, warps, stages, programs, x = 2, 4, 2, 6, "ring"
+    chains = 1 if rows == 8 else 2
     if known(n >= 8192):
-        tiles, warps, stages = 2, 4, 3 if rows == 1 else 2
         if rows == 1 and known(n >= 16384) and known(k <= 8192):
-            x, steps = "columns", 8 if known(k <= 4096) else 16
-    elif rows <= 4 and (known(n <= 2048) or known(k > 8192)):
-        tiles, warps, stages = 1, 8, 2
+            x, chains = "columns", 1
+            stages, programs = (1, 7) if known(k <= 4096) else (3, 6)
+        elif rows == 1 and known(k <= 8192):
+            stages, x = 3, "columns"
+        elif rows == 1:
+            warps, chains = 8, 1
+        elif rows <= 4 and known(n < 16384):
+            stages = 3
+    elif rows == 8:
+        tiles = 1
+    elif known(n <= 2048) or known(k > 8192):
+        tiles, warps = 1, 8
+    elif rows == 1 and known(n <= 4096):
+        tiles, warps, stages, x = 1, 8, 3, "columns"
     else:
-        tiles, warps, stages = 1, 4, 2 if rows == 8 else 3
-    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps}
+        tiles, stages, chains = 1, 4, min(rows, 2)
+    steps = 8 * ceil_div(k, 8 * 128 * warps) if x == "columns" else 0
+    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps, "CHAINS": chains,
+            "PROGRAMS": programs * MULTIPROCESSORS}  # fmt: skip
 
 
 def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:

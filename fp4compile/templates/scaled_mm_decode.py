@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.scaled_mm_decode_ring import (
+    MEET,
     SYNC_WARP,
     arranged,
     beside_bytes,
@@ -30,6 +31,8 @@ from fp4compile.templates.scaled_mm_decode_ring import (
     wait_ptx,
 )
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
+
+MEMBERS = 3  # weights of a launch, at most
 
 
 def expand_word(kind: str, word: str, out: str) -> str:
@@ -66,34 +69,38 @@ def scale_registers(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
-def _step_ptx(compute: str, columns: bool = False) -> str:
+def _step_ptx(compute: str, columns: bool, chains: int) -> str:
     """16 rows of weights times 8 rows of activations, over 128 elements, added to the sums.
 
     Operands: 4 sums out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight words of
     64 bits of activations (see `scaled_mm_decode_ring`); the sums.
     columns: instead of other rows of activations there are other blocks of the only row, so each sum is of one block,
     and is scaled, four in each lane, in place of the codes.
+    chains: 1 or 2 sums that are made at a time, each product waiting for the one before it in its own.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]
-    text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g;"]
+    text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g, o<4>;"]
     text.append("mov.b32 z, 0x80008000;")
     text += [f"mov.f32 ${i}, {'0f00000000' if columns else f'${18 + i}'};" for i in range(4)]
+    text += [f"mov.f32 o{i}, 0f00000000;" for i in range(4 if chains == 2 else 0)]
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
     if not columns:
         text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
-    for word in range(4):  # of 8 codes in each row
+    for word in (0, 2, 1, 3) if chains == 2 else range(4):  # of 8 codes in each row
         text += [expand_word(kind, f"w{word}", "a"), expand_word(kind, f"w{4 + word}", "b")]
         for j in range(0 if columns else 4):
             for register, scale in (("a", "s"), ("b", "t")):
                 product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
                 text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
+        sums = "{o0, o1, o2, o3}" if chains == 2 and word > 1 else "{$0, $1, $2, $3}"
         for j in (0, 2):
             text.append(
                 f"mov.b64 {{y0, y1}}, ${10 + 2 * word + j // 2};"
-                f" mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{$0, $1, $2, $3}},"
-                f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y0, y1}}, {{$0, $1, $2, $3}};"
+                f" mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {sums},"
+                f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y0, y1}}, {sums};"
             )
+    text += [f"add.f32 ${i}, ${i}, o{i};" for i in range(4 if chains == 2 else 0)]
     for i in range(2 if columns else 0):
         text.append(f"cvt.u16.u32 h, ${8 + i}; cvt.rn.f16x2.e4m3x2 u, h; mov.b32 {{h, k}}, u;")
         text.append(f"cvt.f32.f16 f, h; cvt.f32.f16 g, k; fma.rn.f32 ${2 * i}, ${2 * i}, f, ${18 + 2 * i};")
@@ -101,20 +108,22 @@ def _step_ptx(compute: str, columns: bool = False) -> str:
     return " ".join(text) + " }"
 
 
-_STEP_F16 = tl.constexpr(_step_ptx("fp16"))
-_STEP_BF16 = tl.constexpr(_step_ptx("bf16"))
-_COLUMNS_F16 = tl.constexpr(_step_ptx("fp16", columns=True))
-_COLUMNS_BF16 = tl.constexpr(_step_ptx("bf16", columns=True))
+_STEPS = tl.constexpr({
+    (compute, x, chains): _step_ptx(compute, x == "columns", chains)
+    for compute in ("fp16", "bf16") for x in ("ring", "columns") for chains in (1, 2)
+})  # fmt: skip
 _OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
 
 
+@triton.constexpr_function
+def _chosen(texts, compute, x, chains):
+    return texts[compute, x, chains]
+
+
 @triton.jit
-def _step(w, x, c, COMPUTE: tl.constexpr, X: tl.constexpr):
+def _step(w, x, c, COMPUTE: tl.constexpr, X: tl.constexpr, CHAINS: tl.constexpr):
     """The sums c of 16 rows of weights w and 8 rows of activations x, 128 elements further."""
-    if X == "columns":
-        ptx: tl.constexpr = _COLUMNS_F16 if COMPUTE == "fp16" else _COLUMNS_BF16
-    else:
-        ptx: tl.constexpr = _STEP_F16 if COMPUTE == "fp16" else _STEP_BF16
+    ptx: tl.constexpr = _chosen(_STEPS, COMPUTE, X, CHAINS)
     return tl.inline_asm_elementwise(
         ptx, _OPERANDS, w + x + c,
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
@@ -130,6 +139,20 @@ _ADD_COLUMNS = tl.constexpr(
     )
     + " mul.f32 $0, $0, $3; }"
 )
+# In: where to, two sums, whether they are wanted. The second is of the next row of activations.
+_PUT_ONE = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.f32 [$1], $2; }"
+)
+_PUT_TWO = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }"
+)
+
+
+@triton.constexpr_function
+def _add_ptx(warps, size):
+    """In: where one of the first warp's sums lies, those of the next warp `size` bytes on. Out: the sum of them all."""
+    adds = " ".join(f"ld.shared.f32 f, [$1 + {warp * size}]; add.f32 $0, $0, f;" for warp in range(1, warps))
+    return f"{{ .reg .f32 f; ld.shared.f32 $0, [$1]; {adds} }}"
 
 
 @triton.jit
@@ -146,103 +169,141 @@ def _of_one_row(c, factor, TILES: tl.constexpr):
 
 
 @triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def _finish(
-    c, row, m, n, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
-    TILES: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """Add the warps' sums, rescale and store: all loads first, as none may pass a store. row: the program's first."""
-    shape: tl.constexpr = (WARPS, 32)
-    values = ()
-    for tile in tl.static_range(TILES):
-        c0, c1, c2, c3 = c[4 * tile], c[4 * tile + 1], c[4 * tile + 2], c[4 * tile + 3]
-        c0, c1, c2, c3 = tl.reshape(c0, shape), tl.reshape(c1, shape), tl.reshape(c2, shape), tl.reshape(c3, shape)
-        sums = tl.reduce((c0, c1, c2, c3), 0, _add4)
-        lane = tl.arange(0, 32)
-        row_m = lane % 4 * 2
-        row_n = row + lane // 4
-        for i in tl.static_range(4):
-            acc = sums[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `scale_registers`
-            acc = rescale(acc, row_m + i % 2, row_n + tile * 16 + i // 2 * 8, m, n, 0, a_outer_ptr, b_outer_ptr,
-                          bias_ptr, A_OUTER, B_OUTER, BIAS, 0)  # fmt: skip
-            values = values + (acc,)
-    for i in tl.static_range(4 * TILES):
-        at_m = row_m + i % 2
-        at_n = row_n + (i // 4 * 16 + i % 4 // 2 * 8)
-        store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, values[i], (at_m < m) & (at_n < n), ISA)
-
-
-@triton.jit
-def decode_rows(
-    row, a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n, chunks,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
-    X: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """The product with 16 * TILES rows of b, from `row` on: what a program of `scaled_mm_decode` does."""
-    slot_size: tl.constexpr = slot_bytes(TILES, X, ROWS)
-    stage: tl.constexpr = WARPS * slot_size
-    beside_size: tl.constexpr = beside_bytes(X, STEPS)
-    # A program with static shared memory has 48 KiB in all, of which Triton takes 16 bytes a lane for the sums.
-    tl.static_assert(STAGES * stage + WARPS * (beside_size + 512) <= 48 * 1024)
-    lane = tl.arange(0, 32 * WARPS)
-    steps = tl.cdiv(chunks, 4 * WARPS)
-    memory = do_ptx(ring_ptx(STAGES * stage + WARPS * beside_size), "r", (lane,))
-    ring = memory + lane // 32 * slot_size
-    beside = memory + STAGES * stage + lane // 32 * beside_size
-    token = lane
-    for early in tl.static_range(STAGES):
-        token = start_step(ring + early * stage, early, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
-                           chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
-    if B_OUTER == "tensor":
-        token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # `_finish` then need not wait for it
-    if X == "columns":
-        factor, token = stage_activations(beside, token, lane, a_ptr, chunks, steps, COMPUTE, WARPS, STEPS, EVEN)
-
-    c = ()
-    for _ in tl.static_range(4 * TILES):
-        c = c + (tl.zeros((32 * WARPS,), tl.float32),)
-    slot = ring
-    for step in tl.range(steps):
-        token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-        x, token = take_activations(slot, beside, step, token, lane, m, TILES, X)
-        sums = ()
-        for tile in tl.static_range(TILES):
-            w, token = take_weights(slot, tile, token, lane, X)
-            if tile == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
-                token = do_ptx(SYNC_WARP, "r", (token,))
-                token = start_step(slot, step + STAGES, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n,
-                                   chunks, steps, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN)  # fmt: skip
-            if tile == 0:
-                x = arranged(x, X)
-            sums = sums + _step(w, x, c[4 * tile : 4 * tile + 4], COMPUTE, X)
-        c = sums
-        slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
-    if X == "columns":
-        c = _of_one_row(c, factor, TILES)
-    _finish(c, row, m, n, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
-            A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ISA)  # fmt: skip
+def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """A warp's sums to shared memory: those of a row of weights, and of ROWS rows of activations, side by side."""
+    row_m = lane % 4 * 2
+    wanted = (row_m < ROWS).to(tl.int32)
+    text: tl.constexpr = _PUT_ONE if ROWS == 1 else _PUT_TWO
+    for i in tl.static_range(2 * TILES):
+        to = at + ((lane % 32 // 4 + i * 8) * ROWS + row_m) * 4
+        token = do_ptx(text, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
+    return do_ptx(MEET, "r", (token,))
 
 
 @triton.jit
 def scaled_mm_decode(
-    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, m, n, chunks,
+    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
+    b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
+    m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
-    X: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
+    X: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr,
+    ISA: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS <= 8) and b [n, 16 * chunks] (bytes of codes).
 
-    chunks: even. One program: 16 * TILES rows of b; its WARPS warps (as many as the launch has) cut the contraction
-    dimension among themselves. STAGES: steps of a warp that are on their way. X: how activations come (see
-    `scaled_mm_decode_ring`); "columns" is for one row, of which a warp has at most STEPS steps, a multiple of eight.
-    EVEN: no program and no warp has a row or a step beyond the end.
+    MEMBERS: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
+    is not are not read.
+    chunks: even. A program takes 16 * TILES rows of b at a time, and goes on with those that lie as many programs on;
+    its WARPS warps (as many as the launch has) cut the contraction dimension among themselves. STAGES: steps of a warp
+    that are on their way, of the next rows, too. X: how activations come (see `scaled_mm_decode_ring`); "columns" is
+    for one row, of which a warp has at most STEPS steps, a multiple of eight. EVEN: no program and no warp has a row or
+    a step beyond the end.
     """
-    decode_rows(tl.program_id(0) * (16 * TILES), a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr,
-                out_ptr, m, n, chunks, A_OUTER, B_OUTER, B_SQUARE, B_SWIZZLED, BIAS, COMPUTE, WARPS, STAGES, TILES,
-                X, ROWS, STEPS, EVEN, ISA)  # fmt: skip
+    slot_size: tl.constexpr = slot_bytes(TILES, X, ROWS)
+    stage: tl.constexpr = WARPS * slot_size
+    beside_size: tl.constexpr = beside_bytes(X, STEPS)
+    sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; those of the last rows are read beside the next ones
+    size: tl.constexpr = STAGES * stage + WARPS * (beside_size + 2 * sums_size)
+    tl.static_assert(size <= 48 * 1024)  # what a program can have of static shared memory
+    lane = tl.arange(0, 32 * WARPS)
+    steps = tl.cdiv(chunks, 4 * WARPS)
+    tiles = tl.cdiv(n, 16 * TILES)
+    tiles_1 = tiles
+    if MEMBERS > 1:
+        tiles_1 = tiles + tl.cdiv(n_1, 16 * TILES)
+    total = tiles_1
+    if MEMBERS > 2:
+        total = tiles_1 + tl.cdiv(n_2, 16 * TILES)
+    memory = do_ptx(ring_ptx(size), "r", (lane,))
+    ring = memory + lane // 32 * slot_size
+    beside = memory + STAGES * stage + lane // 32 * beside_size
+    sums_there = memory + STAGES * stage + WARPS * beside_size
+    token = lane
+    next_tile = tl.program_id(0)
+    next_step = 0
+    for early in tl.static_range(STAGES):
+        token = start_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
+                           b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
+                           total, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN, MEMBERS)  # fmt: skip
+        next_step += 1
+        next_tile = tl.where(next_step == steps, next_tile + tl.num_programs(0), next_tile)
+        next_step = tl.where(next_step == steps, 0, next_step)
+    if B_OUTER == "tensor":
+        token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # it then is in the cache
+    if X == "columns":
+        factor, token = stage_activations(beside, token, lane, a_ptr, chunks, steps, COMPUTE, WARPS, STEPS, EVEN)
+
+    slot = ring
+    sums_at = sums_there
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        c = ()
+        for _ in tl.static_range(4 * TILES):
+            c = c + (tl.zeros((32 * WARPS,), tl.float32),)
+        for step in tl.range(steps):
+            token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
+            x, token = take_activations(slot, beside, step, token, lane, m, TILES, X)
+            sums = ()
+            for part in tl.static_range(TILES):
+                w, token = take_weights(slot, part, token, lane, X)
+                if part == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
+                    token = do_ptx(SYNC_WARP, "r", (token,))
+                    token = start_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
+                                       b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
+                                       total, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN, MEMBERS)  # fmt: skip
+                    next_step += 1
+                    next_tile = tl.where(next_step == steps, next_tile + tl.num_programs(0), next_tile)
+                    next_step = tl.where(next_step == steps, 0, next_step)
+                if part == 0:
+                    x = arranged(x, X)
+                sums = sums + _step(w, x, c[4 * part : 4 * part + 4], COMPUTE, X, CHAINS)
+            c = sums
+            slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
+        if X == "columns":
+            c = _of_one_row(c, factor, TILES)
+        token = _put_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
+        token = _finish(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr,
+                        out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
+                        A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA, MEMBERS)  # fmt: skip
+        sums_at = tl.where(sums_at == sums_there, sums_there + WARPS * sums_size, sums_there)
+
+
+@triton.jit
+def _finish(
+    sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Add the warps' sums of a tile, rescale and store. Returns a token."""
+    # Selects, not branches: where torch finds out what a kernel writes, a size is a constant, which none may change.
+    if MEMBERS > 2:
+        last = tile >= tiles_1
+        tiles = tl.where(last, tiles_1, tiles)
+        b_outer_1_ptr = tl.where(last, b_outer_2_ptr, b_outer_1_ptr)
+        bias_1_ptr = tl.where(last, bias_2_ptr, bias_1_ptr)
+        out_1_ptr = tl.where(last, out_2_ptr, out_1_ptr)
+        n_1 = tl.where(last, n_2, n_1)
+    if MEMBERS > 1:
+        later = tile >= tiles
+        tile = tl.where(later, tile - tiles, tile)
+        b_outer_ptr = tl.where(later, b_outer_1_ptr, b_outer_ptr)
+        bias_ptr = tl.where(later, bias_1_ptr, bias_ptr)
+        out_ptr = tl.where(later, out_1_ptr, out_ptr)
+        n = tl.where(later, n_1, n)
+    count: tl.constexpr = 16 * TILES * ROWS
+    for first in tl.static_range(0, count, 32 * WARPS):
+        place = first + lane
+        at_m = place % ROWS
+        at_n = tile * (16 * TILES) + place // ROWS
+        acc = tl.inline_asm_elementwise(
+            _add_ptx(WARPS, count * 4), "=&f,r,r", (sums_at + place % count * 4, token), dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        token = do_ptx("mov.b32 $0, 0;", "f,r", (acc, token))  # what is read before the warps meet again
+        acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `scale_registers`
+        acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
+        here = (at_m < m) & (at_n < n) & (place < count)
+        store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, acc, here, ISA)
+    return token

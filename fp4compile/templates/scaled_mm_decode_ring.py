@@ -126,6 +126,7 @@ _TIMES = tl.constexpr(
     + " }"
 )
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
+MEET = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
 SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 
 
@@ -198,7 +199,7 @@ def start_weights(
 
 @triton.jit
 def _start_activations(
-    at, step, token, lane, a_ptr, m, chunks, steps, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
+    at, step, there, token, lane, a_ptr, m, chunks, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
 ):
     """Start to copy the activations of a warp's step into the ring: of the rows that there are, 16 lanes a row."""
     unit = lane % 16
@@ -208,9 +209,8 @@ def _start_activations(
         source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * chunks * 64 + block * 32 + unit % 2 * 16
         # Halves of blocks are exchanged in every second row: lanes then read from banks of their own.
         to = at + row * _ACTIVATIONS_ROW + (unit ^ row % 2) * 16
-        ok = row < m
+        ok = (row < m) & there
         if EVEN:
-            ok = ok & (step < steps)
             token = do_ptx(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
         else:
             size = tl.where(block < chunks * 2, 16, 0)
@@ -220,16 +220,34 @@ def _start_activations(
 
 @triton.jit
 def start_step(
-    slot, step, token, lane, row, a_ptr, b_ptr, b_scales_ptr, m, n, chunks, steps,
+    slot, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
+    m, n, n_1, n_2, chunks, tiles, tiles_1, total,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
-    for tile in tl.static_range(TILES):
-        token = start_weights(slot + tile * _TILE, step * WARPS + lane // 32, step < steps, token, lane,
-                              row + tile * 16, b_ptr, b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    """Start the copies of a warp's step of a tile into a slot of the ring; of none where there is no such tile.
+
+    tiles, tiles_1, total: how many there are up to the end of each weight.
+    """
+    there = tile < total
+    if MEMBERS > 2:
+        last = tile >= tiles_1
+        tiles = tl.where(last, tiles_1, tiles)
+        b_1_ptr = tl.where(last, b_2_ptr, b_1_ptr)
+        b_scales_1_ptr = tl.where(last, b_scales_2_ptr, b_scales_1_ptr)
+        n_1 = tl.where(last, n_2, n_1)
+    if MEMBERS > 1:
+        later = tile >= tiles
+        tile = tl.where(later, tile - tiles, tile)
+        b_ptr = tl.where(later, b_1_ptr, b_ptr)
+        b_scales_ptr = tl.where(later, b_scales_1_ptr, b_scales_ptr)
+        n = tl.where(later, n_1, n)
+    for part in tl.static_range(TILES):
+        token = start_weights(slot + part * _TILE, step * WARPS + lane // 32, there, token, lane,
+                              tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, chunks,
+                              B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     if X == "ring":
-        token = _start_activations(slot + TILES * _TILE, step, token, lane, a_ptr, m, chunks, steps,
+        token = _start_activations(slot + TILES * _TILE, step, there, token, lane, a_ptr, m, chunks,
                                    WARPS, ROWS, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 

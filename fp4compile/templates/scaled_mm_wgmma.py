@@ -22,6 +22,7 @@ from fp4compile.templates.dependent import release
 from fp4compile.templates.scaled_mm_decode import expand_word, scale_registers
 from fp4compile.templates.scaled_mm_decode_ring import (
     COMMIT,
+    MEET,
     SYNC_WARP,
     do_ptx,
     start_weights,
@@ -118,7 +119,6 @@ _PUT = tl.constexpr(
 )
 # What was put is there for `wgmma`; of every warp, once they have met, and what they have read may be overwritten.
 _PUBLISH = tl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0, 0;")
-_MEET = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
 _MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
 
 
@@ -257,7 +257,7 @@ def scaled_mm_wgmma(
     if B_OUTER == "tensor" and not PARTIAL:
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is not waited for
     token = _put(first, here, token, lane, ROWS, WARPS, PER)
-    token = do_ptx(_MEET, "r", (token,))
+    token = do_ptx(MEET, "r", (token,))
 
     count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
@@ -278,7 +278,7 @@ def scaled_mm_wgmma(
                            b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
             c, token = _multiply(w, c, now + i * (ROWS * 256), token, COMPUTE, ROWS)
             slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
-        token = do_ptx(_MEET, "r", (token,))
+        token = do_ptx(MEET, "r", (token,))
         now = other
     c = _settled(c, count)
 
