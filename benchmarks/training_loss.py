@@ -263,13 +263,15 @@ def plot(runs: dict[str, dict], path: Path) -> None:
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True)
     smooth = {name: torch.tensor(run["losses"]).unfold(0, TAIL, 1).mean(-1) for name, run in runs.items()}
-    for name, curve in smooth.items():
+    above = {name: 100 * (curve / smooth["bf16"] - 1) for name, curve in smooth.items() if "bf16" in smooth}
+    for i, (name, curve) in enumerate(smooth.items()):
         steps = range(TAIL, TAIL + len(curve))
-        top.plot(steps, curve, label=name)
-        if "bf16" in smooth and name != "bf16":
-            bottom.plot(steps, 100 * (curve / smooth["bf16"] - 1), label=name)
+        top.plot(steps, curve, f"C{i}", label=name)
+        if name in above and name != "bf16":
+            bottom.plot(steps, above[name], f"C{i}", label=name)
+    later = [curve[len(curve) // 10 :].max().item() for curve in above.values()]  # the first steps are far apart
     top.set(ylabel=f"loss, mean of {TAIL} steps", yscale="log")
-    bottom.set(ylabel="% above bf16", xlabel="step", ylim=(-2, 6))
+    bottom.set(ylabel="% above bf16", xlabel="step", ylim=(-2, 1.05 * max(6, *later)))
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.legend()
