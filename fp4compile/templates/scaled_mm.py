@@ -264,7 +264,7 @@ def decode(problems: list[Problem]) -> list[torch.Tensor]:
     rows, programs = 16 * constants["TILES"], constants.pop("PROGRAMS")
     whole = all(known(n % rows == 0) for n in sizes) and known(p.k % (128 * constants["WARPS"]) == 0)
     launch(
-        scaled_mm_decode, min(sum(ceil_div(n, rows) for n in sizes), programs),
+        scaled_mm_decode, torch.sym_min(sum(ceil_div(n, rows) for n in sizes), programs),
         a, a if p.left.outer is None else p.left.outer, *pointers, *[p.right.data] * 5 * unused,
         p.m, *sizes, *[1] * unused, p.k // 32, num_warps=constants["WARPS"], MEMBERS=len(problems),
         A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),

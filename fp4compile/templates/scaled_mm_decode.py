@@ -3,7 +3,8 @@
 A decode step reads every weight once and does little else, so what counts is that enough of them are on their way.
 Loads into registers do not do: where one is used, ptxas waits for the newest of them, and only one step is prefetched.
 So each warp keeps the operands of its next steps on their way into shared memory, by asynchronous copies into a ring of
-its own; no warp waits for another before the sums are added.
+its own; no warp waits for another before the sums are added. A program that is done with some rows of weights goes on
+with others, of the next weight, too, where several are multiplied by the same activations: the ring does not run dry.
 
 A step of a warp is 128 elements of 16 or 32 rows of weights and of the rows of activations. With 32, activations are
 taken once for all of them, and more of the weights are on their way; with 16 there are twice as many programs, which
@@ -140,12 +141,8 @@ _ADD_COLUMNS = tl.constexpr(
     + " mul.f32 $0, $0, $3; }"
 )
 # In: where to, two sums, whether they are wanted. The second is of the next row of activations.
-_PUT_ONE = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.f32 [$1], $2; }"
-)
-_PUT_TWO = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }"
-)
+_PUT_ONE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.f32 [$1], $2; }")
+_PUT_TWO = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }")
 
 
 @triton.constexpr_function
@@ -170,7 +167,7 @@ def _of_one_row(c, factor, TILES: tl.constexpr):
 
 @triton.jit
 def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """A warp's sums to shared memory: those of a row of weights, and of ROWS rows of activations, side by side."""
+    """A warp's sums to shared memory, those of a row of weights side by side; all warps meet. Returns a token."""
     row_m = lane % 4 * 2
     wanted = (row_m < ROWS).to(tl.int32)
     text: tl.constexpr = _PUT_ONE if ROWS == 1 else _PUT_TWO
