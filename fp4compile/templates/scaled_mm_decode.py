@@ -178,6 +178,13 @@ def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _after(tile, step, steps):
+    """The program's step after a step of a tile, of the same tile or of its next one: (tile, step)."""
+    last = step + 1 == steps
+    return tl.where(last, tile + tl.num_programs(0), tile), tl.where(last, 0, step + 1)
+
+
+@triton.jit
 def scaled_mm_decode(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
@@ -224,9 +231,7 @@ def scaled_mm_decode(
         token = start_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
                            b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
                            total, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN, MEMBERS)  # fmt: skip
-        next_step += 1
-        next_tile = tl.where(next_step == steps, next_tile + tl.num_programs(0), next_tile)
-        next_step = tl.where(next_step == steps, 0, next_step)
+        next_tile, next_step = _after(next_tile, next_step, steps)
     if B_OUTER == "tensor":
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # it then is in the cache
     if X == "columns":
@@ -249,9 +254,7 @@ def scaled_mm_decode(
                     token = start_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
                                        b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
                                        total, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN, MEMBERS)  # fmt: skip
-                    next_step += 1
-                    next_tile = tl.where(next_step == steps, next_tile + tl.num_programs(0), next_tile)
-                    next_step = tl.where(next_step == steps, 0, next_step)
+                    next_tile, next_step = _after(next_tile, next_step, steps)
                 if part == 0:
                     x = arranged(x, X)
                 sums = sums + _step(w, x, c[4 * part : 4 * part + 4], COMPUTE, X, CHAINS)
@@ -275,6 +278,7 @@ def _finish(
 ):  # fmt: skip
     """Add the warps' sums of a tile, rescale and store. Returns a token."""
     # Selects, not branches: where torch finds out what a kernel writes, a size is a constant, which none may change.
+    # Here and in `start_step`: it takes a pointer that goes through a function's result for written.
     if MEMBERS > 2:
         last = tile >= tiles_1
         tiles = tl.where(last, tiles_1, tiles)
