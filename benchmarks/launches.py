@@ -23,9 +23,18 @@ from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES, activations, weight
 from fp4compile import formats
 from fp4compile.layouts import ceil_div
+from fp4compile.targets import Target
 from fp4compile.templates import quantize, scaled_mm
-from fp4compile.templates.scaled_mm_configs import DECODE_ROWS, MULTIPROCESSORS, decode_config, wgmma_config
+from fp4compile.templates.scaled_mm_configs import (
+    DECODE_ROWS,
+    MULTIPROCESSORS,
+    decode_config,
+    few_config,
+    wgmma_config,
+)
+from fp4compile.templates.scaled_mm_few import needed_bytes
 from fp4compile.templates.scaled_mm_siblings import products as siblings
+from fp4compile.templates.shared_memory import reserved
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
 PRODUCTS = {
@@ -34,6 +43,7 @@ PRODUCTS = {
     "8192x28672": ((8192,), 28672),
 }  # fmt: skip
 NVFP4 = formats.get("nvfp4")
+SHARED_MEMORY = Target(90).shared_memory
 Launch = dict[str, int | str]
 
 
@@ -66,7 +76,8 @@ def main() -> None:
 
 
 def table_of(m: int, n: int, k: int) -> Launch:
-    return decode_config(m, n, k) if m <= DECODE_ROWS else wgmma_config(m, n, k)
+    few = few_config(m, k, SHARED_MEMORY)
+    return few or (decode_config(m, n, k) if m <= DECODE_ROWS else wgmma_config(m, n, k))
 
 
 def launches(m: int, k: int) -> list[Launch]:
@@ -76,21 +87,28 @@ def launches(m: int, k: int) -> list[Launch]:
         every = itertools.product((4, 8, 16), (2, 3, 4), (1, 2), (1, 2, 4, 8))
         return [{"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
                 for warps, stages, per, split in every if split == 1 or k >= 512 * split]  # fmt: skip
-    found = []
-    shapes = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
-    for tiles, warps, stages, chains, each in shapes:
-        launch = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "CHAINS": chains}
-        launch["PROGRAMS"] = each * MULTIPROCESSORS
-        found.append({**launch, "X": "ring", "ROWS": triton.next_power_of_2(m), "STEPS": 0})
-        steps = 8 * ceil_div(k, 8 * 128 * warps)  # a multiple of eight
-        if m == 1 and steps <= 32:
-            found.append({**launch, "X": "columns", "ROWS": 1, "STEPS": steps})
-    return found
+    rows = triton.next_power_of_2(m)
+    if few_config(m, k, SHARED_MEMORY):
+        every = itertools.product((4, 8, 16), (256, 512), (1, 2), range(1, 8))
+        return [{"WARPS": warps, "WIDTH": width, "STAGES": stages, "STEPS": ceil_div(k, width * warps), "ROWS": rows,
+                 "PROGRAMS": each * MULTIPROCESSORS} for warps, width, stages, each in every
+                if fits(rows, k, warps, width, stages, each)]  # fmt: skip
+    every = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
+    return [{"TILES": tiles, "WARPS": warps, "STAGES": stages, "CHAINS": chains, "ROWS": rows,
+             "PROGRAMS": each * MULTIPROCESSORS} for tiles, warps, stages, chains, each in every]  # fmt: skip
+
+
+def fits(rows: int, k: int, warps: int, width: int, stages: int, each: int) -> bool:
+    """Whether so many programs of `scaled_mm_few` share a multiprocessor, and their warps are neither few nor many."""
+    steps = ceil_div(k, width * warps)
+    size = reserved(needed_bytes(warps, stages, width, steps, rows))
+    return rows * steps * width <= 4096 and each * size <= SHARED_MEMORY and 8 <= warps * each <= 28
 
 
 def computes(m: int, launch: Launch):
     """Let products be launched so, whatever the table says."""
-    table = "decode_config" if m <= DECODE_ROWS else "wgmma_config"
+    few = "STEPS" in launch
+    table = "few_config" if few else "decode_config" if m <= DECODE_ROWS else "wgmma_config"
     return mock.patch.object(scaled_mm, table, lambda *_: dict(launch))
 
 

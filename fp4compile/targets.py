@@ -25,6 +25,13 @@ class Target:
         return self.sm >= 90
 
     @property
+    def shared_memory(self) -> int:
+        """Bytes that a program can have, at most."""
+        if self.sm < 80 or self.sm in (86, 89, 120, 121):
+            return 99 * 1024
+        return 163 * 1024 if self.sm < 90 else 227 * 1024
+
+    @property
     def isa(self) -> int:
         """Which form of the device functions of `templates.codec` the GPU runs: 0, 90, 100 or 120."""
         if self.sm >= 100:

@@ -48,7 +48,7 @@ def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
     assert "def quantize_rows(" in code and "def quantize_columns(" in code
 
 
-PRODUCTS = [("nvfp4", 7, "def scaled_mm_decode("), ("nvfp4_weight_only", 1, "def scaled_mm_decode("),
+PRODUCTS = [("nvfp4", 7, "def scaled_mm_decode("), ("nvfp4_weight_only", 1, "def scaled_mm_few("),
             ("nvfp4", 40, "def scaled_mm_wgmma("), ("nvfp4", 130, "def expand_matrix("),
             ("mxfp8", 130, "def scaled_mm_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
 
@@ -319,12 +319,12 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
-        if launch.kernel.__name__ == "scaled_mm_decode":
+        if launch.kernel.__name__ in ("scaled_mm_few", "scaled_mm_decode"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["MEMBERS"]])
         kernels.add(launch.kernel.__name__)
-    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_decode",
-                       "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
+    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_few",
+                       "scaled_mm_decode", "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
     assert "assuming every input is mutated" not in caplog.text
 
 

@@ -15,10 +15,13 @@ import in_interpreter
 import pytest
 import torch
 import triton
+import triton.language as tl
 from hard_inputs import FINITE, NON_FINITE, hard_input
 
 from fp4compile import formats, reference
 from fp4compile.formats import BlockFormat, compatible
+from fp4compile.layouts import ceil_div
+from fp4compile.templates.dependent import release
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -381,11 +384,9 @@ def test_decode(a, b, layout):
     check_streamed(shapes, a, b, layout)
 
 
-# How weights and activations come, by the rows of activations, chains of sums, and how many programs there are: see
-# `decode_config`.
-FORMS = [(1, 1, 4, 3, "ring", 0, 2, 99), (1, 2, 4, 3, "ring", 0, 1, 2), (1, 2, 4, 3, "columns", 16, 2, 3),
-         (1, 1, 8, 3, "columns", 8, 1, 4), (2, 1, 8, 2, "ring", 0, 1, 1), (4, 2, 4, 3, "ring", 0, 2, 2),
-         (8, 1, 4, 2, "ring", 0, 1, 5), (8, 2, 4, 1, "ring", 0, 2, 99)]  # fmt: skip
+# ROWS, TILES, WARPS, STAGES, CHAINS, PROGRAMS: see `decode_config`.
+FORMS = [(2, 1, 4, 3, 2, 99), (2, 2, 4, 3, 1, 2), (2, 1, 8, 2, 1, 1), (4, 2, 4, 3, 2, 2), (8, 1, 4, 2, 1, 5),
+         (8, 2, 4, 1, 2, 99)]  # fmt: skip
 
 
 @gpu
@@ -396,12 +397,63 @@ FORMS = [(1, 1, 4, 3, "ring", 0, 2, 99), (1, 2, 4, 3, "ring", 0, 1, 2), (1, 2, 4
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_forms_of_decode(form, a, b, layout, monkeypatch):
     """Each, with whole steps and ragged ends, also where a launch would be of another form."""
-    rows, tiles, warps, stages, x, steps, chains, programs = form
-    config = {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps,
-              "CHAINS": chains, "PROGRAMS": programs}  # fmt: skip
+    config = dict(zip(("ROWS", "TILES", "WARPS", "STAGES", "CHAINS", "PROGRAMS"), form, strict=True))
     monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: dict(config))
+    monkeypatch.setattr(kernels, "few_config", lambda m, k, shared_memory: None)
+    rows = config["ROWS"]
     shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
     check_streamed(shapes, a, b, layout)
+
+
+# ROWS, WARPS, STAGES, WIDTH, PROGRAMS: see `few_config`.
+FORMS_OF_FEW = [(1, 4, 1, 512, 99), (2, 8, 2, 256, 1), (4, 8, 1, 512, 2), (1, 16, 3, 256, 1), (4, 16, 1, 256, 99)]
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", FORMS_OF_FEW, ids=str)
+def test_forms_of_few_rows(form, a, b, layout, monkeypatch):
+    """Each, with whole steps and ragged ends, and more tiles of a program than are added at once."""
+    rows, warps, stages, width, programs = form
+
+    def config(m, k, shared_memory):
+        steps = ceil_div(k, width * warps)
+        return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "WIDTH": width, "STEPS": steps, "PROGRAMS": programs}
+
+    monkeypatch.setattr(kernels, "few_config", config)
+    check_streamed([(rows, 256, 8192), (rows, 17, 64), ((rows + 2) // 2, 1096, 7616)], a, b, layout)
+
+
+@triton.jit
+def _late_copy(from_ptr, zero_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """out [n] of another tensor, by a kernel that lets the next one start, and then takes its time."""
+    out_ptr = release(out_ptr)
+    zero = 0
+    for _ in range(2000):
+        zero = tl.load(zero_ptr + zero)
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(from_ptr + at + zero, mask=at < n), mask=at < n)
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("k", [2048, 1088])
+def test_weights_at_rest(k):
+    """Read before the kernel in front of the product is done; the activations, which that one writes, are not."""
+    nvfp4, zero = formats.get("nvfp4"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    rows = torch.randn(20, k, dtype=torch.bfloat16, device="cuda")
+    w = *torch.ops.fp4compile.quantize(torch.randn(8192, k, device="cuda"), "nvfp4"), nvfp4
+    x = torch.zeros_like(rows[:1])
+    expected = [kernels.scaled_mm(row[None], None, None, None, *w, None, torch.bfloat16) for row in rows]
+    got = []
+    with kernels.weights_at_rest(True):
+        for row in rows:
+            _late_copy[(1,)](row, zero, x, k, BLOCK=2048)
+            got.append(kernels.scaled_mm(x, None, None, None, *w, None, torch.bfloat16))
+    assert torch.equal(torch.cat(got), torch.cat(expected))
 
 
 @gpu
@@ -420,7 +472,7 @@ def test_a_few_dozen_rows(a, b, layout):
 @for_gpus
 @pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
 def test_hard_inputs_of_streamed_weights(hard):
-    for m in (7, 16, 50):
+    for m in (1, 7, 16, 50):
         for fmt in map(formats.get, ("nvfp4", "nvfp4_rowwise")):
             x = hard_input(hard, (64, 192), torch.float32, 16)
             w = hard_input(hard if hard != "huge" else "tiny", (64, 192), torch.float32, 16)

@@ -78,9 +78,10 @@ def test_every_shipped_product_on_sm90(monkeypatch):
     found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(90)}
     assert not [wrong for _, wrong in found.values() if wrong]
     for (_, configuration), (kernel, _) in found.items():
-        few = int(re.search(r"(\d+)x", configuration)[1]) <= 8
-        assert kernel == ("scaled_mm_decode" if few else "scaled_mm_wgmma"), configuration
-    assert {kernel for kernel, _ in found.values()} == {"scaled_mm_decode", "scaled_mm_wgmma"}
+        rows = int(re.search(r"(\d+)x", configuration)[1])
+        expected = "scaled_mm_few" if rows <= 4 else "scaled_mm_decode" if rows <= 8 else "scaled_mm_wgmma"
+        assert kernel == expected, configuration
+    assert {kernel for kernel, _ in found.values()} == {"scaled_mm_few", "scaled_mm_decode", "scaled_mm_wgmma"}
 
 
 @pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])

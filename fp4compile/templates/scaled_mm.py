@@ -20,8 +20,16 @@ from fp4compile.targets import Target
 from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.problem import FLOATS, Operand, Problem, compute_type, problem_of
-from fp4compile.templates.scaled_mm_configs import DECODE_ROWS, WGMMA_ROWS, decode_config, tile_of, wgmma_config
+from fp4compile.templates.scaled_mm_configs import (
+    DECODE_ROWS,
+    WGMMA_ROWS,
+    decode_config,
+    few_config,
+    tile_of,
+    wgmma_config,
+)
 from fp4compile.templates.scaled_mm_decode import MEMBERS, scaled_mm_decode
+from fp4compile.templates.scaled_mm_few import scaled_mm_few
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 from fp4compile.templates.scaled_mm_wgmma import scaled_mm_wgmma
@@ -243,7 +251,7 @@ def _streamed(p: Problem) -> bool:
 
 
 def streamed(p: Problem) -> bool:
-    """Whether it is known that `scaled_mm_decode` serves the problem."""
+    """Whether it is known that `decode` serves the problem."""
     return _settled(p) and _server(p, False) is _decode
 
 
@@ -260,22 +268,51 @@ def decode(problems: list[Problem]) -> list[torch.Tensor]:
     pointers = [pointer for each, out in zip(problems, outs, strict=True) for pointer in _decoded(each, out)]
     unused = MEMBERS - len(problems)
     sizes = [each.n for each in problems]
-    constants = decode_config(p.m, sum(sizes), p.k)
-    rows, programs = 16 * constants["TILES"], constants.pop("PROGRAMS")
-    whole = all(known(n % rows == 0) for n in sizes) and known(p.k % (128 * constants["WARPS"]) == 0)
+    kernel, config, rows, width = _decoder(p, sum(sizes))
+    programs = config.pop("PROGRAMS")
+    whole = all(known(n % rows == 0) for n in sizes) and known(p.k % (width * config["WARPS"]) == 0)
     launch(
-        scaled_mm_decode, torch.sym_min(sum(ceil_div(n, rows) for n in sizes), programs),
+        kernel, torch.sym_min(sum(ceil_div(n, rows) for n in sizes), programs),
         a, a if p.left.outer is None else p.left.outer, *pointers, *[p.right.data] * 5 * unused,
-        p.m, *sizes, *[1] * unused, p.k // 32, num_warps=constants["WARPS"], MEMBERS=len(problems),
+        p.m, *sizes, *[1] * unused, p.k // 32, num_warps=config["WARPS"], MEMBERS=len(problems),
         A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), EVEN=int(whole),
-        COMPUTE=compute_type(p.left, p.right), ISA=p.target.isa, **constants,
+        COMPUTE=compute_type(p.left, p.right), ISA=p.target.isa, **config,
     )  # fmt: skip
     return outs
 
 
+def _decoder(p: Problem, n) -> tuple:
+    """What streams `n` rows of weights in all: kernel, launch, rows of a tile, elements of a step."""
+    config = few_config(p.m, p.k, p.target.shared_memory)
+    if config is not None:
+        whole_lines = known(p.k % 256 == 0) and not p.right.swizzled
+        config |= {"WIDE": int(whole_lines), "DEPENDENT": int(_early(p))}
+        return scaled_mm_few, config, 16, config["WIDTH"]
+    config = decode_config(p.m, n, p.k)
+    return scaled_mm_decode, config, 16 * config["TILES"], 128
+
+
+_weights_at_rest: ContextVar[bool] = ContextVar("weights_at_rest", default=False)
+
+
+@contextmanager
+def weights_at_rest(are: bool):
+    """Whether no kernel that is launched just before the product, or one that is not done by then, writes B."""
+    token = _weights_at_rest.set(are)
+    try:
+        yield
+    finally:
+        _weights_at_rest.reset(token)
+
+
+def _early(p: Problem) -> bool:
+    """Whether a product may read B before the kernel in front of it is done."""
+    return _weights_at_rest.get() and p.target.dependent_launch
+
+
 def _decoded(p: Problem, out: torch.Tensor) -> tuple:
-    """One weight's arguments of `scaled_mm_decode`; for what it has not, something that is not read."""
+    """One weight's arguments of either kernel; for what it has not, something that is not read."""
     unused = p.right.data
     outer, bias = (unused if x is None else x for x in (p.right.outer, p.bias))
     return p.right.data, p.right.scales, outer, bias, out

@@ -2,6 +2,8 @@
 
 from fp4compile._compat import known
 from fp4compile.layouts import ceil_div
+from fp4compile.templates.scaled_mm_few import needed_bytes
+from fp4compile.templates.shared_memory import reserved
 
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
 WGMMA_ROWS = 64  # rows of A up to which `scaled_mm_wgmma` serves, on SM90
@@ -16,36 +18,46 @@ DECODE = {
 }  # fmt: skip
 
 
-def decode_config(m, n, k) -> dict[str, int | str]:
+def few_config(m, k, shared_memory: int) -> dict[str, int] | None:
+    """Constants of `scaled_mm_few`, and PROGRAMS at most; None for more rows than four, or if they do not fit there.
+
+    As timed on an H200: sixteen warps share a multiprocessor, in two programs or, with many activations, in one. More
+    would wait for registers, and with more on its way at once all of it arrives later, while there is nothing to
+    multiply. Steps that end where the row does pay more than anything.
+    """
+    rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), None)
+    for warps in (8, 16):
+        width = 256
+        steps = ceil_div(k, width * warps)
+        per_multiprocessor = 16 // warps
+        # A lane holds 64 registers of them on their way to shared memory.
+        fits = rows and isinstance(steps, int) and rows * steps * width <= 4096
+        if fits and reserved(needed_bytes(warps, 1, width, steps, rows)) * per_multiprocessor <= shared_memory:
+            return {"WARPS": warps, "WIDTH": width, "STAGES": 1, "STEPS": steps, "ROWS": rows,
+                    "PROGRAMS": per_multiprocessor * MULTIPROCESSORS}  # fmt: skip
+    return None
+
+
+def decode_config(m, n, k) -> dict[str, int]:
     """Constants of `scaled_mm_decode`, and PROGRAMS at most, for the shapes of Llama-3; all must fit shared memory.
 
     Found by benchmarks/launches.py. With six programs for each multiprocessor some of them take two tiles, and no last
     few have it for themselves. Two chains pay where few warps share a multiprocessor.
     """
-    rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), 8)
-    tiles, warps, stages, programs, x = 2, 4, 2, 6, "ring"
+    rows = next((rows for rows in (2, 4) if known(m <= rows)), 8)
+    tiles, warps, stages = 2, 4, 2
     chains = 1 if rows == 8 else 2
     if known(n >= 8192):
-        if rows == 1 and known(n >= 16384) and known(k <= 8192):
-            x, chains = "columns", 1
-            stages, programs = (1, 7) if known(k <= 4096) else (3, 6)
-        elif rows == 1 and known(k <= 8192):
-            stages, x = 3, "columns"
-        elif rows == 1:
-            warps, chains = 8, 1
-        elif rows <= 4 and known(n < 16384):
+        if rows <= 4 and known(n < 16384):
             stages = 3
     elif rows == 8:
         tiles = 1
     elif known(n <= 2048) or known(k > 8192):
         tiles, warps = 1, 8
-    elif rows == 1 and known(n <= 4096):
-        tiles, warps, stages, x = 1, 8, 3, "columns"
     else:
-        tiles, stages, chains = 1, 4, min(rows, 2)
-    steps = 8 * ceil_div(k, 8 * 128 * warps) if x == "columns" else 0
-    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "X": x, "ROWS": rows, "STEPS": steps, "CHAINS": chains,
-            "PROGRAMS": programs * MULTIPROCESSORS}  # fmt: skip
+        tiles, stages = 1, 4
+    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "ROWS": rows, "CHAINS": chains,
+            "PROGRAMS": 6 * MULTIPROCESSORS}  # fmt: skip
 
 
 def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:

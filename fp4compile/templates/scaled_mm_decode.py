@@ -1,4 +1,4 @@
-"""The product of up to eight rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
+"""The product of two to eight rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
 
 A decode step reads every weight once and does little else, so what counts is that enough of them are on their way.
 Loads into registers do not do: where one is used, ptxas waits for the newest of them, and only one step is prefetched.
@@ -20,12 +20,11 @@ import triton.language as tl
 from fp4compile.templates.scaled_mm_decode_ring import (
     MEET,
     SYNC_WARP,
+    TILE,
     arranged,
-    beside_bytes,
     do_ptx,
     ring_ptx,
     slot_bytes,
-    stage_activations,
     start_step,
     take_activations,
     take_weights,
@@ -70,27 +69,24 @@ def scale_registers(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
-def _step_ptx(compute: str, columns: bool, chains: int) -> str:
+def _step_ptx(compute: str, chains: int) -> str:
     """16 rows of weights times 8 rows of activations, over 128 elements, added to the sums.
 
     Operands: 4 sums out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight words of
     64 bits of activations (see `scaled_mm_decode_ring`); the sums.
-    columns: instead of other rows of activations there are other blocks of the only row, so each sum is of one block,
-    and is scaled, four in each lane, in place of the codes.
     chains: 1 or 2 sums that are made at a time, each product waiting for the one before it in its own.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]
     text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g, o<4>;"]
     text.append("mov.b32 z, 0x80008000;")
-    text += [f"mov.f32 ${i}, {'0f00000000' if columns else f'${18 + i}'};" for i in range(4)]
+    text += [f"mov.f32 ${i}, ${18 + i};" for i in range(4)]
     text += [f"mov.f32 o{i}, 0f00000000;" for i in range(4 if chains == 2 else 0)]
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
-    if not columns:
-        text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
+    text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
     for word in (0, 2, 1, 3) if chains == 2 else range(4):  # of 8 codes in each row
         text += [expand_word(kind, f"w{word}", "a"), expand_word(kind, f"w{4 + word}", "b")]
-        for j in range(0 if columns else 4):
+        for j in range(4):
             for register, scale in (("a", "s"), ("b", "t")):
                 product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
                 text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
@@ -102,67 +98,39 @@ def _step_ptx(compute: str, columns: bool, chains: int) -> str:
                 f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y0, y1}}, {sums};"
             )
     text += [f"add.f32 ${i}, ${i}, o{i};" for i in range(4 if chains == 2 else 0)]
-    for i in range(2 if columns else 0):
-        text.append(f"cvt.u16.u32 h, ${8 + i}; cvt.rn.f16x2.e4m3x2 u, h; mov.b32 {{h, k}}, u;")
-        text.append(f"cvt.f32.f16 f, h; cvt.f32.f16 g, k; fma.rn.f32 ${2 * i}, ${2 * i}, f, ${18 + 2 * i};")
-        text.append(f"fma.rn.f32 ${2 * i + 1}, ${2 * i + 1}, g, ${19 + 2 * i};")
     return " ".join(text) + " }"
 
 
 _STEPS = tl.constexpr({
-    (compute, x, chains): _step_ptx(compute, x == "columns", chains)
-    for compute in ("fp16", "bf16") for x in ("ring", "columns") for chains in (1, 2)
+    (compute, chains): _step_ptx(compute, chains) for compute in ("fp16", "bf16") for chains in (1, 2)
 })  # fmt: skip
 _OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
 
 
 @triton.constexpr_function
-def _chosen(texts, compute, x, chains):
-    return texts[compute, x, chains]
+def _chosen(texts, compute, chains):
+    return texts[compute, chains]
 
 
 @triton.jit
-def _step(w, x, c, COMPUTE: tl.constexpr, X: tl.constexpr, CHAINS: tl.constexpr):
+def _step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
     """The sums c of 16 rows of weights w and 8 rows of activations x, 128 elements further."""
-    ptx: tl.constexpr = _chosen(_STEPS, COMPUTE, X, CHAINS)
+    ptx: tl.constexpr = _chosen(_STEPS, COMPUTE, CHAINS)
     return tl.inline_asm_elementwise(
         ptx, _OPERANDS, w + x + c,
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
-# In: sums of two columns, what to multiply by. Out: the sum of all eight columns in each lane of four.
-_ADD_COLUMNS = tl.constexpr(
-    "{ .reg .b32 x; .reg .f32 f; add.f32 $0, $1, $2;"
-    + " ".join(
-        f" mov.b32 x, $0; shfl.sync.bfly.b32 x, x, {by}, 31, 0xffffffff; mov.b32 f, x; add.f32 $0, $0, f;"
-        for by in (1, 2)
-    )
-    + " mul.f32 $0, $0, $3; }"
-)
 # In: where to, two sums, whether they are wanted. The second is of the next row of activations.
-_PUT_ONE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.f32 [$1], $2; }")
 _PUT_TWO = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }")
 
 
 @triton.constexpr_function
-def _add_ptx(warps, size):
+def add_ptx(warps, size):
     """In: where one of the first warp's sums lies, those of the next warp `size` bytes on. Out: the sum of them all."""
     adds = " ".join(f"ld.shared.f32 f, [$1 + {warp * size}]; add.f32 $0, $0, f;" for warp in range(1, warps))
     return f"{{ .reg .f32 f; ld.shared.f32 $0, [$1]; {adds} }}"
-
-
-@triton.jit
-def _of_one_row(c, factor, TILES: tl.constexpr):
-    """Sums of columns -> as they are of rows of activations, of which there is only the first one."""
-    factor = tl.zeros_like(c[0]) + factor
-    sums = ()
-    for i in tl.static_range(2 * TILES):
-        both = tl.inline_asm_elementwise(
-            _ADD_COLUMNS, "=&f,f,f,f", (c[2 * i], c[2 * i + 1], factor), dtype=tl.float32, is_pure=True, pack=1
-        )
-        sums = sums + (both, both)
-    return sums
 
 
 @triton.jit
@@ -170,10 +138,9 @@ def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
     """A warp's sums to shared memory, those of a row of weights side by side; all warps meet. Returns a token."""
     row_m = lane % 4 * 2
     wanted = (row_m < ROWS).to(tl.int32)
-    text: tl.constexpr = _PUT_ONE if ROWS == 1 else _PUT_TWO
     for i in tl.static_range(2 * TILES):
         to = at + ((lane % 32 // 4 + i * 8) * ROWS + row_m) * 4
-        token = do_ptx(text, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
+        token = do_ptx(_PUT_TWO, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
     return do_ptx(MEET, "r", (token,))
 
 
@@ -192,8 +159,7 @@ def scaled_mm_decode(
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
-    X: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr,
-    ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS <= 8) and b [n, 16 * chunks] (bytes of codes).
 
@@ -201,15 +167,13 @@ def scaled_mm_decode(
     is not are not read.
     chunks: even. A program takes 16 * TILES rows of b at a time, and goes on with those that lie as many programs on;
     its WARPS warps (as many as the launch has) cut the contraction dimension among themselves. STAGES: steps of a warp
-    that are on their way, of the next rows, too. X: how activations come (see `scaled_mm_decode_ring`); "columns" is
-    for one row, of which a warp has at most STEPS steps, a multiple of eight. EVEN: no program and no warp has a row or
-    a step beyond the end.
+    that are on their way, of the next rows, too. ROWS: 2, 4 or 8. CHAINS: see `_step_ptx`. EVEN: no program and no warp
+    has a row or a step beyond the end.
     """
-    slot_size: tl.constexpr = slot_bytes(TILES, X, ROWS)
+    slot_size: tl.constexpr = slot_bytes(TILES, ROWS)
     stage: tl.constexpr = WARPS * slot_size
-    beside_size: tl.constexpr = beside_bytes(X, STEPS)
     sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; those of the last rows are read beside the next ones
-    size: tl.constexpr = STAGES * stage + WARPS * (beside_size + 2 * sums_size)
+    size: tl.constexpr = STAGES * stage + WARPS * 2 * sums_size
     tl.static_assert(size <= 48 * 1024)  # what a program can have of static shared memory
     lane = tl.arange(0, 32 * WARPS)
     steps = tl.cdiv(chunks, 4 * WARPS)
@@ -222,20 +186,17 @@ def scaled_mm_decode(
         total = tiles_1 + tl.cdiv(n_2, 16 * TILES)
     memory = do_ptx(ring_ptx(size), "r", (lane,))
     ring = memory + lane // 32 * slot_size
-    beside = memory + STAGES * stage + lane // 32 * beside_size
-    sums_there = memory + STAGES * stage + WARPS * beside_size
+    sums_there = memory + STAGES * stage
     token = lane
     next_tile = tl.program_id(0)
     next_step = 0
     for early in tl.static_range(STAGES):
         token = start_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
                            b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
-                           total, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN, MEMBERS)  # fmt: skip
+                           total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, MEMBERS)  # fmt: skip
         next_tile, next_step = _after(next_tile, next_step, steps)
     if B_OUTER == "tensor":
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # it then is in the cache
-    if X == "columns":
-        factor, token = stage_activations(beside, token, lane, a_ptr, chunks, steps, COMPUTE, WARPS, STEPS, EVEN)
 
     slot = ring
     sums_at = sums_there
@@ -243,25 +204,23 @@ def scaled_mm_decode(
         c = ()
         for _ in tl.static_range(4 * TILES):
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
-        for step in tl.range(steps):
+        for _ in tl.range(steps):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            x, token = take_activations(slot, beside, step, token, lane, m, TILES, X)
+            x, token = take_activations(slot + TILES * TILE, token, lane, m)
             sums = ()
             for part in tl.static_range(TILES):
-                w, token = take_weights(slot, part, token, lane, X)
+                w, token = take_weights(slot, part, token, lane)
                 if part == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
                     token = do_ptx(SYNC_WARP, "r", (token,))
                     token = start_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
                                        b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
-                                       total, B_SQUARE, B_SWIZZLED, WARPS, TILES, X, ROWS, EVEN, MEMBERS)  # fmt: skip
+                                       total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, MEMBERS)  # fmt: skip
                     next_tile, next_step = _after(next_tile, next_step, steps)
                 if part == 0:
-                    x = arranged(x, X)
-                sums = sums + _step(w, x, c[4 * part : 4 * part + 4], COMPUTE, X, CHAINS)
+                    x = arranged(x)
+                sums = sums + _step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
             c = sums
             slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
-        if X == "columns":
-            c = _of_one_row(c, factor, TILES)
         token = _put_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
         token = _finish(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr,
                         out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
@@ -299,7 +258,7 @@ def _finish(
         at_m = place % ROWS
         at_n = tile * (16 * TILES) + place // ROWS
         acc = tl.inline_asm_elementwise(
-            _add_ptx(WARPS, count * 4), "=&f,r,r", (sums_at + place % count * 4, token), dtype=tl.float32,
+            add_ptx(WARPS, count * 4), "=&f,r,r", (sums_at + place % count * 4, token), dtype=tl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
         token = do_ptx("mov.b32 $0, 0;", "f,r", (acc, token))  # what is read before the warps meet again

@@ -5,13 +5,6 @@ lane 4 * g + q takes rows g and g + 8 of 16 rows of weights, and row g of the ac
 elements it takes those at q and q + 4; the instruction has other elements there, which does not matter as both operands
 are cut among lanes in the same way.
 
-Weights always come through the ring. Activations come, as X says, in one of two ways:
-- "ring": beside the weights of the step;
-- "columns": those of the only row, of all steps, are put into shared memory before the first step, in the order in
-  which the step's arithmetic takes them. Each block of a step has a column of its own of what `mma.sync` takes for rows
-  of activations: scales are then applied to sums, of which there are fewer than codes. For bf16, whose codes come as
-  their values times 2^-126, activations are brought up by a power of two for that.
-
 To Inductor, which would take a kernel with side effects to write all of its arguments, the PTX is pure; a value handed
 from one piece to the next (`token`) keeps their order.
 """
@@ -37,8 +30,8 @@ _ARRANGE = tl.constexpr(_arrange_ptx())
 _ARRANGE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
 
 # Bytes of 16 rows of weights in a slot of the ring, which holds a warp's step: codes of the upper eight rows, of the
-# lower ones, scales of both in the same way. Behind the last 16 rows follow rows of activations, if X is "ring".
-_TILE = tl.constexpr(1152)
+# lower ones, scales of both in the same way. Behind the last 16 rows follow rows of activations.
+TILE = tl.constexpr(1152)
 _CODES_ROW = tl.constexpr(64)
 _CODES_LOWER = 512
 _SCALES = tl.constexpr(1024)
@@ -82,49 +75,6 @@ _TAKE_X = tl.constexpr(
     + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [b];"
     " @p ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @p ld.shared.v2.b64 {$6, $7}, [b + 128]; }"
 )
-# The same from global memory. In: address of the first block, whether it is wanted, whether the other one is; a token.
-_LOAD_X = tl.constexpr(
-    "{ .reg .pred p, q; setp.ne.b32 p, $9, 0; setp.ne.b32 q, $10, 0; "
-    + _ZEROS
-    + " @p ld.global.v2.b64 {$0, $1}, [$8]; @p ld.global.v2.b64 {$2, $3}, [$8 + 16];"
-    " @q ld.global.v2.b64 {$4, $5}, [$8 + 128]; @q ld.global.v2.b64 {$6, $7}, [$8 + 144]; }"
-)
-# A lane's activations of a step, as the step's PTX takes them, to where they are staged; and from there, the first and
-# the other block if wanted.
-_STAGE = tl.constexpr(
-    "{ mov.b32 $0, 0; st.shared.v2.b64 [$1], {$2, $3}; st.shared.v2.b64 [$1 + 64], {$4, $5};"
-    " st.shared.v2.b64 [$1 + 128], {$6, $7}; st.shared.v2.b64 [$1 + 192], {$8, $9}; }"
-)
-_TAKE_STAGED = tl.constexpr(
-    "{ .reg .pred p, q; setp.ne.b32 p, $10, 0; setp.ne.b32 q, $11, 0; mov.b32 $8, 0; "
-    + _ZEROS
-    + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [$9 + 64];"
-    " @q ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @q ld.shared.v2.b64 {$6, $7}, [$9 + 192]; }"
-)
-# The larger one of a bf16x2 and of eight words of bf16, halves apart, by magnitude.
-_LARGEST = tl.constexpr(
-    "{ .reg .b32 x, y; mov.b32 $0, $9; "
-    + " ".join(
-        f"mov.b64 {{x, y}}, ${i}; abs.bf16x2 x, x; abs.bf16x2 y, y; max.bf16x2 $0, $0, x; max.bf16x2 $0, $0, y;"
-        for i in range(1, 9)
-    )
-    + " }"
-)
-# From the largest of each lane: the power of two, in both halves, that brings the largest of the warp to about 2^125,
-# and what makes the sums of products with `expand_word`'s codes the same as without it, but times 2^-7.
-_POWERS = tl.constexpr(
-    "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
-    " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
-    " shl.b32 y, x, 7; prmt.b32 $0, y, y, 0x1010; sub.s32 y, 373, x; shl.b32 y, y, 23; mov.b32 $1, y; }"
-)
-_TIMES = tl.constexpr(
-    "{ .reg .b32 x, y, z; mov.b32 z, 0x80008000; "
-    + " ".join(
-        f"mov.b64 {{x, y}}, ${8 + i}; fma.rn.bf16x2 x, x, $16, z; fma.rn.bf16x2 y, y, $16, z; mov.b64 ${i}, {{x, y}};"
-        for i in range(8)
-    )
-    + " }"
-)
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
 MEET = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
 SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
@@ -141,14 +91,8 @@ def wait_ptx(groups):
 
 
 @triton.constexpr_function
-def slot_bytes(tiles, x, rows):
-    return 1152 * tiles + (256 * rows if x == "ring" else 0)
-
-
-@triton.constexpr_function
-def beside_bytes(x, steps):
-    """Of a warp, beside its ring: the activations that are put there before the first step."""
-    return 0 if x == "ring" else 256 * steps
+def slot_bytes(tiles, rows):
+    return 1152 * tiles + 256 * rows
 
 
 @triton.jit
@@ -222,7 +166,7 @@ def _start_activations(
 def start_step(
     slot, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
     m, n, n_1, n_2, chunks, tiles, tiles_1, total,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, X: tl.constexpr,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step of a tile into a slot of the ring; of none where there is no such tile.
@@ -243,25 +187,22 @@ def start_step(
         b_scales_ptr = tl.where(later, b_scales_1_ptr, b_scales_ptr)
         n = tl.where(later, n_1, n)
     for part in tl.static_range(TILES):
-        token = start_weights(slot + part * _TILE, step * WARPS + lane // 32, there, token, lane,
+        token = start_weights(slot + part * TILE, step * WARPS + lane // 32, there, token, lane,
                               tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, chunks,
                               B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-    if X == "ring":
-        token = _start_activations(slot + TILES * _TILE, step, there, token, lane, a_ptr, m, chunks,
-                                   WARPS, ROWS, EVEN)  # fmt: skip
+    token = _start_activations(slot + TILES * TILE, step, there, token, lane, a_ptr, m, chunks,
+                               WARPS, ROWS, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
-def take_weights(slot, tile: tl.constexpr, token, lane, X: tl.constexpr):
+def take_weights(slot, tile: tl.constexpr, token, lane):
     """A step's weights of 16 rows as the step's PTX takes them, from the slot where they have arrived; and a token."""
     g = lane % 32 // 4
     q = lane % 4
-    slot = slot + tile * _TILE
+    slot = slot + tile * TILE
     first = slot + g * _CODES_ROW + (q // 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     which = q | (q + 4) << 4
-    if X == "columns":
-        which = q * 2 | (q * 2 + 1) << 4  # the columns whose sums the lane has
     second = slot + g * _CODES_ROW + (q // 2 ^ 2 ^ (g // 2 % 2 * 2)) * 16 + q % 2 * 8
     taken = tl.inline_asm_elementwise(
         _TAKE, "=&l,=&l,=&l,=&l,=&r,=&r,=&r,r,r,r,r,r",
@@ -272,7 +213,7 @@ def take_weights(slot, tile: tl.constexpr, token, lane, X: tl.constexpr):
 
 
 @triton.jit
-def _take_ring(at, token, lane, m):
+def take_activations(at, token, lane, m):
     """A step's activations, from where they have arrived; and a token."""
     g = lane % 32 // 4
     at = at + g * _ACTIVATIONS_ROW + lane % 4 * 32 + g % 2 * 16
@@ -285,89 +226,9 @@ def _take_ring(at, token, lane, m):
 
 
 @triton.jit
-def _arrange(x):
+def arranged(x):
     """Activations as they were copied -> as the step's PTX takes them."""
     return tl.inline_asm_elementwise(
         _ARRANGE, _ARRANGE_OPERANDS, x,
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _load_activations(a_ptr, step, token, lane, wanted, chunks, WARPS: tl.constexpr, EVEN: tl.constexpr):
-    """A lane's activations of a warp's step in the only row, from global memory."""
-    block = (step * WARPS + lane // 32) * 8 + lane % 4
-    near = wanted
-    far = wanted
-    if not EVEN:
-        near = wanted & (block < chunks * 2)
-        far = wanted & (block + 4 < chunks * 2)
-    at = a_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + block * 4
-    return tl.inline_asm_elementwise(
-        _LOAD_X, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,l,r,r,r", (at, near.to(tl.int32), far.to(tl.int32), token),
-        dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def stage_activations(
-    at, token, lane, a_ptr, chunks, steps,
-    COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """All activations of a warp of the only row into shared memory, eight steps at once.
-
-    Returns what makes the sums of products with them what they are without the power of two, and a token.
-    """
-    x = ()
-    for first in tl.static_range(0, STEPS, 8):
-        step = first + lane % 32 // 4
-        x = x + _arrange(_load_activations(a_ptr, step, token, lane, step < steps, chunks, WARPS, EVEN))
-    factor = 1.0
-    if COMPUTE == "bf16":
-        # Exact but for what is 2^-148 of the largest, or less: that is lost among float32 sums of small codes.
-        largest = tl.zeros_like(lane)
-        for i in tl.static_range(STEPS // 8):
-            largest = do_ptx(_LARGEST, "l,l,l,l,l,l,l,l,r", x[8 * i : 8 * i + 8] + (largest,))
-        power, factor = tl.inline_asm_elementwise(
-            _POWERS, "=&r,=&f,r", (largest,), dtype=(tl.int32, tl.float32), is_pure=True, pack=1
-        )
-    for i in tl.static_range(STEPS // 8):
-        step = i * 8 + lane % 32 // 4
-        of_step = x[8 * i : 8 * i + 8]
-        if COMPUTE == "bf16":
-            of_step = tl.inline_asm_elementwise(
-                _TIMES, _ARRANGE_OPERANDS + ",r", of_step + (power,),
-                dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True,
-                pack=1,
-            )  # fmt: skip
-        to = at + step * 256 + lane % 4 * 16
-        token = do_ptx(_STAGE, "r,l,l,l,l,l,l,l,l,r", (to,) + of_step + (token,))
-    return factor, do_ptx(SYNC_WARP, "r", (token,))
-
-
-@triton.jit
-def take_activations(slot, beside, step, token, lane, m, TILES: tl.constexpr, X: tl.constexpr):
-    """A step's activations, from where they have arrived; and a token."""
-    if X == "ring":
-        x, token = _take_ring(slot + TILES * _TILE, token, lane, m)
-    else:
-        near = lane % 32 // 4 == lane % 4
-        far = lane % 32 // 4 == lane % 4 + 4
-        taken = tl.inline_asm_elementwise(
-            _TAKE_STAGED, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r,r",
-            (beside + step * 256 + lane % 4 * 16, near.to(tl.int32), far.to(tl.int32), token),
-            dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int32),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        x = taken[0:8]
-        token = taken[8]
-    return x, token
-
-
-@triton.jit
-def arranged(x, X: tl.constexpr):
-    """Activations as they were taken -> as the step's PTX takes them."""
-    if X == "columns":
-        return x
-    else:
-        return _arrange(x)

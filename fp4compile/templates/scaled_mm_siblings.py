@@ -2,10 +2,10 @@
 
 A decode step multiplies a few tokens by the weights of Q, K and V, or of gate and up. Each is a small launch, which
 takes about as long to start, and to get its loads under way, as to read its weights. Together they are one launch of
-`scaled_mm_decode`, whose programs go on from one weight to the next.
+`scaled_mm_few` (of one token) or `scaled_mm_decode`, whose programs go on from one weight to the next.
 
-The product of a weight has the bits that it has alone, unless alone it would be cut among another number of warps, or
-into sums of other parts (see `decode_config`): then its float32 sums are added in another order.
+The product of a weight has the bits that it has alone, unless, of several tokens, alone it would be cut among another
+number of warps, or into sums of other parts (see `decode_config`): then its float32 sums are added in another order.
 """
 
 import torch

@@ -272,7 +272,7 @@ def scaled_mm_wgmma(
         x, token = _fetch(a_ptr, phase + 2, stop, token, lane, m, chunks, ROWS, WARPS, PER)
         for i in tl.static_range(PER):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            w, token = take_weights(slot, 0, token, lane, "ring")
+            w, token = take_weights(slot, 0, token, lane)
             token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
             token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, row, b_ptr,
                            b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
