@@ -32,7 +32,7 @@ from fp4compile.templates.scaled_mm_configs import (
     few_config,
     wgmma_config,
 )
-from fp4compile.templates.scaled_mm_few import needed_bytes
+from fp4compile.templates.scaled_mm_few import WIDTH, needed_bytes
 from fp4compile.templates.scaled_mm_siblings import products as siblings
 from fp4compile.templates.shared_memory import reserved
 
@@ -89,20 +89,19 @@ def launches(m: int, k: int) -> list[Launch]:
                 for warps, stages, per, split in every if split == 1 or k >= 512 * split]  # fmt: skip
     rows = triton.next_power_of_2(m)
     if few_config(m, k, SHARED_MEMORY):
-        every = itertools.product((4, 8, 16), (256, 512), (1, 2), range(1, 8))
-        return [{"WARPS": warps, "WIDTH": width, "STAGES": stages, "STEPS": ceil_div(k, width * warps), "ROWS": rows,
-                 "PROGRAMS": each * MULTIPROCESSORS} for warps, width, stages, each in every
-                if fits(rows, k, warps, width, stages, each)]  # fmt: skip
+        every = itertools.product((4, 8, 16), range(1, 8))
+        found = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps, each in every]
+        return [{"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": each * MULTIPROCESSORS}
+                for warps, steps, each in found if fits(rows, warps, steps, each)]  # fmt: skip
     every = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
     return [{"TILES": tiles, "WARPS": warps, "STAGES": stages, "CHAINS": chains, "ROWS": rows,
              "PROGRAMS": each * MULTIPROCESSORS} for tiles, warps, stages, chains, each in every]  # fmt: skip
 
 
-def fits(rows: int, k: int, warps: int, width: int, stages: int, each: int) -> bool:
+def fits(rows: int, warps: int, steps: int, each: int) -> bool:
     """Whether so many programs of `scaled_mm_few` share a multiprocessor, and their warps are neither few nor many."""
-    steps = ceil_div(k, width * warps)
-    size = reserved(needed_bytes(warps, stages, width, steps, rows))
-    return rows * steps * width <= 4096 and each * size <= SHARED_MEMORY and 8 <= warps * each <= 28
+    size = each * reserved(needed_bytes(warps, steps, rows))
+    return steps <= 16 and size <= SHARED_MEMORY and 8 <= warps * each <= 32
 
 
 def computes(m: int, launch: Launch):

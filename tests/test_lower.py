@@ -294,7 +294,7 @@ def launches():
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
         quantize.quantize_both(x, te, seed=seed, transform=True)
-        for m in (1, 40, 256):
+        for m in (1, 4, 40, 256):
             for name in ("nvfp4", "mxfp8"):
                 fmt = formats.get(name)
                 operands = []

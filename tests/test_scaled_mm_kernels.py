@@ -405,8 +405,8 @@ def test_forms_of_decode(form, a, b, layout, monkeypatch):
     check_streamed(shapes, a, b, layout)
 
 
-# ROWS, WARPS, STAGES, WIDTH, PROGRAMS: see `few_config`.
-FORMS_OF_FEW = [(1, 4, 1, 512, 99), (2, 8, 2, 256, 1), (4, 8, 1, 512, 2), (1, 16, 3, 256, 1), (4, 16, 1, 256, 99)]
+# ROWS, WARPS, PROGRAMS: see `few_config`.
+FORMS_OF_FEW = [(1, 4, 99), (2, 8, 1), (1, 8, 2), (2, 4, 2), (1, 16, 1), (2, 16, 99)]
 
 
 @gpu
@@ -417,14 +417,13 @@ FORMS_OF_FEW = [(1, 4, 1, 512, 99), (2, 8, 2, 256, 1), (4, 8, 1, 512, 2), (1, 16
 @pytest.mark.parametrize("form", FORMS_OF_FEW, ids=str)
 def test_forms_of_few_rows(form, a, b, layout, monkeypatch):
     """Each, with whole steps and ragged ends, and more tiles of a program than are added at once."""
-    rows, warps, stages, width, programs = form
+    rows, warps, programs = form
 
     def config(m, k, shared_memory):
-        steps = ceil_div(k, width * warps)
-        return {"ROWS": rows, "WARPS": warps, "STAGES": stages, "WIDTH": width, "STEPS": steps, "PROGRAMS": programs}
+        return {"ROWS": rows, "WARPS": warps, "STEPS": ceil_div(k, 256 * warps), "PROGRAMS": programs}
 
     monkeypatch.setattr(kernels, "few_config", config)
-    check_streamed([(rows, 256, 8192), (rows, 17, 64), ((rows + 2) // 2, 1096, 7616)], a, b, layout)
+    check_streamed([(rows, 256, 8192), (rows, 17, 64), (1, 1096, 7616)], a, b, layout)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def test_every_shipped_product_on_sm90(monkeypatch):
     assert not [wrong for _, wrong in found.values() if wrong]
     for (_, configuration), (kernel, _) in found.items():
         rows = int(re.search(r"(\d+)x", configuration)[1])
-        expected = "scaled_mm_few" if rows <= 4 else "scaled_mm_decode" if rows <= 8 else "scaled_mm_wgmma"
+        expected = "scaled_mm_few" if rows <= 2 else "scaled_mm_decode" if rows <= 8 else "scaled_mm_wgmma"
         assert kernel == expected, configuration
     assert {kernel for kernel, _ in found.values()} == {"scaled_mm_few", "scaled_mm_decode", "scaled_mm_wgmma"}
 

@@ -29,7 +29,7 @@ from fp4compile.templates.scaled_mm_configs import (
     wgmma_config,
 )
 from fp4compile.templates.scaled_mm_decode import MEMBERS, scaled_mm_decode
-from fp4compile.templates.scaled_mm_few import scaled_mm_few
+from fp4compile.templates.scaled_mm_few import WIDTH, scaled_mm_few
 from fp4compile.templates.scaled_mm_native import native, native_arguments, scaled_mm_native
 from fp4compile.templates.scaled_mm_tiles import reduce_splits, scaled_mm_tiles
 from fp4compile.templates.scaled_mm_wgmma import scaled_mm_wgmma
@@ -288,7 +288,7 @@ def _decoder(p: Problem, n) -> tuple:
     if config is not None:
         whole_lines = known(p.k % 256 == 0) and not p.right.swizzled
         config |= {"WIDE": int(whole_lines), "DEPENDENT": int(_early(p))}
-        return scaled_mm_few, config, 16, config["WIDTH"]
+        return scaled_mm_few, config, 16, WIDTH.value
     config = decode_config(p.m, n, p.k)
     return scaled_mm_decode, config, 16 * config["TILES"], 128
 

@@ -2,7 +2,7 @@
 
 from fp4compile._compat import known
 from fp4compile.layouts import ceil_div
-from fp4compile.templates.scaled_mm_few import needed_bytes
+from fp4compile.templates.scaled_mm_few import WIDTH, needed_bytes
 from fp4compile.templates.shared_memory import reserved
 
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
@@ -19,23 +19,21 @@ DECODE = {
 
 
 def few_config(m, k, shared_memory: int) -> dict[str, int] | None:
-    """Constants of `scaled_mm_few`, and PROGRAMS at most; None for more rows than four, or if they do not fit there.
+    """Constants of `scaled_mm_few`, and PROGRAMS at most; None for more rows than two, or if they do not fit there.
 
-    As timed on an H200: sixteen warps share a multiprocessor, in two programs or, with many activations, in one. More
-    would wait for registers, and with more on its way at once all of it arrives later, while there is nothing to
-    multiply. Steps that end where the row does pay more than anything.
+    shared_memory: bytes of a multiprocessor. Found by benchmarks/launches.py, and by decoding with Llama-3-8B.
     """
-    rows = next((rows for rows in (1, 2, 4) if known(m <= rows)), None)
-    for warps in (8, 16):
-        width = 256
-        steps = ceil_div(k, width * warps)
-        per_multiprocessor = 16 // warps
-        # A lane holds 64 registers of them on their way to shared memory.
-        fits = rows and isinstance(steps, int) and rows * steps * width <= 4096
-        if fits and reserved(needed_bytes(warps, 1, width, steps, rows)) * per_multiprocessor <= shared_memory:
-            return {"WARPS": warps, "WIDTH": width, "STAGES": 1, "STEPS": steps, "ROWS": rows,
-                    "PROGRAMS": per_multiprocessor * MULTIPROCESSORS}  # fmt: skip
-    return None
+    rows = 1 if known(m == 1) else 2
+    warps = 8 if known(k <= 16 * 8 * WIDTH.value) else 16
+    steps = ceil_div(k, WIDTH.value * warps)
+    # A lane holds all that its warp has of a row on the way to shared memory.
+    if not known(m <= 2) or not known(steps <= 16):
+        return None
+    size = reserved(needed_bytes(warps, steps, rows))
+    programs = min(shared_memory // size, 24 // warps)
+    if programs == 0:
+        return None
+    return {"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": programs * MULTIPROCESSORS}
 
 
 def decode_config(m, n, k) -> dict[str, int]:

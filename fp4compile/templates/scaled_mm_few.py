@@ -1,22 +1,24 @@
-"""The product of one to four rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
+"""The product of one or two rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
 
-What decode steps are made of. As in `scaled_mm_decode`, each warp keeps the weights that are next on their way into a
-ring of its own, by asynchronous copies, and goes on from one tile of 16 rows to the next, of the next weight, too,
-where several are multiplied by the same activations. But all of the activations stay in shared memory, where they fit:
+What decode steps are made of. As in `scaled_mm_decode`, each warp has the weights that are next on their way into
+shared memory of its own, by asynchronous copies, and goes on from one tile of 16 rows to the next, of the next weight,
+too, where several are multiplied by the same activations. But here all of the activations stay in shared memory:
 
 - A warp has the same parts of the contraction dimension in every tile. So it puts those of the activations there once,
   in the order in which they are multiplied, and waits for no other warp until the sums of several tiles are added.
 - `mma.sync` has eight columns, and four lanes with other elements of a row of weights each. A lane's elements are of a
-  block of their own, and the columns are cut among the blocks: each takes the activations of one row and one block, and
-  zeros elsewhere. So every sum is that of one block, and scales are applied to sums, of which there are fewer than
-  codes. Two columns a block serve two rows; more rows take more products of the same codes.
+  block of their own, and the columns are cut among the four blocks: each takes the activations of one row and one
+  block, and zeros elsewhere. So every sum is that of one block, and scales are applied to sums, of which there are
+  fewer than codes. Two columns a block serve two rows.
 - Of one row, two blocks that are multiplied one after the other share the registers of their activations: either has
   columns, even or odd, in which the other's sums are not read.
 - Weights that nobody is writing can be copied before the activations are there (DEPENDENT, see `dependent`).
 
-A slot of the ring is a chunk of 16 rows: lines of codes as they lie in memory, 128 or 256 bytes, then lines of scales.
-Lane 4 * g + q takes the q-th part of rows g and g + 8. Of its part, two blocks (16 bytes) a step: `mma.sync` has other
-elements there, which does not matter as both operands are cut among lanes in the same way.
+A chunk is 256 elements of 16 rows: in shared memory, lines of codes as they lie in global memory, 128 bytes, then lines
+of scales. Lane 4 * g + q takes the q-th part of rows g and g + 8. Of its part, two blocks (16 bytes) at a time:
+`mma.sync` has other elements there, which does not matter as both operands are cut among lanes in the same way. What is
+taken is replaced at once by the warp's next chunk. Two of them on their way at once, or longer ones, were slower: all
+then arrives later, and there is nothing to multiply meanwhile.
 
 The kernel is written for one lane at a time: tensors have one dimension and one element for each lane. Inline PTX does
 the rest; it is pure, and its order is kept by a token (see `scaled_mm_decode_ring`).
@@ -32,29 +34,26 @@ from fp4compile.templates.scaled_mm_decode_ring import COMMIT, MEET, SYNC_WARP, 
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
 from fp4compile.templates.shared_memory import MEMORY, reserve, reserved
 
+WIDTH = tl.constexpr(256)  # elements of a chunk's rows
+_CODES = tl.constexpr(2048)  # bytes of a chunk's codes, which its scales follow
+_CHUNK = tl.constexpr(2304)  # bytes of both
+_ROW = tl.constexpr(512)  # bytes of a row of activations of a chunk
 _ZEROS = tl.constexpr(256)  # bytes of them, of each warp: what is read in place of activations
-
-
-@triton.constexpr_function
-def slot_bytes(width):
-    """Of 16 rows: codes, scales."""
-    return 16 * (width // 2 + width // 16)
 
 
 @triton.constexpr_function
 def batch_of(warps, rows):
     """Tiles of a program whose sums are added at once: no more than there are lanes for their results."""
-    return max(min(2 * warps, 16) // rows, 1)
+    return min(2 * warps, 16) // rows
 
 
 @triton.constexpr_function
-def needed_bytes(warps, stages, width, steps, rows):
-    """Shared memory of a program: rings, activations, sums."""
-    beside = _ZEROS.value + 2 * width * steps * rows
-    return warps * (stages * slot_bytes(width) + beside + batch_of(warps, rows) * rows * 64)
+def needed_bytes(warps, steps, rows):
+    """Shared memory of a program: chunks, activations, sums."""
+    return warps * (2304 + 256 + 512 * steps * rows + 64 * rows * batch_of(warps, rows))
 
 
-# What is copied into a slot.
+# What is copied: a chunk.
 
 
 @triton.constexpr_function
@@ -92,35 +91,31 @@ def _copy(
 
 
 @triton.jit
-def _start_codes(slot, tile, chunk, there, token, lane, b_ptr, n, chunks, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+def _start_codes(to, tile, chunk, there, token, lane, b_ptr, n, chunks, EVEN: tl.constexpr):
     """Start to copy the codes of a chunk, by units of 16 bytes (32 elements)."""
-    units: tl.constexpr = WIDTH // 32
-    unit = lane % units
-    row = lane % 32 // units
-    # Units of a line are exchanged so that the lanes that read at a time read from banks of their own: see `_take`.
-    other = unit ^ row % 2
-    if WIDTH == 512:
-        other = unit ^ unit // 8 ^ row % 2 * 2
-    to = slot + row * (WIDTH // 2) + other * 16
+    unit = lane % 8
+    row = lane % 32 // 8
+    # Units of every second line are exchanged: lanes that read at a time then read from banks of their own.
+    to = to + row * 128 + (unit ^ row % 2) * 16
     row = tile * 16 + row
-    at = chunk * units + unit
+    at = chunk * 8 + unit
     source = b_ptr + (row.to(tl.int64) * chunks + at) * 16
-    stride = tl.zeros_like(lane).to(tl.int64) + tl.cast(chunks, tl.int64) * (16 * (32 // units))
-    return _copy(to, source, stride, row, n, at < chunks, there, token, 16, units, EVEN)
+    stride = tl.zeros_like(lane).to(tl.int64) + tl.cast(chunks, tl.int64) * 64
+    return _copy(to, source, stride, row, n, at < chunks, there, token, 16, 8, EVEN)
 
 
 @triton.jit
 def _start_scales(
-    slot, tile, chunk, there, token, lane, b_scales_ptr, n, chunks,
-    WIDTH: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    to, tile, chunk, there, token, lane, b_scales_ptr, n, chunks,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Start to copy the scales of a chunk; WIDE: 16 bytes at a time, as far as a line goes; else four."""
     size: tl.constexpr = 16 if WIDE else 4
-    pieces: tl.constexpr = WIDTH // 16 // size  # of a line
-    place = lane % 32 % (16 * pieces)
+    pieces: tl.constexpr = 1 if WIDE else 4  # of a line
+    place = lane % (16 * pieces) % 32
     row = tile * 16 + place // pieces
     at = chunk * pieces + place % pieces
-    if SWIZZLED:  # rows 4 or 8 apart, of the same 16, lie 16 bytes apart each
+    if SWIZZLED:  # rows of the same 16 lie 16 bytes apart
         source = swizzle(row, 0, tl.cdiv(chunks, 2)) + at * 512
         step = 16
     elif SQUARE:
@@ -130,19 +125,19 @@ def _start_scales(
         source = row * (chunks * 2) + at * size
         step = chunks * 2
     stride = (tl.zeros_like(lane) + step * (32 // pieces)).to(tl.int64)
-    to = slot + WIDTH * 8 + place * size
     inside = at * size < chunks * 2
+    to = to + place * size
     return _copy(to, b_scales_ptr + source, stride, row, n, inside, there, token, size, pieces, EVEN)
 
 
 @triton.jit
 def _start(
-    slot, tile, step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
+    to, tile, step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
     n, n_1, n_2, chunks, tiles, tiles_1, total,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    EVEN: tl.constexpr, MEMBERS: tl.constexpr,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a warp's step of a tile into a slot of its ring; of none where there is no such tile.
+    """Start to copy the chunk of a warp's step of a tile; nothing where there is no such tile.
 
     tiles, tiles_1, total: how many there are up to the end of each weight.
     """
@@ -161,9 +156,9 @@ def _start(
         b_scales_ptr = tl.where(later, b_scales_1_ptr, b_scales_ptr)
         n = tl.where(later, n_1, n)
     chunk = step * WARPS + lane // 32
-    token = _start_codes(slot, tile, chunk, there, token, lane, b_ptr, n, chunks, WIDTH, EVEN)
-    token = _start_scales(slot, tile, chunk, there, token, lane, b_scales_ptr, n, chunks,
-                          WIDTH, B_SQUARE, B_SWIZZLED, WIDE, EVEN)  # fmt: skip
+    token = _start_codes(to, tile, chunk, there, token, lane, b_ptr, n, chunks, EVEN)
+    token = _start_scales(to + _CODES, tile, chunk, there, token, lane, b_scales_ptr, n, chunks,
+                          B_SQUARE, B_SWIZZLED, WIDE, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
@@ -210,24 +205,24 @@ _PUT_ZERO = tl.constexpr("mov.b32 $0, 0; st.shared.b64 [$1], 0;")
 
 @triton.jit
 def _put_activations(
-    at, token, lane, a_ptr, m, chunks, COMPUTE: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    at, token, lane, a_ptr, m, chunks,
+    COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The activations of all of a warp's steps into shared memory, behind zeros: of a step, row by row.
 
     Returns, for each row, what makes the sums of products with it what they are without the power of two; and a token.
     """
-    units: tl.constexpr = WIDTH // 8  # of a chunk, eight activations each
-    loads: tl.constexpr = STEPS * units // 32
     text: tl.constexpr = _put_ptx(COMPUTE)
     start = token  # so that a row's loads need not wait for what is put of another one
+    unit = lane % 32  # of eight elements
+    part = unit // 8  # of a chunk: whose lanes read it
     factors = ()
     for row in tl.static_range(ROWS):
         x = ()
-        for i in tl.static_range(loads):
-            unit = (i * 32 // units * WARPS + lane // 32) * units + i * 32 % units + lane % 32
-            ok = (row < m) & (unit >= 0) if EVEN else (row < m) & (unit < chunks * 4)
-            source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (chunks * 4) + unit).to(tl.int64) * 16
+        for step in tl.static_range(STEPS):
+            at_unit = (step * WARPS + lane // 32) * 32 + unit
+            ok = (row < m) & (unit >= 0) if EVEN else (row < m) & (at_unit < chunks * 4)
+            source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (chunks * 4) + at_unit).to(tl.int64) * 16
             x = x + tl.inline_asm_elementwise(
                 _LOAD, "=&l,=&l,l,r,r", (source, ok.to(tl.int32), start), dtype=(tl.int64, tl.int64), is_pure=True,
                 pack=1,
@@ -236,139 +231,107 @@ def _put_activations(
         factor = tl.full((32 * WARPS,), 1.0, tl.float32)
         if COMPUTE == "bf16":
             # Exact but for what is 2^-148 of the largest, or less: that is lost among float32 sums of small codes.
-            for i in tl.static_range(loads):
-                power = do_ptx(_LARGEST, "l,l,r", (x[2 * i], x[2 * i + 1], power))
+            for step in tl.static_range(STEPS):
+                power = do_ptx(_LARGEST, "l,l,r", (x[2 * step], x[2 * step + 1], power))
             power, factor = tl.inline_asm_elementwise(
                 _POWERS, "=&r,=&f,r", (power,), dtype=(tl.int32, tl.float32), is_pure=True, pack=1
             )
         factors = factors + (factor,)
-        for i in tl.static_range(loads):
-            place = i * 32 % units + lane % 32
-            part = place // (units // 4)  # whose lanes read it
-            place = place ^ part % 2 ^ part // 2 * 4 ^ row % 2 * 2
-            to = at + _ZEROS + (i * 32 // units * ROWS + row) * (2 * WIDTH) + place * 16
-            token = do_ptx(text, "r,l,l,r,r", (to, x[2 * i], x[2 * i + 1], power, token))
-    token = do_ptx(_PUT_ZERO, "r,r", (at + lane % 32 * 8, token))
+        to = at + _ZEROS + row * _ROW + (unit ^ part % 2 ^ part // 2 * 4 ^ row * 2) * 16
+        for step in tl.static_range(STEPS):
+            words = (x[2 * step], x[2 * step + 1], power, token)
+            token = do_ptx(text, "r,l,l,r,r", (to + step * (ROWS * _ROW),) + words)
+    token = do_ptx(_PUT_ZERO, "r,r", (at + unit * 8, token))
     return factors, do_ptx(SYNC_WARP, "r", (token,))
 
 
 @triton.jit
-def _lane_activations(at, lane, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def _lane_activations(at, lane, ROWS: tl.constexpr):
     """Where a lane reads its activations of the first step, and how far it is to those of the next one.
 
-    Only the lanes of a block's columns have its activations, the others zeros. Of several rows the even lanes have the
-    even ones, the odd lanes the odd ones; of one row, either have one of the two blocks.
+    Only the lanes of a block's columns have its activations, the others zeros. Of two rows the even lanes have the
+    first one, the odd lanes the second one; of one row, either have one of the two blocks.
     """
     g = lane % 32 // 4
     q = lane % 4
     own = g // 2 == q
-    unit = q * (WIDTH // 32) ^ q % 2 ^ q // 2 * 4
-    if ROWS == 1:
-        place = (unit ^ g % 2 * 2) * 16
-    else:
-        place = (unit ^ g % 2 * 2) * 16 + g % 2 * (2 * WIDTH)
-    return tl.where(own, at + _ZEROS + place, at), tl.where(own, 2 * WIDTH * ROWS, 0)
+    place = (q * 8 ^ q % 2 ^ q // 2 * 4 ^ g % 2 * 2) * 16
+    if ROWS == 2:
+        place = place + g % 2 * _ROW
+    return tl.where(own, at + _ZEROS + place, at), tl.where(own, ROWS * _ROW, 0)
 
 
 # The arithmetic of a step.
 
 
-@triton.constexpr_function
-def _take_ptx(width):
-    """A lane's part of a chunk. Out: for each 128 elements four words of codes of its upper row, four of the lower
-    one; the upper row's scales, the lower one's; a token. In: where its codes and its scales are; a token."""
-    subs, lower = width // 128, 8 * (width // 2)
-    scales = 8 * subs
-    token = scales + subs
-    text = [f"{{ .reg .b32 a<{subs}>; mov.b32 ${token}, 0;"]
-    for s in range(subs):
-        text.append(f"xor.b32 a{s}, ${token + 1}, {16 * s};")
-        for row, by in enumerate((0, lower)):
-            words = ", ".join(f"${8 * s + 4 * row + i}" for i in range(4))
-            text.append(f"ld.shared.v4.b32 {{{words}}}, [a{s} + {by}];")
-    half = subs // 2
-    for row, by in enumerate((0, 8 * (width // 16))):
-        words = ", ".join(f"${scales + half * row + i}" for i in range(half))
-        text.append(f"ld.shared.v{half}.b32 {{{words}}}, [${token + 2} + {by}];" if half > 1 else
-                    f"ld.shared.b32 {words}, [${token + 2} + {by}];")  # fmt: skip
-    return " ".join(text) + " }"
-
-
-@triton.constexpr_function
-def _take_operands(width):
-    return ",".join(["=&r"] * (9 * width // 128 + 1) + ["r"] * 3)
-
-
-@triton.constexpr_function
-def _take_types(width):
-    return (tl.int32,) * (9 * width // 128 + 1)
+_LOWER = 8 * 128  # bytes from the codes of the upper eight rows to those of the lower ones
+# A lane's part of a chunk. Out: for each 128 elements four words of codes of its upper row, four of the lower one; the
+# upper row's scales, the lower one's; a token. In: where its codes and its scales are; a token.
+_TAKE = tl.constexpr(
+    "{ .reg .b32 a; mov.b32 $18, 0; xor.b32 a, $19, 16;"
+    f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {_LOWER}];"
+    f" ld.shared.v4.b32 {{$8, $9, $10, $11}}, [a]; ld.shared.v4.b32 {{$12, $13, $14, $15}}, [a + {_LOWER}];"
+    " ld.shared.b32 $16, [$20]; ld.shared.b32 $17, [$20 + 128]; }"
+)
+_TAKE_OPERANDS = tl.constexpr(",".join(["=&r"] * 19 + ["r"] * 3))
 
 
 @triton.jit
-def _take(slot, token, lane, WIDTH: tl.constexpr):
-    """What `_take_ptx` says, of the chunk that has arrived in a slot; and a token."""
+def _take(at, token, lane):
+    """What `_TAKE` says, of the chunk that has arrived; and a token."""
     g = lane % 32 // 4
     q = lane % 4
-    if WIDTH == 512:
-        codes = slot + g * 256 + q * 64 + (q // 2 ^ g % 2 * 2) * 16
-    else:
-        codes = slot + g * 128 + q * 32 + g % 2 * 16
-    scales = slot + WIDTH * 8 + g * (WIDTH // 16) + q * (WIDTH // 64)
-    types: tl.constexpr = _take_types(WIDTH)
+    codes = at + g * 128 + q * 32 + g % 2 * 16
     taken = tl.inline_asm_elementwise(
-        _take_ptx(WIDTH), _take_operands(WIDTH), (codes, scales, token), dtype=types, is_pure=True, pack=1
-    )
-    return taken[: 9 * WIDTH // 128], taken[9 * WIDTH // 128]
+        _TAKE, _TAKE_OPERANDS, (codes, at + _CODES + g * 16 + q * 4, token), dtype=(tl.int32,) * 19, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return taken[:18], taken[18]
 
 
-def _multiply_ptx(compute: str, sub: int, rows: int) -> str:
-    """128 elements of 16 rows of weights, added to a lane's sums.
+def _multiply_ptx(compute: str, half: int, rows: int) -> str:
+    """128 elements of 16 rows of weights, the first half of a chunk or the second, added to a lane's sums.
 
-    Operands: the sums out, four for each two rows of activations: of its upper row of weights and both rows of
-    activations, then of its lower one; of one row of activations, of both rows of weights and even blocks, then of odd
-    ones. Four words of codes of the upper row, four of the lower one; a word that has the upper row's scales of these
-    two blocks, one that has the lower row's; where the step's activations are, and how far it is to the next two rows'
-    (0 where a lane has zeros); the sums.
+    Operands: four sums out: of its upper row of weights and both rows of activations, then of its lower one; of one row
+    of activations, of both rows of weights and even blocks, then of odd ones. Four words of codes of the upper row,
+    four of the lower one; a word that has the upper row's scales of these two blocks, one that has the lower row's;
+    where the step's activations are; the sums.
     """
     kind, dtype = ("f16x2", "f16") if compute == "fp16" else ("bf16x2", "bf16")
-    sets = max(rows // 2, 1)
-    count = 4 * sets
-    ins = count  # the first operand in
-    text = [f"{{ .reg .b32 u, v, e, x, a<4>, b<4>, y<4>; .reg .b16 h, k; .reg .f32 z, l<4>, c<{count}>;"]
+    text = ["{ .reg .b32 u, v, x, a<4>, b<4>, y<8>; .reg .b16 h, k; .reg .f32 z, l<4>, c<4>;"]
     text.append("mov.f32 z, 0f00000000;")
     for row in range(2):
-        text.append(f"mov.b32 {{h, k}}, ${ins + 8 + row}; cvt.rn.f16x2.e4m3x2 u, {'k' if sub % 2 else 'h'};")
+        text.append(f"mov.b32 {{h, k}}, ${12 + row}; cvt.rn.f16x2.e4m3x2 u, {'k' if half else 'h'};")
         text.append(f"mov.b32 {{h, k}}, u; cvt.f32.f16 l{row}, h; cvt.f32.f16 l{2 + row}, k;")
     for block in range(2):
-        for word in range(2):  # eight elements of the block
-            codes = ins + 2 * block + word
+        if rows == 2 or block == 0:
+            for word in range(2):  # eight elements of the block
+                words = ", ".join(f"y{4 * word + i}" for i in range(4))
+                text.append(f"xor.b32 x, $14, {64 * half + 32 * block + 16 * word}; ld.shared.v4.b32 {{{words}}}, [x];")
+        for word in range(2):
+            codes = 4 + 2 * block + word
             text += [expand_word(kind, f"${codes}", "a"), expand_word(kind, f"${codes + 4}", "b")]
-            by = sub % 2 * 64 + (0 if rows == 1 else block * 32) + word * 16
-            text.append(f"xor.b32 x, ${ins + 10}, {by};")
-            for each in range(sets):
-                text.append(f"ld.shared.v4.b32 {{y0, y1, y2, y3}}, [x + {sub // 2 * 128}]; add.u32 x, x, ${ins + 11};")
-                held = ", ".join(f"c{4 * each + i}" for i in range(4))
-                for j in (0, 2):
-                    start = held if word + j else "z, z, z, z"
-                    text.append(
-                        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{{held}}},"
-                        f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y{j}, y{j + 1}}}, {{{start}}};"
-                    )
-        for i in range(count):
-            scale, to = f"l{2 * block + i % 4 // 2}", i
-            if rows == 1:
-                if i % 2 != block:
-                    continue
+            for j in (0, 2):
+                start = "c0, c1, c2, c3" if word + j else "z, z, z, z"
+                text.append(
+                    f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{c0, c1, c2, c3}},"
+                    f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y{4 * word + j}, y{4 * word + j + 1}}}, {{{start}}};"
+                )
+        for i in range(4):
+            scale = f"l{2 * block + i // 2}"
+            if rows == 2:
+                text.append(f"fma.rn.f32 ${i}, c{i}, {scale}, ${i if block else 15 + i};")
+            elif i % 2 == block:
                 to = 2 * block + i // 2
-            before = ins + 12 + to if rows == 1 or block == 0 else to
-            text.append(f"fma.rn.f32 ${to}, c{i}, {scale}, ${before};")
+                text.append(f"fma.rn.f32 ${to}, c{i}, {scale}, ${15 + to};")
     return " ".join(text) + " }"
 
 
 _MULTIPLY = tl.constexpr({
-    (compute, sub, rows): _multiply_ptx(compute, sub, rows)
-    for compute in ("fp16", "bf16") for sub in range(4) for rows in (1, 2, 4)
+    (compute, half, rows): _multiply_ptx(compute, half, rows)
+    for compute in ("fp16", "bf16") for half in (0, 1) for rows in (1, 2)
 })  # fmt: skip
+_MULTIPLY_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 11 + ["f"] * 4))
 
 
 @triton.constexpr_function
@@ -376,30 +339,14 @@ def _chosen(texts, *key):
     return texts[key]
 
 
-@triton.constexpr_function
-def _multiply_operands(sums):
-    return ",".join(["=&f"] * sums + ["r"] * 12 + ["f"] * sums)
-
-
-@triton.constexpr_function
-def sums_of(rows):
-    """Sums of a lane."""
-    return max(2 * rows, 4)
-
-
 @triton.jit
-def _multiply(taken, at, further, c, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """The sums c, a chunk further: of what `_take` took, and activations in shared memory at `at`.
-
-    further: how far it is from there to those of the next two rows.
-    """
-    subs: tl.constexpr = WIDTH // 128
-    count: tl.constexpr = sums_of(ROWS)
-    for s in tl.static_range(subs):
-        scales = (taken[8 * subs + s // 2], taken[8 * subs + subs // 2 + s // 2])
+def _multiply(taken, at, c, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
+    """The sums c, a chunk further: of what `_take` took, and activations in shared memory at `at`."""
+    for half in tl.static_range(2):
         c = tl.inline_asm_elementwise(
-            _chosen(_MULTIPLY, COMPUTE, s, ROWS), _multiply_operands(count),
-            taken[8 * s : 8 * s + 8] + scales + (at, further) + c, dtype=(tl.float32,) * count, is_pure=True, pack=1,
+            _chosen(_MULTIPLY, COMPUTE, half, ROWS), _MULTIPLY_OPERANDS,
+            taken[8 * half : 8 * half + 8] + taken[16:18] + (at,) + c,
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     return c
 
@@ -426,12 +373,8 @@ def _put_sums_ptx(rows):
 @triton.jit
 def _put_sums(at, c, factors, token, lane, ROWS: tl.constexpr):
     """A warp's sums of a tile to shared memory: 16 rows of weights, of each the rows of activations. -> a token."""
-    text: tl.constexpr = _put_sums_ptx(ROWS)
     at = at + lane % 32 // 4 * (4 * ROWS)
-    for i in tl.static_range(sums_of(ROWS) // 4):
-        both = (factors[0], factors[0]) if ROWS == 1 else (factors[2 * i], factors[2 * i + 1])
-        token = do_ptx(text, "f,f,f,f,f,f,r,r,r", c[4 * i : 4 * i + 4] + both + (at + 8 * i, lane % 4, token))
-    return token
+    return do_ptx(_put_sums_ptx(ROWS), "f,f,f,f,f,f,r,r,r", c + (factors[0], factors[ROWS - 1], at, lane % 4, token))
 
 
 @triton.jit
@@ -448,27 +391,25 @@ def scaled_mm_few(
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
-    ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
     MEMBERS: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
     is not are not read.
     chunks: even. A program takes 16 rows of b at a time, and goes on with those that lie as many programs on; its WARPS
-    warps (as many as the launch has) cut the contraction dimension among themselves, by WIDTH elements (256 or 512),
-    STEPS times. ROWS: 1, 2 or 4. STAGES: steps of a warp that are on their way, of the next rows, too. WIDE: lines of
-    scales are whole 16 bytes, and not swizzled. EVEN: there is no row and no element beyond the end of a tile or a step.
+    warps (as many as the launch has) cut the contraction dimension among themselves, by WIDTH elements, STEPS times.
+    ROWS: 1 or 2. WIDE: lines of scales are whole 16 bytes, and not swizzled. EVEN: no tile has a row, and no step an
+    element, beyond the end.
     DEPENDENT: the kernel before this one may not be done; it does not write b, b_scales.
     """
-    slot_size: tl.constexpr = slot_bytes(WIDTH)
-    beside_size: tl.constexpr = _ZEROS + 2 * WIDTH * STEPS * ROWS
     batch: tl.constexpr = batch_of(WARPS, ROWS)
+    beside_size: tl.constexpr = _ZEROS + STEPS * ROWS * _ROW
     sums_size: tl.constexpr = 64 * ROWS  # of a warp and a tile
-    reserve(a_ptr, out_ptr, chunks, reserved(needed_bytes(WARPS, STAGES, WIDTH, STEPS, ROWS)))
+    reserve(a_ptr, out_ptr, chunks, reserved(needed_bytes(WARPS, STEPS, ROWS)))
     lane = tl.arange(0, 32 * WARPS)
-    steps = tl.cdiv(chunks, WARPS * (WIDTH // 32))  # STEPS; as a constant it would have the loop unrolled
+    steps = tl.cdiv(chunks, WARPS * 8)  # STEPS; as a constant it would have the loop unrolled
     tiles = tl.cdiv(n, 16)
     tiles_1 = tiles
     if MEMBERS > 1:
@@ -479,41 +420,31 @@ def scaled_mm_few(
     memory = do_ptx(MEMORY, "r", (lane,))
     beside = memory + lane // 32 * beside_size  # zeros first: where they lie, 256 bytes begin
     sums = memory + WARPS * beside_size
-    ring = sums + WARPS * (batch * sums_size) + lane // 32 * (STAGES * slot_size)
-    token = lane
-    next_tile = tl.program_id(0)
-    next_step = 0
-    for early in tl.static_range(STAGES):
-        token = _start(ring + early * slot_size, next_tile, next_step, token, lane, b_ptr, b_scales_ptr,
-                       b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
-                       B_SQUARE, B_SWIZZLED, WARPS, WIDTH, WIDE, EVEN, MEMBERS)  # fmt: skip
-        next_tile, next_step = _after(next_tile, next_step, steps)
+    here = sums + WARPS * (batch * sums_size) + lane // 32 * _CHUNK
+    token = _start(here, tl.program_id(0), 0, lane, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
+                   b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
+                   B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, MEMBERS)  # fmt: skip
     if DEPENDENT:
         token = do_ptx(WAIT, "r", (token,))
-    factors, token = _put_activations(beside, token, lane, a_ptr, m, chunks,
-                                      COMPUTE, WARPS, WIDTH, STEPS, ROWS, EVEN)  # fmt: skip
-    activations, next_activations = _lane_activations(beside, lane, WIDTH, ROWS)
-    next_rows = next_activations * 2 // ROWS
+    factors, token = _put_activations(beside, token, lane, a_ptr, m, chunks, COMPUTE, WARPS, STEPS, ROWS, EVEN)
+    activations, further = _lane_activations(beside, lane, ROWS)
 
-    slot = ring
     for first in tl.range(tl.program_id(0), total, tl.num_programs(0) * batch):
         count = tl.minimum(tl.cdiv(total - first, tl.num_programs(0)), batch)
         for i in tl.range(count):
+            tile = first + i * tl.num_programs(0)
             c = ()
-            for _ in tl.static_range(sums_of(ROWS)):
+            for _ in tl.static_range(4):
                 c = c + (tl.zeros((32 * WARPS,), tl.float32),)
             for step in tl.range(steps):
-                token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-                taken, token = _take(slot, token, lane, WIDTH)
-                token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is refilled
-                token = _start(slot, next_tile, next_step, token, lane, b_ptr, b_scales_ptr,
-                               b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1,
-                               total, B_SQUARE, B_SWIZZLED, WARPS, WIDTH, WIDE, EVEN, MEMBERS)  # fmt: skip
-                next_tile, next_step = _after(next_tile, next_step, steps)
-                at = activations + step * next_activations
-                c = _multiply(taken, at, next_rows, c, COMPUTE, WIDTH, ROWS)
-                if STAGES > 1:
-                    slot = tl.where(slot == ring + (STAGES - 1) * slot_size, ring, slot + slot_size)
+                token = do_ptx(wait_ptx(0), "r", (token,))
+                taken, token = _take(here, token, lane)
+                token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has its part: the next chunk may come
+                next_tile, next_step = _after(tile, step, steps)
+                token = _start(here, next_tile, next_step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr,
+                               b_2_ptr, b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
+                               B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, MEMBERS)  # fmt: skip
+                c = _multiply(taken, activations + step * further, c, COMPUTE, ROWS)
             token = _put_sums(sums + (i * WARPS + lane // 32) * sums_size, c, factors, token, lane, ROWS)
         token = do_ptx(MEET, "r", (token,))
         token = _finish(sums, first, count, token, lane, m, n, n_1, n_2, tiles, tiles_1,
