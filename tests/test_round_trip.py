@@ -330,13 +330,13 @@ def test_compiled(recipe, rows, monkeypatch):
 
 @pytest.mark.gpu
 def test_any_number_of_rows(monkeypatch):
-    """One graph, whose product stays an op, for few rows and for so many that the product is made in parts."""
-    layer = torch.nn.Linear(1024, 1040, device="cuda", dtype=BF16)
+    """One graph, whose product stays an op, for few rows and for so many that the product is made in two parts."""
+    layer = torch.nn.Linear(1024, 4112, device="cuda", dtype=BF16)
     counted = []
     monkeypatch.setattr(manager, "round_trip", lambda graph: counted.append(round_trip(graph)) or counted[-1])
     with torch.no_grad(), config.patch(force_disable_caches=True):
         compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4", strict=True), dynamic=True)
-        for rows in (40, 4, 130, 30000):
+        for rows in (40, 4, 130, 9000):
             x = torch.randn(rows, 1024, device="cuda", dtype=BF16)
             assert_product(compiled(x), x, layer, named("nvfp4"))
     assert counted == [1]
