@@ -1,9 +1,10 @@
 """How fast are linear layers with packed NVFP4 weights, against the bf16 library product and torchao's weight-only?
 
-Weight-only (bf16 activations) and W4A4 (activations quantised in the measured time). Weights are rotated, so that the
-L2 cache does not hold them; every call sequence is one CUDA graph, those of one shape are replayed in turns, and the
-medians are compared. torchao is measured at the square shape with the fewest and the most rows (compiling it for each
-takes minutes), and left out where it is not installed. A second table is of products that share their activations, each
+Weight-only (bf16 activations) and W4A4 ("w4a4": activations quantised and expanded in one kernel in the measured time,
+as a compiled graph has it; "w4a4 product": without that kernel). Weights are rotated, so that the L2 cache does not
+hold them; every call sequence is one CUDA graph, those of one shape are replayed in turns, and the medians are
+compared. torchao is measured at the square shape with the fewest and the most rows (compiling it for each takes
+minutes), and left out where it is not installed. A second table is of products that share their activations, each
 launched apart and all in one launch, as a compiled graph has them.
 
     python -m benchmarks.linear [--rows 1 4 16 64 8192] [--out FILE]
@@ -100,20 +101,23 @@ def _weight_only(m, n, k):
     return [lambda w=w: product(x, None, None, None, *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
 
 
+def _expanded(x):
+    """(values, no block scales, outer scale, no format): quantised activations as a compiled graph multiplies them."""
+    values, outer = torch.ops.fp4compile.quantize_expanded(x, "nvfp4")
+    return values, None, outer, None
+
+
 def _w4a4(m, n, k):
     x = activations(m, k)
-    ops = torch.ops.fp4compile
-    return [
-        lambda w=w: ops.scaled_mm(*ops.quantize(x, "nvfp4"), "nvfp4", *w, "nvfp4", None, torch.bfloat16)
-        for w in _packed(n, k)
-    ]
+    product = torch.ops.fp4compile.scaled_mm
+    return [lambda w=w: product(*_expanded(x), *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
 
 
 def _w4a4_product(m, n, k):
     """Without the activations' quantisation."""
-    x = torch.ops.fp4compile.quantize(activations(m, k), "nvfp4")
+    x = _expanded(activations(m, k))
     product = torch.ops.fp4compile.scaled_mm
-    return [lambda w=w: product(*x, "nvfp4", *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
+    return [lambda w=w: product(*x, *w, "nvfp4", None, torch.bfloat16) for w in _packed(n, k)]
 
 
 def _torchao(m, n, k):

@@ -3,6 +3,7 @@
     fp4compile::quantize(x, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
     fp4compile::quantize_both(x, format, *, outer, layout, seed, hadamard)
         -> (data, scales, outer, columns, column_scales, column_outer)
+    fp4compile::quantize_expanded(x, format, *, outer) -> (values, outer)
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
     fp4compile::scaled_mm_tail(the same, operands, tail, dtype) -> tail(product), on CUDA: see `templates.tail`
@@ -11,6 +12,8 @@
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
 and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale
 is one of them unless a Hadamard transform gives the columns an amax of their own.
+`quantize_expanded` is for products that would expand the codes of A to 16 bits first: with its values as a plain A
+and its outer scale as that of A, `scaled_mm` gives what it gives of codes and scales.
 Random bits come from a seed, which is an input: a product that is recomputed gets the same bits.
 The Python functions below them are the eager interface, on `BlockScaled` operands.
 """
@@ -37,6 +40,9 @@ _lib.define(
     " bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale,"
     " Tensor columns, Tensor column_scales, Tensor column_outer_scale)",
     tags=_tags,
+)
+_lib.define(
+    "quantize_expanded(Tensor x, str format, *, Tensor? outer=None) -> (Tensor values, Tensor outer_scale)", tags=_tags
 )
 _lib.define(
     "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
@@ -174,6 +180,46 @@ def _check_both(format: str, x: torch.Tensor, outer: torch.Tensor | None, hadama
     if outer is not None and (hadamard or formats.get(format).outer == "row"):
         which = "with hadamard" if hadamard else f"in format {format}"
         raise ValueError(f"outer: {which}, rows and columns have outer scales of their own; quantise them apart")
+
+
+# ---------------------------------------------------------------- quantize_expanded
+
+
+@torch.library.impl(_lib, "quantize_expanded", "CompositeExplicitAutograd")
+def _quantize_expanded(x, format, *, outer=None):
+    fmt = _expandable(format)
+    values, computed = reference.quantize_expanded(x, fmt, outer)
+    return values, _fresh(x, outer, computed)
+
+
+@torch.library.impl(_lib, "quantize_expanded", "CUDA")
+def quantize_expanded_cuda(x, format, *, outer=None):
+    """`quantize_expanded` by the Triton kernels that quantise rows; what a graph is lowered to."""
+    from fp4compile.templates import quantize as kernels
+
+    fmt = _expandable(format)
+    values, computed = kernels.quantize_expanded(x, fmt, outer)
+    return values, _fresh(x, outer, computed)
+
+
+@torch.library.register_fake("fp4compile::quantize_expanded", lib=_lib)
+def _quantize_expanded_fake(x, format, *, outer=None):
+    fmt = _expandable(format)
+    *_, fresh = _quantize_fake(x, format, outer=outer)
+    padded = ceil_div(x.shape[-1], fmt.block_cols) * fmt.block_cols
+    return x.new_empty((*x.shape[:-1], padded), dtype=torch.float16), fresh
+
+
+def expands(fmt: BlockFormat) -> bool:
+    """Whether `quantize_expanded` takes the format: float16 holds all E2M1 elements times E4M3 scales."""
+    return fmt.scale == "e4m3" and not fmt.square
+
+
+def _expandable(format: str) -> BlockFormat:
+    fmt = formats.get(format)
+    if not expands(fmt):
+        raise ValueError(f"format: quantize_expanded takes NVFP4 in blocks of 1x16, format {fmt.name} is another")
+    return fmt
 
 
 # ---------------------------------------------------------------- dequantize

@@ -349,6 +349,18 @@ def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) ->
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)
 
 
+def quantize_expanded(
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantise along the last dimension, and `expand`: (values in float16 [..., padded K], outer scale).
+
+    x, outer, and the outer scale that is returned: as in `quantize`. fmt: one with E4M3 block scales of rows, of which
+    float16 holds every value.
+    """
+    data, scales, outer = quantize(x, fmt, outer)
+    return expand(data, scales, fmt).half(), outer
+
+
 def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """The represented values, [..., R, cols] in dtype: element * block scale * outer in float32, then the cast."""
     if data.dim() == 1:
@@ -364,8 +376,9 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
 
     A B of two dimensions serves every batch of A.
 
-    A format of None marks a plain floating-point operand. The float32 product is multiplied once by
-    outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is cast.
+    A format of None marks a plain floating-point operand, which may have an outer scale like any other. The float32
+    product is multiplied once by outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is
+    cast.
 
     Raises ValueError for formats, batch or contraction dimensions that do not go together.
     """

@@ -27,6 +27,7 @@ from triton.runtime import driver
 from fp4compile.passes.find import Input
 from fp4compile.passes.lower import lower
 from fp4compile.passes.reuse import reuse
+from fp4compile.passes.round_trip import round_trip
 from fp4compile.passes.siblings import siblings
 from fp4compile.passes.tails import fuse_tails
 from fp4compile.targets import Target
@@ -68,7 +69,7 @@ def wrapper_of(graph_module, mode):
     """The text for a post-grad graph on fake CUDA tensors, with tails and lowered."""
     inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module.recompile()
-    ours = fuse_tails, siblings, reuse, lower
+    ours = round_trip, fuse_tails, siblings, reuse, lower
     passes = {"post_grad_custom_post_pass": lambda graph: [one(graph) for one in ours]}
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
         post_grad_passes(graph_module, is_inference=True)
@@ -210,9 +211,8 @@ def test_siblings_are_one_launch(recipe, rows, monkeypatch):
         found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
         text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
         launches = re.findall(r"^ *(scaled_m\w+?|expand_matrix)_\d+\.run\((.*)\)", text, re.M)
-        expanded = ["expand_matrix"] if recipe == "nvfp4" else []
-        assert [name for name, _ in launches] == [*expanded, "scaled_mm_few" if rows == 1 else "scaled_mm_decode"] * 2
-        together = launches[len(expanded)][1]
+        assert [name for name, _ in launches] == ["scaled_mm_few" if rows == 1 else "scaled_mm_decode"] * 2
+        together = launches[0][1]
         before, after = text.split(f"({together})")
         outs = [(name, int(size)) for name, size in re.findall(
             rf"(buf\d+) = empty_strided_cuda\(\(1, {rows}, (\d+)\), .*torch.bfloat16\)", before

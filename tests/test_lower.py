@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile import _compat, formats
+from fp4compile import _compat, formats, ops
 from fp4compile.passes import autotune
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
@@ -291,6 +291,8 @@ def launches():
             quantize.quantize(x.mT, fmt)
             if fmt.outer != "row":
                 quantize.quantize_both(x, fmt)
+            if ops.expands(fmt):
+                quantize.quantize_expanded(x, fmt)
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
         quantize.quantize_both(x, te, seed=seed, transform=True)
@@ -306,25 +308,33 @@ def launches():
             data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
             scaled_mm_siblings.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
                                         torch.bfloat16)  # fmt: skip
-    return {(one.kernel.__name__, str(one.constants)): one for one in found}.values()
+    return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
+
+
+def dtypes_of(launch):
+    return {name: value.dtype for name, value in launch.args.items() if isinstance(value, torch.Tensor)}
 
 
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
     """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
     monkeypatch.setattr(driver, "_active", NoGpu())
-    kernels = set()
+    kernels, expanded = set(), 0
     for launch in launches():
-        tensors = {name for name, value in launch.args.items() if isinstance(value, torch.Tensor)}
-        arguments = {k: torch.empty(16, dtype=v.dtype) if k in tensors else v for k, v in launch.args.items()}
+        dtypes = dtypes_of(launch)
+        arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
         if launch.kernel.__name__ in ("scaled_mm_few", "scaled_mm_decode"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["MEMBERS"]])
+        if dtypes.get("data_ptr") == torch.float16:
+            expanded += 1
+            assert written == {"data_ptr", "outer_ptr"}
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_few",
                        "scaled_mm_decode", "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
+    assert expanded == 2
     assert "assuming every input is mutated" not in caplog.text
 
 

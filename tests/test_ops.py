@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4compile import formats
 from fp4compile.formats import NAMED, get
-from fp4compile.ops import BlockScaled, quantize, scaled_mm
+from fp4compile.ops import BlockScaled, quantize, quantize_expanded_cuda, scaled_mm
 
 NAMES = tuple(NAMED)
 LAYOUTS = ("linear", "swizzled")
@@ -304,6 +304,9 @@ def opcheck_samples():
         yield "quantize", (x, name, dim), {"layout": layout}
     yield "quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
     yield "quantize", (x, "float8_rowwise"), {}
+    yield "quantize_expanded", (x[:, :37], "nvfp4"), {}
+    yield "quantize_expanded", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
+    yield "quantize_expanded", (x[0], "nvfp4_one_level"), {}
     yield "quantize_both", (x, "nvfp4"), {"layout": "swizzled"}
     yield "quantize_both", (x, "mxfp8_32x32"), {}
     yield "quantize_both", (x, "float8_rowwise"), {}
@@ -335,6 +338,36 @@ def test_no_op_changes_or_returns_its_arguments(op, args, kwargs):
     assert all(same_bits(t, b) for t, b in zip(tensors, before, strict=True))
     storages = [t.untyped_storage().data_ptr() for t in (*tensors, *results) if t.numel()]
     assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (2, 3, 37)], ids=str)
+@pytest.mark.parametrize("outer", [False, True], ids=["computed", "given"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise"])
+def test_expanded_values_are_a_plain_operand(name, outer, shape):
+    """Of the codes and of their values, each with the outer scale, `scaled_mm` makes the same bits."""
+    ops, fmt = torch.ops.fp4compile, formats.get(name)
+    if outer and fmt.outer is None:
+        pytest.skip("the format has no outer scale")
+    x, w, bias = torch.randn(shape), torch.randn(9, shape[-1]), torch.randn(9)
+    given = torch.rand((*shape[:-1], 1) if fmt.outer == "row" else ()) + 0.01 if outer else None
+    data, scales, computed = ops.quantize(x, name, outer=given)
+    values, also_computed = ops.quantize_expanded(x, name, outer=given)
+    assert same_bits(computed, also_computed)
+    factor = given if outer else computed if fmt.outer else None
+    *weight, w_outer = ops.quantize(w, name)
+    weight += [w_outer if fmt.outer else None, name]
+    expected = ops.scaled_mm(data, scales, factor, name, *weight, bias, torch.bfloat16)
+    assert same_bits(ops.scaled_mm(values, None, factor, None, *weight, bias, torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4_16x16", "float8_rowwise"])
+def test_formats_that_are_not_expanded(name):
+    """By the reference, on a fake tensor and on CUDA: the same refusal."""
+    for run in (torch.ops.fp4compile.quantize_expanded, quantize_expanded_cuda):
+        with pytest.raises(ValueError, match=f"format: .* format {name} is another"):
+            run(torch.randn(4, 32), name)
+    with FakeTensorMode(), pytest.raises(ValueError, match="format: "):
+        torch.ops.fp4compile.quantize_expanded(torch.empty(4, 32), name)
 
 
 # ---------------------------------------------------------------- dynamic shapes

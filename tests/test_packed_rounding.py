@@ -12,7 +12,7 @@ import triton.language as tl
 from ptx_player import play
 
 from fp4compile import formats, reference
-from fp4compile.templates import block_scales, packed_rounding
+from fp4compile.templates import block_scales, codec, packed_rounding
 from fp4compile.templates import quantize as kernels
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
@@ -222,6 +222,28 @@ def test_the_assembly_of_bounded_products():
         values = torch.from_numpy(shares / np.where(np.isnan(each), 1, each).astype(np.float64))
         values = values.bfloat16().view(torch.uint16).numpy().astype(np.uint32)
         check_played(values, [packed[i] for i in order], [factors[i] for i in order], ptx)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_of_expanded_pairs():
+    """Every bfloat16 as a product, any float32, the numbers next to the ties; every scale of either sort."""
+    rng = np.random.default_rng(0)
+    ties = np.float32([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, np.inf]).view(np.int32)
+    near = (ties[:, None] + np.arange(-9, 10)).astype(np.uint32).ravel()
+    any_bits = rng.integers(0, 2**32, 2**17, dtype=np.uint32)
+    products = np.concatenate([EVERY.view(np.uint32), near, near | np.uint32(1 << 31), any_bits]).view(np.float32)
+    first, second = products, rng.permutation(products)
+    bytes = torch.from_numpy(rng.integers(0, 128, len(products)).astype(np.uint8))
+    halves = bytes.view(torch.float8_e4m3fn).half()
+    twice = halves.view(torch.uint16).numpy().astype(np.uint32) * np.uint32(0x10001)
+    (words,) = play(codec._E2M1_ROUND.value, 1, [first, second, twice])
+    for got, y in ((words & 0xFFFF, first), (words >> 16, second)):
+        got = torch.from_numpy(got.astype(np.int32)).short().view(torch.float16)
+        y = torch.from_numpy(y.copy())
+        codes = reference.e2m1_encode(y, y.signbit() & ~y.isnan())  # a product has its element's sign, or is NaN
+        expected = reference.e2m1_decode(codes) * halves.float()
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(*(v.nan_to_num(nan=0).view(torch.int16) for v in (got, expected.half())))
 
 
 def check_played(values, packed, factors, ptx):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hard_inputs import DTYPES, NAMES, hard_input
 
-from fp4compile import formats, reference
+from fp4compile import formats, ops, reference
 from fp4compile.formats import BlockFormat
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,11 +62,15 @@ def assert_same_bits(got, expected):
 
 
 def check(x, fmt, outer=None, layout="linear"):
-    """Quantise x, on the CPU, by the reference and by the kernels; dequantise as well."""
+    """Quantise x, on the CPU, by the reference and by the kernels; dequantise as well, and do both at once."""
     expected = reference.quantize(x, fmt, outer, layout)
     on_device = x.to(DEVICE) if x.is_contiguous() else _move_view(x)
-    got = kernels.quantize(on_device, fmt, None if outer is None else outer.to(DEVICE), layout)
+    given = None if outer is None else outer.to(DEVICE)
+    got = kernels.quantize(on_device, fmt, given, layout)
     assert_same_bits(got, expected)
+    if ops.expands(fmt) and layout == "linear":
+        at_once = kernels.quantize_expanded(on_device, fmt, given)
+        assert_same_bits(at_once, [reference.expand(*expected[:2], fmt).half(), expected[2]])
     values = kernels.dequantize(*got, fmt, x.shape[-1], x.dtype)
     assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
 
@@ -279,7 +283,7 @@ def test_the_amax_is_awaited(shape):
     def chain():
         found, value = [], x * scale
         for i in range(rounds):
-            found.append((value, kernels.quantize(value, fmt)))
+            found.append((value, kernels.quantize(value, fmt), kernels.quantize_expanded(value, fmt)))
             value = value * (1.5 if i % 2 else 0.5)
         return found
 
@@ -292,8 +296,9 @@ def test_the_amax_is_awaited(shape):
         scale.fill_(factor)
         graph.replay()
         for found in (captured, chain()):
-            for value, codes in found:
+            for value, codes, values in found:
                 assert_same_bits(codes, reference.quantize(value, fmt))
+                assert_same_bits(values, reference.quantize_expanded(value, fmt))
 
 
 @gpu
@@ -309,6 +314,9 @@ def test_large(format, shape):
     layout = "swizzled" if fmt.block and shape[0] % 2 else "linear"
     expected = reference.quantize(x, fmt, None, layout)
     assert_same_bits(kernels.quantize(x, fmt, None, layout), expected)
+    if ops.expands(fmt):
+        values = reference.expand(*expected[:2], fmt).half(), expected[2]
+        assert_same_bits(kernels.quantize_expanded(x, fmt), values)
     columns = reference.quantize(x.mT, fmt, None, layout)
     assert_same_bits(kernels.quantize(x.mT, fmt, None, layout), columns)
     both = kernels.quantize_both(x, fmt, None, layout)
@@ -328,6 +336,9 @@ def test_beyond_32_bit_offsets(format):
     assert_same_bits((data[-64:], scales[-64:], None if outer is None else outer[-64:]), expected)
     assert_same_bits([kernels.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
                      [reference.dequantize(*expected, fmt, x.shape[-1], torch.bfloat16)])  # fmt: skip
+    if ops.expands(fmt):
+        values, _ = kernels.quantize_expanded(x, fmt)
+        assert_same_bits([values[-64:]], [reference.expand(*expected[:2], fmt).half()])
 
 
 @gpu

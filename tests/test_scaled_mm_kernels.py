@@ -111,6 +111,8 @@ def test_one_plain_operand(fmt, dtype):
     for k in (K, K + 5, 31):
         x, w = torch.randn(M, k), torch.randn(N, k)
         check(quantized(x, dtype), quantized(w, fmt), k, torch.randn(N))
+    for outer in (torch.tensor(0.37), torch.rand(M, 1)):  # of activations that were quantised and expanded
+        check((x.to(dtype), None, outer, None), quantized(w, fmt), k)
     check(quantized(x, fmt, "swizzled"), quantized(w, dtype), k, out_dtype=torch.float16)
 
 

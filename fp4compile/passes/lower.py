@@ -27,6 +27,7 @@ aten = torch.ops.aten
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
     torch.ops.fp4compile.quantize_both.default: ops.quantize_both_cuda,
+    torch.ops.fp4compile.quantize_expanded.default: ops.quantize_expanded_cuda,
     torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
     torch.ops.fp4compile.scaled_mm.default: ops.scaled_mm_cuda,
     torch.ops.fp4compile.scaled_mm_tail.default: ops.scaled_mm_tail_cuda,

@@ -25,6 +25,7 @@ from fp4compile.passes.merge import merge
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.passes.reuse import reuse
 from fp4compile.passes.rewrite import rewrite
+from fp4compile.passes.round_trip import round_trip
 from fp4compile.passes.saved import Saved, saved
 from fp4compile.passes.siblings import siblings
 from fp4compile.passes.tails import fuse_tails
@@ -72,7 +73,7 @@ class JointPasses(CustomGraphPass):
 
 @dataclass(frozen=True, eq=False)
 class LowerPasses(CustomGraphPass):
-    """merge -> tails -> siblings -> reuse -> lower on a forward, backward or inference graph.
+    """merge -> round_trip -> tails -> siblings -> reuse -> lower on a forward, backward or inference graph.
 
     On a GPU, ops become kernel launches. sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
     """
@@ -86,6 +87,8 @@ class LowerPasses(CustomGraphPass):
         self.sink(saved(graph))
         with dumped(graph, "merge"):
             merged = merge(graph)
+        with dumped(graph, "round_trip"):
+            expanded = round_trip(graph)
         with dumped(graph, "tails"):
             tails = fuse_tails(graph)
         with dumped(graph, "siblings"):
@@ -94,7 +97,8 @@ class LowerPasses(CustomGraphPass):
             reused = reuse(graph)
         with dumped(graph, "lower"):
             lowered = lower(graph)
-        counts = {"merge": merged, "tails": tails, "siblings": grouped, "reuse": reused, "lower": lowered}
+        counts = {"merge": merged, "round_trip": expanded, "tails": tails, "siblings": grouped, "reuse": reused,
+                  "lower": lowered}  # fmt: skip
         log.info("post-grad graph: %s", counts)
 
     def uuid(self) -> tuple | None:

@@ -22,8 +22,8 @@ BOTH = torch.ops.fp4compile.quantize_both.default
 
 
 @dataclass(frozen=True)
-class _Quantise:
-    """A quantise node, its arguments by name."""
+class Quantise:
+    """A quantise node, its arguments by name; dim: from the end."""
 
     node: Node
     source: Node
@@ -56,11 +56,11 @@ class _Quantise:
 def merge(graph: Graph) -> int:
     """Replace every pair by one `quantize_both`; returns how many."""
     _share(graph)
-    rows: dict[tuple, _Quantise] = {}
-    columns: dict[tuple, _Quantise] = {}
+    rows: dict[tuple, Quantise] = {}
+    columns: dict[tuple, Quantise] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
-        found = _quantise(node)
+        found = quantise_of(node)
         if found.along_rows:
             rows.setdefault(found.key, found)
         elif found.along_columns:
@@ -76,22 +76,23 @@ def _share(graph: Graph) -> None:
     """Let the first of quantises that do the same serve all."""
     first: dict[tuple, Node] = {}
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
-        found = _quantise(node)
+        found = quantise_of(node)
         kept = first.setdefault((found.key, found.dim, found.hadamard), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
 
 
-def _quantise(node: Node) -> _Quantise:
+def quantise_of(node: Node) -> Quantise:
+    """What a quantise node is asked for."""
     source, fmt, *dim = node.args
     rank = source.meta["val"].dim()
     given = dim[0] if dim else -1
     kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False, **node.kwargs}
-    return _Quantise(node, source, fmt, given if given < 0 else given - rank, **kwargs)
+    return Quantise(node, source, fmt, given if given < 0 else given - rank, **kwargs)
 
 
-def _replace(graph: Graph, row: _Quantise, column: _Quantise, first: _Quantise) -> None:
+def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> None:
     options = {"outer": row.outer, "seed": row.seed}
     kwargs = {name: value for name, value in options.items() if value is not None}
     if row.layout != "linear":

@@ -230,7 +230,25 @@ def _e2m1_stochastic_ptx() -> str:
     )
 
 
+def _e2m1_round_ptx() -> str:
+    """Two products $1, $2 -> a word of their E2M1 values in fp16, times the fp16 number that $3 has twice.
+
+    The rounding of `_e2m1_gather_ptx`, without codes. p has the sign that the product y has not, so that 2^22 p + y
+    does not leave the exponent of 2^22 p (checked for every float32). What comes of infinities and NaNs ends as 6, and
+    the sign is that of y, also of what rounds to 0.
+    """
+    return (
+        "{ .reg .f32 p, q, a, b; .reg .b32 y, h, t; cvt.rn.f16x2.f32 y, $2, $1; mov.b32 p, 0fBFA00000;"
+        " max.xorsign.abs.f32 q, $2, p; max.xorsign.abs.f32 p, $1, p;"
+        " fma.rn.f32 a, p, 0f4A800000, $1; fma.rn.f32 a, p, 0fCA800000, a;"
+        " fma.rn.f32 b, q, 0f4A800000, $2; fma.rn.f32 b, q, 0fCA800000, b;"
+        " cvt.rn.f16x2.f32 h, b, a; abs.f16x2 h, h; mov.b32 t, 0x46004600; min.f16x2 h, h, t;"
+        " mov.b32 t, 0x7FFF7FFF; lop3.b32 h, h, y, t, 0xE4; mul.rn.f16x2 $0, h, $3; }"
+    )
+
+
 _E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())
+_E2M1_ROUND = tl.constexpr(_e2m1_round_ptx())
 _E2M1_STOCHASTIC = tl.constexpr(_e2m1_stochastic_ptx())
 # The instruction takes one word for four elements; what it makes of the bits is its own affair.
 _E2M1_STOCHASTIC_CONVERT = tl.constexpr(
@@ -299,6 +317,32 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
                 _E4M3_CONVERT if element == "e4m3" else _E5M2_CONVERT,
                 "=r,f,f,f,f", [a, b], dtype=tl.uint16, is_pure=True, pack=2,
             )  # fmt: skip
+
+
+@triton.jit
+def rounding_scale(byte, ISA: tl.constexpr):
+    """E4M3 scale bytes (int32) as `round_pair` takes them: their values, from ISA 90 on in fp16, twice in an int32."""
+    if ISA == 0:
+        return fp8_value(byte, "e4m3")
+    else:
+        value = byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return bits | (bits << 16)
+
+
+@triton.jit
+def round_pair(first, second, factor, scale, ISA: tl.constexpr):
+    """What the E2M1 codes of `encode_pair` stand for, times the block's scale (`rounding_scale`): words of two fp16."""
+    if ISA == 0:
+        a = e2m1_value(_e2m1_code(first * factor, (first < 0) & (factor == factor))) * scale
+        b = e2m1_value(_e2m1_code(second * factor, (second < 0) & (factor == factor))) * scale
+        return pack(a, b, tl.float16, ISA)
+    else:
+        a = tl.fma(first, factor, 0.0)  # see `encode_pair`
+        b = tl.fma(second, factor, 0.0)
+        return tl.inline_asm_elementwise(
+            _E2M1_ROUND, "=r,f,f,r", [a, b, scale], dtype=tl.int32, is_pure=True, pack=1
+        )  # fmt: skip
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Quantise CUDA tensors: which kernel, on what view of the tensor, with what launch.
 
-`quantize` and `quantize_both` allocate their outputs and launch kernels; they run eagerly and under tracing, on
-concrete and on symbolic sizes. All bits are those of `reference.quantize`.
+`quantize`, `quantize_both` and `quantize_expanded` allocate their outputs and launch kernels; they run eagerly and
+under tracing, on concrete and on symbolic sizes. All bits are those of `reference`.
 """
 
 import math
@@ -162,6 +162,22 @@ def quantize_both(
     return (*_typed(*rows, x.shape[-1], fmt), outer), (*_typed(*columns, x.shape[-2], fmt), column_outer)
 
 
+def quantize_expanded(
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`reference.quantize_expanded` on the GPU, bit for bit; same arguments and results.
+
+    Neither codes nor block scales are written. What does not lie along its last dimension is copied before.
+    """
+    values = x.new_empty((*x.shape[:-1], 2 * _units(x.shape[-1], fmt)), dtype=torch.float16)
+    if fmt.outer == "row" and outer is None:
+        outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        _scaled_rows(matrices(x), fmt, values, None, outer)
+    else:
+        outer = _rows(matrices(x), fmt, values, None, outer)
+    return values, outer
+
+
 def _each(outer: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """The outer scales of the rows of x, if they are such, in the shape that callers know."""
     return outer if outer is None or outer.dim() == 0 else outer.view(*x.shape[:-1], 1)
@@ -291,8 +307,8 @@ def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
     }
 
 
-def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int):
-    """Launch the row kernel; returns the outer scale."""
+def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str = "linear", seed=None, stream: int = 0):
+    """Launch the row kernel; returns the outer scale. data: bytes for codes, or fp16 for what they stand for."""
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
     block = constants["BLOCK"]
@@ -401,7 +417,10 @@ def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns, outer,
     )  # fmt: skip
 
 
-def _scaled_rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str, seed, stream: int) -> None:
+def _scaled_rows(
+    source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str = "linear", seed=None, stream: int = 0
+) -> None:
+    """Launch the kernel of rows with their own outer scale. data: as for `_rows`."""
     constants = format_constants(fmt)
     config = scaled_rows_launch(fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols)
     rows, _ = _scale_grid(source.rows, 0, layout)

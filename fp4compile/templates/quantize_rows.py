@@ -1,5 +1,7 @@
 """Quantise along the contiguous dimension: blocks of a row, and rows with their own outer scale.
 
+A program writes codes and block scales, or at once what they stand for (`encode_and_store`).
+
 A program's tile is ROWS x BLOCKS blocks. Its load has an axis of its own for `PIECES` runs of 16 bytes that touch, the
 axis that Triton spreads over lanes last: so a thread owns whole blocks where that saves work (an E4M3 scale is dear)
 and as many bytes of output as one wide store takes.
@@ -10,7 +12,15 @@ import triton.language as tl
 
 from fp4compile import _compat
 from fp4compile.templates.block_scales import block_scale, float8_outer, outer_from_amax, outer_scales, reciprocal
-from fp4compile.templates.codec import encode_pair, encode_run, infinity_to_nan, unpack, word_amax
+from fp4compile.templates.codec import (
+    encode_pair,
+    encode_run,
+    infinity_to_nan,
+    round_pair,
+    rounding_scale,
+    unpack,
+    word_amax,
+)
 from fp4compile.templates.dependent import arrived
 from fp4compile.templates.stochastic import beside, philox
 
@@ -155,9 +165,11 @@ def encode_and_store(
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2], whose block amaxes are known.
 
+    Where data_ptr points to fp16, write the codes' values times the block scales (E4M3) there, and nothing else.
     STATIC: the outer scale was given, so that an infinity is not in it.
     """
     half: tl.constexpr = BLOCK // 2
+    expanded: tl.constexpr = data_ptr.dtype.element_ty == tl.float16
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
     matrix_row = batch.to(tl.int64) * rows + row
@@ -170,10 +182,15 @@ def encode_and_store(
         if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
             first = infinity_to_nan(first)
             second = infinity_to_nan(second)
-        units = encode_pair(first, second, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT, ISA)
+        factor = tl.broadcast_to(factor[:, :, None], words.shape)
+        if expanded:
+            scale = rounding_scale(byte, ISA)
+            units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
+        else:
+            units = encode_pair(first, second, factor, ELEMENT, ISA)
         units = tl.reshape(units, (words.shape[0], words.shape[1] * half))
         store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
-    if SCALE != "none":
+    if SCALE != "none" and not expanded:
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
@@ -188,7 +205,7 @@ def quantize_rows(
 ):  # fmt: skip
     """One tile of blocks along the row. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
-    FLAT: x is one row, perhaps of more than 2^31 elements.
+    data_ptr: bytes for codes, or fp16, see `encode_and_store`. FLAT: x is one row, perhaps of more than 2^31 elements.
     OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr. DEPENDENT: the kernel of the amax
     may not be done yet, see `dependent`.
     """
@@ -228,6 +245,7 @@ def quantize_scaled_rows(
 ):  # fmt: skip
     """Whole rows, each with its own outer scale, stored at outer_ptr.
 
+    data_ptr: bytes for codes, or fp16, see `encode_and_store`.
     ON_CHIP: the tile holds whole rows, which are read once. Otherwise the program walks its rows twice. PARTS > 1, on
     chip: so many programs share a row; each finds its amax and writes one part.
     SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.

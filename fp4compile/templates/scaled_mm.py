@@ -81,6 +81,18 @@ def takes_tail(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, o
     return _settled(problem) and _takes_tail(problem)
 
 
+def expands_first(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> bool:
+    """Whether these arguments of `scaled_mm` are two quantised operands of which A is expanded in memory first.
+
+    Of a symbolic number of rows: whatever kernel serves. Launches nothing.
+    """
+    if a_fmt is None or b_fmt is None:
+        return False
+    p = problem_of(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+    rows = (p.m,) if _settled(p) else (1, WGMMA_ROWS, LIBRARY_ROWS)
+    return {_server(replace(p, m=m), False) for m in rows} <= {_decode, _wgmma, _library}
+
+
 def _checked(tail: Tail, p: Problem) -> Tail:
     """The tail with operands as the kernels read them. Raises ValueError where it does not go with the problem."""
     if not _takes_tail(p):
