@@ -1,18 +1,22 @@
-"""The image of the activations, bit for bit.
+"""The image of the activations bit for bit, and how the product that reads it brings it into shared memory.
 
 As in test_scaled_mm_kernels.py: the kernel on a GPU, and in Triton's interpreter in a process of its own.
 """
 
+import re
+
 import in_interpreter
 import pytest
 import torch
-from test_scaled_mm_kernels import DEVICE, INTERPRETING, gpu, quantized
+from test_scaled_mm_kernels import DEVICE, INTERPRETING, gpu, launches, quantized
 
 from fp4compile import formats, reference
 
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.templates import scaled_mm as kernels
     from fp4compile.templates.problem import problem_of
+
+compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
 
 def image_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
@@ -74,6 +78,47 @@ def test_image_of_every_16_bits():
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(64, 1024)
     for dtype in (torch.bfloat16, torch.float16):
         check((bits.view(dtype), None, None, None), 64, 2)
+
+
+@compiles
+@pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64)])
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
+def test_launches(a, m, rows):
+    """The product is launched early, behind the image, which the weights are an argument of."""
+    image, product, *_ = launches(90, a, "nvfp4", m)
+    assert [image.kernel.__name__, product.kernel.__name__] == ["activation_image", "scaled_mm_wgmma"]
+    assert image.constants["RELEASE"] and product.constants["DEPENDENT"]
+    assert image.args["image_ptr"] is product.args["image_ptr"]
+    for name in ("b_ptr", "b_scales_ptr"):
+        assert image.args[name] is product.args[name]
+    per = product.constants["PER"]
+    assert tuple(image.args["image_ptr"].shape) == (2 * per * -(-4096 // (128 * per)), rows, 64)
+    assert image.programs == len(image.args["image_ptr"])
+
+
+@compiles
+@pytest.mark.parametrize("m", [9, 32, 64])
+@pytest.mark.parametrize("n", [1024, 8192, 32768])
+def test_weights_are_on_their_way_before_the_image_is_awaited(n, m):
+    """Nothing else is read before, and nothing written; from then on one copy brings each phase."""
+    from fp4compile import _compat
+    from fp4compile.check_sm100 import _disassemble
+
+    image, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, None, n)
+    arranged, multiplied = (
+        _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90).asm for one in (image, product)
+    )
+    sass = _disassemble(arranged["cubin"])[0]
+    assert sass.index("PREEXIT") < sass.index("LDG")
+    before, after = _disassemble(multiplied["cubin"])[0].split("ACQBULK")
+    before = before[before.rindex("SYNCS.EXCH") :]  # the barriers are made; what reserves shared memory stands before
+    assert "LDGSTS" in before and not re.search(r"UBLKCP|\bLDG\b|\bSTG\b", before)
+    assert after.count("UBLKCP") == 3  # two phases at first, then one a phase
+
+    size = product.constants["PER"] * product.constants["ROWS"] * 256
+    for brought in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
+        assert re.findall(brought, multiplied["ptx"]) == [str(size)] * 3
+    assert image.args["image_ptr"].numel() * 2 % size == 0
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

@@ -230,7 +230,7 @@ def test_shared_memory_is_reserved(m):
     """What the inline PTX takes is what Triton allocates for a loop that is never run."""
     from fp4compile.templates.scaled_mm_wgmma import shared_bytes
 
-    (found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
+    (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
     expected = shared_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "PER")))
     assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == expected
 

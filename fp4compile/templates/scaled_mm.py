@@ -284,9 +284,9 @@ def _decoded(p: Problem, out: torch.Tensor) -> tuple:
 
 def _wgmma(p: Problem) -> torch.Tensor:
     """The product of a few dozen rows, expanded to 16 bits if they are quantised."""
-    a = expanded(p.left, p.left.data, p, torch.float16)
     config = wgmma_config(p.m, p.n, p.k, p.tail is not None)
     warps, split = config["WARPS"], config.pop("SPLIT")
+    image = _image(p, config["ROWS"], config["PER"])
     out = p.empty() if split == 1 else p.empty_sums(split)
     tailed = p if split == 1 else replace(p, tail=None)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
@@ -294,11 +294,11 @@ def _wgmma(p: Problem) -> torch.Tensor:
     even = known(p.n % rows == 0 and p.k % (128 * config["PER"]) == 0)
     launch(
         tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, rows) * split,
-        a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
+        image, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
         p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
         BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        EVEN=int(even), ISA=p.target.isa, num_warps=warps, **config,
+        EVEN=int(even), DEPENDENT=p.target.dependent_launch, ISA=p.target.isa, num_warps=warps, **config,
     )  # fmt: skip
     return out if split == 1 else _rescale(p, out, split, dependent=1)
 
