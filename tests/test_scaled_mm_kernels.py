@@ -416,6 +416,23 @@ def test_a_few_dozen_rows(a, b, layout):
     check_streamed([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
 
 
+# Rows, warps, stages, steps of a phase and parts: see `wgmma_config`.
+SHARED = [(16, 4, 3, 1, 1), (16, 8, 3, 2, 4), (32, 8, 3, 2, 1), (32, 4, 2, 1, 8), (64, 8, 3, 1, 2), (64, 16, 4, 2, 1)]
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", SHARED, ids=str)
+def test_forms_of_shared_activations(form, a, monkeypatch):
+    """Each, with fewer phases than there are buffers, and with so many that every buffer is used again and again."""
+    rows, warps, stages, per, split = form
+    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
+    monkeypatch.setattr(kernels, "wgmma_config", lambda *sizes: dict(config))
+    shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * per * turns) for turns in range(1, 10))]
+    check_streamed(shapes, a, "nvfp4", "linear")
+
+
 @gpu
 @for_gpus
 @pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
