@@ -111,6 +111,7 @@ def test_products_are_launched_as_asked(name, m):
     for asked in launches.launches(m, k):
         with on_paper(Target(90)) as made, launches.computes(m, asked):
             launches.product(x, weights)
+        made = [one for one in made if one.kernel.__name__ != "activation_image"]
         found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made), "PROGRAMS": made[0].programs}
         asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
         if "PROGRAMS" in asked:

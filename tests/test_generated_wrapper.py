@@ -130,12 +130,15 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
 
 
 @pretending
-def test_a_small_quantise_starts_early(monkeypatch):
-    """The kernel that awaits the amax, and no other, is launched as a dependent."""
-    kernels, _ = mlp_wrapper(monkeypatch, 90, "nvfp4", 16)
+def test_what_starts_early(monkeypatch):
+    """The kernels that await the amax and the image of the activations, and no others, are launched as dependents."""
+    kernels, calls = mlp_wrapper(monkeypatch, 90, "nvfp4", 16)
     early = [name for name, text in kernels.items() if "'launch_pdl': True" in text]
-    assert early and all(name.startswith("quantize_rows") and "'DEPENDENT': True" in kernels[name] for name in early)
+    assert {re.sub(r"_\d+$", "", name) for name in early} == {"quantize_rows", "scaled_mm_wgmma"}
+    assert all("'DEPENDENT': True" in kernels[name] for name in early)
     assert len(early) == sum("'DEPENDENT': True" in text for text in kernels.values())
+    products = [index for index, call in enumerate(calls) if call.startswith("scaled_mm_wgmma")]
+    assert len(products) == 2 and all(calls[index - 1].startswith("activation_image") for index in products)
 
 
 @pretending

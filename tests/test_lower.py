@@ -304,6 +304,9 @@ def launches():
                     data, scales, outer = torch.ops.fp4compile.quantize(x[:1].expand(rows, -1), name)
                     operands += [data, scales, outer if fmt.outer else None, fmt]
                 scaled_mm.scaled_mm(*operands, None, torch.bfloat16)
+        data, scales, outer = torch.ops.fp4compile.quantize(x.new_empty(256, 4096), "nvfp4")
+        scaled_mm.scaled_mm(x.new_empty(40, 4096), None, None, None, data, scales, outer, formats.get("nvfp4"), None,
+                            torch.bfloat16)  # fmt: skip
         for weights in (2, 3):
             data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
             scaled_mm_siblings.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
@@ -325,6 +328,8 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
+        if launch.kernel.__name__ in ("activation_image", "scaled_mm_wgmma"):
+            assert written == {"image_ptr" if launch.kernel.__name__ == "activation_image" else "out_ptr"}
         if launch.kernel.__name__ in ("scaled_mm_few", "scaled_mm_decode"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["MEMBERS"]])
@@ -333,7 +338,8 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
             assert written == {"data_ptr", "outer_ptr"}
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_few",
-                       "scaled_mm_decode", "scaled_mm_wgmma", "scaled_mm_tiles"}  # fmt: skip
+                       "scaled_mm_decode", "activation_image", "scaled_mm_wgmma", "reduce_splits",
+                       "scaled_mm_tiles"}  # fmt: skip
     assert expanded == 2
     assert "assuming every input is mutated" not in caplog.text
 

@@ -235,7 +235,7 @@ def test_shared_memory_is_reserved(m):
     """What the inline PTX takes is what Triton allocates for a loop that is never run."""
     from fp4compile.templates.scaled_mm_wgmma import shared_bytes
 
-    (found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
+    (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
     expected = shared_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "PER")))
     assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == expected
 
@@ -467,6 +467,23 @@ def test_a_few_dozen_rows(a, b, layout):
     shapes = [(16, 512, 4096), (9, 205, 1088), (17, 784, 2112), (32, 40, 64), (48, 200, 8768), (64, 256, 2048)]
     check_streamed(shapes, a, b, layout)
     check_streamed([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
+
+
+# Rows, warps, stages, steps of a phase and parts: see `wgmma_config`.
+SHARED = [(16, 4, 3, 1, 1), (16, 8, 3, 2, 4), (32, 8, 3, 2, 1), (32, 4, 2, 1, 8), (64, 8, 3, 1, 2), (64, 16, 4, 2, 1)]
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", SHARED, ids=str)
+def test_forms_of_shared_activations(form, a, monkeypatch):
+    """Each, with fewer phases than there are buffers, and with so many that every buffer is used again and again."""
+    rows, warps, stages, per, split = form
+    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
+    monkeypatch.setattr(kernels, "wgmma_config", lambda *sizes: dict(config))
+    shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * per * turns) for turns in range(1, 10))]
+    check_streamed(shapes, a, "nvfp4", "linear")
 
 
 @gpu

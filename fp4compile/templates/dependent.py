@@ -2,7 +2,8 @@
 
 The first kernel lets the second one start (`release`) when all of its own programs have started. The second loads what
 was complete before the first began, and waits for the first, and for all before it, to be done (`arrived`), before it
-reads what that wrote or writes anything. Where the second is launched as usual, both instructions do nothing.
+reads what that wrote or writes anything. Where the second is launched as usual, both instructions do nothing. It may
+be the first one of a third: all of its programs wait, so what waits for it waits for all that it has waited for.
 
 Inductor would take PTX with side effects to write all of a kernel's arguments, so these pieces are pure; an offset of
 0 that they return, added to the address that is used next, keeps their place.

@@ -17,6 +17,7 @@ from fp4compile._compat import known, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
+from fp4compile.templates.activation_image import activation_image
 from fp4compile.templates.expand_matrix import expand_matrix
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.problem import FLOATS, Operand, Problem, compute_type, problem_of
@@ -332,9 +333,9 @@ def _decoded(p: Problem, out: torch.Tensor) -> tuple:
 
 def _wgmma(p: Problem) -> torch.Tensor:
     """The product of a few dozen rows, expanded to 16 bits if they are quantised."""
-    a = expanded(p.left, p.left.data, p, torch.float16)
     config = wgmma_config(p.m, p.n, p.k, p.tail is not None)
     warps, split = config["WARPS"], config.pop("SPLIT")
+    image = _image(p, config["ROWS"], config["PER"])
     out = p.empty() if split == 1 else p.empty_sums(split)
     tailed = p if split == 1 else replace(p, tail=None)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
@@ -342,13 +343,24 @@ def _wgmma(p: Problem) -> torch.Tensor:
     even = known(p.n % rows == 0 and p.k % (128 * config["PER"]) == 0)
     launch(
         tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, rows) * split,
-        a, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
+        image, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
         p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
         BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        EVEN=int(even), ISA=p.target.isa, num_warps=warps, **config,
+        EVEN=int(even), DEPENDENT=p.target.dependent_launch, ISA=p.target.isa, num_warps=warps, **config,
     )  # fmt: skip
     return out if split == 1 else _rescale(p, out, split, dependent=1)
+
+
+def _image(p: Problem, rows: int, steps: int) -> torch.Tensor:
+    """A for `scaled_mm_wgmma` of so many rows, in whole phases of so many steps."""
+    a = p.left
+    matrices = 2 * steps * ceil_div(p.k, 128 * steps)
+    image = a.data.new_empty((matrices, rows, 64), dtype=_expanded_dtype(p))
+    launch(activation_image, matrices, a.data, a.data if a.scales is None else a.scales, p.right.data, p.right.scales,
+           image, p.m, p.k // 16, a.per_row, num_warps=rows // 16, ROWS=rows, RELEASE=p.target.dependent_launch,
+           ISA=p.target.isa, **_read_as(a, 64 * steps))  # fmt: skip
+    return image
 
 
 def _use_library(p: Problem) -> bool:
@@ -430,15 +442,20 @@ def expanded(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) 
     data = x.data.view(rows, -1)
     if x.fmt is None:
         return data
-    constants = {key.removeprefix("A_"): value for key, value in x.constants("A", 2048).items()}
-    del constants["OUTER"]
     tiles = ceil_div(x.per_row, 2048)
     out = data.new_empty((rows, 2 * x.per_row), dtype=dtype)
     block = x.fmt.block_cols if x.fmt.block else 32
     launch(expand_matrix, rows * tiles, data, out if x.scales is None else x.scales, out, inexact, rows,
            ceil_div(x.k, block), x.per_row, tiles, num_warps=4, BLOCK=block, ROWS=1, UNITS=2048,
-           ISA=p.target.isa, **constants)  # fmt: skip
+           ISA=p.target.isa, **_read_as(x, 2048))  # fmt: skip
     return out.narrow(1, 0, p.k)
+
+
+def _read_as(x: Operand, step: int) -> dict:
+    """Constants of a kernel that reads one operand, in steps of so many units, and not its outer scale."""
+    constants = {key.removeprefix("A_"): value for key, value in x.constants("A", step).items()}
+    del constants["OUTER"]
+    return constants
 
 
 def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | None = None) -> torch.Tensor:

@@ -50,7 +50,8 @@ def batch_of(warps, rows):
 @triton.constexpr_function
 def needed_bytes(warps, steps, rows):
     """Shared memory of a program: chunks, activations, sums."""
-    return warps * (2304 + 256 + 512 * steps * rows + 64 * rows * batch_of(warps, rows))
+    beside = _ZEROS.value + _ROW.value * steps * rows
+    return warps * (_CHUNK.value + beside + 64 * rows * batch_of(warps, rows))
 
 
 # What is copied: a chunk.

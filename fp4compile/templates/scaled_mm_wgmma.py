@@ -3,14 +3,14 @@
 Weights come as in `scaled_mm_decode`: each warp keeps 16 rows of them on their way into a ring of its own, 128 elements
 a step, and expands them in registers, which are the left operand of `wgmma`. So many activations are read from the
 cache more often than they may be, unless the warps of a program share them. They lie in shared memory, the right
-operand, by phases of PER steps: that which is computed, the next one, and the one before, which may still be read.
-Once a phase all warps meet. While the matrix units multiply some of the weights, the next ones are expanded.
+operand, by phases of PER steps, as `activation_image` has arranged them: one lane copies a phase at once, into the
+buffer that all warps are done with, and no warp waits for another one before that. While the matrix units multiply some
+of the weights, the next ones are expanded.
 
-Of its 128 elements a lane holds those that `scaled_mm_decode` gives it, in pairs of j and j + 4 of every eight. The
-activations are put into that order when they are written to shared memory: once for all of the program's weights.
+The kernel starts before `activation_image` is done (see `dependent`): the first weights are on their way by then.
 
 This, too, is written for one lane at a time, and the PTX is pure, its order kept by tokens. Shared memory is more than
-inline PTX may declare, so it is Triton's: `_reserve`.
+inline PTX may declare, so it is Triton's: see `shared_memory`.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import itertools
 import triton
 import triton.language as tl
 
-from fp4compile.templates.dependent import release
+from fp4compile.templates.dependent import arrived, release
 from fp4compile.templates.scaled_mm_decode import expand_word, scale_registers
 from fp4compile.templates.scaled_mm_decode_ring import (
     COMMIT,
@@ -30,11 +30,13 @@ from fp4compile.templates.scaled_mm_decode_ring import (
     wait_ptx,
 )
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
+from fp4compile.templates.shared_memory import MEMORY, reserve, reserved
 from fp4compile.templates.tail import tail
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 _SLOT = tl.constexpr(1152)  # bytes of 16 rows of a warp's step in its ring: codes and scales
-_TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of `_reserve`
+_BUFFERS = tl.constexpr(4)  # phases of activations in shared memory, a power of two
+_AHEAD = tl.constexpr(2)  # phases that their copy starts before they are multiplied: at most two less than buffers
 
 # A matrix in shared memory: lines of 128 bytes, whose 16-byte units are exchanged by the line's number (the swizzle of
 # 128 bytes), groups of eight lines 1024 bytes apart. The lowest bits are for its address.
@@ -102,83 +104,68 @@ def _settle_operands(sums):
     return ",".join(["=f"] * sums + [str(i) for i in range(sums)])
 
 
-# Out: eight activations (two words of 64 bits), zeros where there are none; a token. In: where from; whether there are
-# any; a token.
-_FETCH = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b64 $0, 0; mov.b64 $1, 0; mov.b32 $2, 0;"
-    " @p ld.global.v2.b64 {$0, $1}, [$3]; }"
+# Each buffer has two barriers: its phase has come, and (8 bytes on) all warps are done with it. They are awaited by the
+# parity of how often that was so before; so what awaits parity 1 of a new barrier goes on. All lanes of a warp find the
+# same: a branch that says so leaves ptxas the registers that a warp's lanes share.
+_FULL = tl.constexpr(
+    "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra.uni WAIT; mov.b32 $0, 0; }"
 )
-# In: eight activations; where the pair of elements 0 and 4 goes to; a token. The other pairs are 16 bytes on each, as
-# lines are swizzled.
-_PUT = tl.constexpr(
-    "{ .reg .b32 x<4>, y, d; mov.b64 {x0, x1}, $1; mov.b64 {x2, x3}, $2; mov.b32 $0, 0;"
-    " prmt.b32 y, x0, x2, 0x5410; st.shared.b32 [$3], y;"
-    " prmt.b32 y, x0, x2, 0x7632; xor.b32 d, $3, 16; st.shared.b32 [d], y;"
-    " prmt.b32 y, x1, x3, 0x5410; xor.b32 d, $3, 32; st.shared.b32 [d], y;"
-    " prmt.b32 y, x1, x3, 0x7632; xor.b32 d, $3, 48; st.shared.b32 [d], y; }"
+_DONE = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1 + 8]; mov.b32 $0, 0; }"
 )
-# What was put is there for `wgmma`; of every warp, once they have met, and what they have read may be overwritten.
-_PUBLISH = tl.constexpr("fence.proxy.async.shared::cta; mov.b32 $0, 0;")
-_MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
 
 
-@triton.jit
-def _reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
-    """Shared memory of the program, BYTES of it, by a loop that is never run: its loads would pass through it.
+@triton.constexpr_function
+def _barriers_ptx(warps):
+    """In: where the barriers are, whether it is this lane that makes them, a token."""
+    each = "mbarrier.init.shared::cta.b64 [$1 + {}], {};"
+    made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * _BUFFERS.value))
+    return (
+        f"{{ .reg .pred p; setp.eq.b32 p, $2, 0; @p bra NO; {made} fence.mbarrier_init.release.cluster;"
+        " NO: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
+    )
 
-    count: never negative, which the compiler does not know (of one it would: Triton makes it a constant).
-    """
-    if count < 0:
-        at = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
-        acc = tl.zeros((16, 16), tl.float32)
-        for i in tl.range(0, count, num_stages=BYTES // _TILE + 1):
-            x = tl.load(ptr + i * 2048 + at)
-            acc = tl.dot(x, tl.trans(x), acc)
-        tl.store(out_ptr + tl.arange(0, 16), tl.sum(acc, 1).to(out_ptr.dtype.element_ty))
+
+@triton.constexpr_function
+def _bring_ptx(size):
+    """In: the buffer's barriers, parity of its last use, where it is, where from, whether this warp copies; a token."""
+    return (
+        "{ .reg .pred p; setp.eq.b32 p, $5, 0; @p bra.uni NO;"
+        " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;"
+        f" elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};"
+        " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        f" [$3], [$4], {size}, [$1]; NO: mov.b32 $0, 0; }}"
+    )
 
 
 @triton.constexpr_function
 def shared_bytes(rows, warps, stages, steps):
-    """What a program needs, in whole tiles of `_reserve`: three phases, the rings, and a start at whole 1024 bytes."""
-    return -(-(3 * steps * rows * 256 + warps * stages * 1152 + 1023) // 4096) * 4096
+    """What a program reserves: buffers of whole 1024 bytes, the rings, the barriers."""
+    return reserved(_BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * 1152)
 
 
 @triton.jit
-def _piece(lane, i, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """(step of a phase, row, 16 bytes of the row's 256) of a lane's i-th piece of activations.
-
-    A warp reads 128 contiguous bytes of each of four rows; what it writes goes to different banks.
-    """
-    rest = lane // 64 + i * (WARPS // 2)
-    return rest // (ROWS // 4), rest % (ROWS // 4) * 4 + lane // 8 % 4, lane // 32 % 2 * 8 + lane % 8
+def _buffer(turn):
+    """Which buffer a program's phase `turn` has, and the parity of how many phases had it before."""
+    return turn & _BUFFERS - 1, (turn & _BUFFERS) // _BUFFERS
 
 
 @triton.jit
-def _fetch(a_ptr, phase, stop, token, lane, m, chunks, ROWS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr):
-    """Start to read a phase's activations into registers: those before the phase `stop`; and a token."""
-    found = ()
-    for i in tl.static_range(ROWS * STEPS // (2 * WARPS)):
-        step, row, piece = _piece(lane, i, ROWS, WARPS)
-        at = (phase * STEPS + step) * 16 + piece
-        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (chunks * 4) + at) * 16
-        here = (row < m) & (at < chunks * 4) & (phase < stop)
-        x, y, token = tl.inline_asm_elementwise(
-            _FETCH, "=&l,=&l,=&r,l,r,r", (source, here.to(tl.int32), token),
-            dtype=(tl.int64, tl.int64, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-        found = found + (x, y)
-    return found, token
+def _bring(image_ptr, turn, turns, buffers, barriers, token, lane, SIZE: tl.constexpr):
+    """Start to copy the program's phase `turn` of the activations, if there is one, once its buffer is free."""
+    buffer, parity = _buffer(turn)
+    source = image_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + turn * SIZE
+    here = ((lane < 32) & (turn < turns)).to(tl.int32)
+    places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * SIZE, source)
+    return do_ptx(_bring_ptx(SIZE), "r,r,r,l,r,r", places + (here, token))
 
 
 @triton.jit
-def _put(x, to, token, lane, ROWS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr):
-    """Write a phase's activations to shared memory: for each step two matrices of 64 elements of every row."""
-    for i in tl.static_range(ROWS * STEPS // (2 * WARPS)):
-        step, row, piece = _piece(lane, i, ROWS, WARPS)
-        unit = piece % 2 * 4 ^ row % 8
-        at = to + step * (ROWS * 256) + piece // 8 * (ROWS * 128) + row * 128 + unit * 16 + piece % 8 // 2 * 4
-        token = do_ptx(_PUT, "l,l,r,r", (x[2 * i], x[2 * i + 1], at, token))
-    return do_ptx(_PUBLISH, "r", (token,))
+def _leave(turn, barriers, token, lane):
+    """The warp is done with the program's phase `turn` of the activations, if there is one."""
+    buffer, _ = _buffer(turn)
+    here = ((lane % 32 == 0) & (turn >= 0)).to(tl.int32)
+    return do_ptx(_DONE, "r,r,r", (barriers + buffer * 16, here, token))
 
 
 @triton.jit
@@ -220,44 +207,55 @@ def _place(row, lane, i: tl.constexpr):
 
 @triton.jit
 def scaled_mm_wgmma(
-    a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr,
+    image_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr,
     m, n, chunks, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    PER: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr,
+    PER: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
+    """out [m, n] of `activation_image` of a [m, 32 * chunks] (m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
     PARTIAL: partial sums [splits, m, n] in float32, each program's of a part of the contraction dimension; the kernel
-    that adds them may start early (see `dependent`).
+    that adds them may start early. DEPENDENT: this one does (see `dependent`).
     chunks: even. WARPS: of a program and of the launch, a multiple of 4; each has 16 rows of b. ROWS: 16, 32 or 64.
-    STAGES: steps of a warp that are on their way. PER: steps of a phase. EVEN: no program has a row, and no phase a
-    step, beyond the end.
+    STAGES: steps of a warp that are on their way. PER: steps of a phase; the image has whole phases. EVEN: no program
+    has a row, and no phase a step, beyond the end.
     """
-    _reserve(a_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, PER))
-    tl.static_assert(ROWS * PER % (2 * WARPS) == 0)
+    reserve(image_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, PER))
     if PARTIAL:
-        a_ptr = release(a_ptr)
+        image_ptr = release(image_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
     row = (tl.program_id(0) // splits * WARPS + lane // 32) * 16
     phases = tl.cdiv(chunks, 4 * PER)
     start = split * tl.cdiv(phases, splits)
-    stop = tl.minimum(start + tl.cdiv(phases, splits), phases)
+    turns = tl.minimum(tl.cdiv(phases, splits), phases - start)
+    step = start * PER
+    stop = (start + turns) * PER
 
     phase_bytes: tl.constexpr = PER * ROWS * 256
-    here = do_ptx(_MEMORY, "r", (lane,))
-    ring = here + 3 * phase_bytes + lane // 32 * (STAGES * _SLOT)
-    token = lane
+    buffers = do_ptx(MEMORY, "r", (lane,))
+    rings = buffers + _BUFFERS * phase_bytes
+    ring = rings + lane // 32 * (STAGES * _SLOT)
+    barriers = rings + WARPS * STAGES * _SLOT
+    token = do_ptx(_barriers_ptx(WARPS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     for early in tl.static_range(STAGES):
-        token = _start(ring + early * _SLOT, start * PER + early, stop * PER, token, lane, row, b_ptr,
-                       b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-    first, token = _fetch(a_ptr, start, stop, token, lane, m, chunks, ROWS, WARPS, PER)
-    x, token = _fetch(a_ptr, start + 1, stop, token, lane, m, chunks, ROWS, WARPS, PER)
+        token = _start(ring + early * _SLOT, step + early, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
+                       B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    token = do_ptx(MEET, "r", (token,))
+    if DEPENDENT:  # nothing but weights is read before, and nothing written
+        image_ptr = arrived(image_ptr)
+        a_outer_ptr = arrived(a_outer_ptr)
+        b_outer_ptr = arrived(b_outer_ptr)
+        bias_ptr = arrived(bias_ptr)
+        out_ptr = arrived(out_ptr)
+        tail_0_ptr = arrived(tail_0_ptr)
+        tail_1_ptr = arrived(tail_1_ptr)
+    image_ptr += start * (phase_bytes // 2)
+    for early in tl.static_range(_AHEAD):
+        token = _bring(image_ptr, early, turns, buffers, barriers, token, lane, phase_bytes)
     if B_OUTER == "tensor" and not PARTIAL:
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is not waited for
-    token = _put(first, here, token, lane, ROWS, WARPS, PER)
-    token = do_ptx(MEET, "r", (token,))
 
     count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
@@ -265,21 +263,21 @@ def scaled_mm_wgmma(
     for _ in tl.static_range(count):
         c = c + (zero,)
     slot = ring
-    now = here
-    for phase in tl.range(start, stop):
-        other = tl.where(now == here + 2 * phase_bytes, here, now + phase_bytes)
-        token = _put(x, other, token, lane, ROWS, WARPS, PER)
-        x, token = _fetch(a_ptr, phase + 2, stop, token, lane, m, chunks, ROWS, WARPS, PER)
+    for turn in tl.range(0, turns):
+        buffer, parity = _buffer(turn)
+        token = do_ptx(_FULL, "r,r,r", (barriers + buffer * 16, parity, token))
         for i in tl.static_range(PER):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
             w, token = take_weights(slot, 0, token, lane)
             token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
-            token = _start(slot, phase * PER + i + STAGES, stop * PER, token, lane, row, b_ptr,
-                           b_scales_ptr, n, chunks, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-            c, token = _multiply(w, c, now + i * (ROWS * 256), token, COMPUTE, ROWS)
+            token = _start(slot, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
+                           B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+            c, token = _multiply(w, c, buffers + (buffer * phase_bytes + i * (ROWS * 256)), token, COMPUTE, ROWS)
+            if i == 0:  # only from now on the phase before is not read any more
+                token = _leave(turn - 1, barriers, token, lane)
+                token = _bring(image_ptr, turn + _AHEAD, turns, buffers, barriers, token, lane, phase_bytes)
             slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
-        token = do_ptx(MEET, "r", (token,))
-        now = other
+            step += 1
     c = _settled(c, count)
 
     values = ()  # all loads first, as none may pass a store
