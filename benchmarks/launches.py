@@ -34,6 +34,7 @@ from fp4compile.templates.scaled_mm_configs import (
 )
 from fp4compile.templates.scaled_mm_few import WIDTH, needed_bytes
 from fp4compile.templates.scaled_mm_siblings import products as siblings
+from fp4compile.templates.scaled_mm_wgmma import needed_bytes as wgmma_bytes
 from fp4compile.templates.shared_memory import reserved
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
@@ -43,7 +44,7 @@ PRODUCTS = {
     "8192x28672": ((8192,), 28672),
 }  # fmt: skip
 NVFP4 = formats.get("nvfp4")
-SHARED_MEMORY = Target(90).shared_memory
+H200 = Target(90)
 Launch = dict[str, int | str]
 
 
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def table_of(m: int, n: int, k: int) -> Launch:
-    few = few_config(m, k, SHARED_MEMORY)
+    few = few_config(m, n, k, H200)
     return few or (decode_config(m, n, k) if m <= DECODE_ROWS else wgmma_config(m, n, k))
 
 
@@ -84,24 +85,20 @@ def launches(m: int, k: int) -> list[Launch]:
     """All launches of the kernel that serves m rows; some of them do not fit."""
     if m > DECODE_ROWS:
         rows = 16 if m <= 16 else 32 if m <= 32 else 64
-        every = itertools.product((4, 8, 16), (2, 3, 4), (1, 2), (1, 2, 4, 8))
+        every = itertools.product((4, 8, 16), (2, 3, 4, 6), (1, 2, 4), (1, 2, 4, 8))
         return [{"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
-                for warps, stages, per, split in every if split == 1 or k >= 512 * split]  # fmt: skip
+                for warps, stages, per, split in every if (split == 1 or k >= 512 * split)
+                and reserved(wgmma_bytes(rows, warps, stages, per), 1, H200)]  # fmt: skip
     rows = triton.next_power_of_2(m)
-    if few_config(m, k, SHARED_MEMORY):
-        every = itertools.product((4, 8, 16), range(1, 8))
-        found = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps, each in every]
-        return [{"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": each * MULTIPROCESSORS}
-                for warps, steps, each in found if fits(rows, warps, steps, each)]  # fmt: skip
+    if few_config(m, 16, k, H200):
+        every = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps in (4, 8, 16) for each in range(1, 8)]
+        found = [{"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": each * MULTIPROCESSORS,
+                  "SHARED": reserved(needed_bytes(warps, steps, rows), each, H200)}
+                 for warps, steps, each in every if steps <= 16 and 8 <= warps * each <= 32]  # fmt: skip
+        return [launch for launch in found if launch["SHARED"]]
     every = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
     return [{"TILES": tiles, "WARPS": warps, "STAGES": stages, "CHAINS": chains, "ROWS": rows,
              "PROGRAMS": each * MULTIPROCESSORS} for tiles, warps, stages, chains, each in every]  # fmt: skip
-
-
-def fits(rows: int, warps: int, steps: int, each: int) -> bool:
-    """Whether so many programs of `scaled_mm_few` share a multiprocessor, and their warps are neither few nor many."""
-    size = each * reserved(needed_bytes(warps, steps, rows))
-    return steps <= 16 and size <= SHARED_MEMORY and 8 <= warps * each <= 32
 
 
 def computes(m: int, launch: Launch):

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch._inductor.inductor_prims
 import triton
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
@@ -97,22 +95,21 @@ def launch_dependents(package: str) -> None:
     """Let Inductor launch the package's kernels whose constant DEPENDENT is set as `templates.dependent` says.
 
     Inductor has this option for kernels of its own, and reads it from what it writes down with any kernel, but has no
-    way to ask for it. Its other kernels of the same graph are launched as usual, and let the next kernel start when
-    their own programs have started. Where this finds nothing to change, a kernel is launched as usual, and as right.
+    way to ask for it. Where this finds nothing to change, such a kernel is launched as usual, and as right.
     """
     define = PythonWrapperCodegen.define_user_defined_triton_kernel
     if package in getattr(define, "dependents_of", ()):
         return
-    write = PythonWrapperCodegen.define_kernel
 
     @functools.wraps(define)
     def defined(self, kernel, configs, kwargs, *rest, **more):
         if not (_belongs(kernel, package) and kwargs.get("DEPENDENT")):
             return define(self, kernel, configs, kwargs, *rest, **more)
+        write = self.define_kernel
 
         def as_dependent(name, body, *others, **options):
             body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
-            return write(self, name, body, *others, **options)
+            return write(name, body, *others, **options)
 
         self.define_kernel = as_dependent
         try:
@@ -120,36 +117,8 @@ def launch_dependents(package: str) -> None:
         finally:
             del self.define_kernel
 
-    @functools.wraps(write)
-    def written(self, name, body, *rest, **more):
-        if _launches_dependents(V.graph, package):
-            body = _RELEASED.sub(r"\1    tl.extra.cuda.gdc_launch_dependents()\n", body)
-        return write(self, name, body, *rest, **more)
-
     defined.dependents_of = (*getattr(define, "dependents_of", ()), package)
     PythonWrapperCodegen.define_user_defined_triton_kernel = defined
-    PythonWrapperCodegen.define_kernel = written
-
-
-# The first line of a kernel of Inductor's own.
-_RELEASED = re.compile(r"(@triton\.jit\ndef triton_[^\n]*:\n)(?!.*gdc_)", re.DOTALL)
-
-
-def _launches_dependents(graph, package: str) -> bool:
-    """Whether the package has a kernel in Inductor's graph that may start early."""
-    found = getattr(graph, "launches_dependents", None)
-    if found is None:
-        launches = [node.kwargs for node in graph.graph.nodes if "kernel_idx" in node.kwargs]
-        found = graph.launches_dependents = any(
-            launch["kwargs"].get("DEPENDENT") and _belongs(_kernel_of(launch), package) for launch in launches
-        )
-    return found
-
-
-def _kernel_of(launch: dict):
-    """The kernel of a launch in a graph, where the number of warps comes by an autotuner of one configuration."""
-    kernel = torch._higher_order_ops.triton_kernel_wrap.kernel_side_table.get_kernel(launch["kernel_idx"])
-    return kernel.fn if isinstance(kernel, triton.runtime.Autotuner) else kernel
 
 
 def _signature(value) -> tuple:

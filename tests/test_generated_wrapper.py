@@ -24,7 +24,6 @@ from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fp4compile.passes.find import Input
 from fp4compile.passes.lower import lower
 from fp4compile.passes.reuse import reuse
 from fp4compile.passes.round_trip import round_trip
@@ -32,7 +31,6 @@ from fp4compile.passes.siblings import siblings
 from fp4compile.passes.tails import fuse_tails
 from fp4compile.targets import Target
 from fp4compile.templates import launch
-from fp4compile.weights import hoist
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
@@ -90,12 +88,7 @@ def mlp_wrapper(monkeypatch, sm, recipe, rows):
     pretend(monkeypatch, sm)
     shapes = ((rows, 512), (1056, 512), (1056, 512), (512, 1056))
     found = fused_graph(mlp, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
-    return read(wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode))
-
-
-def read(text):
-    """Of a wrapper: the kernels by name, and the lines of the calls."""
-    definitions, calls = text.split("def call(")
+    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
     kernels = dict(
         re.findall(r"^(\w+) = async_compile.triton\((.*?)^\'\'\', device_str", definitions, re.DOTALL | re.M)
     )
@@ -139,27 +132,6 @@ def test_what_starts_early(monkeypatch):
     assert len(early) == sum("'DEPENDENT': True" in text for text in kernels.values())
     products = [index for index, call in enumerate(calls) if call.startswith("scaled_mm_wgmma")]
     assert len(products) == 2 and all(calls[index - 1].startswith("activation_image") for index in products)
-
-
-@pretending
-@pytest.mark.parametrize("packed", [True, False])
-def test_packed_weights_are_read_early(packed, monkeypatch):
-    """Of a decode step: by the kernel behind one of Inductor's, which lets it start; not where the graph packs them."""
-    pretend(monkeypatch, 90)
-    shapes = (1, 512), (1088, 512), (1088, 512), (512, 1088)
-    found = fused_graph(mlp, *shapes, recipe="nvfp4_weight_only", paper=nullcontext, fuse=False)
-    graph_module = torch.fx.GraphModule({}, found.graph)
-    if packed:
-        hoist(graph_module, tuple(Input(name) for name in (None, "gate", "up", "down")))
-    kernels, calls = read(wrapper_of(graph_module, found.mode))
-    products = [kernels[call.split(".")[0]] for call in calls if call.startswith("scaled_mm_few")]
-    together, down = products  # gate and up are of the graph's input: nothing is in front of them
-    assert ("'launch_pdl': True" in down) == ("'DEPENDENT': 1" in down) == packed
-    assert "'launch_pdl'" not in together and "'DEPENDENT': 0" in together
-    # For the product, or for the quantise of a weight, which awaits its amax.
-    own = [text for name, text in kernels.items() if name.startswith("triton_")]
-    first = re.compile(r"\ndef triton_\w+\(.*\):\n    tl.extra.cuda.gdc_launch_dependents\(\)\n")
-    assert own and all(map(first.search, own))
 
 
 @pretending

@@ -7,9 +7,6 @@ mutation whose node nobody uses, and be dropped as dead code. On other devices t
 A product stays an op, too, where the number of A's rows is symbolic and may be small or large: no one kernel serves
 both, and the op chooses by the number that comes; two guarded launches would cost more on the GPU than the op. And
 where it is computed part by part, for the sake of memory.
-
-The kernel of a decode step can read weights before what is in front of it is done; whether these are such weights only
-the graph tells (`_weights_rest`).
 """
 
 from collections.abc import Callable
@@ -21,9 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fp4compile import _compat, ops, sibling_ops
 from fp4compile.passes.autotune import fastest
-from fp4compile.passes.siblings import SIBLINGS
 
-aten = torch.ops.aten
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
     torch.ops.fp4compile.quantize_both.default: ops.quantize_both_cuda,
@@ -49,54 +44,12 @@ def lower(graph: Graph) -> int:
     return lowered
 
 
-# Where the products have what belongs to their B: a node or a list of nodes.
-_B = {torch.ops.fp4compile.scaled_mm.default: (4, 5, 6), SIBLINGS: (4, 5, 6)}
-
-
-def _weights_rest(product: Node) -> bool:
-    """Whether B was written before the graph, and all that came before is done when this product is launched.
-
-    It is if A is computed in the graph: the kernel that does is launched when what ran before the graph is done.
-    """
-    b = pytree.tree_leaves([product.args[i] for i in _B[product.target]])
-    computed = _base(product.args[0], _COPIES).op == "call_function"
-    return computed and all(_base(node).op in _INPUTS and not _changes(node) for node in b if node is not None)
-
-
-_INPUTS = "placeholder", "get_attr"
-# What may be a view, or be left out as doing nothing.
-_COPIES = aten.reshape.default, aten._unsafe_view.default, aten.clone.default
-
-
-def _base(node: Node, others: tuple = ()) -> Node:
-    """The node whose memory a node is a view of; `others`: what else is looked through."""
-    while node.target in others or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view):
-        node = node.args[0]
-    return node
-
-
-def _changes(node: Node) -> bool:
-    """Whether the graph writes to the memory that a node is a view of."""
-    views = [_base(node)]
-    for view in views:
-        for user in view.users:
-            if isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable:
-                return True
-            if _base(user) is not user:
-                views.append(user)
-    return False
-
-
 def _replace(match: Match, implementation: Callable) -> bool:
     """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it.
 
     Returns whether the node was replaced: not where the choice among kernels is better made when the graph runs.
     """
-    from fp4compile.templates.scaled_mm import (  # here, so that the CPU needs no Triton
-        ChosenWhenRun,
-        preferring,
-        weights_at_rest,
-    )
+    from fp4compile.templates.scaled_mm import ChosenWhenRun, preferring  # here, so that the CPU needs no Triton
 
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
@@ -115,7 +68,7 @@ def _replace(match: Match, implementation: Callable) -> bool:
     node = match.output_node()
     contender = fastest(node) if node.target is torch.ops.fp4compile.scaled_mm.default else "library"
     try:
-        with preferring(contender), weights_at_rest(node.target in _B and _weights_rest(node)):
+        with preferring(contender):
             match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
     except ChosenWhenRun:
         return False

@@ -12,10 +12,6 @@ Inductor would take PTX with side effects to write all of a kernel's arguments, 
 import triton
 import triton.language as tl
 
-# What `arrived` does, for kernels whose order is kept by a token (see `scaled_mm_decode_ring`).
-WAIT = tl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
-
-
 
 @triton.jit
 def release(ptr):
@@ -30,5 +26,7 @@ def release(ptr):
 @triton.jit
 def arrived(ptr):
     """ptr, once the kernels before this one are done."""
-    zero = tl.inline_asm_elementwise(WAIT, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1)
+    zero = tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
+    )
     return ptr + tl.multiple_of(zero, 16)

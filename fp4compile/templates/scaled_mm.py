@@ -28,6 +28,7 @@ from fp4compile.templates.scaled_mm_configs import (
     few_config,
     tile_of,
     wgmma_config,
+    wgmma_shared,
 )
 from fp4compile.templates.scaled_mm_decode import MEMBERS, scaled_mm_decode
 from fp4compile.templates.scaled_mm_few import WIDTH, scaled_mm_few
@@ -297,31 +298,12 @@ def decode(problems: list[Problem]) -> list[torch.Tensor]:
 
 def _decoder(p: Problem, n) -> tuple:
     """What streams `n` rows of weights in all: kernel, launch, rows of a tile, elements of a step."""
-    config = few_config(p.m, p.k, p.target.shared_memory)
+    config = few_config(p.m, n, p.k, p.target)
     if config is not None:
-        whole_lines = known(p.k % 256 == 0) and not p.right.swizzled
-        config |= {"WIDE": int(whole_lines), "DEPENDENT": int(_early(p))}
+        config["WIDE"] = int(known(p.k % 256 == 0) and not p.right.swizzled)
         return scaled_mm_few, config, 16, WIDTH.value
     config = decode_config(p.m, n, p.k)
     return scaled_mm_decode, config, 16 * config["TILES"], 128
-
-
-_weights_at_rest: ContextVar[bool] = ContextVar("weights_at_rest", default=False)
-
-
-@contextmanager
-def weights_at_rest(are: bool):
-    """Whether no kernel that is launched just before the product, or one that is not done by then, writes B."""
-    token = _weights_at_rest.set(are)
-    try:
-        yield
-    finally:
-        _weights_at_rest.reset(token)
-
-
-def _early(p: Problem) -> bool:
-    """Whether a product may read B before the kernel in front of it is done."""
-    return _weights_at_rest.get() and p.target.dependent_launch
 
 
 def _decoded(p: Problem, out: torch.Tensor) -> tuple:
@@ -340,14 +322,16 @@ def _wgmma(p: Problem) -> torch.Tensor:
     tailed = p if split == 1 else replace(p, tail=None)
     a_outer, b_outer, bias = p.epilogue_pointers(out)
     rows = 16 * warps
+    programs = ceil_div(p.n, rows) * split
     even = known(p.n % rows == 0 and p.k % (128 * config["PER"]) == 0)
     launch(
-        tailed.with_tail(scaled_mm_wgmma), ceil_div(p.n, rows) * split,
+        tailed.with_tail(scaled_mm_wgmma), programs,
         image, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
         p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
         BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
         EVEN=int(even), DEPENDENT=p.target.dependent_launch, ISA=p.target.isa, num_warps=warps, **config,
+        SHARED=wgmma_shared(config, programs, p.target),
     )  # fmt: skip
     return out if split == 1 else _rescale(p, out, split, dependent=1)
 

@@ -2,7 +2,9 @@
 
 from fp4compile._compat import known
 from fp4compile.layouts import ceil_div
+from fp4compile.targets import Target
 from fp4compile.templates.scaled_mm_few import WIDTH, needed_bytes
+from fp4compile.templates.scaled_mm_wgmma import needed_bytes as wgmma_bytes
 from fp4compile.templates.shared_memory import reserved
 
 DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `scaled_mm_decode`
@@ -18,10 +20,11 @@ DECODE = {
 }  # fmt: skip
 
 
-def few_config(m, k, shared_memory: int) -> dict[str, int] | None:
+def few_config(m, n, k, target: Target) -> dict[str, int] | None:
     """Constants of `scaled_mm_few`, and PROGRAMS at most; None for more rows than two, or if they do not fit there.
 
-    shared_memory: bytes of a multiprocessor. Found by benchmarks/launches.py, and by decoding with Llama-3-8B.
+    Found by benchmarks/launches.py, and by decoding with Llama-3-8B. Two programs share a multiprocessor, or three:
+    whichever leaves the fewer of them idle in the last round of tiles, when others still have one.
     """
     rows = 1 if known(m == 1) else 2
     warps = 8 if known(k <= 16 * 8 * WIDTH.value) else 16
@@ -29,11 +32,15 @@ def few_config(m, k, shared_memory: int) -> dict[str, int] | None:
     # A lane holds all that its warp has of a row on the way to shared memory.
     if not known(m <= 2) or not known(steps <= 16):
         return None
-    size = reserved(needed_bytes(warps, steps, rows))
-    programs = min(shared_memory // size, 24 // warps)
-    if programs == 0:
+    size = needed_bytes(warps, steps, rows)
+    fit = [each for each in (2, 3) if each * warps <= 24 and reserved(size, each, target)]
+    if not fit and not reserved(size, 1, target):
         return None
-    return {"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": programs * MULTIPROCESSORS}
+    each = fit[0] if fit else 1
+    if fit and isinstance(n, int):
+        each = min(fit, key=lambda each: each * ceil_div(ceil_div(n, 16), each * MULTIPROCESSORS))
+    return {"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": each * MULTIPROCESSORS,
+            "SHARED": reserved(size, each, target)}  # fmt: skip
 
 
 def decode_config(m, n, k) -> dict[str, int]:
@@ -61,17 +68,20 @@ def decode_config(m, n, k) -> dict[str, int]:
 def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:
     """Constants of `scaled_mm_wgmma`, and SPLIT, for the shapes of Llama-3.
 
-    Several programs of eight warps share a multiprocessor, or one of 16 has it: that reads fewer activations, and pays
-    where they are many and the weights large. Small weights need many small programs. Partial sums take another
-    launch, so that a program for each multiprocessor is enough, unless it has very much to do. tailed: what the sums
-    go through takes registers, too, which 16 warps do not have.
+    Found by benchmarks/launches.py. A program of eight warps for each multiprocessor, or one of 16: that reads fewer
+    activations, and pays where they are many and the weights large. Small weights need many small programs, and so do
+    large ones that are multiplied by few rows. Partial sums take another launch, so that a program for each
+    multiprocessor is enough, unless it has very much to do. tailed: what the sums go through takes registers, too,
+    which 16 warps do not have.
     """
     rows = 16 if known(m <= 16) else 32 if known(m <= 32) else 64
-    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 1 if rows == 64 else 2}
+    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "PER": 2}
     if known(n <= 2048):
         few |= {"WARPS": 4, "PER": 1}
-    many = {"ROWS": rows, "WARPS": 16, "STAGES": 4, "PER": 2}
-    config = many if rows == 64 and known(n * k >= 2**26) else few
+    elif rows == 16 and known(n >= 16384) and known(k >= 2048):
+        return {**few, "WARPS": 4, "STAGES": 2, "SPLIT": 2}
+    many = {"ROWS": rows, "WARPS": 16, "STAGES": 2, "PER": 2}
+    config = many if rows == 64 and known(n * k > 2**26) else few
     programs, split = ceil_div(n, 16 * config["WARPS"]), 1
     # The exception is as many parts as before expansion ran beside wgmma: not timed since.
     room = MULTIPROCESSORS * (2 if rows == 16 and known(k > 16384) else 1)
@@ -79,6 +89,13 @@ def wgmma_config(m, n, k, tailed: bool = False) -> dict[str, int]:
     while split < 8 and known(2 * programs * split <= room) and known(k >= 1024 * split):
         split *= 2
     return {**(few if tailed and split == 1 else config), "SPLIT": split}
+
+
+def wgmma_shared(config: dict[str, int], programs, target: Target) -> int:
+    """Bytes of shared memory to reserve for each of so many programs, of a launch that `wgmma_config` says."""
+    size = wgmma_bytes(*(config[name] for name in ("ROWS", "WARPS", "STAGES", "PER")))
+    each = ceil_div(programs, MULTIPROCESSORS) if isinstance(programs, int) else 1
+    return next(filter(None, (reserved(size, fewer, target) for fewer in range(each, 0, -1))))
 
 
 def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:

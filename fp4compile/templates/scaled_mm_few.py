@@ -12,7 +12,6 @@ too, where several are multiplied by the same activations. But here all of the a
   fewer than codes. Two columns a block serve two rows.
 - Of one row, two blocks that are multiplied one after the other share the registers of their activations: either has
   columns, even or odd, in which the other's sums are not read.
-- Weights that nobody is writing can be copied before the activations are there (DEPENDENT, see `dependent`).
 
 A chunk is 256 elements of 16 rows: in shared memory, lines of codes as they lie in global memory, 128 bytes, then lines
 of scales. Lane 4 * g + q takes the q-th part of rows g and g + 8. Of its part, two blocks (16 bytes) at a time:
@@ -27,12 +26,11 @@ the rest; it is pure, and its order is kept by a token (see `scaled_mm_decode_ri
 import triton
 import triton.language as tl
 
-from fp4compile.templates.dependent import WAIT
 from fp4compile.templates.quantize_rows import swizzle
 from fp4compile.templates.scaled_mm_decode import add_ptx, expand_word
 from fp4compile.templates.scaled_mm_decode_ring import COMMIT, MEET, SYNC_WARP, do_ptx, wait_ptx
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
-from fp4compile.templates.shared_memory import MEMORY, reserve, reserved
+from fp4compile.templates.shared_memory import MEMORY, reserve
 
 WIDTH = tl.constexpr(256)  # elements of a chunk's rows
 _CODES = tl.constexpr(2048)  # bytes of a chunk's codes, which its scales follow
@@ -47,8 +45,7 @@ def batch_of(warps, rows):
     return min(2 * warps, 16) // rows
 
 
-@triton.constexpr_function
-def needed_bytes(warps, steps, rows):
+def needed_bytes(warps: int, steps: int, rows: int) -> int:
     """Shared memory of a program: chunks, activations, sums."""
     beside = _ZEROS.value + _ROW.value * steps * rows
     return warps * (_CHUNK.value + beside + 64 * rows * batch_of(warps, rows))
@@ -393,7 +390,7 @@ def scaled_mm_few(
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
@@ -403,12 +400,12 @@ def scaled_mm_few(
     warps (as many as the launch has) cut the contraction dimension among themselves, by WIDTH elements, STEPS times.
     ROWS: 1 or 2. WIDE: lines of scales are whole 16 bytes, and not swizzled. EVEN: no tile has a row, and no step an
     element, beyond the end.
-    DEPENDENT: the kernel before this one may not be done; it does not write b, b_scales.
+    SHARED: bytes of shared memory to reserve, at least for `needed_bytes`.
     """
     batch: tl.constexpr = batch_of(WARPS, ROWS)
     beside_size: tl.constexpr = _ZEROS + STEPS * ROWS * _ROW
     sums_size: tl.constexpr = 64 * ROWS  # of a warp and a tile
-    reserve(a_ptr, out_ptr, chunks, reserved(needed_bytes(WARPS, STEPS, ROWS)))
+    reserve(a_ptr, out_ptr, chunks, SHARED)
     lane = tl.arange(0, 32 * WARPS)
     steps = tl.cdiv(chunks, WARPS * 8)  # STEPS; as a constant it would have the loop unrolled
     tiles = tl.cdiv(n, 16)
@@ -425,8 +422,6 @@ def scaled_mm_few(
     token = _start(here, tl.program_id(0), 0, lane, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
                    b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
                    B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, MEMBERS)  # fmt: skip
-    if DEPENDENT:
-        token = do_ptx(WAIT, "r", (token,))
     factors, token = _put_activations(beside, token, lane, a_ptr, m, chunks, COMPUTE, WARPS, STEPS, ROWS, EVEN)
     activations, further = _lane_activations(beside, lane, ROWS)
 

@@ -30,7 +30,7 @@ from fp4compile.templates.scaled_mm_decode_ring import (
     wait_ptx,
 )
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
-from fp4compile.templates.shared_memory import MEMORY, reserve, reserved
+from fp4compile.templates.shared_memory import MEMORY, reserve
 from fp4compile.templates.tail import tail
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
@@ -57,15 +57,15 @@ def _words_ptx(compute: str, words: range) -> list[str]:
     return text
 
 
-def _multiply_ptx(compute: str, rows: int) -> str:
+def _multiply_ptx(compute: str, rows: int, group: int) -> str:
     """64 rows of weights times `rows` rows of activations, over 128 elements, added to the warpgroup's sums.
 
     Operands: a lane's sums and a token out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of
-    both; the low half of the activations' descriptor; a token; the sums. The last words are still being multiplied when
-    this is done: with few activations all of them, else half, as the registers allow.
+    both; the low half of the activations' descriptor; a token; the sums.
+    group: words that are multiplied at once, 2 or 4. The last ones still are when this is done. Their registers must
+    not be written meanwhile: four words only where the next 128 elements are another copy of this.
     """
     kind, sums = _KIND[compute], rows // 2
-    group = 4 if rows == 16 else 2
     text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
     text.append(f"mov.b32 z, 0x80008000; mov.b32 hi, {_DESCRIPTOR >> 32}; mov.b32 ${sums}, 0; setp.eq.b32 p, 0, 0;")
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${sums + 1 + i};" for i in range(4)]
@@ -86,12 +86,15 @@ def _multiply_ptx(compute: str, rows: int) -> str:
     return " ".join(text) + " }"
 
 
-_PTX = tl.constexpr({(compute, rows): _multiply_ptx(compute, rows) for compute in _KIND for rows in (16, 32, 64)})
+_PTX = tl.constexpr({
+    (compute, rows, group): _multiply_ptx(compute, rows, group)
+    for compute in _KIND for rows in (16, 32, 64) for group in (2, 4)
+})  # fmt: skip
 
 
 @triton.constexpr_function
-def _chosen(texts, compute, rows):
-    return texts[compute, rows]
+def _chosen(texts, *key):
+    return texts[key]
 
 
 @triton.constexpr_function
@@ -138,10 +141,9 @@ def _bring_ptx(size):
     )
 
 
-@triton.constexpr_function
-def shared_bytes(rows, warps, stages, steps):
-    """What a program reserves: buffers of whole 1024 bytes, the rings, the barriers."""
-    return reserved(_BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * 1152)
+def needed_bytes(rows: int, warps: int, stages: int, steps: int) -> int:
+    """Shared memory of a program: buffers of whole 1024 bytes, the rings, the barriers."""
+    return _BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * _SLOT.value
 
 
 @triton.jit
@@ -180,9 +182,10 @@ def _start(
 
 
 @triton.jit
-def _multiply(w, c, at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
+def _multiply(w, c, at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr):
     """The sums c, 128 elements further, with the activations in shared memory at `at`; and a token."""
-    text: tl.constexpr = _chosen(_PTX, COMPUTE, ROWS)
+    group: tl.constexpr = 4 if ROWS == 16 and PER > 1 else 2  # as many as registers allow
+    text: tl.constexpr = _chosen(_PTX, COMPUTE, ROWS, group)
     found = tl.inline_asm_elementwise(
         text, _multiply_operands(ROWS // 2), w + ((at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
         dtype=(tl.float32,) * (ROWS // 2) + (tl.int32,), is_pure=True, pack=1,
@@ -212,6 +215,7 @@ def scaled_mm_wgmma(
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
     PER: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr, ISA: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of `activation_image` of a [m, 32 * chunks] (m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
@@ -219,9 +223,10 @@ def scaled_mm_wgmma(
     that adds them may start early. DEPENDENT: this one does (see `dependent`).
     chunks: even. WARPS: of a program and of the launch, a multiple of 4; each has 16 rows of b. ROWS: 16, 32 or 64.
     STAGES: steps of a warp that are on their way. PER: steps of a phase; the image has whole phases. EVEN: no program
-    has a row, and no phase a step, beyond the end.
+    has a row, and no phase a step, beyond the end. SHARED: bytes of shared memory to reserve, at least for
+    `needed_bytes`.
     """
-    reserve(image_ptr, out_ptr, chunks, shared_bytes(ROWS, WARPS, STAGES, PER))
+    reserve(image_ptr, out_ptr, chunks, SHARED)
     if PARTIAL:
         image_ptr = release(image_ptr)
     lane = tl.arange(0, 32 * WARPS)
@@ -272,7 +277,8 @@ def scaled_mm_wgmma(
             token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
             token = _start(slot, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
                            B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-            c, token = _multiply(w, c, buffers + (buffer * phase_bytes + i * (ROWS * 256)), token, COMPUTE, ROWS)
+            at = buffers + (buffer * phase_bytes + i * (ROWS * 256))
+            c, token = _multiply(w, c, at, token, COMPUTE, ROWS, PER)
             if i == 0:  # only from now on the phase before is not read any more
                 token = _leave(turn - 1, barriers, token, lane)
                 token = _bring(image_ptr, turn + _AHEAD, turns, buffers, barriers, token, lane, phase_bytes)

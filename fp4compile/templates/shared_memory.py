@@ -7,14 +7,20 @@ nothing that Triton would put into shared memory beside it.
 import triton
 import triton.language as tl
 
-MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
+from fp4compile.targets import Target
+
 _TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of `reserve`
+MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
 
+def reserved(size: int, programs: int, target: Target) -> int | None:
+    """What to reserve for `size` bytes that begin at whole 1024 bytes, where so many programs share a multiprocessor.
 
-@triton.constexpr_function
-def reserved(size):
-    """Bytes to reserve for `size` bytes that begin at whole 1024 bytes."""
-    return -(-(size + 1023) // 4096) * 4096
+    So much that no more of them fit: a kernel that starts while another one runs is not spread evenly over the
+    multiprocessors otherwise. None if so many do not fit.
+    """
+    needed = -(-(size + 1023) // _TILE.value) * _TILE.value
+    share = (target.shared_memory + 1024) // programs - 1024  # each program takes 1024 bytes more
+    return share // _TILE.value * _TILE.value if needed <= share else None
 
 
 @triton.jit
