@@ -145,7 +145,7 @@ def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _after(tile, step, steps):
+def after(tile, step, steps):
     """The program's step after a step of a tile, of the same tile or of its next one: (tile, step)."""
     last = step + 1 == steps
     return tl.where(last, tile + tl.num_programs(0), tile), tl.where(last, 0, step + 1)
@@ -194,7 +194,7 @@ def scaled_mm_decode(
         token = start_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
                            b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
                            total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, MEMBERS)  # fmt: skip
-        next_tile, next_step = _after(next_tile, next_step, steps)
+        next_tile, next_step = after(next_tile, next_step, steps)
     if B_OUTER == "tensor":
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # it then is in the cache
 
@@ -215,7 +215,7 @@ def scaled_mm_decode(
                     token = start_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
                                        b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
                                        total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, MEMBERS)  # fmt: skip
-                    next_tile, next_step = _after(next_tile, next_step, steps)
+                    next_tile, next_step = after(next_tile, next_step, steps)
                 if part == 0:
                     x = arranged(x)
                 sums = sums + _step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.quantize_rows import swizzle
-from fp4compile.templates.scaled_mm_decode import add_ptx, expand_word
+from fp4compile.templates.scaled_mm_decode import add_ptx, after, expand_word
 from fp4compile.templates.scaled_mm_decode_ring import COMMIT, MEET, SYNC_WARP, do_ptx, wait_ptx
 from fp4compile.templates.scaled_mm_tiles import rescale, store_rounded
 from fp4compile.templates.shared_memory import MEMORY, reserve
@@ -376,13 +376,6 @@ def _put_sums(at, c, factors, token, lane, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _after(tile, step, steps):
-    """The program's step after a step of a tile, of the same tile or of its next one: (tile, step)."""
-    last = step + 1 == steps
-    return tl.where(last, tile + tl.num_programs(0), tile), tl.where(last, 0, step + 1)
-
-
-@triton.jit
 def scaled_mm_few(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
@@ -436,7 +429,7 @@ def scaled_mm_few(
                 token = do_ptx(wait_ptx(0), "r", (token,))
                 taken, token = _take(here, token, lane)
                 token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has its part: the next chunk may come
-                next_tile, next_step = _after(tile, step, steps)
+                next_tile, next_step = after(tile, step, steps)
                 token = _start(here, next_tile, next_step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr,
                                b_2_ptr, b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
                                B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, MEMBERS)  # fmt: skip
