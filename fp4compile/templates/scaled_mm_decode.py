@@ -1,4 +1,6 @@
-"""The product of two to eight rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
+"""The product of up to eight rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
+
+For those that `scaled_mm_few` cannot keep in shared memory: three to eight, or longer ones.
 
 A decode step reads every weight once and does little else, so what counts is that enough of them are on their way.
 Loads into registers do not do: where one is used, ptxas waits for the newest of them, and only one step is prefetched.
