@@ -211,7 +211,7 @@ class Product:
                 products(*a, [(*b, None)] * self.weights, fmt, torch.bfloat16)
             else:
                 scaled_mm(*a, *b, fmt, None, torch.bfloat16, tail)
-        return next((launch for launch in launches if launch.kernel.__name__.startswith("scaled_m")), None)
+        return next((launch for launch in launches if launch.kernel.__name__.startswith("scaled_mm")), None)
 
 
 _GATED = [("neg", ["product"]), ("exp", [0]), ("add", [1, 1.0]), ("div", ["product", 2]), ("mul", [3, "x0"])]

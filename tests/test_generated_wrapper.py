@@ -185,7 +185,7 @@ def test_siblings_are_one_launch(recipe, rows, monkeypatch):
     for function, shapes, sizes in ((attention, of_attention, (256, 128, 128)), (mlp, of_mlp, (1088, 1088))):
         found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
         text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-        launches = re.findall(r"^ *(scaled_m\w+?|expand_matrix)_\d+\.run\((.*)\)", text, re.M)
+        launches = re.findall(r"^ *(scaled_mm_\w+?|expand_matrix)_\d+\.run\((.*)\)", text, re.M)
         assert [name for name, _ in launches] == ["scaled_mm_few" if rows == 1 else "scaled_mm_decode"] * 2
         together = launches[0][1]
         before, after = text.split(f"({together})")

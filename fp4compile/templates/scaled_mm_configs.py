@@ -21,7 +21,7 @@ DECODE = {
 
 
 def few_config(m, n, k, target: Target) -> dict[str, int] | None:
-    """Constants of `scaled_mm_few`, and PROGRAMS at most; None for more rows than two, or if they do not fit there.
+    """Constants of `scaled_mm_few`, and PROGRAMS at most; None for rows that are more than two, or too long for it.
 
     Found by benchmarks/launches.py, and by decoding with Llama-3-8B. Two programs share a multiprocessor, or three:
     whichever leaves the fewer of them idle in the last round of tiles, when others still have one.
