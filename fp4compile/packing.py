@@ -18,7 +18,7 @@ from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.find import module_name
-from fp4compile.passes.plan import Layer, count_blocks, of_layer
+from fp4compile.passes.plan import Layer, Model, of_layer
 from fp4compile.recipe import Recipe
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report, Row
@@ -118,10 +118,11 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | None = None) -> Report
     chosen = resolve(recipe)
     report = Report(chosen.name)
     shared = _shared_parameters(model)
-    blocks = count_blocks(chosen, [name for name, _ in model.named_parameters()])
+    layers = [Layer(name, (1, linear.out_features, linear.in_features)) for name, linear in _linears(model)]
+    around = Model.of(chosen, [name for name, _ in model.named_parameters()], layers)
     for name in [name for name, _ in _linears(model)]:  # a list of the modules would keep their weights
         linear = model.get_submodule(name)
-        layer_format = _layer_format(name, linear, chosen, blocks, id(linear.weight) in shared)
+        layer_format = _layer_format(name, linear, chosen, around, id(linear.weight) in shared)
         if isinstance(layer_format, LayerFormat):
             _replace(model, name, PackedLinear.pack(linear, layer_format))
         report.add([_row(name, linear, layer_format)], {})
@@ -141,13 +142,13 @@ def _shared_parameters(model: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def _layer_format(name: str, linear: nn.Linear, recipe: Recipe, blocks: dict, shared: bool) -> LayerFormat | str:
+def _layer_format(name: str, linear: nn.Linear, recipe: Recipe, around: Model, shared: bool) -> LayerFormat | str:
     """The format that a layer is packed in, or why it is not."""
     if linear.weight.dtype not in FLOAT_DTYPES:
         return f"dtype {str(linear.weight.dtype).removeprefix('torch.')}"
     # The number of tokens is unknown here and counts as enough.
     layer = Layer(module_name(f"{name}.weight"), (recipe.min_m, linear.out_features, linear.in_features), shared)
-    layer_recipe, reason = of_layer(layer, recipe, blocks)
+    layer_recipe, reason = of_layer(layer, recipe, around)
     if reason is not None:
         return reason
     if layer_recipe.fprop_w is None:

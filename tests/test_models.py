@@ -111,7 +111,7 @@ def test_llama_trains(recipe, device):
         quantised = {row.module.removeprefix("model.") for row in backend.report.quantised if row.product == product}
         assert quantised == {name.removeprefix("model.") for name in linears(model)}, product
     head = [row for row in backend.report.rows if row.module == "lm_head"]
-    assert len(head) == 3 and {row.reason for row in head} == {"LM head"}
+    assert len(head) == 3 and {row.reason for row in head} == {"output head"}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -50,7 +50,7 @@ def blocks(*indices):
 
 def test_every_layer_but_the_head():
     assert quantised("mxfp8") == blocks(*range(12))
-    assert reasons("mxfp8")["lm_head"] == "LM head"
+    assert reasons("mxfp8")["lm_head"] == "output head"
     assert quantised({"recipe": "mxfp8", "skip_lm_head": False}) == blocks(*range(12)) | {"lm_head"}
 
 
@@ -184,6 +184,115 @@ def test_two_layers_that_share_input_and_shape_keep_their_names():
     report = fp4compile.explain(Twins(), torch.randn(8, 64, requires_grad=True), recipe="mxfp8")
     pairs = sorted((row.module, row.product) for row in report.rows)
     assert pairs == sorted((m, p) for m in "ab" for p in ("fprop", "dgrad", "wgrad"))
+
+
+def modules(**layers):
+    """A model of linear layers by their names ("head.proj" is nested), run in order; the last three see one input."""
+
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.names = list(layers)
+            for name, layer in layers.items():
+                *path, own = name.split("__")
+                parent = self
+                for part in path:
+                    if not hasattr(parent, part):
+                        parent.add_module(part, torch.nn.Module())
+                    parent = getattr(parent, part)
+                parent.add_module(own, layer)
+
+        def forward(self, x):
+            return [self.get_submodule(name.replace("__", "."))(x) for name in self.names]
+
+    return Named()
+
+
+def linear(out=64):
+    return torch.nn.Linear(64, out)
+
+
+HEADS = ("lm_head", "proj_out", "classifier", "score", "head", "decoder", "cls__predictions__decoder", "m__unembed")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_output_heads_by_name_at_any_depth(name):
+    model = modules(**{"up": linear(256), name: linear(), "down": linear(96)})
+    assert quantised("mxfp8", model=model) == {"up", "down"}
+    assert quantised({"recipe": "mxfp8", "rules": [("*" + name.split("__")[-1], "quantize")]}, model=model) == {
+        "up", "down", name.replace("__", ".")
+    }  # fmt: skip
+
+
+def test_an_output_head_by_its_width():
+    """The last layer, if it is the widest; not one of several pieces, and not the last of a numbered list."""
+    model = modules(up=linear(128), down=linear(), vocabulary=linear(512))
+    assert reasons("mxfp8", model=model) == {"up": None, "down": None, "vocabulary": "output head"}
+    assert quantised({"recipe": "mxfp8", "skip_lm_head": False}, model=model) == {"up", "down", "vocabulary"}
+    assert quantised("mxfp8", model=modules(up=linear(512), down=linear())) == {"up", "down"}
+    assert quantised("mxfp8", model=torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(512))) == {"0", "2"}
+    assert quantised("mxfp8", model=modules(only=linear(512))) == {"only"}
+
+
+def test_a_head_tied_to_the_embedding():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = torch.nn.Embedding(96, 64), linear(256)
+            self.to_words = torch.nn.Linear(64, 96, bias=False)
+            self.to_words.weight = self.table.weight
+
+        def forward(self, tokens):
+            x = self.table(tokens)
+            return self.layer(x), self.to_words(x)
+
+    report = fp4compile.explain(Tied(), torch.arange(32), recipe="mxfp8")
+    found = {(row.module, row.product): row.reason for row in report.rows}
+    heads = {reason for (module, _), reason in found.items() if module != "layer"}
+    assert heads == {"output head"} and len(found) == 6
+    assert {reason for (module, _), reason in found.items() if module == "layer"} == {None}
+
+
+def test_routers_by_name():
+    """A `gate` beside experts is a router, one in a gated MLP is half of it."""
+    model = modules(moe__gate=linear(), moe__experts__up=linear(), mlp__gate=linear(), moe__shared_expert_gate=linear(),
+                    a__router=linear())  # fmt: skip
+    assert quantised("mxfp8", model=model) == {"moe.experts.up", "mlp.gate"}
+    assert reasons("mxfp8", model=model)["moe.gate"] == "router: its outputs choose among experts"
+
+
+SELECTIONS = {
+    "topk": lambda y: torch.topk(y, 2, dim=-1)[0],
+    "softmax": lambda y: y.softmax(-1),
+    "topk of sigmoids": lambda y: torch.topk(y.float().sigmoid() + 1.0, 2)[1],
+    "sort": lambda y: torch.sort(y, dim=-1, descending=True)[0],
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_routers_by_what_their_outputs_become(name):
+    """Forward and backward products; the layer beside it, whose rows are summed, is none."""
+
+    class Choosing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.choose, self.plain = linear(48), linear(96)
+
+        def forward(self, x):
+            y = self.plain(x)
+            return SELECTIONS[name](self.choose(x)).sum() + y.softmax(0).sum() + torch.topk(y[:, :48], 3)[0].sum()
+
+    recipe = {"recipe": "mxfp8", "skip_lm_head": False}
+    report = fp4compile.explain(Choosing(), torch.randn(8, 64, requires_grad=True), recipe=recipe)
+    assert {row.reason for row in report.rows if row.module == "plain"} == {None}
+    assert {row.reason for row in report.rows if row.module == "choose"} == {"router: its outputs choose among experts"}
+
+
+def test_features_are_no_experts():
+    """A sparse autoencoder keeps the largest of thousands of features."""
+    model = torch.nn.Linear(64, 2048)
+    report = fp4compile.explain(lambda x: torch.topk(model(x), 4)[0].sum(), torch.randn(8, 64), recipe="mxfp8")
+    assert {row.reason for row in report.rows} == {None}
 
 
 def test_names():

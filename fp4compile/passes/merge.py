@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import formats
-from fp4compile.passes.rewrite import new_node, value_key
+from fp4compile.passes.rewrite import new_node
+from fp4compile.passes.views import value_key
 
 QUANTIZE = torch.ops.fp4compile.quantize.default
 BOTH = torch.ops.fp4compile.quantize_both.default

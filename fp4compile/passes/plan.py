@@ -2,8 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -12,9 +12,14 @@ from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.find import Gemm, Input
 from fp4compile.recipe import Recipe, named
 
-_LM_HEADS = ("lm_head", "embed_out", "unembed", "output_projection")
+# What models call the layer that yields their outputs.
+_HEADS = (
+    "lm_head", "embed_out", "unembed", "output_projection", "proj_out", "classifier", "score", "head", "decoder"
+)  # fmt: skip
+_ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -52,24 +57,25 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
-    blocks = count_blocks(recipe, names)
-    if names and not blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
+    layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
+    model = Model.of(recipe, names, layers)
+    if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
             f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
             f"(such as {names[0]!r}): where blocks are compiled one by one, compile only those to be quantised",
             stacklevel=2,
         )
-    return [_decide(gemm, recipe, blocks) for gemm in gemms]
+    return [_decide(gemm, recipe, model) for gemm in gemms]
 
 
-def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
+def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
     if gemm.packed is not None:
         left, right = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
         return Decision(gemm, left=left, right=right, tier=_tier(gemm, left, right))
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
-    layer_recipe, reason = of_layer(Layer(gemm.module, gemm.layer, gemm.tied_to_embedding), recipe, blocks)
+    layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
         return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
     return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe)
@@ -77,22 +83,49 @@ def _decide(gemm: Gemm, recipe: Recipe, blocks: dict[str, int]) -> Decision:
 
 @dataclass(frozen=True)
 class Layer:
-    """What rules and limits ask of a layer: its name, (tokens, out features, in features), and whether its weight is
-    an embedding's too."""
+    """What rules, limits and defaults ask of a layer: its name, (tokens, out features, in features), whether its weight
+    is an embedding's too, and whether a top-k or a softmax is taken over its outputs."""
 
     name: str
     dims: tuple
     tied_to_embedding: bool = False
+    selects: bool = False
 
 
-def of_layer(layer: Layer, recipe: Recipe, blocks: dict[str, int]) -> tuple[Recipe | None, str | None]:
+@dataclass(frozen=True)
+class Model:
+    """What the defaults ask of the model around a layer.
+
+    blocks: number of blocks of each numbered list, by the list's name. with_experts: modules that have experts.
+    widest_last: name of the layer that yields the widest product and comes last; None where the last is not the widest.
+    """
+
+    blocks: dict[str, int] = field(default_factory=dict)
+    with_experts: frozenset[str] = frozenset()
+    widest_last: str | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer]) -> "Model":
+        """names: of parameters or modules. layers: in the order in which they run, as far as that is known."""
+        names = list(names)
+        experts = (match for match in map(_EXPERTS.search, names) if match is not None)
+        return cls(
+            _count_blocks(recipe, names), frozenset(match.group(1) or "" for match in experts), _widest_last(layers)
+        )  # fmt: skip
+
+
+def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None, str | None]:
     """(the recipe of a layer, why it is left alone all the same); no recipe where a rule skips the layer."""
     rule = recipe.rule_for(layer.name)
     if rule is None:  # a rule that names a layer outranks the defaults for its place in the model
-        return recipe, _excluded_place(layer, recipe, blocks) or _too_small(layer, recipe)
+        return recipe, _excluded_place(layer, recipe, model) or _too_small(layer, recipe)
     if rule.action == "skip":
         return None, f"rule {rule.pattern!r}"
     return recipe if rule.action == "quantize" else named(rule.action), _too_small(layer, recipe)
+
+
+def _layer(gemm: Gemm) -> Layer:
+    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects)
 
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
@@ -150,22 +183,42 @@ def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
     return f"recipe {recipe.name} leaves {gemm.product} in high precision"
 
 
-def _excluded_place(layer: Layer, recipe: Recipe, blocks: dict[str, int]) -> str | None:
-    if recipe.skip_lm_head and _is_lm_head(layer):
-        return "LM head"
+def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
+    if recipe.skip_lm_head and _is_head(layer, model):
+        return "output head"
+    if "lora_" in layer.name:
+        return "LoRA adapter"
+    if layer.selects or _is_router(layer.name, model):
+        return "router: its outputs choose among experts"
     place = _block_index(layer.name)
     if place is None:
         return None
     container, index = place
     if index < recipe.skip_first_blocks:
         return f"block {index} is among the first {recipe.skip_first_blocks}"
-    if recipe.skip_last_blocks and index >= blocks.get(container, 0) - recipe.skip_last_blocks:
+    if recipe.skip_last_blocks and index >= model.blocks.get(container, 0) - recipe.skip_last_blocks:
         return f"block {index} is among the last {recipe.skip_last_blocks}"
     return None
 
 
-def _is_lm_head(layer: Layer) -> bool:
-    return layer.tied_to_embedding or layer.name == "output" or layer.name.split(".")[-1] in _LM_HEADS
+def _is_head(layer: Layer, model: Model) -> bool:
+    named_so = layer.name == "output" or layer.name.split(".")[-1] in _HEADS
+    return layer.tied_to_embedding or named_so or (layer.name == model.widest_last and layer.name != "")
+
+
+def _is_router(name: str, model: Model) -> bool:
+    """By its name; a `gate` is a router only beside experts: elsewhere it is half of a gated MLP."""
+    parent, _, own = name.rpartition(".")
+    return own in _ROUTERS or (own == "gate" and parent in model.with_experts)
+
+
+def _widest_last(layers: Sequence[Layer]) -> str | None:
+    """The last layer, if it is wider than every other one, applied once and whole, and outside of numbered blocks."""
+    if len(layers) < 2 or _block_index(layers[-1].name) is not None:
+        return None
+    *others, last = layers
+    wider = all(other.name != last.name and statically_known_true(last.dims[1] > other.dims[1]) for other in others)
+    return last.name if wider else None
 
 
 def _block_index(module: str) -> tuple[str, int] | None:
@@ -174,8 +227,7 @@ def _block_index(module: str) -> tuple[str, int] | None:
     return None if match is None else (module[: match.start()], int(match.group(1)))
 
 
-def count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
-    """Number of blocks of each numbered list, from the names of parameters or modules."""
+def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         place = _block_index(name)

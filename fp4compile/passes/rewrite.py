@@ -21,12 +21,9 @@ from fp4compile import _compat, formats
 from fp4compile.passes.find import Gemm, Operand
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
+from fp4compile.passes.views import is_cast, source_of, value_key
 
 aten = torch.ops.aten
-_REPEATED = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, torch.ops.prims.convert_element_type.default,
-    operator.getitem,
-)  # fmt: skip
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
@@ -82,16 +79,21 @@ class _Builder:
         if operand.transposed:
             dim = -3 - dim  # -1 <-> -2
         meta = self._meta_for(gemm, operand)
+        source = operand.source
+        if operand.role == "dgrad_w":
+            _casts_never_saved(source)
+        if operand.repeated:
+            source = self._call(aten.select.int, (source, 0, 0), meta)
         if treatment is None:
             if dim == -1:
-                return operand.source, None, None, None
-            *batch, rows, columns = range(operand.source.meta["val"].dim())
+                return source, None, None, None
+            *batch, rows, columns = range(source.meta["val"].dim())
             # Not aten.transpose: the graph is past the decompositions that Inductor counts on.
-            swap = self._call(aten.permute.default, (operand.source, [*batch, columns, rows]), meta)
+            swap = self._call(aten.permute.default, (source, [*batch, columns, rows]), meta)
             return swap, None, None, None
-        key = (value_key(operand.source), treatment, dim)
+        key = (value_key(source), treatment, dim)
         if key not in self.quantised:
-            self.quantised[key] = self._quantize(operand.source, treatment, dim, meta)
+            self.quantised[key] = self._quantize(source, treatment, dim, meta)
             if operand.role == "wgrad_x":
                 mark(self.quantised[key][0].args[0], gemm.module)
         return *self.quantised[key], treatment.format
@@ -146,6 +148,15 @@ class _Builder:
         return new_node(self.graph, target, args, meta, **kwargs)
 
 
+def _casts_never_saved(node: Node) -> None:
+    """Mark the casts of a weight: saved for the backward, they would be copies of the parameter."""
+    source = source_of(node)
+    while source is not None:
+        if is_cast(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node, source = source, source_of(source)
+
+
 def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
     """A call, inserted where the graph stands, with the metadata of the node that it serves and a value of its own."""
     node = graph.call_function(target, args, kwargs)
@@ -165,13 +176,3 @@ def _fake_value(node: Node) -> Any:
     mode = getattr(fake, "fake_mode", None) or torch._guards.detect_fake_mode()
     with mode:
         return node.target(*args, **kwargs)
-
-
-def value_key(node: Node) -> tuple:
-    """A key that is equal for nodes that reshape or cast the same node, or a result of it, in the same way.
-
-    Each of Q, K and V has its own view of their input, and under autocast its own cast.
-    """
-    if node.target in _REPEATED:
-        return (node.target, value_key(node.args[0]), str(node.args[1]))
-    return (node,)

@@ -15,8 +15,9 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import sibling_ops  # noqa: F401 (defines the op)
-from fp4compile.passes.rewrite import new_node, value_key
+from fp4compile.passes.rewrite import new_node
 from fp4compile.passes.tails import PRODUCT, arguments_of
+from fp4compile.passes.views import value_key
 
 SIBLINGS = torch.ops.fp4compile.scaled_mm_siblings.default
 _OWN = (4, 5, 6, 8)  # arguments of a product that the others do not share: B, its scales, its outer scale, the bias

@@ -1,0 +1,97 @@
+"""Which nodes of a joint graph are gradients, and of what: read off what AOTAutograd says of its inputs and outputs.
+
+The output descriptors (`GradAOTOutput`) tell which output is the gradient of which input. What reaches such an output
+by moving, casting and adding elements alone is a part of that gradient.
+"""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile.passes.views import source_of
+
+aten = torch.ops.aten
+
+# Besides views and casts: how contributions to one gradient are put together. The gradient of a slice, a chunk or a
+# broadcast parameter is padded, concatenated or summed.
+_GATHERS = {
+    aten.add.Tensor, aten.cat.default, aten.sum.dim_IntList, aten.slice_scatter.default, aten.select_scatter.default,
+    aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
+    aten.select_backward.default,
+}  # fmt: skip
+
+
+def input_index(placeholder: Node) -> int | None:
+    """Position among the compiled function's arguments, from AOTAutograd's input descriptor."""
+    return _index(placeholder.meta.get("desc"))
+
+
+def _index(desc: object) -> int | None:
+    while desc is not None and not hasattr(desc, "idx"):
+        desc = getattr(desc, "base", None)
+    return None if desc is None or "Tangent" in type(desc).__name__ else desc.idx
+
+
+def tangent_dependent(graph: Graph) -> set[Node]:
+    """The nodes that depend on a tangent."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if "Tangent" in _descriptor_name(node.meta.get("desc")) or node.name.startswith("tangents"):
+                found.add(node)
+        elif any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _descriptor_name(desc: object) -> str:
+    while getattr(desc, "base", None) is not None:
+        desc = desc.base
+    return type(desc).__name__
+
+
+def parts_of_gradients(graph: Graph) -> dict[Node, set[int]]:
+    """For every node that a gradient is put together from: the inputs, by position, whose gradient that is."""
+    output = graph.output_node()
+    values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
+    descriptors = torch.utils._pytree.tree_leaves(output.meta.get("desc"), is_leaf=_is_descriptor)
+    parts: dict[Node, set[int]] = {}
+    if len(values) != len(descriptors):
+        return parts
+    for value, desc in zip(values, descriptors, strict=True):
+        index = _gradient_of(desc)
+        if isinstance(value, Node) and index is not None:
+            _walk(value, index, parts)
+    return parts
+
+
+def _is_descriptor(leaf: object) -> bool:
+    return leaf is None or not isinstance(leaf, list | tuple)
+
+
+def _gradient_of(desc: object) -> int | None:
+    while desc is not None and not hasattr(desc, "grad_of"):
+        desc = getattr(desc, "base", None)
+    return None if desc is None else _index(desc.grad_of)
+
+
+def _walk(node: Node, index: int, parts: dict[Node, set[int]]) -> None:
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if index in parts.setdefault(node, set()):
+            continue
+        parts[node].add(index)
+        waiting.extend(_put_together_from(node))
+
+
+def _put_together_from(node: Node) -> list[Node]:
+    source = source_of(node)
+    if source is not None:
+        return [source]
+    if node.target not in _GATHERS or node.kwargs.get("alpha", 1) != 1:
+        return []
+    if node.target is aten.constant_pad_nd.default and len(node.args) > 2 and node.args[2] != 0:
+        return []
+    return [arg for arg in node.all_input_nodes if arg.target is not operator.getitem or source_of(arg) is not None]

@@ -1,0 +1,168 @@
+"""What `views.view_of` says of a node, held against the node's value: random chains of views, slices and casts."""
+
+import random
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4compile.passes.views import value_key, view_of
+
+aten = torch.ops.aten
+
+
+def _dim(rng, x):
+    return rng.randrange(-x.dim(), x.dim())
+
+
+def _reshape(rng, x):
+    """A random factorisation of the number of elements."""
+    left, sizes = x.numel(), []
+    while left > 1:
+        factor = rng.choice([f for f in range(2, left + 1) if left % f == 0])
+        sizes.append(factor)
+        left //= factor
+    rng.shuffle(sizes)
+    return x.reshape(sizes or [1])
+
+
+def _expand(rng, x):
+    return x.unsqueeze(0).expand(rng.choice((1, 3)), *x.shape)
+
+
+def _permute(rng, x):
+    dims = list(range(x.dim()))
+    rng.shuffle(dims)
+    return x.permute(dims)
+
+
+def _slice(rng, x):
+    dim = _dim(rng, x)
+    start = rng.randrange(-x.shape[dim] - 2, x.shape[dim])
+    return aten.slice.Tensor(x, dim, start, rng.choice((None, 2**62)), rng.choice((1, 2)))
+
+
+def _split(rng, x):
+    dim = _dim(rng, x)
+    pieces = rng.choice((
+        lambda: x.unbind(dim), lambda: x.split(2, dim), lambda: x.chunk(3, dim),
+        lambda: x.split([1, x.shape[dim] - 1], dim),
+    ))()  # fmt: skip
+    return rng.choice([piece for piece in pieces if piece.numel()])
+
+
+_CHAIN = (
+    _reshape, _reshape, _expand, _permute, _slice, _split,
+    lambda rng, x: x.unsqueeze(rng.randrange(-x.dim() - 1, x.dim() + 1)),
+    lambda rng, x: x.unsqueeze(0).transpose(0, _dim(rng, x)).squeeze(),
+    lambda rng, x: x.unsqueeze(1).squeeze(1),
+    lambda rng, x: x.unsqueeze(1).squeeze([0, 1]),
+    lambda rng, x: aten.t(x) if x.dim() <= 2 else x.transpose(0, -1),
+    lambda rng, x: x.select(_dim(rng, x), -1),
+    lambda rng, x: x.clone(memory_format=torch.contiguous_format),
+    lambda rng, x: x.to(torch.float32),
+    lambda rng, x: x.to(torch.bfloat16),
+    lambda rng, x: x.to(torch.int8),
+)  # fmt: skip
+
+
+def _chain(seed):
+    """A function of a tensor: a few random steps. All its intermediate values are results."""
+
+    def run(x):
+        rng, found = random.Random(seed), []
+        for _ in range(rng.randrange(2, 8)):
+            if x.dim() and x.numel():
+                x = rng.choice(_CHAIN)(rng, x)
+                found.append(x)
+        return found
+
+    return run
+
+
+def _read(view, values):
+    """The elements that a view names, read from its root's value."""
+    flat = values[view.root].reshape(-1)
+    value = flat.as_strided(view.size, view.stride, view.offset)
+    for dtype in view.casts:
+        value = value.to(dtype)
+    return value
+
+
+class _Values(torch.fx.Interpreter):
+    def __init__(self, module):
+        super().__init__(module)
+        self.values = {}
+
+    def run_node(self, node):
+        self.values[node] = super().run_node(node)
+        return self.values[node]
+
+
+def _traced(seed):
+    """A chain's graph and the value of every node; elements of all kinds, so that no two stand for each other."""
+    x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(seed)) * 40
+    module = make_fx(_chain(seed))(x)
+    interpreter = _Values(module)
+    interpreter.run(x)
+    return {node: value for node, value in interpreter.values.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("start", range(0, 200, 100))
+def test_a_view_names_the_elements_of_its_node(start):
+    views = 0
+    for seed in range(start, start + 100):
+        values = _traced(seed)
+        for node, value in values.items():
+            view = view_of(node)
+            views += view.root is not node
+            assert tuple(view.size) == tuple(value.shape), f"seed {seed}, {node}"
+            assert torch.equal(_read(view, values).to(value.dtype), value), f"seed {seed}, {node}"
+    assert views > 200  # most nodes are seen through
+
+
+def test_equal_keys_are_equal_values():
+    equal = 0
+    for seed in range(200):
+        values = _traced(seed)
+        by_key = {}
+        for node, value in values.items():
+            other = by_key.setdefault(value_key(node), value)
+            equal += other is not value
+            assert other.dtype == value.dtype and torch.equal(other, value), f"seed {seed}, {node}"
+    assert equal > 50  # there are equal ones to be told
+
+
+def test_pieces_of_a_tensor_are_not_each_other():
+    def pieces(x):
+        return [*x.chunk(2), *x.split([3, 5]), *x.unbind(1), x[:4], x[4:]]
+
+    graph = make_fx(pieces)(torch.randn(8, 3)).graph
+    (outputs,) = graph.output_node().args
+    first, second, _, _, *columns, top, bottom = map(value_key, outputs)
+    assert len({first, second, *columns}) == 5
+    assert (first, second) == (top, bottom)
+
+
+def test_symbolic_sizes_are_compared_without_guards():
+    def twice(x):
+        return x.view(-1, 8), x.reshape(x.shape[0] * x.shape[1], 8), x.transpose(0, 1).reshape(-1, 8)
+
+    module = make_fx(twice, tracing_mode="symbolic")(torch.randn(5, 3, 8))
+    (outputs,) = module.graph.output_node().args
+    shape_env = outputs[0].meta["val"].fake_mode.shape_env
+    before = len(shape_env.guards)
+    same, also, other = map(value_key, outputs)
+    assert same == also != other
+    assert len(shape_env.guards) == before
+
+
+def test_casts_that_lose_bits_are_kept():
+    def casts(w):
+        half, signs, short = w.to(torch.float16), w.to(torch.bool), w.to(torch.bfloat16)
+        return w, half.to(torch.float32), half, signs.to(torch.float32), short.to(torch.float32)
+
+    (outputs,) = make_fx(casts)(torch.randn(4, 4)).graph.output_node().args
+    same, through_half, half, through_bool, through_bfloat16 = (view_of(node) for node in outputs)
+    assert same.casts == () and through_half.elements == half.elements
+    assert len({view.elements for view in (same, half, through_bool, through_bfloat16)}) == 4
