@@ -33,14 +33,11 @@ def by_hand(recipe, x, w, bias, dy, compute_dtype, seed=None):
     seeds = {p: seed.cpu() if p in recipe.stochastic_rounding else None for p in ("dgrad", "wgrad")}
     hadamard = "wgrad" in recipe.hadamard
     outer = STATIC[""] if recipe.activation_scale == "static" else None
-    xc = x.to(compute_dtype)
-    # A quantised weight comes from the parameter itself, one in high precision from its cast.
-    wf = w if recipe.fprop_w else w.to(compute_dtype)
-    wd = w if recipe.dgrad_w else w.to(compute_dtype)
-    y = values(xc, recipe.fprop_x, -1, outer) @ values(wf, recipe.fprop_w, -1).t()
+    xc, wc = x.to(compute_dtype), w.to(compute_dtype)  # quantised is what the product multiplies
+    y = values(xc, recipe.fprop_x, -1, outer) @ values(wc, recipe.fprop_w, -1).t()
     if bias is not None:
         y = y + bias.cpu().to(compute_dtype).double()
-    dx = values(dy, recipe.dgrad_dy, -1, seed=seeds["dgrad"]) @ values(wd, recipe.dgrad_w, 0)
+    dx = values(dy, recipe.dgrad_dy, -1, seed=seeds["dgrad"]) @ values(wc, recipe.dgrad_w, 0)
     transformed = values(xc, recipe.wgrad_x, 0, hadamard=hadamard)
     dw = values(dy, recipe.wgrad_dy, 0, seed=seeds["wgrad"], hadamard=hadamard).t() @ transformed
     return y, dx, dw
