@@ -174,15 +174,18 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
     Each group times diag(signs) H16 / 4 (Sylvester's H16), by four stages of sums and differences at the distances
     1, 2, 4, 8. The transform is orthogonal: where both operands of a product have it, it cancels.
+    The quarter comes first, so that no sum overflows where the results are finite: each sum is the mean of two sums of
+    the next stage. Taking it is exact, but for the last bits of float32 numbers below 2^-123.
     """
     pad = -x.shape[-1] % HADAMARD_SIZE
     groups = (F.pad(x, (0, pad)) if pad else x).float().unflatten(-1, (-1, HADAMARD_SIZE))
     index = torch.arange(HADAMARD_SIZE, dtype=torch.int32, device=x.device)
-    y = torch.where((HADAMARD_SIGNS >> index) & 1 == 1, -groups, groups)
+    quarters = groups * 0.25
+    y = torch.where((HADAMARD_SIGNS >> index) & 1 == 1, -quarters, quarters)
     for distance in (1, 2, 4, 8):
         first, second = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-    return (y * 0.25).flatten(-2)
+    return y.flatten(-2)
 
 
 # ---------------------------------------------------------------- quantise
@@ -294,13 +297,18 @@ def _torchao_scales(amax: torch.Tensor, outer: torch.Tensor | None) -> tuple[tor
         scale = scale / outer
     scales = _visible(saturate(scale.clamp(min=E4M3_MIN_NORMAL), torch.float8_e4m3fn), amax)
     s = scales.float()
-    return scales, (1.0 / s if outer is None else (1.0 / outer) / s)
+    return scales, (1.0 / s if outer is None else (_encode_scale(outer) / s).clamp(max=FLT_MAX))
+
+
+def _encode_scale(outer: torch.Tensor) -> torch.Tensor:
+    """The reciprocal of a decode factor, capped: an infinite one would make NaNs of zeros, and codes 7 of them."""
+    return (1.0 / outer).clamp(max=FLT_MAX)
 
 
 def _te_outer(x, fmt: BlockFormat, outer) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(encode scale, decode scale) of contract te; the encode scale is 1 and the decode scale None at one level."""
     if outer is not None:
-        return 1.0 / outer, outer
+        return _encode_scale(outer), outer
     if fmt.outer is None:
         return x.new_ones(()), None
     amax = _amax(x, per_row=fmt.outer == "row")
@@ -324,7 +332,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
         encode = (E4M3_MAX / amax).float()
         outer = 1.0 / encode
     else:
-        encode = 1.0 / outer
+        encode = _encode_scale(outer)
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)  # a static scale does not show an infinity; saturation hides it
     return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
