@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fp4compile.formats import ELEMENT_MAX, BlockFormat, compatible
 from fp4compile.layouts import ceil_div, from_swizzled, to_swizzled
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLT_MAX = torch.finfo(torch.float32).max
 E4M3_MAX = 448.0
 NVFP4_MAX = 6.0 * E4M3_MAX  # 2688: the largest element times the largest block scale
@@ -388,8 +389,9 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     product is multiplied once by outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is
     cast.
 
-    Raises ValueError for formats, batch or contraction dimensions that do not go together.
+    Raises ValueError for formats, batch or contraction dimensions that do not go together, and for another bias.
     """
+    check_bias(bias, b.shape[-2])
     if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
         raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
     left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
@@ -405,6 +407,12 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def check_bias(bias: torch.Tensor | None, n) -> None:
+    """Raises ValueError for a bias that is not floating point of shape (n,): none is broadcast."""
+    if bias is not None and (bias.dtype not in FLOATS or tuple(bias.shape) != (n,)):
+        raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
 def contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:
