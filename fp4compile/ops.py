@@ -279,6 +279,7 @@ def scaled_mm_tail_cuda(
 
 @torch.library.register_fake("fp4compile::scaled_mm", lib=_lib)
 def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
+    reference.check_bias(bias, b.shape[-2])
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fp4compile.formats import ELEMENT_MAX, BlockFormat, compatible
 from fp4compile.layouts import ceil_div, from_swizzled, to_swizzled
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLT_MAX = torch.finfo(torch.float32).max
 E4M3_MAX = 448.0
 NVFP4_MAX = 6.0 * E4M3_MAX  # 2688: the largest element times the largest block scale
@@ -174,15 +175,18 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
     Each group times diag(signs) H16 / 4 (Sylvester's H16), by four stages of sums and differences at the distances
     1, 2, 4, 8. The transform is orthogonal: where both operands of a product have it, it cancels.
+    The quarter comes first, so that no sum overflows where the results are finite: each sum is the mean of two sums of
+    the next stage. Taking it is exact, but for the last bits of float32 numbers below 2^-123.
     """
     pad = -x.shape[-1] % HADAMARD_SIZE
     groups = (F.pad(x, (0, pad)) if pad else x).float().unflatten(-1, (-1, HADAMARD_SIZE))
     index = torch.arange(HADAMARD_SIZE, dtype=torch.int32, device=x.device)
-    y = torch.where((HADAMARD_SIGNS >> index) & 1 == 1, -groups, groups)
+    quarters = groups * 0.25
+    y = torch.where((HADAMARD_SIGNS >> index) & 1 == 1, -quarters, quarters)
     for distance in (1, 2, 4, 8):
         first, second = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
         y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-    return (y * 0.25).flatten(-2)
+    return y.flatten(-2)
 
 
 # ---------------------------------------------------------------- quantise
@@ -294,13 +298,18 @@ def _torchao_scales(amax: torch.Tensor, outer: torch.Tensor | None) -> tuple[tor
         scale = scale / outer
     scales = _visible(saturate(scale.clamp(min=E4M3_MIN_NORMAL), torch.float8_e4m3fn), amax)
     s = scales.float()
-    return scales, (1.0 / s if outer is None else (1.0 / outer) / s)
+    return scales, (1.0 / s if outer is None else (_encode_scale(outer) / s).clamp(max=FLT_MAX))
+
+
+def _encode_scale(outer: torch.Tensor) -> torch.Tensor:
+    """The reciprocal of a decode factor, capped: an infinite one would make NaNs of zeros, and codes 7 of them."""
+    return (1.0 / outer).clamp(max=FLT_MAX)
 
 
 def _te_outer(x, fmt: BlockFormat, outer) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(encode scale, decode scale) of contract te; the encode scale is 1 and the decode scale None at one level."""
     if outer is not None:
-        return 1.0 / outer, outer
+        return _encode_scale(outer), outer
     if fmt.outer is None:
         return x.new_ones(()), None
     amax = _amax(x, per_row=fmt.outer == "row")
@@ -324,7 +333,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
         encode = (E4M3_MAX / amax).float()
         outer = 1.0 / encode
     else:
-        encode = 1.0 / outer
+        encode = _encode_scale(outer)
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)  # a static scale does not show an infinity; saturation hides it
     return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
@@ -380,8 +389,9 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     product is multiplied once by outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is
     cast.
 
-    Raises ValueError for formats, batch or contraction dimensions that do not go together.
+    Raises ValueError for formats, batch or contraction dimensions that do not go together, and for another bias.
     """
+    check_bias(bias, b.shape[-2])
     if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
         raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
     left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
@@ -397,6 +407,12 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def check_bias(bias: torch.Tensor | None, n) -> None:
+    """Raises ValueError for a bias that is not floating point of shape (n,): none is broadcast."""
+    if bias is not None and (bias.dtype not in FLOATS or tuple(bias.shape) != (n,)):
+        raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
 def contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:

@@ -117,6 +117,25 @@ NAMES = tuple(_MAKERS)
 NON_FINITE = ("one_nan", "one_pos_inf", "one_neg_inf")
 FINITE = tuple(name for name in NAMES if name not in NON_FINITE)
 
+# Largest magnitudes of a tensor, and outer scales, whose reciprocals or what is made of them leave float32's range.
+TINY_AMAXES = (1e-45, 1e-40, 1.2e-38, 7.8e-36, 7.9e-36, 8e-36, 4e-34, 6e-34, 1e-30)
+TINY_OUTERS = (1e-45, 1e-40, 1.1e-38, 1.2e-38, 1.8e-37, 1.9e-37)
+
+
+def of_amax(amax: float, shape, dtype=torch.float32) -> torch.Tensor:
+    """Values up to `amax`, which comes first, among them zeros of both signs and blocks of 16 that are zero or small.
+
+    Rows and blocks have maxima of their own, down to a 64th.
+    """
+    gen = torch.Generator().manual_seed(len(shape))
+    x = (2 * torch.rand(shape, generator=gen) - 1) * torch.exp2(-3 * torch.rand((*shape[:-1], 1), generator=gen))
+    x *= _spread(torch.exp2(-3 * torch.rand(_block_shape(shape, 16), generator=gen)), shape, 16)
+    x[..., 1::5], x[..., 3::7] = 0.0, -0.0
+    x[..., 16:32] = 0.0
+    x[len(x) // 2] = 0.0
+    x.view(-1)[0] = 1.0
+    return (x * amax).to(dtype)
+
 
 def hard_input(name: str, shape, dtype=torch.float32, block: int = 16, device="cpu") -> torch.Tensor:
     """One hard input: contiguous, quantised dimension last, its structure aligned to blocks of `block` elements."""

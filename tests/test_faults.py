@@ -116,7 +116,7 @@ def scaled_training(backend, device, overflow=None, skip=None):
         losses.append(loss.item())
         with torch.no_grad():
             evaluated.append(loss_of(batches[0]).item())
-    assert scaler.get_scale() == 2.0**15 if overflow is not None else 2.0**16
+    assert scaler.get_scale() == (2.0**15 if overflow is not None else 2.0**16)
     return losses, evaluated
 
 

@@ -10,7 +10,7 @@ import os
 import in_interpreter
 import pytest
 import torch
-from hard_inputs import DTYPES, NAMES, hard_input
+from hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 
 from fp4compile import formats, ops, reference
 from fp4compile.formats import BlockFormat
@@ -240,6 +240,66 @@ def test_given_outer_scale(format):
                 assert_same_bits(got, reference.quantize(one, fmt, scale))
     check(x, fmt, torch.full_like(outer, 3.4e38))
     check(x, fmt, torch.full_like(outer, 1e-42))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"])
+def test_tiny_tensors(format, dtype):
+    """Factors at the end of float32's range, in each kernel that makes them."""
+    fmt = formats.get(format)
+    some = (1e-40, 1e-30) if fmt.contract == "te" else (1e-45, 1e-40, 7.9e-36, 4e-34)
+    for amax in some if INTERPRETING else TINY_AMAXES:
+        x = of_amax(amax, (18 if fmt.square else 4, 40), dtype)
+        check(x, fmt)
+        both = kernels.quantize_both(x.to(DEVICE), fmt)
+        assert_same_bits(both[0], reference.quantize(x, fmt))
+        assert_same_bits(both[1], reference.quantize(x.mT, fmt))
+    if not fmt.square:
+        check_training(of_amax(1e-40, (20, 34), dtype), fmt, SEED, True)
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "float8_rowwise"])
+def test_tiny_outer_scales(format):
+    """As `test_tiny_tensors`, the scale being given; an element may be of ordinary size all the same."""
+    fmt = formats.get(format)
+    x = of_amax(1e-38, (18 if fmt.square else 4, 40))
+    x[1, 8] = 1.0
+    if fmt.outer == "row":
+        x = x.repeat(-(-len(TINY_OUTERS) // 4), 1)[: len(TINY_OUTERS)]
+        scales = [torch.tensor(TINY_OUTERS)[:, None]]
+    else:
+        scales = [torch.tensor(outer) for outer in TINY_OUTERS]
+    for outer in scales:
+        check(x, fmt, outer)
+        check(x.t().contiguous().mT, fmt, outer)
+        if fmt.outer == "tensor":
+            for dtype in (torch.bfloat16, torch.float32):
+                one = x.to(dtype)
+                both = kernels.quantize_both(one.to(DEVICE), fmt, outer.to(DEVICE))
+                assert_same_bits(both[0], reference.quantize(one, fmt, outer))
+                assert_same_bits(both[1], reference.quantize(one.mT, fmt, outer))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_rowwise", "nvfp4_one_level"])
+def test_transforms_at_both_ends_of_the_range(format, dtype):
+    """Sums of sixteen that overflow without the quarter; float32 numbers without a quarter of their own."""
+    fmt = formats.get(format)
+    least, most = 2.0**-149 if dtype == torch.float32 else 2.0**-133, 8e37
+    odd = 1 + 2 * torch.randint(0, 16, (20, 18), generator=torch.Generator().manual_seed(0))
+    small = (least * odd.double()).to(dtype)
+    large = (most * (1 - (odd & 2)) * (odd.double() / 32) ** (odd % 3)).to(dtype)
+    large[:16, 3] = torch.where(torch.tensor([reference.HADAMARD_SIGNS >> i & 1 for i in range(16)]) > 0, -most, most)
+    for x in (small, large):
+        transformed = reference.hadamard(x.mT)
+        assert transformed.isfinite().all()
+        assert (transformed * 4).isinf().any() == (x is large)
+        check_training(x, fmt, None, True)
+        along = x.mT.contiguous().to(DEVICE)
+        assert_same_bits(kernels.quantize(along, fmt, transform=True), reference.quantize(x.mT, fmt, transform=True))
 
 
 @gpu

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from codes import as_bytes, codes_of
-from hard_inputs import DTYPES, FINITE, NAMES, hard_input
+from hard_inputs import DTYPES, FINITE, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 
 from fp4compile import reference
 from fp4compile.formats import NAMED, BlockFormat, get
@@ -285,7 +285,7 @@ def te_by_the_contract(x: np.ndarray, outer: str | None, block: tuple[int, int],
         senc = encode_scale(x[r]) if outer == "row" else whole
         dec = F32(1) / senc
         if static is not None:
-            senc, dec = F32(1) / F32(static), F32(static)
+            senc, dec = min(F32(1) / F32(static), FLT_MAX), F32(static)
         for c in range(0, cols, block[1]):
             tile = x[r : r + block[0], c : c + block[1]]
             finite = np.isfinite(tile).all()
@@ -389,6 +389,104 @@ def test_te_static_outer(granularity, static):
     assert as_bytes(q.scales).flatten().tolist() == list(scales.values())
     assert codes_of(q.data)[:, :40].tolist() == codes.tolist()
     np.testing.assert_array_equal(q.dequantize().numpy(), values)
+
+
+# ---------------------------------------------------------------- factors at the end of float32's range
+
+
+@np.errstate(all="ignore")
+def torchao_by_the_contract(x: np.ndarray, static: float | None):
+    """As `te_by_the_contract`, for contract torchao with a finite outer scale of the tensor."""
+    p = abs(x).max() / F32(2688) if static is None else F32(static)
+    p = F32(1) if p == 0 else p
+    encode = min(F32(1) / p, FLT_MAX)
+    codes, scales = np.zeros(x.shape, dtype=int), {}
+    values = np.zeros(x.shape, dtype=F32)
+    for r, row in enumerate(x):
+        for c in range(0, len(row), 16):
+            block = row[c : c + 16]
+            scale = max(abs(block).max() / F32(6) / p, F32(2.0**-6))
+            scales[r, c // 16] = byte = nearest_even(float(min(scale, F32(448))), E4M3)
+            s = F32(E4M3[byte])
+            factor = min(encode / s, FLT_MAX)
+            for i, element in enumerate(block, c):
+                code = nearest_even(float(abs(element) * factor), E2M1)
+                codes[r, i] = code + 8 * (element < 0)
+                values[r, i] = F32(-E2M1[code] if element < 0 else E2M1[code]) * s * p
+    return codes, scales, values
+
+
+@pytest.mark.parametrize("amax", TINY_AMAXES)
+@pytest.mark.parametrize("format", ["nvfp4", *TE_GRANULARITIES])
+def test_tiny_tensors_and_outer_scales(format, amax):
+    """Factors are capped; zeros and padding have the code 0, and every value is finite."""
+    fmt = TE_GRANULARITIES.get(format) or get(format)
+    x = of_amax(amax, (18 if fmt.square else 5, 40))
+    for static in (None, *(TINY_OUTERS if fmt.outer and amax in (1e-40, 1e-30) else ())):
+        outer = None if static is None else torch.full((len(x), 1) if fmt.outer == "row" else (), static)
+        q = quantize(x, fmt, outer=outer)
+        if format == "nvfp4":
+            codes, scales, values = torchao_by_the_contract(x.numpy(), static)
+        else:
+            codes, scales, values = te_by_the_contract(x.numpy(), fmt.outer, fmt.block, static)
+        assert as_bytes(q.scales).flatten().tolist() == list(scales.values())
+        assert codes_of(q.data)[:, :40].tolist() == codes.tolist()
+        np.testing.assert_array_equal(q.dequantize().numpy(), values)
+        assert not codes_of(q.data)[:, :40][x == 0].any() and not codes_of(q.data)[:, 40:].any()
+        assert q.dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("static", TINY_OUTERS)
+def test_a_tiny_outer_scale_of_float8_rowwise(static):
+    x = of_amax(1e-40, (6, 40))
+    q = quantize(x, "float8_rowwise", outer=torch.full((6, 1), static))
+    assert not codes_of(q.data)[x == 0].bitwise_and(0x7F).any()
+    largest = min(1 / torch.tensor(static), torch.tensor(float(FLT_MAX)))
+    assert torch.equal(q.data, (x * largest).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "float8_rowwise"])
+def test_tiny_tensors_hide_no_nan(format, value):
+    fmt = get(format)
+    x = of_amax(1e-40, (18, 40))
+    x[3, 20] = value
+    for static in (None, *TINY_OUTERS):
+        outer = None if static is None else torch.full((18, 1) if fmt.outer == "row" else (), static)
+        assert not quantize(x, fmt, outer=outer).dequantize()[3, 20].isfinite()
+
+
+# ---------------------------------------------------------------- the Hadamard transform
+
+
+def exact_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """diag(signs) H16 / 4 times groups of 16, in float64."""
+    signs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+    matrix = [[s * (-1) ** (i & j).bit_count() for j in range(16)] for i, s in enumerate(signs)]
+    return (x.double().unflatten(-1, (-1, 16)) @ torch.tensor(matrix).double()).flatten(-2) * 0.25
+
+
+@pytest.mark.parametrize("largest", [1e37, 2.1e37, 2.2e37, 8e37, 8.5e37])
+def test_the_hadamard_transform_overflows_only_where_the_result_does(largest):
+    """Of 16 values one result may be four times as large as they are, and the sum without the quarter 16 times."""
+    rows = exact_hadamard(torch.eye(16)).sign().mT[[0, 5, 15]] * torch.tensor(largest)
+    one = torch.zeros(1, 16)
+    one[0, 7] = 4 * largest
+    x = torch.cat((rows, one)).float()
+    got, expected = reference.hadamard(x), exact_hadamard(x)
+    assert expected.abs().max() > 3.9 * largest
+    assert torch.equal(got, expected.float())  # sums of powers of two times one number are exact
+    q = quantize(x, "nvfp4_te")
+    assert q.dequantize().isfinite().all()
+
+
+def test_the_quarter_of_the_hadamard_transform_is_rounded_first():
+    """2^-149 has no quarter. 3 * 2^-149 rounds to 2^-149; taken last, the quarter of sixteen would be 12 * 2^-149."""
+    signs = exact_hadamard(torch.eye(16)).sign().mT[0].float()
+    least = torch.tensor(1, dtype=torch.int32).view(torch.float32)
+    assert not reference.hadamard(signs * least).any()
+    assert reference.hadamard(signs * (3 * least))[0] == 16 * least
+    assert reference.hadamard(signs * (4 * least))[0] == 16 * least
 
 
 # ---------------------------------------------------------------- properties of every format

@@ -24,7 +24,7 @@ from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.round_trip import EXPANDED, round_trip
 from fp4compile.passes.siblings import siblings
-from fp4compile.passes.tails import fuse_tails
+from fp4compile.passes.tails import PRODUCT, arguments_of, fuse_tails
 from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates import quantize as kernels
@@ -151,11 +151,20 @@ def replaced(graph_module, sm=90):
 
 @pytest.mark.parametrize("name", [*REPLACED, *LEFT])
 def test_which_ones(name):
-    """By the reference, the graph computes the bits that it did before."""
+    """By the reference, the graph computes the bits that it did before.
+
+    Every product but one of plain weights expands A first: it is never for want of such a product that a quantise is
+    left.
+    """
     function, weights = (REPLACED | LEFT)[name], [packed(600, "nvfp4_te" if name == "square" else "nvfp4")]
-    graph_module = traced(function, weights, rows=128)
-    x = torch.randn(128, K).bfloat16()
+    # As B, too, so many rows are what the library multiplies: their codes would be expanded first.
+    rows = 512 if name in ("both operands", "right operand") else 128
+    graph_module = traced(function, weights, rows=rows)
+    x = torch.randn(rows, K).bfloat16()
     expected = on_the_cpu(graph_module, x, weights)
+    products = graph_module.graph.find_nodes(op="call_function", target=PRODUCT)
+    with on_paper(Target(90)):
+        assert scaled_mm.expands_first(*arguments_of(products[0])) == (name != "plain weights")
     count = replaced(graph_module)
     assert count == (name in REPLACED)
     assert bool(graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)) != bool(count)

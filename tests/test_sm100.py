@@ -1,8 +1,11 @@
 """The kernels' machine code for GPUs that are not here: a claim about code, not about speed."""
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -42,6 +45,21 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
     sass, _ = check_sm100._disassemble(compiled.asm["cubin"])
     merged = re.findall(r"F2FP\.SATFINITE\.E[45]M[23]\.F32\.PACK_AB_MERGE_C R\d+, \w+, \w+, (\w+)", sass)
     assert set(merged) == {"RZ"}
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_quarters_are_not_fused_into_the_sums_of_a_transform(sm):
+    """A float32 number below 2^-123 may have no quarter: a sum with a product that is not rounded would differ.
+
+    Of sixteen values there are sixteen quarters, and four times as many sums.
+    """
+    one = check_sm100.Configuration("", "nvfp4_te", check_sm100._transformed, dtype=torch.float32)
+    launched = one.launches(sm)[0]
+    ptx = check_sm100._compat.compile_ahead(
+        launched.kernel, launched.args, launched.constants, launched.num_warps, sm
+    ).asm["ptx"]
+    counts = [len(re.findall(pattern, ptx)) for pattern in (r"\bfma\.rn\.f32", r"\b(?:add|sub)(?:\.rn)?\.f32")]
+    assert launched.kernel.__name__ == "columns_amax" and counts[0] and counts[1] == 4 * counts[0]
 
 
 @pytest.mark.parametrize("format", ["nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4"])
@@ -99,6 +117,36 @@ def test_a_missing_conversion_is_a_problem():
     assert found.problems({"E2M1", "E8"}) == ["no conversion to E2M1, E8"]
     spilled = check_sm100.Checked("k", "rows", "mxfp4", 100, 255, 0, 3, ("E2M1",), 0, 0)
     assert spilled.problems({"E2M1"}) == ["3 local-memory accesses", "no 16-byte global accesses"]
+
+
+@pytest.mark.parametrize("what", ["check", "check_products"])
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_one_problem_among_others_fails_the_command(what, wrong, capsys, monkeypatch):
+    """Whichever kernel, or product, has it: not the last one's verdict alone."""
+    rows = [check_sm100.Checked(f"k{i}", "c", "f", 90, 32, 0, 0, (), 1, 1) for i in range(3)]
+    found = {name: [(row, []) for row in rows] for name in ("check", "check_products")}
+    found[what][wrong] = (rows[wrong], ["a problem"])
+    for name in found:
+        monkeypatch.setattr(check_sm100, name, lambda sm, name=name: iter(found[name]))
+    with pytest.raises(SystemExit) as stopped:
+        main(["check-sm100", "--sm", "90"])
+    assert stopped.value.code == 1
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert [line.endswith("; a problem") for line in printed] == [
+        (name, i) == (what, wrong) for name in ("check", "check_products") for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, []), ({"local_accesses": 7}, ["7 local-memory accesses"]),
+    ({"shared": 232449}, ["232449 bytes of shared memory"]),
+])  # fmt: skip
+def test_what_is_wrong_with_a_product_is_reported(changes, expected, monkeypatch):
+    compiled = SimpleNamespace(asm={"ptx": "mma.sync.aligned.m16n8k16.row.col.f32.f16"}, metadata=SimpleNamespace())
+    checked = check_sm100.Checked("k", "c", "f", 90, 255, 0, 0, (), 0, 0)
+    monkeypatch.setattr(check_sm100, "PRODUCTS", check_sm100.PRODUCTS[4:5])
+    monkeypatch.setattr(check_sm100, "_check", lambda *_: (compiled, replace(checked, **changes)))
+    assert [problems for _, problems in check_sm100.check_products(90)] == [expected]
 
 
 def test_the_command(capsys, monkeypatch):

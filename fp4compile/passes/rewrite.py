@@ -55,12 +55,15 @@ class _Builder:
                     *self._operand(gemm, gemm.right, decision.right, -2))  # fmt: skip
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
-            if (gemm.beta, gemm.alpha) == (1, 1) and gemm.bias.meta["val"].dim() == 1:
+            bias = gemm.bias.meta["val"]
+            # One element, to be broadcast, has one dimension as well.
+            one_a_column = bias.dim() == 1 and _compat.known(bias.shape[0] == node.meta["val"].shape[-1])
+            if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta)
             return self._general_addmm(gemm, args, dtype)
 
     def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
-        """beta * bias + alpha * product in float32, then the cast, for a bias that is no row or scaled."""
+        """beta * bias + alpha * product in float32, then the cast, for a bias that is scaled or no plain row."""
         meta = gemm.node.meta
         product = self._scaled_mm(args, None, torch.float32, meta)
         if gemm.alpha != 1:

@@ -42,6 +42,12 @@ def reciprocal(value, ISA: tl.constexpr):
 
 
 @triton.jit
+def encode_scale(decode, ISA: tl.constexpr):
+    """The encode factor of a decode factor: its reciprocal, at most FLT_MAX; see `reference`."""
+    return _at_most(reciprocal(decode, ISA), FLT_MAX)
+
+
+@triton.jit
 def _reciprocal_e4m3(value, ISA: tl.constexpr):
     """1 / value of a normal E4M3 number, correctly rounded: with four bits, one step from any estimate gets there."""
     if ISA == 0:
@@ -93,7 +99,7 @@ def outer_from_amax(amax_bits, contract: tl.constexpr, ISA: tl.constexpr):
     if contract == "torchao":
         decode = tl.div_rn(amax, NVFP4_MAX)
         decode = tl.where(decode == 0.0, 1.0, decode)
-        encode = reciprocal(decode, ISA)
+        encode = encode_scale(decode, ISA)
     else:
         encode = _at_most(tl.div_rn(NVFP4_MAX, amax), FLT_MAX)
         encode = tl.where((amax == 0.0) | (encode == 0.0), 1.0, encode)
@@ -128,7 +134,7 @@ def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.
     scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
     byte, s = e4m3_round(scale, ISA)
     if contract == "torchao":
-        factor = tl.div_rn(encode, s) if has_outer else _reciprocal_e4m3(s, ISA)
+        factor = _at_most(tl.div_rn(encode, s), FLT_MAX) if has_outer else _reciprocal_e4m3(s, ISA)
     else:
         factor = _at_most(reciprocal(s * decode if has_outer else s, ISA), FLT_MAX)
     if has_outer:
@@ -201,7 +207,7 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, MAXIMA: tl.constexpr,
     decode = 1.0
     if OUTER == "tensor":
         decode = tl.load(outer_ptr)
-        encode = reciprocal(decode, ISA)
+        encode = encode_scale(decode, ISA)
     elif OUTER == "amax":
         if MAXIMA == 1:
             bits = tl.load(amax_ptr)

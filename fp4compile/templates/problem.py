@@ -12,12 +12,12 @@ from fp4compile import reference
 from fp4compile._compat import known
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.reference import FLOATS
 from fp4compile.targets import Target
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import power_of_two
 from fp4compile.templates.tail import OPERANDS, Tail, with_tail
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -235,9 +235,8 @@ def problem_of(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, o
         raise ValueError(f"out_dtype={out_dtype}: allowed are bfloat16, float16, float32")
     k = reference.contraction(left.k, a_fmt, right.k, b_fmt)
     n = right.rows
+    reference.check_bias(bias, n)
     if bias is not None:
-        if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
-            raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
         bias = bias.contiguous()
     for name, tensor in (("b", b), ("a_scales", a_scales), ("b_scales", b_scales), ("a_outer", a_outer),
                          ("b_outer", b_outer), ("bias", bias)):  # fmt: skip

@@ -6,7 +6,7 @@ The tile is read twice, as strips and, for the rows, as blocks of a row; the sec
 import triton
 import triton.language as tl
 
-from fp4compile.templates.block_scales import block_scale, float8_outer, outer_from_amax, outer_scales, reciprocal
+from fp4compile.templates.block_scales import block_scale, encode_scale, float8_outer, outer_from_amax, outer_scales
 from fp4compile.templates.codec import encode_run, infinity_to_nan, word_amax
 from fp4compile.templates.quantize_rows import encode_and_store, load_tile, store_scales, store_units, tile_of
 from fp4compile.templates.stochastic import beside, philox
@@ -146,7 +146,7 @@ def quantize_columns(
         at = batch.to(tl.int64) * cols + column
         if OUTER == "row":
             decode = tl.load(column_outer_ptr + at, mask=column < cols, other=1.0)
-            encode = reciprocal(decode, ISA)
+            encode = encode_scale(decode, ISA)
         else:
             if ALONG_ROWS:
                 column_amax_ptr += batch.to(tl.int64) * (rows + cols) + rows

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fp4compile import _compat
-from fp4compile.templates.block_scales import block_scale, float8_outer, outer_from_amax, outer_scales, reciprocal
+from fp4compile.templates.block_scales import block_scale, encode_scale, float8_outer, outer_from_amax, outer_scales
 from fp4compile.templates.codec import (
     encode_pair,
     encode_run,
@@ -228,7 +228,7 @@ def quantize_rows(
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
-        encode = reciprocal(decode, ISA)
+        encode = encode_scale(decode, ISA)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

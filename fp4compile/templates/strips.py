@@ -55,41 +55,24 @@ def unpack_strips(strips, dtype: tl.constexpr):
 def hadamard(values):
     """`reference.hadamard` of 16 float32 tensors: along the tuple.
 
-    Negations cost nothing if they wait: those of a pair are the first one's, up to the choice of sum and difference.
+    The fused form keeps the compiler from fusing the quarters into the sums, which would save a rounding where a
+    quarter is not exact.
     """
-    signs: tl.constexpr = HADAMARD_SIGNS
-    values = _butterflies(values, signs, 1)
-    signs1: tl.constexpr = signs_after(signs, 1)
-    values = _butterflies(values, signs1, 2)
-    signs2: tl.constexpr = signs_after(signs1, 2)
-    values = _butterflies(values, signs2, 4)
-    signs4: tl.constexpr = signs_after(signs2, 4)
-    values = _butterflies(values, signs4, 8)
-    signs8: tl.constexpr = signs_after(signs4, 8)
-    scaled = ()
+    quarters = ()
     for i in tl.static_range(16):
-        if (signs8 >> i) & 1:
-            scaled = scaled + (values[i] * -0.25,)
-        else:
-            scaled = scaled + (values[i] * 0.25,)
-    return scaled
-
-
-@triton.constexpr_function
-def signs_after(signs, distance):
-    """The negations that are left to do after `_butterflies`: bit i for the i-th value."""
-    return sum((signs >> (i & ~distance) & 1) << i for i in range(16))
+        quarters = quarters + (tl.fma(values[i], -0.25 if (HADAMARD_SIGNS >> i) & 1 else 0.25, 0.0),)
+    return _butterflies(_butterflies(_butterflies(_butterflies(quarters, 1), 2), 4), 8)
 
 
 @triton.jit
-def _butterflies(values, SIGNS: tl.constexpr, DISTANCE: tl.constexpr):
-    """Sums and differences of values that lie DISTANCE apart, those of SIGNS to be negated."""
+def _butterflies(values, DISTANCE: tl.constexpr):
+    """Sums and differences of 16 values that lie DISTANCE apart."""
     out = ()
     for i in tl.static_range(16):
-        if (i // DISTANCE + (SIGNS >> (i & ~DISTANCE)) + (SIGNS >> (i | DISTANCE))) & 1:
-            out = out + (values[i & ~DISTANCE] - values[i | DISTANCE],)
+        if i & DISTANCE:
+            out = out + (values[i & ~DISTANCE] - values[i],)
         else:
-            out = out + (values[i & ~DISTANCE] + values[i | DISTANCE],)
+            out = out + (values[i] + values[i | DISTANCE],)
     return out
 
 
