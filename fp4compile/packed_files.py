@@ -81,7 +81,10 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
     target = Path(os.path.realpath(path))  # of a link, the file that it names
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
+        beside.touch()
+        mode = beside.stat().st_mode
         save_file(tensors, beside, {_METADATA: metadata})
+        beside.chmod(mode)  # safetensors makes files that only their owner reads
         os.replace(beside, target)
     except BaseException:
         beside.unlink(missing_ok=True)

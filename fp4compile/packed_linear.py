@@ -92,7 +92,8 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The values that the layer multiplies with, expanded anew at each reading: weight_dtype, the shape of the
-        weight that was packed. It is an inference tensor, so that writing to what is a copy raises."""
+        weight that was packed. It is an inference tensor: writing to it, which would change nothing, raises (as ever,
+        not through `.data`)."""
         if torch.compiler.is_compiling():
             return self._expanded()
         with torch.inference_mode():
@@ -163,6 +164,17 @@ class PackedLinear(nn.Module):
             dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=device)).dtype
         self.weight_dtype = dtype if dtype.is_floating_point else self.weight_dtype
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickle reads no storages of scales and FP8 codes: they are pickled as integers.
+        hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
+        return vars(self) | {"_buffers": hidden}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, (_, dtype) in buffer_shapes(self).items():
+            if self._buffers[name] is not None:
+                self._buffers[name] = self._buffers[name].view(dtype)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors):
         problem = self._misfit(state_dict, prefix)

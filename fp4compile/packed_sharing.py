@@ -110,6 +110,11 @@ def repeats(tensor: torch.Tensor) -> bool:
 
 def share(model: nn.Module, sharing: Sharing) -> None:
     """Make one again what was one when the file was written, where dtypes and devices are the same."""
+    for name, (source, shape, strides, offset) in sharing.views.items():
+        mine, other = _tensor(model, name), _tensor(model, source)
+        alike = (mine.dtype, mine.device) == (other.dtype, other.device)
+        if alike and other.is_contiguous() and not _same_memory(mine, other):
+            mine.data = other.data.as_strided(shape, strides, other.storage_offset() + offset)
     for name, source in sharing.aliases.items():
         holder, child = _holder(model, name)
         mine, other = holder[child], _tensor(model, source)
@@ -119,11 +124,6 @@ def share(model: nn.Module, sharing: Sharing) -> None:
             holder[child] = other
         elif not _same_memory(mine, other):
             mine.data = other.data
-    for name, (source, shape, strides, offset) in sharing.views.items():
-        mine, other = _tensor(model, name), _tensor(model, source)
-        alike = (mine.dtype, mine.device) == (other.dtype, other.device)
-        if alike and other.is_contiguous() and not _same_memory(mine, other):
-            mine.data = other.data.as_strided(shape, strides, other.storage_offset() + offset)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

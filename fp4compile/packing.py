@@ -115,8 +115,8 @@ def _row(name: str, linear: nn.Module, packed: LayerFormat | str) -> Row:
     inner, outer = sizes(linear)
     dims = {"m": None, "n": outer, "k": inner, "flops": None}
     if isinstance(packed, str):
-        dtype = getattr(getattr(linear, "weight", None), "dtype", None)
-        right = None if dtype is None else str(dtype).removeprefix("torch.")
+        weight = linear._parameters.get("weight")  # reading a parametrised one computes it
+        right = None if weight is None else str(weight.dtype).removeprefix("torch.")
         return Row(name, "fprop", left=None, right=right, tier=None, reason=packed, **dims)
     return Row(name, "fprop", left=packed.activation, right=packed.weight, tier=None, reason=None, **dims)
 
