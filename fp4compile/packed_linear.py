@@ -151,7 +151,7 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedLinear":
         """As of every module, for what moves and casts; codes and scales only move."""
         kept = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
-        # What casts a module casts floating-point tensors: `fn` sees codes and scales as integers.
+        # What casts a module casts floating-point tensors: as integers codes and scales are not cast even for a moment.
         hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in kept.items()}
         self._buffers.update(hidden)
         try:
