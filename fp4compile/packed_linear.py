@@ -94,17 +94,13 @@ class PackedLinear(nn.Module):
         """The values that the layer multiplies with, expanded anew at each reading: weight_dtype, the shape of the
         weight that was packed. It is an inference tensor: writing to it, which would change nothing, raises (as ever,
         not through `.data`)."""
-        if torch.compiler.is_compiling():
-            return self._expanded()
-        with torch.inference_mode():
-            return self._expanded()
-
-    def _expanded(self) -> torch.Tensor:
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        weight = torch.ops.fp4compile.dequantize(
-            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features, dtype
-        ).to(self.weight_dtype)
-        return weight.t() if self.in_first else weight
+        with torch.inference_mode():
+            weight = torch.ops.fp4compile.dequantize(
+                self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features,
+                dtype,
+            ).to(self.weight_dtype)  # fmt: skip
+            return weight.t() if self.in_first else weight
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

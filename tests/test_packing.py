@@ -195,6 +195,15 @@ def test_a_head_of_an_embedding_is_packed_where_the_recipe_says_so():
     assert all(row.quantised for row in report.rows) and isinstance(model.lm_head, PackedLinear)
 
 
+def test_a_tied_head_is_one_whatever_its_name():
+    model = Net()
+    model.to_words = model.lm_head
+    del model.lm_head
+    report = fp4compile.pack_(model, "nvfp4")
+    assert [(row.module, row.reason) for row in report.rows][2] == ("to_words", "LM head")
+    assert model.to_words.weight is model.embed.weight
+
+
 # ---------------------------------------------------------------- names and rules
 
 
