@@ -1,13 +1,15 @@
-"""Packed models: same results as the compiled model, less memory, files that load or leave the model as it was."""
+"""`pack_`: the results of the compiled model with less memory, and what stays as it is, with the reason."""
 
-import json
 import weakref
 
 import pytest
 import torch
 
 import fp4compile
-from fp4compile.packing import PackedLinear
+from fp4compile.capture import run_captured
+from fp4compile.packing import PackedLinear, unmatched_rules
+from fp4compile.passes.manager import analyse
+from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named, recipes
 
 
@@ -53,10 +55,33 @@ def test_weights_are_freed_as_it_goes(monkeypatch):
     assert alive == [5, 4, 3, 2, 1]
 
 
+def by_backend(model, recipe):
+    """The model as the backend rewrites its graphs, which then run as they are."""
+
+    def rewritten(module, inputs):
+        rewrite(module.graph, analyse(module.graph, recipe, inputs))
+        module.recompile()
+        return module.forward
+
+    return run_captured(model, rewritten)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", recipes())
-def test_packed_model_computes_what_the_compiled_model_does(name, autocast):
+def test_packed_model_computes_what_the_backend_does(name, autocast):
     model, recipe = Net(), recipe_of(name)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected = by_backend(model, recipe)(TOKENS)
+        report = fp4compile.pack_(model, recipe)
+        assert torch.equal(model(TOKENS), expected)
+        assert torch.equal(by_backend(model, recipe)(TOKENS), expected)
+    assert [(row.left, row.right) for row in report.quantised] == [(recipe.fprop_x, recipe.fprop_w)] * 2
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_packed_model_computes_what_the_compiled_model_does(autocast):
+    recipe = named("mxfp8").replace(rules=[("layers.0", "nvfp4_rowwise")])
+    model = Net()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         expected = torch.compile(model, backend=fp4compile.backend(recipe))(TOKENS)
         fp4compile.pack_(model, recipe)
@@ -65,14 +90,14 @@ def test_packed_model_computes_what_the_compiled_model_does(name, autocast):
         backend = fp4compile.backend(recipe, strict=True)
         torch.testing.assert_close(torch.compile(model, backend=backend)(TOKENS), expected, rtol=1e-5, atol=1e-5)
     packed = [(row.left, row.right) for row in backend.report.quantised]
-    assert packed == [(recipe.fprop_x, recipe.fprop_w)] * 2
+    assert packed == [("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8")]
 
 
 def test_report_and_memory():
     model = Net().bfloat16()
     before = sum(p.numel() * p.element_size() for p in model.layers.parameters())
     report = fp4compile.pack_(model, "nvfp4")
-    assert {row.module: row.reason for row in report.rows} == {"layers.0": None, "layers.1": None, "lm_head": "LM head"}
+    assert {row.module: row.reason for row in report.rows} == {"layers.0": None, "layers.1": None, "lm_head": "output head"}
     assert all(isinstance(layer, PackedLinear) for layer in model.layers)
     after = sum(t.numel() * t.element_size() for t in model.layers.state_dict().values() if isinstance(t, torch.Tensor))
     assert after < 0.3 * before
@@ -87,18 +112,6 @@ def test_rules_apply():
     assert report.rows[1].reason == "block 1 is among the first 2"
 
 
-def test_state_dict_round_trip():
-    one, other = Net(), Net()
-    for model in (one, other):
-        fp4compile.pack_(model, "nvfp4")
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(run(one), run(other))
-    third = Net()
-    fp4compile.pack_(third, "mxfp8")
-    with pytest.raises(Exception, match="layer"):
-        third.load_state_dict(one.state_dict())
-
-
 def test_no_gradient_passes_silently():
     layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
     fp4compile.pack_(layer, "mxfp8")
@@ -111,88 +124,149 @@ def test_a_bare_layer_cannot_be_replaced():
         fp4compile.pack_(torch.nn.Linear(64, 64), "mxfp8")
 
 
-@pytest.mark.parametrize("name", recipes())
-def test_file_round_trip(name, tmp_path):
-    model, fresh = Net(), Net()
-    fp4compile.pack_(model, recipe_of(name))
-    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
-    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
-    assert torch.equal(run(model), run(fresh))
-    assert fresh.lm_head.weight is fresh.embed.weight
+@pytest.mark.parametrize("model", [None, torch.zeros(3), torch.nn.Linear, lambda x: x])
+def test_what_is_no_module(model):
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got"):
+        fp4compile.pack_(model, "nvfp4")
 
 
-def assert_refused(model, path, match):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match=match):
-        fp4compile.load_packed(model, path)
-    after = model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+# ---------------------------------------------------------------- layers with two names, weights with two layers
 
 
-def test_bad_files_leave_the_model_as_it_was(tmp_path):
-    model, path = Net(), tmp_path / "packed.safetensors"
-    with pytest.raises(ValueError, match="no packed layer"):
-        fp4compile.save_packed(model, path)
-    fp4compile.pack_(model, "nvfp4")
-    fp4compile.save_packed(model, path)
-    assert_refused(Net(width=128), path, "layer 'layers.0': the file has in and out features")
-    assert_refused(torch.nn.Sequential(torch.nn.Linear(64, 64)), path, "no layer 'layers.0'")
-    assert_refused(Net().bfloat16(), path, "the model needs torch.bfloat16")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
-    assert_refused(Net(), path, "not a whole safetensors file")
-    from safetensors.torch import save_file
+class Twice(torch.nn.Module):
+    """A layer with two names, and another that lies in a block with two names."""
 
-    save_file({"x": torch.ones(1)}, path)
-    assert_refused(Net(), path, "not written by")
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(64, 64)
+        self.b = self.a
+        self.one = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 64))
+        self.two = self.one
+
+    def forward(self, x):
+        return self.two(self.b(self.one(self.a(x))))
 
 
-def without(state, *path):
-    *parents, last = path
-    for key in parents:
-        state = state[key]
-    del state[last]
+def test_a_layer_with_two_names_is_one():
+    model, x = Twice(), torch.randn(3, 64)
+    recipe = named("mxfp8").replace(rules=[("*2", "nvfp4_weight_only")])
+    with torch.no_grad():
+        expected = by_backend(model, recipe)(x)
+    weights = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]
+    report = fp4compile.pack_(model, recipe)
+    assert isinstance(model.a, PackedLinear) and model.a is model.b and model.one is model.two
+    assert [row.module for row in report.rows] == ["a", "one.0", "one.2"]
+    assert not any(weight() is not None for weight in weights)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
 
 
-def with_value(state, value, *path):
-    *parents, last = path
-    for key in parents:
-        state = state[key]
-    state[last] = value
+def test_names_that_the_recipe_treats_differently():
+    model = Twice()
+    layer = model.a
+    report = fp4compile.pack_(model, named("mxfp8").replace(rules=[("b", "skip")]))
+    assert model.a is model.b is layer
+    assert report.rows[0].reason == "the recipe treats it differently under its names a, b"
 
 
-@pytest.mark.parametrize("spoil, match", [
-    (lambda meta: meta.clear(), "metadata"),
-    (lambda meta: without(meta, "aliases"), "metadata"),
-    (lambda meta: without(meta, "layers", "layers.0", "activation"), "metadata"),
-    (lambda meta: with_value(meta, [], "layers", "layers.0"), "metadata"),
-    (lambda meta: with_value(meta, "gone", "aliases", "lm_head.weight"), "'gone', which 'lm_head.weight' shares"),
-    (lambda meta: with_value(meta, "nvfp5", "layers", "layers.0", "weight"), "unknown format 'nvfp5'"),
-    (lambda meta: with_value(meta, "mxfp4", "layers", "layers.0", "weight"), "cannot be multiplied"),
-    (lambda meta: with_value(meta, "mxfp8", "layers", "layers.0", "activation"), "cannot be multiplied"),
-    (lambda meta: with_value(meta, "nvfp5", "layers", "layers.0", "activation"), "unknown format 'nvfp5'"),
-    (lambda meta: with_value(meta, "nvfp4_rowwise", "layers", "layers.0", "weight"), "'layers.0.weight_outer' is"),
-])  # fmt: skip
-def test_files_of_another_format_leave_the_model_as_it_was(spoil, match, tmp_path):
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    model, path = Net(), tmp_path / "packed.safetensors"
-    fp4compile.pack_(model, "nvfp4")
-    fp4compile.save_packed(model, path)
-    with safe_open(path, "pt") as file:
-        metadata = json.loads(file.metadata()["fp4compile"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    spoil(metadata)
-    save_file(tensors, path, {"fp4compile": json.dumps(metadata)})
-    assert_refused(Net(), path, match)
+def test_a_static_scale_under_either_name():
+    model = Twice()
+    report = fp4compile.pack_(model, named("nvfp4_static").replace(static_scales={"b": 0.5}))
+    assert model.a.layer_format.activation_outer == 0.5 and model.a is model.b
+    assert [row.quantised for row in report.rows] == [True, False, False]
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
-    model, path = Net(), tmp_path / "packed.safetensors"
-    fp4compile.pack_(model, "mxfp8")
-    fp4compile.save_packed(model, path)
-    whole = path.read_bytes()
-    for length in (0, 8, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        assert_refused(Net(), path, "not a whole safetensors file")
+def test_a_weight_of_two_linear_layers_stays():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=i > 0) for i in range(3)))
+    model[2].weight = model[0].weight
+    report = fp4compile.pack_(model, "nvfp4")
+    reasons = [row.reason for row in report.rows]
+    assert reasons == ["its weight is that of '2' too", None, "its weight is that of '0' too"]
+    assert type(model[0]) is type(model[2]) is torch.nn.Linear and model[2].weight is model[0].weight
+    assert isinstance(model[1], PackedLinear)
+
+
+def test_a_head_of_an_embedding_is_packed_where_the_recipe_says_so():
+    model, recipe = Net(), named("nvfp4").replace(skip_lm_head=False)
+    with torch.no_grad():
+        expected = by_backend(model, recipe)(TOKENS)
+        report = fp4compile.pack_(model, recipe)
+        assert torch.equal(model(TOKENS), expected)
+    assert all(row.quantised for row in report.rows) and isinstance(model.lm_head, PackedLinear)
+
+
+def test_a_tied_head_is_one_whatever_its_name():
+    model = Net()
+    model.to_words = model.lm_head
+    del model.lm_head
+    report = fp4compile.pack_(model, "nvfp4")
+    assert [(row.module, row.reason) for row in report.rows][2] == ("to_words", "output head")
+    assert model.to_words.weight is model.embed.weight
+
+
+# ---------------------------------------------------------------- names and rules
+
+
+def test_rules_that_match_nothing():
+    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(64, 2), "mlp": torch.nn.Linear(64, 64)})
+    rules = [("mlp", "nvfp4"), ("attn.in_proj*", "skip"), ("*.mlp", "skip"), ("atn.*", "skip")]
+    with pytest.warns(UserWarning) as caught:
+        fp4compile.pack_(model, named("mxfp8").replace(rules=rules))
+    said = [str(warning.message) for warning in caught if "rule" in str(warning.message)]
+    assert len(said) == 2 and "rule '*.mlp' matches no layer" in said[0] and "rule 'atn.*'" in said[1]
+    assert caught[0].filename == __file__
+    assert unmatched_rules(named("mxfp8").replace(rules=rules), iter(["x.mlp"])) == ["mlp", "attn.in_proj*", "atn.*"]
+    with pytest.warns(UserWarning, match="the model has no layer"):
+        fp4compile.pack_(torch.nn.ReLU(), named("mxfp8").replace(rules=rules[:1]))
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one():
+    model = Net()
+    recipe = named("nvfp4").replace(rules=[("layers.0", "mxfp8")], skip_last_blocks=1)
+    report = fp4compile.pack_(torch.compile(model, backend="eager"), recipe)
+    assert [row.right for row in report.quantised] == ["mxfp8"]
+    assert report.rows[1].reason == "block 1 is among the last 1"
+    assert isinstance(model.layers[0], PackedLinear)
+
+
+def test_attention_keeps_its_projection():
+    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(64, 2)})
+    report = fp4compile.pack_(model, "mxfp8")
+    assert [(row.module, row.reason) for row in report.rows] == [
+        ("attn.out_proj", "class NonDynamicallyQuantizableLinear is a subclass of Linear")
+    ]
+
+
+# ---------------------------------------------------------------- transformers' Conv1D
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_train", "mxfp8_32x32", "float8_rowwise", "nvfp4_weight_only"])
+def test_conv1d(name, autocast):
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    # 40 in features are no multiple of a block, and 72 out features would be padded otherwise.
+    model, recipe = torch.nn.Sequential(conv1d(72, 40), torch.nn.Tanh(), torch.nn.Linear(72, 33)), named(name)
+    weight, x = model[0].weight.detach().clone(), torch.randn(2, 3, 40)
+    torch.nn.init.normal_(model[0].bias)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected = by_backend(model, recipe)(x)
+        report = fp4compile.pack_(model, recipe)
+        assert torch.equal(model(x), expected)
+    assert [(row.module, row.n, row.k, row.right) for row in report.rows] == [
+        ("0", 72, 40, recipe.fprop_w), ("2", 33, 72, recipe.fprop_w),
+    ]  # fmt: skip
+    assert (model[0].nf, model[0].nx, model[0].weight.shape) == (72, 40, weight.shape)
+    expanded = fp4compile.quantize(weight, recipe.fprop_w, dim=0).dequantize()
+    assert torch.equal(model[0].weight, expanded.t())
+
+
+def test_only_the_conv1d_of_transformers():
+    class Conv1D(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nx, self.nf, self.weight = 64, 64, torch.nn.Parameter(torch.ones(64, 64))
+
+    assert not fp4compile.pack_(torch.nn.Sequential(Conv1D()), "mxfp8").rows
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    changed = type("Conv1D", (conv1d,), {"forward": lambda self, x: x})
+    assert not fp4compile.pack_(torch.nn.Sequential(changed(64, 64)), "mxfp8").quantised

@@ -17,9 +17,9 @@ def row(module="a", reason=None, flops=100, m=2):
 
 def test_summary_counts_flops():
     report = Report("mxfp8")
-    report.add([row(), row("b", "LM head", flops=300), row("c", m="s0", flops=None)], {"find": 3, "rewrite": 2})
+    report.add([row(), row("b", "output head", flops=300), row("c", m="s0", flops=None)], {"find": 3, "rewrite": 2})
     assert report.flops_share() == 0.25
-    assert report.reasons() == {"LM head": 1}
+    assert report.reasons() == {"output head": 1}
     assert report.summary() == (
         "recipe mxfp8: 2 of 3 matrix products quantised, 25.0% of their FLOPs"
         " (1 of symbolic or unknown size not counted)"
@@ -28,7 +28,7 @@ def test_summary_counts_flops():
 
 def test_table():
     report = Report("mxfp8")
-    report.add([row(), row("head", "LM head", flops=300)], {})
+    report.add([row(), row("head", "output head", flops=300)], {})
     assert str(report).splitlines() == [
         "module  product  M  N  K  left      right     tier       left alone because",
         "-" * 75,
@@ -56,7 +56,7 @@ def test_recompilation_adds_only_what_is_new():
 
 
 def test_json():
-    rows = [row(), row("b", "LM head"), row(m="s0", flops=None)]
+    rows = [row(), row("b", "output head"), row(m="s0", flops=None)]
     assert rows_from_json(rows_to_json(rows, {"find": 3})) == (rows, {"find": 3})
     report = Report("mxfp8", rows, {"find": 3})
     assert json.loads(json.dumps(report.to_dict()))["quantised"] == 2

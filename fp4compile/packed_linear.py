@@ -1,0 +1,312 @@
+"""`PackedLinear`: the module that `fp4compile.pack_` puts in the place of a linear layer."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fp4compile import formats
+from fp4compile.layouts import ceil_div
+from fp4compile.ops import FLOAT_DTYPES
+
+BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+_KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+# What a packed layer cannot keep. A forward pre-hook may change the weight, as that of weight_norm does.
+_REFUSED_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward hook",
+    "_state_dict_hooks": "a state-dict hook",
+    "_state_dict_pre_hooks": "a state-dict hook",
+    "_load_state_dict_pre_hooks": "a state-dict hook",
+    "_load_state_dict_post_hooks": "a state-dict hook",
+}
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How a packed layer multiplies: its weight's format, its activation's (None: as it comes), and that one's static
+    outer scale (None: computed). Raises ValueError for formats that do not exist or cannot be multiplied."""
+
+    weight: str
+    activation: str | None
+    activation_outer: float | None = None
+
+    def __post_init__(self):
+        weight = formats.get(self.weight)
+        if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
+            raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference whose weight is block-scaled: y = x @ W^T + bias.
+
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; absent ones are None. They move between
+        devices and are never cast. bias: [out] or None; cast as usual.
+    weight_dtype: dtype of `weight`; that of the layer that was packed, and then what `.half()` and the like say.
+    in_first: whether `weight` is [in, out], as in the Conv1D of transformers, and not [out, in].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        layer_format: LayerFormat,
+        bias: nn.Parameter | None,
+        *,
+        weight_dtype: torch.dtype = torch.float32,
+        in_first: bool = False,
+    ):
+        super().__init__()
+        self.in_features, self.out_features, self.layer_format = in_features, out_features, layer_format
+        self.weight_dtype, self.in_first = weight_dtype, in_first
+        self.bias = bias
+        for name in BUFFERS:
+            self.register_buffer(name, None)
+
+    @classmethod
+    def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+        """The packed form of a linear layer, quantised along its in features."""
+        packed = cls.in_place_of(linear, layer_format)
+        fmt, dim = formats.get(layer_format.weight), 0 if packed.in_first else -1
+        data, scales, outer = torch.ops.fp4compile.quantize(linear.weight.detach(), fmt.name, dim)
+        packed.weight_data = data
+        packed.weight_scales = scales if fmt.scale else None
+        packed.weight_outer = outer if fmt.outer else None
+        return packed
+
+    @classmethod
+    def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+        """A packed layer without its weight yet: with the layer's sizes, bias, forward hooks, attributes and mode."""
+        in_features, out_features = sizes(linear)
+        dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
+        packed = cls(in_features, out_features, layer_format, linear.bias, weight_dtype=dtype, in_first=in_first)
+        # The dictionaries themselves: the handles that remove the hooks refer to them.
+        vars(packed).update({name: getattr(linear, name) for name in _KEPT_HOOKS})
+        vars(packed).update(_attributes(linear))
+        return packed.train(linear.training)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The values that the layer multiplies with, expanded anew at each reading: weight_dtype, the shape of the
+        weight that was packed. It is an inference tensor: writing to it, which would change nothing, raises (as ever,
+        not through `.data`)."""
+        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
+        with torch.inference_mode():
+            weight = torch.ops.fp4compile.dequantize(
+                self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features,
+                dtype,
+            ).to(self.weight_dtype)  # fmt: skip
+            return weight.t() if self.in_first else weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError("weight: that of a packed layer cannot be assigned; assign it before packing")
+        super().__setattr__(name, value)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
+
+        Raises TypeError for another dtype or what is no dense tensor, ValueError for another last dimension,
+        RuntimeError where a gradient would have to pass to the input or to the bias.
+        """
+        self._check(input)
+        if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            raise RuntimeError("a packed layer has no gradient: run it under torch.no_grad() or torch.inference_mode()")
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return torch.ops.fp4compile.scaled_mm(
+            *self._activation(input), self.layer_format.activation,
+            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, bias, input.dtype,
+        ).view(*input.shape[:-1], self.out_features)  # fmt: skip
+
+    def _check(self, input: torch.Tensor) -> None:
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input: expected a torch.Tensor, got {type(input).__name__}")
+        if input.is_nested:
+            raise TypeError("input: expected a dense tensor, got a nested one")
+        if input.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"input: dtype {input.dtype} cannot be multiplied; allowed are bfloat16, float16, float32")
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(f"input: expected shape (..., {self.in_features}), got {tuple(input.shape)}")
+
+    def _activation(self, x: torch.Tensor) -> tuple:
+        x = x.reshape(-1, self.in_features)
+        if self.layer_format.activation is None:
+            return x, None, None
+        fmt, outer = formats.get(self.layer_format.activation), None
+        if self.layer_format.activation_outer is not None:
+            outer = torch.full((), self.layer_format.activation_outer, device=x.device)
+        data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer)
+        return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "PackedLinear":
+        """As of every module, for what moves and casts; codes and scales only move."""
+        kept = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
+        # What casts a module casts floating-point tensors: as integers codes and scales are not cast even for a moment.
+        hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in kept.items()}
+        self._buffers.update(hidden)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for name, tensor in kept.items():
+                self._buffers[name] = _uncast(tensor, hidden[name], self._buffers[name])
+        device = None if self.weight_data is None else self.weight_data.device
+        with torch.no_grad():
+            dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=device)).dtype
+        self.weight_dtype = dtype if dtype.is_floating_point else self.weight_dtype
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickle reads no storages of scales and FP8 codes: they are pickled as integers.
+        hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
+        return vars(self) | {"_buffers": hidden}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, (_, dtype) in buffer_shapes(self).items():
+            if self._buffers[name] is not None:
+                self._buffers[name] = self._buffers[name].view(dtype)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors):
+        problem = self._misfit(state_dict, prefix)
+        if problem is not None:  # nothing of it is taken
+            errors.append(f"packed layer {prefix.removesuffix('.')!r}: {problem}")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
+        )  # fmt: skip
+
+    def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Why a state is not one of this layer; shapes apart, which every module checks."""
+        state = state_dict.get(f"{prefix}_extra_state", self.get_extra_state())
+        if state != self.get_extra_state():
+            return f"the state is of {state}, the layer is {self.get_extra_state()}"
+        for name in BUFFERS:
+            mine, given = self._buffers[name], state_dict.get(prefix + name)
+            if mine is not None and given is not None and mine.dtype != given.dtype:
+                return f"{name} is {given.dtype} in the state, the layer has {mine.dtype}"
+        return None
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing to take over: `_misfit` has compared the state."""
+
+    def extra_repr(self) -> str:
+        activation = self.layer_format.activation or "as it comes"
+        return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
+
+
+_INTEGERS = {1: torch.uint8, 4: torch.int32}
+
+
+def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A buffer with the dtype it had: `hidden` is `before` as integers, `after` what a module's `_apply` made of it."""
+    if after is hidden:
+        return before
+    if after.dtype != hidden.dtype:  # `Module.type` casts integers too
+        return before.to(after.device)
+    return after.view(before.dtype)
+
+
+def buffer_shapes(layer: PackedLinear) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each buffer that a layer's format has."""
+    fmt = formats.get(layer.layer_format.weight)
+    blocks = ceil_div(layer.in_features, fmt.block_cols)
+    cols = blocks * fmt.block_cols // (2 if fmt.packed else 1)
+    shapes = {"weight_data": ((layer.out_features, cols), fmt.data_dtype)}
+    if fmt.scale:
+        shapes["weight_scales"] = ((ceil_div(layer.out_features, fmt.block[0]), blocks), fmt.scale_dtype)
+    if fmt.outer:
+        shapes["weight_outer"] = ((layer.out_features, 1) if fmt.outer == "row" else (), torch.float32)
+    return shapes
+
+
+# ---------------------------------------------------------------- what can be packed
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is an `nn.Linear`, a layer of a subclass, or the Conv1D of transformers."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """y = x @ W + bias with W [in, out], as in GPT-2. By name, so that transformers need not be there."""
+    return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def sizes(linear: nn.Module) -> tuple[int, int]:
+    """(in features, out features) of a linear layer."""
+    return (linear.nx, linear.nf) if _is_conv1d(linear) else (linear.in_features, linear.out_features)
+
+
+def obstacle(linear: nn.Module) -> str | None:
+    """Why a packed layer could not behave as this linear layer does; None where it can."""
+    if parametrize.is_parametrized(linear):
+        return f"parametrised: {', '.join(linear.parametrizations)}"
+    if not (type(linear) is nn.Linear or _is_conv1d(linear)):
+        return f"class {type(linear).__name__} is a subclass of Linear"
+    extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
+    if extra:  # those of weight_norm, spectral_norm and pruning, for example
+        return f"it holds more than weight and bias: {', '.join(sorted(extra))}"
+    return _odd_tensors(linear) or _odd_hooks(linear) or _odd_attributes(linear)
+
+
+def _odd_tensors(linear: nn.Module) -> str | None:
+    inner, outer = sizes(linear)
+    shapes = {"weight": (inner, outer) if _is_conv1d(linear) else (outer, inner), "bias": (outer,)}
+    for name, shape in shapes.items():
+        tensor = linear._parameters.get(name)
+        if tensor is None and name == "bias":
+            continue
+        if type(tensor) is not nn.Parameter:  # a DTensor, or another library's packed weight
+            return f"its {name} is a {type(tensor).__name__}"
+        if tuple(tensor.shape) != shape:
+            return f"its {name} has shape {tuple(tensor.shape)}"
+    dtype = linear.weight.dtype
+    return None if dtype in FLOAT_DTYPES else f"dtype {str(dtype).removeprefix('torch.')}"
+
+
+def _odd_hooks(linear: nn.Module) -> str | None:
+    found = next((what for name, what in _REFUSED_HOOKS.items() if getattr(linear, name)), None)
+    return None if found is None else f"it has {found}"
+
+
+def _odd_attributes(linear: nn.Module) -> str | None:
+    for name in _attributes(linear):
+        if hasattr(type(linear), name) or hasattr(PackedLinear, name) or name in _OWN:
+            return f"its attribute {name!r} stands in the way of the class's"
+    return None
+
+
+def _attributes(linear: nn.Module) -> dict[str, Any]:
+    """What was written on the layer besides what every linear layer has."""
+    standard = vars(nn.Module()).keys() | (set() if _is_conv1d(linear) else {"in_features", "out_features"})
+    return {name: value for name, value in vars(linear).items() if name not in standard}
+
+
+_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
+
+
+# ---------------------------------------------------------------- what would not run a packed layer
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Make torch's transformer encoders run their packed layers.
+
+    In inference their fast path reads `linear1.weight` and calls no layer: of a packed one, it would leave out the
+    quantising of the activations. And the encoder would give its layers nested tensors. Both attributes say where the
+    fast path does not apply; torch sets them so itself, for other activation functions for example.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(isinstance(child, PackedLinear) for child in module.children()):
+                module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PackedLinear) for m in module.modules()):
+            module.use_nested_tensor = False
