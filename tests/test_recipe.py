@@ -2,12 +2,16 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.backends.registry import register_backend
 
+import fp4compile
 from fp4compile import formats
-from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes
+from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, unmatched_rules
 from fp4compile.recipe_io import add_arguments, resolve
 
 BACKWARD = ("dgrad", "wgrad")
@@ -103,6 +107,7 @@ def test_spellings_of_one_recipe_are_equal():
     other = mine.replace(static_scales=[("layers.0.q", 0.25), ("embed", 1.0)], rules=list(mine.rules))
     assert other == mine and hash(other) == hash(mine) and other.digest == mine.digest
     assert Recipe(fprop_x=formats.NAMED["nvfp4"], fprop_w="none") == Recipe(fprop_x="nvfp4")
+    assert named("nvfp4_train").replace(stochastic_rounding=["wgrad", "dgrad", "wgrad"]) == named("nvfp4_train")
 
 
 @pytest.mark.parametrize("recipe", [rich_recipe(), *map(named, recipes())], ids=lambda recipe: recipe.name)
@@ -149,6 +154,26 @@ def test_first_matching_rule_decides(module, action):
     assert (rule and rule.action) == action
 
 
+RULES = [("*.q", "skip"), ("layers.9.*", "mxfp8"), ("layers.0.q", "mxfp8"), ("*.q", "quantize"), ("*", "quantize")]
+
+
+@pytest.mark.parametrize(
+    "names, unmatched",
+    [
+        # An earlier rule takes all that the third and the fourth match.
+        (["layers.0.q", "layers.0.up", "layers.1.q"], [1, 2, 3]),
+        (["layers.9.up"], [0, 2, 3, 4]),
+        (["layers.9.q"], [1, 2, 3, 4]),
+        (["layers.9.q", "layers.9.up"], [2, 3, 4]),
+        ([], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_rules_that_decide_for_no_layer(names, unmatched):
+    recipe = Recipe(rules=RULES)
+    assert unmatched_rules(recipe, (name for name in names)) == tuple(recipe.rules[index] for index in unmatched)
+    assert unmatched_rules(Recipe(), names) == ()
+
+
 def test_static_scale_by_module_name():
     recipe = rich_recipe()
     assert recipe.static_scale("layers.0.q") == 0.25
@@ -181,9 +206,19 @@ def test_static_scale_by_module_name():
         ({"stochastic_rounding": ["dgrad"]}, "stochastic_rounding of dgrad: dgrad_dy must be an FP4 format, got None"),
         ({"recipe": "mxfp8", "stochastic_rounding": ["wgrad"]}, "wgrad_dy must be an FP4 format, got mxfp8"),
         ({"stochastic_rounding": ["fprop"]}, "stochastic_rounding: unknown product 'fprop'"),
-        ({"static_scales": {"a": float("nan")}}, "positive and finite"),
-        ({"static_scales": {"a": 0.0}}, "positive and finite"),
+        ({"recipe": "nvfp4", "static_scales": {"a": 0.5}}, "static_scales are given and never used"),
+        ({"static_scales": {"a": 0.5}, "rules": [("a", "mxfp8")]}, "static_scales are given and never used"),
         ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),
+        ({"rules": [("", "skip")]}, "pattern '' is empty"),
+        ({"rules": [("*.q", "skip"), ("*.gate ", "skip")]}, r"pattern '\*.gate ' is empty or has spaces around it"),
+        ({"rules": [("\n*.gate", "skip")]}, "has spaces around it"),
+        ({"num_blocks": 0}, "num_blocks=0: must be at least 1"),
+        ({"skip_first_blocks": -1}, "skip_first_blocks=-1"),
+        ({"name": ""}, "name='': must not be empty"),
+        ({"name": " "}, "name=' ': must not be empty"),
+        ({"fprop_x": ""}, "fprop_x: unknown format ''"),
+        ({"recipe": " mxfp8"}, "unknown recipe ' mxfp8'.*'mxfp8'"),
+        ({"static_scale": {}}, "unknown recipe field 'static_scale'.*'static_scales'"),
         ({"recipe": "nvfp"}, "unknown recipe 'nvfp'"),
     ],
 )
@@ -209,6 +244,12 @@ def test_contradictions_raise_when_built(fields, message):
         ({"static_scales": {"a": "1"}}, "static_scales: expected pairs"),
         ({"static_scales": [1.0]}, "static_scales: expected pairs"),
         ({"static_scales": 1.0}, "static_scales: expected a list"),
+        ({"static_scales": {"a": True}}, "static_scales: expected pairs"),
+        ({"static_scales": "ab"}, "static_scales: expected a list"),
+        ({"num_blocks": False}, "num_blocks: expected an int, got bool"),
+        ({"min_n": float("nan")}, "min_n: expected an int, got float"),
+        ({"stochastic_rounding": [["dgrad"]]}, "stochastic_rounding: expected names of products"),
+        ({"hadamard": [1]}, "hadamard: expected names of products"),
         ({"recipe": 4}, "recipe: expected a name"),
         ([], "recipe: expected a dict"),
     ],
@@ -216,6 +257,45 @@ def test_contradictions_raise_when_built(fields, message):
 def test_wrong_types_name_the_field(fields, message):
     with pytest.raises(TypeError, match=message):
         Recipe.from_dict(fields)
+
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    "scale", [float("nan"), 0.0, -1.0, float("inf"), 1e300, 10**400, 1e-50, SMALLEST * (1 - 2.0**-30), 2.0**128]
+)
+def test_static_scales_that_float32_does_not_hold(scale):
+    """Kernels take them in float32; below its normal numbers the inverse, by which they multiply, overflows."""
+    with pytest.raises(ValueError, match="static_scales: 'b' has .* positive and finite, and a normal float32"):
+        named("nvfp4_static").replace(static_scales={"a": 0.5, "b": scale})
+
+
+def test_static_scales_at_the_ends_of_float32():
+    recipe = named("nvfp4_static").replace(static_scales={"a": SMALLEST, "b": LARGEST, "c": 1})
+    assert recipe.static_scales == (("a", SMALLEST), ("b", LARGEST), ("c", 1.0))
+
+
+def test_calibration_of_a_tiny_activation_gives_a_factor_that_a_recipe_takes():
+    layers, x = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3)), torch.randn(4, 64)
+
+    def model(x):
+        return layers[0](x) + layers[1](1e-37 * x) + layers[2](0 * x)
+
+    scales = dict(fp4compile.calibrate(model, [(x,)]).static_scales)
+    assert sorted(scales.values()) == [SMALLEST, pytest.approx(x.abs().max().item() / 2688), 1.0]
+
+
+def test_static_scales_are_given_once():
+    with pytest.raises(ValueError, match="static_scales: 'a' is there twice"):
+        named("nvfp4_static").replace(static_scales=[("a", 0.5), ("b", 0.5), ("a", 0.25)])
+
+
+def test_static_scales_of_the_layers_whose_rule_is_static():
+    recipe = Recipe(rules=[("a", "nvfp4_static")], static_scales={"a": 0.5})
+    assert recipe.static_scale("a") == 0.5
+    with pytest.raises(ValueError, match="static_scales are given and never used"):
+        recipe.replace(rules=[("a", "nvfp4")])
 
 
 def test_a_product_may_keep_one_operand_in_high_precision():
@@ -243,7 +323,7 @@ def test_toml_says_all_that_a_dict_says(tmp_path):
     file.write_text(
         """
         [fp4compile]
-        recipe = "nvfp4"
+        recipe = "nvfp4_static"
         name = "careful"
         dgrad_dy = "none"
         skip_lm_head = false
@@ -254,7 +334,7 @@ def test_toml_says_all_that_a_dict_says(tmp_path):
         min_n = 7
         """
     )
-    assert Recipe.from_toml(file) == named("nvfp4").replace(
+    assert Recipe.from_toml(file) == named("nvfp4_static").replace(
         name="careful",
         dgrad_dy=None,
         skip_lm_head=False,
@@ -270,6 +350,54 @@ def test_bad_toml(tmp_path):
         resolve(file)
     with pytest.raises(FileNotFoundError):
         resolve("absent.toml")
+    file.write_bytes(b'name = "\xff"')
+    with pytest.raises(ValueError, match="bad.toml is not TOML"):
+        resolve(file)
+
+
+@pytest.mark.parametrize("text", ["", "# recipe = 'mxfp8'", "[fp4compile]", "[fp4compile]\n[model]\nwidth = 64"])
+def test_toml_that_says_nothing(tmp_path, text):
+    file = tmp_path / "empty.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="empty.toml has no recipe in it"):
+        resolve(file)
+
+
+@pytest.mark.parametrize(
+    "beside, named_in_message",
+    [
+        ("min_n = 64", "min_n"),
+        ('recipe = "mxfp4"\nskip_first_blocks = 1', "recipe, skip_first_blocks"),
+        ('rules = [["*", "skip"]]\nname = "run 7"', "rules"),
+    ],
+)
+def test_toml_fields_beside_the_table(tmp_path, beside, named_in_message):
+    file = tmp_path / "both.toml"
+    file.write_text(f'{beside}\n[fp4compile]\nrecipe = "mxfp8"\n')
+    with pytest.raises(ValueError, match=f"both.toml: {named_in_message} at top level, beside"):
+        resolve(file)
+
+
+def test_other_settings_beside_the_table(tmp_path):
+    file = tmp_path / "train.toml"
+    file.write_text('name = "run 7"\nsteps = 3\n[fp4compile]\nrecipe = "mxfp8"\n[model]\nmin_n = 64\n')
+    assert resolve(file) == named("mxfp8")
+
+
+@pytest.mark.parametrize(
+    "text, error, message",
+    [
+        ("min_m = 1.5", TypeError, "wrong.toml: min_m: expected an int"),
+        ("fp4compile = 'mxfp8'", TypeError, "wrong.toml: recipe: expected a dict of fields, got str"),
+        ("[tool.fp4compile]\nrecipe = 'mxfp8'", ValueError, "wrong.toml: unknown recipe field 'tool'"),
+        ("recipe = 'mxpf8'", ValueError, "wrong.toml: unknown recipe 'mxpf8'"),
+    ],
+)
+def test_errors_in_toml_name_the_file(tmp_path, text, error, message):
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(error, match=message):
+        resolve(file)
 
 
 def test_environment(monkeypatch, tmp_path):
@@ -282,8 +410,38 @@ def test_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("FP4COMPILE_RECIPE", str(file))
     assert resolve() == Recipe(min_n=64)
     monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp5")
-    with pytest.raises(ValueError, match="unknown recipe 'mxfp5'"):
+    with pytest.raises(ValueError, match="FP4COMPILE_RECIPE=mxfp5: unknown recipe 'mxfp5'"):
         resolve()
+    monkeypatch.setenv("FP4COMPILE_RECIPE", str(tmp_path / "absent.toml"))
+    with pytest.raises(FileNotFoundError, match="FP4COMPILE_RECIPE=.*absent.toml"):
+        resolve()
+    monkeypatch.setenv("FP4COMPILE_RECIPE", "")
+    assert Recipe.from_env() is None
+
+
+def test_backend_by_name_has_one_recipe_a_process(monkeypatch):
+    """Dynamo keeps what it has loaded for a name, and gives the graph of one layer to another of its class."""
+    monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp8")
+    entry = EntryPoint("fp4compile", "fp4compile.backend:default", "torch_dynamo_backends")
+    register_backend(entry.load(), name="fp4compile_of_the_environment")
+    layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+    first, second, third = (torch.compile(layer, backend="fp4compile_of_the_environment") for layer in layers)
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        y = first(x)
+        assert torch.equal(y, torch.compile(layers[0], backend=fp4compile.backend("mxfp8"))(x))
+        assert not torch.equal(y, torch.compile(layers[0], backend=fp4compile.backend("mxfp4"))(x))
+        for changed in ("mxfp4", None):
+            if changed is None:
+                monkeypatch.delenv("FP4COMPILE_RECIPE")
+            else:
+                monkeypatch.setenv("FP4COMPILE_RECIPE", changed)
+            for compiled in (second, torch.compile(layers[1], backend="fp4compile_of_the_environment")):
+                with pytest.raises(Exception, match=f"FP4COMPILE_RECIPE was 'mxfp8' .* and is {changed!r} now"):
+                    compiled(x)
+            assert torch.equal(first(x), y), "what was compiled before runs on"
+        monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp8")
+        assert third(x).shape == y.shape
 
 
 def test_arguments():
@@ -308,6 +466,60 @@ def test_skip_arguments_come_before_the_rules_of_the_recipe(tmp_path):
     file.write_text('recipe = "mxfp8"\nrules = [["*", "mxfp4"]]')
     chosen = parse("--fp4compile-recipe", str(file), "--fp4compile-skip", "*.gate")
     assert chosen.rules == (Rule("*.gate", "skip"), Rule("*", "mxfp4"))
+    again = parse(
+        *("--fp4compile-recipe", str(file), "--fp4compile-skip", "*.gate"),
+        *("--fp4compile-set", 'rules = [["*.up", "mxfp8"]]'),
+    )
+    assert again.rules == (Rule("*.gate", "skip"), Rule("*.up", "mxfp8"))
+
+
+@pytest.mark.parametrize(
+    "setting, field, value",
+    [
+        ("dgrad_w=e2m1:1x16:e4m3:-:torchao", "dgrad_w", "nvfp4_one_level"),
+        ("fprop_w = none", "fprop_w", None),
+        ("rules=[['a', 'skip'],\n['b', 'skip']]", "rules", (Rule("a", "skip"), Rule("b", "skip"))),
+        ("name='a=1, b=2'", "name", "a=1, b=2"),
+        ("min_n=64 # wide enough", "min_n", 64),
+    ],
+)
+def test_settings(setting, field, value):
+    chosen = parse("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "dgrad_dy=none", "--fp4compile-set", setting)
+    assert getattr(chosen, field) == value
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["min_n=1, min_k=64", "min_n=1\nmin_k=64", "min_n=1\n[fp4compile]", "name=a, min_n=64", "name=a min_n=64", "name=",
+     "name=two words", "name=a\nmin_n=64"],
+)  # fmt: skip
+def test_one_setting_an_option(setting):
+    with pytest.raises(ValueError, match="neither one TOML value nor one word"):
+        parse("--fp4compile-recipe", "mxfp8", "--fp4compile-set", setting)
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        (("--fp4compile-set", "min_n=64", "--fp4compile-set", "min_n=32"), "min_n"),
+        (("--fp4compile-lm-head", "--fp4compile-set", "skip_lm_head=true"), "skip_lm_head"),
+        (("--fp4compile-set", "skip_first_blocks=1", "--fp4compile-skip-first", "2"), "skip_first_blocks"),
+        (("--fp4compile-skip-last", "0", "--fp4compile-set", "skip_last_blocks=2"), "skip_last_blocks"),
+    ],
+)
+def test_a_field_is_set_once(options, field):
+    with pytest.raises(ValueError, match=f"{field} is set by another option already"):
+        parse("--fp4compile-recipe", "mxfp8", *options)
+
+
+def test_wrong_rules_beside_skips_name_the_field():
+    with pytest.raises(TypeError, match="rules: expected a list or a tuple, got str"):
+        parse("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", "*.gate", "--fp4compile-set", "rules=skip")
+
+
+def test_arguments_of_another_parser():
+    with pytest.raises(TypeError, match="args: expected what a parser with fp4compile.add_arguments has parsed"):
+        Recipe.from_args(argparse.Namespace(steps=3))
 
 
 @pytest.mark.parametrize(
@@ -317,6 +529,10 @@ def test_skip_arguments_come_before_the_rules_of_the_recipe(tmp_path):
         (("--fp4compile-skip-first", "1"), "options without --fp4compile-recipe"),
         (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_n"), "expected FIELD=VALUE"),
         (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_q=1"), "unknown recipe field 'min_q'"),
+        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "recipe=mxfp4"), "unknown recipe field 'recipe'"),
+        (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", ""), "pattern '' is empty"),
+        (("--fp4compile-recipe", "mxfp8", "--fp4compile-skip-first", "-1"), "skip_first_blocks=-1"),
+        (("--fp4compile-recipe", ""), "unknown recipe ''"),
     ],
 )
 def test_bad_arguments(arguments, message):
