@@ -71,7 +71,7 @@ def from_toml(path: str | Path) -> Recipe:
         raise ValueError(f"{path} is not TOML: {error}") from error
     fields = content.get(_TABLE, content)
     if not fields:
-        raise ValueError(f"{path} has no recipe in it: expected recipe = \"NAME\", or fields of a recipe")
+        raise ValueError(f'{path} has no recipe in it: expected recipe = "NAME", or fields of a recipe')
     if _TABLE in content:
         beside = sorted(content.keys() & {"recipe", *_field_names()} - {"name"})
         if beside:
