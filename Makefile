@@ -1,6 +1,15 @@
 # `make demo` and `make test` from a fresh clone need Python 3.11 or 3.12 and, for Inductor on a CPU, a C++ compiler.
 PYTHON ?= python3
+# Inductor hands the folder of torch's libraries to the linker unquoted. Where this directory's path has spaces, the
+# environment is therefore made in the user's cache, under a name of its own.
+ifeq ($(words $(CURDIR)),1)
 VENV ?= .venv
+else
+VENV ?= $(shell echo "$${XDG_CACHE_HOME:-$$HOME/.cache}")/fp4compile/venv-$(firstword $(shell pwd | cksum))
+endif
+ifneq ($(words $(VENV)),1)
+$(error VENV=$(VENV): expected a path without spaces)
+endif
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --quiet
 TRITON := 3.9.0

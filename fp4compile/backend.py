@@ -6,6 +6,7 @@ two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_f
 """
 
 import logging
+import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from fp4compile.passes.find import Input, clean_name
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe_io import DEFAULT, ENVIRONMENT, resolve
 from fp4compile.report import Report, Row
 from fp4compile.weights import hoisting
 
@@ -173,9 +174,9 @@ def named_reports() -> list[Report]:
     return [used.report for used in _named if used.report.rows]
 
 
-def _by_name(name: str) -> Callable:
+def _by_name(name: str | Recipe) -> Callable:
     """A function, because Dynamo's registry sets attributes on what it registers. `.report` is its backend's."""
-    chosen = backend(None if name == "default" else name)
+    chosen = backend(name)
     if chosen in _named:
         return _named[chosen]
 
@@ -188,8 +189,38 @@ def _by_name(name: str) -> Callable:
     return compile_named
 
 
+class _FromEnvironment:
+    """`backend="fp4compile"`: the recipe that FP4COMPILE_RECIPE names when the name is first used.
+
+    Dynamo keeps what it once loaded for a name, so a process has one recipe of this name. Where the variable has
+    changed, compiling raises RuntimeError, and no graph of the first recipe is used for another `torch.compile` call.
+    """
+
+    def __init__(self) -> None:
+        self.value = os.environ.get(ENVIRONMENT) or None
+        self.compile = _by_name(backend().recipe)
+        self.__name__, self.report, self.reset = self.compile.__name__, self.compile.report, self.compile.reset
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+        now = os.environ.get(ENVIRONMENT) or None
+        if now != self.value:
+            raise RuntimeError(
+                f"{ENVIRONMENT} was {self.value!r} when backend='fp4compile' was first used, and is {now!r} now: one "
+                f"process has one recipe of that name; pass fp4compile.backend({now or DEFAULT!r}) instead"
+            )
+        return self.compile(gm, example_inputs, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        # Dynamo asks before it gives a graph of one `torch.compile` call to another one.
+        return self is other and (os.environ.get(ENVIRONMENT) or None) == self.value
+
+    __hash__ = object.__hash__
+
+
 def __getattr__(name: str) -> Callable:
     """The backends that the `torch_dynamo_backends` entry points name: `default` and every named recipe."""
-    if name == "default" or name in recipes():
+    if name == "default":
+        return _FromEnvironment()
+    if name in recipes():
         return _by_name(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,4 +55,5 @@ def _call(model: Callable, batch: Any) -> None:
 def _decode_factor(name: str, amax: torch.Tensor) -> float:
     if not torch.isfinite(amax):
         raise ValueError(f"batches: the activation of layer {name!r} is not finite")
-    return (amax / NVFP4_MAX).item() or 1.0
+    # A recipe takes normal float32 numbers: the inverse of a smaller one overflows. A larger factor clips nothing.
+    return max((amax / NVFP4_MAX).item(), torch.finfo(torch.float32).tiny) if amax > 0 else 1.0

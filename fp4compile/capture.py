@@ -4,6 +4,7 @@ Both capture with Dynamo and AOTAutograd under Inductor's decompositions, so tha
 backend will see, and then run those graphs as they are.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from fp4compile.backend import record_inputs
 from fp4compile.passes.find import Input
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.plan import Decision
-from fp4compile.recipe import Recipe
+from fp4compile.recipe import Recipe, unmatched_rules
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report
 
@@ -42,6 +43,8 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | None = No
     with torch.random.fork_rng():
         run_captured(model, look)(*args, **kwargs)
     print(report)
+    for rule in unmatched_rules(chosen, {row.module for row in report.rows}):
+        warnings.warn(f"rule {rule.pattern!r} of recipe {chosen.name!r} decides for no layer", stacklevel=2)
     return report
 
 

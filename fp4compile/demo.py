@@ -271,7 +271,7 @@ def add_command(commands) -> None:
 def _recipe(name: str) -> Recipe:
     try:
         return resolve(name)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +24,8 @@ _OPERANDS = {
     "attention": ("attention_a", "attention_b"),
 }
 _ACTIONS = ("skip", "quantize")
+# Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
+_SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Rule:
         for name in ("pattern", "action"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"rules: {name} must be a string, got {type(getattr(self, name)).__name__}")
+        if not self.pattern or self.pattern != self.pattern.strip():
+            raise ValueError(f"rules: pattern {self.pattern!r} is empty or has spaces around it, so no name matches it")
         if self.action not in (*_ACTIONS, *_NAMED):
             raise ValueError(unknown_name("rule action", self.action, (*_ACTIONS, *_NAMED)))
 
@@ -55,13 +59,14 @@ class Recipe:
     fprop_x ... attention_b: format name of each operand (`formats.NAMED`, a spec string or a `BlockFormat`); None,
         or "none" where a file cannot say None, keeps it in high precision. A product with no format at all is left
         alone.
-    rules: ordered; the first whose glob matches the layer's name decides.
+    rules: ordered; the first whose glob matches the layer's name decides. `unmatched_rules` tells those that never do.
     min_m, min_n, min_k: smallest tokens, out features and in features of a layer worth quantising.
     skip_first_blocks, skip_last_blocks: transformer blocks left alone at either end. num_blocks: how many there
         are, for models whose graphs are broken into parts that do not show it.
     skip_lm_head: leave the language-model head alone.
     activation_scale: "dynamic", or "static": the outer scale of fprop_x is read from static_scales.
-    static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them.
+    static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them; the factors positive
+        normal float32 numbers. Only where activation_scale, or the recipe of a rule, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: of "dgrad" and "wgrad", those whose gradient operand is rounded stochastically.
     """
@@ -102,7 +107,7 @@ class Recipe:
         normal["rules"] = tuple(_rule(entry) for entry in _sequence("rules", self.rules))
         normal["static_scales"] = _scales(self.static_scales)
         for name in ("hadamard", "stochastic_rounding"):
-            normal[name] = tuple(_sequence(name, getattr(self, name)))
+            normal[name] = _products(name, getattr(self, name))
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
@@ -111,6 +116,8 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
+        if not self.name.strip():
+            raise ValueError(f"name={self.name!r}: must not be empty")
         for name in ("min_m", "min_n", "min_k", "skip_first_blocks", "skip_last_blocks", "num_blocks"):
             value = getattr(self, name)
             if value is None and name == "num_blocks":
@@ -119,6 +126,8 @@ class Recipe:
                 raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
             if value < 0:
                 raise ValueError(f"{name}={value}: must not be negative")
+        if self.num_blocks == 0:
+            raise ValueError("num_blocks=0: must be at least 1, or None where the graph shows how many there are")
 
     def _check_product(self, product: str) -> None:
         left, right = (None if name is None else formats.get(name) for name in self.operands(product))
@@ -140,6 +149,11 @@ class Recipe:
                 raise ValueError(
                     f"activation_scale='static' needs an fprop_x whose outer scale is one a tensor, got {self.fprop_x}"
                 )
+        elif self.static_scales and not any(_is_static(rule) for rule in self.rules):
+            raise ValueError(
+                "static_scales are given and never used: activation_scale is 'dynamic', and no rule names a recipe "
+                "whose scale is 'static'"
+            )
 
     def _check_training(self) -> None:
         for name, allowed in (("hadamard", ("wgrad",)), ("stochastic_rounding", ("dgrad", "wgrad"))):
@@ -247,16 +261,36 @@ def _sequence(field: str, value: Any) -> list | tuple:
     return value
 
 
+def _products(field: str, value: Any) -> tuple[str, ...]:
+    """The products of a training switch, each once, in alphabetical order."""
+    products = _sequence(field, value)
+    for product in products:
+        if not isinstance(product, str):
+            raise TypeError(f"{field}: expected names of products, got {product!r}")
+    return tuple(sorted(set(products)))
+
+
+def _is_static(rule: Rule) -> bool:
+    return _NAMED.get(rule.action, {}).get("activation_scale") == "static"
+
+
 def _scales(value: Any) -> tuple[tuple[str, float], ...]:
     scales: dict[str, float] = {}
+    smallest, largest = _SCALE_RANGE
     for pair in value.items() if isinstance(value, dict) else _sequence("static_scales", value):
         match pair:
             case [str(module), float() | int() as scale] if not isinstance(scale, bool):
-                scales[module] = float(scale)
+                pass
             case _:
                 raise TypeError(f"static_scales: expected pairs of a module name and a float, got {pair!r}")
-        if not 0 < scale < math.inf:
-            raise ValueError(f"static_scales: {module!r} has {scale}; a decode factor is positive and finite")
+        if module in scales:
+            raise ValueError(f"static_scales: {module!r} is there twice")
+        if not smallest <= scale <= largest:
+            raise ValueError(
+                f"static_scales: {module!r} has {scale}; a decode factor is positive and finite, and a normal "
+                f"float32 number: from {smallest:.6g} to {largest:.6g}"
+            )
+        scales[module] = float(scale)
     return tuple(sorted(scales.items()))
 
 
@@ -270,6 +304,22 @@ def _rule(entry: Any) -> Rule:
     if isinstance(entry, tuple | list) and len(entry) == 2:
         return Rule(*entry)
     raise TypeError(f"rules: expected a Rule, a dict or a (pattern, action) pair, got {entry!r}")
+
+
+def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
+    """The rules of a recipe that decide for none of the layers: no name matches, or an earlier rule takes all that do.
+
+    names: fully qualified names of a whole model's layers, as reports have them. A rule may be idle in one of a
+    model's graphs and decide in another, so the names of all of them belong here.
+    """
+    left = list(names)
+    idle = []
+    for rule in recipe.rules:
+        remaining = [name for name in left if not rule.matches(name)]
+        if len(remaining) == len(left):
+            idle.append(rule)
+        left = remaining
+    return tuple(idle)
 
 
 def _all(x: str, w: str | None = None) -> dict[str, Any]:

@@ -30,6 +30,11 @@ def test_entry_points_resolve(name, target):
     assert name in ("fp4compile", loaded.__name__)
 
 
+def test_numpy_is_required():
+    """torch does not install it, and warns at its absence in the first lines of every run."""
+    assert "numpy" in project()["dependencies"]
+
+
 def test_requirements_of_the_tests_are_pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))

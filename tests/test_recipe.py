@@ -1,14 +1,15 @@
-import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import fp4compile
 from fp4compile import formats
-from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes
-from fp4compile.recipe_io import add_arguments, resolve
+from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, unmatched_rules
+from fp4compile.recipe_io import resolve
 
 BACKWARD = ("dgrad", "wgrad")
 FORWARD_ONLY = ("nvfp4_one_level", "nvfp4_static", "nvfp4_weight_only")
@@ -38,12 +39,6 @@ def rich_recipe() -> Recipe:
         activation_scale="static",
         static_scales={"layers.0.q": 0.25, "embed": 1},
     )
-
-
-def parse(*arguments: str) -> Recipe | None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return Recipe.from_args(parser.parse_args(arguments))
 
 
 # ---------------------------------------------------------------- named recipes
@@ -103,6 +98,7 @@ def test_spellings_of_one_recipe_are_equal():
     other = mine.replace(static_scales=[("layers.0.q", 0.25), ("embed", 1.0)], rules=list(mine.rules))
     assert other == mine and hash(other) == hash(mine) and other.digest == mine.digest
     assert Recipe(fprop_x=formats.NAMED["nvfp4"], fprop_w="none") == Recipe(fprop_x="nvfp4")
+    assert named("nvfp4_train").replace(stochastic_rounding=["wgrad", "dgrad", "wgrad"]) == named("nvfp4_train")
 
 
 @pytest.mark.parametrize("recipe", [rich_recipe(), *map(named, recipes())], ids=lambda recipe: recipe.name)
@@ -149,6 +145,26 @@ def test_first_matching_rule_decides(module, action):
     assert (rule and rule.action) == action
 
 
+RULES = [("*.q", "skip"), ("layers.9.*", "mxfp8"), ("layers.0.q", "mxfp8"), ("*.q", "quantize"), ("*", "quantize")]
+
+
+@pytest.mark.parametrize(
+    "names, unmatched",
+    [
+        # An earlier rule takes all that the third and the fourth match.
+        (["layers.0.q", "layers.0.up", "layers.1.q"], [1, 2, 3]),
+        (["layers.9.up"], [0, 2, 3, 4]),
+        (["layers.9.q"], [1, 2, 3, 4]),
+        (["layers.9.q", "layers.9.up"], [2, 3, 4]),
+        ([], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_rules_that_decide_for_no_layer(names, unmatched):
+    recipe = Recipe(rules=RULES)
+    assert unmatched_rules(recipe, (name for name in names)) == tuple(recipe.rules[index] for index in unmatched)
+    assert unmatched_rules(Recipe(), names) == ()
+
+
 def test_static_scale_by_module_name():
     recipe = rich_recipe()
     assert recipe.static_scale("layers.0.q") == 0.25
@@ -181,9 +197,19 @@ def test_static_scale_by_module_name():
         ({"stochastic_rounding": ["dgrad"]}, "stochastic_rounding of dgrad: dgrad_dy must be an FP4 format, got None"),
         ({"recipe": "mxfp8", "stochastic_rounding": ["wgrad"]}, "wgrad_dy must be an FP4 format, got mxfp8"),
         ({"stochastic_rounding": ["fprop"]}, "stochastic_rounding: unknown product 'fprop'"),
-        ({"static_scales": {"a": float("nan")}}, "positive and finite"),
-        ({"static_scales": {"a": 0.0}}, "positive and finite"),
+        ({"recipe": "nvfp4", "static_scales": {"a": 0.5}}, "static_scales are given and never used"),
+        ({"static_scales": {"a": 0.5}, "rules": [("a", "mxfp8")]}, "static_scales are given and never used"),
         ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),
+        ({"rules": [("", "skip")]}, "pattern '' is empty"),
+        ({"rules": [("*.q", "skip"), ("*.gate ", "skip")]}, r"pattern '\*.gate ' is empty or has spaces around it"),
+        ({"rules": [("\n*.gate", "skip")]}, "has spaces around it"),
+        ({"num_blocks": 0}, "num_blocks=0: must be at least 1"),
+        ({"skip_first_blocks": -1}, "skip_first_blocks=-1"),
+        ({"name": ""}, "name='': must not be empty"),
+        ({"name": " "}, "name=' ': must not be empty"),
+        ({"fprop_x": ""}, "fprop_x: unknown format ''"),
+        ({"recipe": " mxfp8"}, "unknown recipe ' mxfp8'.*'mxfp8'"),
+        ({"static_scale": {}}, "unknown recipe field 'static_scale'.*'static_scales'"),
         ({"recipe": "nvfp"}, "unknown recipe 'nvfp'"),
     ],
 )
@@ -209,6 +235,12 @@ def test_contradictions_raise_when_built(fields, message):
         ({"static_scales": {"a": "1"}}, "static_scales: expected pairs"),
         ({"static_scales": [1.0]}, "static_scales: expected pairs"),
         ({"static_scales": 1.0}, "static_scales: expected a list"),
+        ({"static_scales": {"a": True}}, "static_scales: expected pairs"),
+        ({"static_scales": "ab"}, "static_scales: expected a list"),
+        ({"num_blocks": False}, "num_blocks: expected an int, got bool"),
+        ({"min_n": float("nan")}, "min_n: expected an int, got float"),
+        ({"stochastic_rounding": [["dgrad"]]}, "stochastic_rounding: expected names of products"),
+        ({"hadamard": [1]}, "hadamard: expected names of products"),
         ({"recipe": 4}, "recipe: expected a name"),
         ([], "recipe: expected a dict"),
     ],
@@ -218,107 +250,47 @@ def test_wrong_types_name_the_field(fields, message):
         Recipe.from_dict(fields)
 
 
-def test_a_product_may_keep_one_operand_in_high_precision():
-    assert Recipe(fprop_w="mxfp8").quantizes("fprop")
-    assert Recipe(fprop_x="mxfp8", fprop_w="mxfp4").quantizes("fprop")
-
-
-# ---------------------------------------------------------------- where recipes come from
-
-
-def test_resolve_takes_every_form(tmp_path):
-    file = tmp_path / "my.toml"
-    file.write_text('recipe = "mxfp8"\nmin_n = 64\n')
-    expected = named("mxfp8").replace(min_n=64)
-    for form in (expected, {"recipe": "mxfp8", "min_n": 64}, file, str(file)):
-        assert resolve(form) == expected
-    assert resolve("mxfp8", min_n=64) == expected
-    assert resolve() == named("nvfp4")
-    with pytest.raises(TypeError, match="recipe: expected a name.*got int"):
-        resolve(4)
-
-
-def test_toml_says_all_that_a_dict_says(tmp_path):
-    file = tmp_path / "pyproject.toml"
-    file.write_text(
-        """
-        [fp4compile]
-        recipe = "nvfp4"
-        name = "careful"
-        dgrad_dy = "none"
-        skip_lm_head = false
-        rules = [["*.router", "skip"], {pattern = "*.down", action = "mxfp8"}]
-        [fp4compile.static_scales]
-        "layers.0" = 0.5
-        [other]
-        min_n = 7
-        """
-    )
-    assert Recipe.from_toml(file) == named("nvfp4").replace(
-        name="careful",
-        dgrad_dy=None,
-        skip_lm_head=False,
-        rules=(Rule("*.router", "skip"), Rule("*.down", "mxfp8")),
-        static_scales={"layers.0": 0.5},
-    )
-
-
-def test_bad_toml(tmp_path):
-    file = tmp_path / "bad.toml"
-    file.write_text("recipe = mxfp8")
-    with pytest.raises(ValueError, match="bad.toml is not TOML"):
-        resolve(file)
-    with pytest.raises(FileNotFoundError):
-        resolve("absent.toml")
-
-
-def test_environment(monkeypatch, tmp_path):
-    assert Recipe.from_env() is None
-    monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp4")
-    assert Recipe.from_env() == resolve() == parse() == named("mxfp4")
-    assert resolve("mxfp8") == parse("--fp4compile-recipe", "mxfp8") == named("mxfp8")
-    file = tmp_path / "r.toml"
-    file.write_text("min_n = 64")
-    monkeypatch.setenv("FP4COMPILE_RECIPE", str(file))
-    assert resolve() == Recipe(min_n=64)
-    monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp5")
-    with pytest.raises(ValueError, match="unknown recipe 'mxfp5'"):
-        resolve()
-
-
-def test_arguments():
-    assert parse() is None
-    chosen = parse(
-        *("--fp4compile-recipe", "mxfp8", "--fp4compile-skip", "*.gate", "--fp4compile-skip", "*.router"),
-        *("--fp4compile-skip-first", "1", "--fp4compile-skip-last", "0", "--fp4compile-lm-head"),
-        *("--fp4compile-set", "min_n=64", "--fp4compile-set", 'name="x"', "--fp4compile-set", "wgrad_x = none"),
-    )
-    assert chosen == named("mxfp8").replace(
-        rules=(Rule("*.gate", "skip"), Rule("*.router", "skip")),
-        skip_first_blocks=1,
-        skip_lm_head=False,
-        min_n=64,
-        name="x",
-        wgrad_x=None,
-    )
-
-
-def test_skip_arguments_come_before_the_rules_of_the_recipe(tmp_path):
-    file = tmp_path / "r.toml"
-    file.write_text('recipe = "mxfp8"\nrules = [["*", "mxfp4"]]')
-    chosen = parse("--fp4compile-recipe", str(file), "--fp4compile-skip", "*.gate")
-    assert chosen.rules == (Rule("*.gate", "skip"), Rule("*", "mxfp4"))
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--fp4compile-skip", "*.gate"), "options without --fp4compile-recipe"),
-        (("--fp4compile-skip-first", "1"), "options without --fp4compile-recipe"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_n"), "expected FIELD=VALUE"),
-        (("--fp4compile-recipe", "mxfp8", "--fp4compile-set", "min_q=1"), "unknown recipe field 'min_q'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        parse(*arguments)
+    "scale",
+    [float("nan"), 0.0, -1.0, float("inf"), 1e300, pytest.param(10**400, id="10**400"), 1e-50,
+     SMALLEST * (1 - 2.0**-30), 2.0**128],
+)  # fmt: skip
+def test_static_scales_that_float32_does_not_hold(scale):
+    """Kernels take them in float32; below its normal numbers the inverse, by which they multiply, overflows."""
+    with pytest.raises(ValueError, match="static_scales: 'b' has .* positive and finite, and a normal float32"):
+        named("nvfp4_static").replace(static_scales={"a": 0.5, "b": scale})
+
+
+def test_static_scales_at_the_ends_of_float32():
+    recipe = named("nvfp4_static").replace(static_scales={"a": SMALLEST, "b": LARGEST, "c": 1})
+    assert recipe.static_scales == (("a", SMALLEST), ("b", LARGEST), ("c", 1.0))
+
+
+def test_calibration_of_a_tiny_activation_gives_a_factor_that_a_recipe_takes():
+    layers, x = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3)), torch.randn(4, 64)
+
+    def model(x):
+        return layers[0](x) + layers[1](1e-37 * x) + layers[2](0 * x)
+
+    scales = dict(fp4compile.calibrate(model, [(x,)]).static_scales)
+    assert sorted(scales.values()) == [SMALLEST, pytest.approx(x.abs().max().item() / 2688), 1.0]
+
+
+def test_static_scales_are_given_once():
+    with pytest.raises(ValueError, match="static_scales: 'a' is there twice"):
+        named("nvfp4_static").replace(static_scales=[("a", 0.5), ("b", 0.5), ("a", 0.25)])
+
+
+def test_static_scales_of_the_layers_whose_rule_is_static():
+    recipe = Recipe(rules=[("a", "nvfp4_static")], static_scales={"a": 0.5})
+    assert recipe.static_scale("a") == 0.5
+    with pytest.raises(ValueError, match="static_scales are given and never used"):
+        recipe.replace(rules=[("a", "nvfp4")])
+
+
+def test_a_product_may_keep_one_operand_in_high_precision():
+    assert Recipe(fprop_w="mxfp8").quantizes("fprop")
+    assert Recipe(fprop_x="mxfp8", fprop_w="mxfp4").quantizes("fprop")

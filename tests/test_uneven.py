@@ -1,0 +1,446 @@
+"""Models in which nothing is like its neighbour, so that a mix-up changes the numbers.
+
+Layers with recipes of their own, the two operands of a product in different formats, two pieces of one tensor as
+activations of two layers, weights on either side, heads of many names. The rewritten joint graphs run as they are,
+without code generation, and are compared with the same model composed from `quantize` and `dequantize`.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+import fp4compile
+from fp4compile.backend import record_inputs
+from fp4compile.passes import manager
+from fp4compile.passes.find import Input
+from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import Recipe, named
+
+# All six formats differ from their partner, and each role from the role that it could be mistaken for.
+UNEVEN = Recipe(
+    name="uneven", fprop_x="mxfp8", fprop_w="mxfp4", dgrad_dy="mxfp4", dgrad_w="mxfp8_32x32", wgrad_dy="mxfp8_e5m2",
+    wgrad_x="mxfp8_floor",
+)  # fmt: skip
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+TOKENS = 48
+
+
+class Captured:
+    """A model whose graphs are rewritten and run without code generation.
+
+    treatments: what happens to the operands, by (layer, product); a reason where the product is left alone.
+    """
+
+    def __init__(self, model, recipe):
+        self.recipe, self.treatments = recipe, {}
+        self.run = torch.compile(model, backend=self._capture)
+
+    def _capture(self, gm, example_inputs):
+        inputs = record_inputs(gm, example_inputs)
+
+        def partition(joint, joint_inputs, **kwargs):
+            self._rewrite(joint.graph, inputs)
+            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+        def infer(module, _):
+            self._rewrite(module.graph, inputs)
+            module.recompile()
+            return make_boxed_func(module.forward)
+
+        def plain(module, _):
+            return make_boxed_func(module.forward)
+
+        compiler = aot_autograd(
+            fw_compiler=plain, bw_compiler=plain, inference_compiler=infer, partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )  # fmt: skip
+        return compiler(gm, example_inputs)
+
+    def _rewrite(self, graph, inputs):
+        decisions = analyse(graph, self.recipe, inputs)
+        for decision in decisions:
+            key = (decision.gemm.module, decision.gemm.product)
+            self.treatments[key] = decision.reason or (decision.left, decision.right)
+        rewrite(graph, decisions)
+
+    def formats(self, module, product):
+        """Formats of the left and the right operand of one product."""
+        left, right = self.treatments[module, product]
+        return tuple(None if one is None else one.format for one in (left, right))
+
+
+def as_seen(x, fmt, dim, outer=None, hadamard=False):
+    """x as a product along `dim` sees it."""
+    if fmt is None:
+        return x
+    outer = None if outer is None else torch.tensor(outer)
+    return fp4compile.quantize(x, fmt, dim=dim, outer=outer, hadamard=hadamard).dequantize().movedim(-1, dim)
+
+
+class Oracle(torch.autograd.Function):
+    """x [tokens, K], w [N, K] -> [tokens, N], each product by the formats of the recipe."""
+
+    @staticmethod
+    def forward(ctx, x, w, recipe, outer):
+        ctx.save_for_backward(x, w)
+        ctx.recipe = recipe
+        return as_seen(x, recipe.fprop_x, 1, outer) @ as_seen(w, recipe.fprop_w, 1).t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), recipe = ctx.saved_tensors, ctx.recipe
+        hadamard = "wgrad" in recipe.hadamard
+        dx = as_seen(dy, recipe.dgrad_dy, 1) @ as_seen(w, recipe.dgrad_w, 0)
+        transformed = as_seen(x, recipe.wgrad_x, 0, hadamard=hadamard)
+        dw = as_seen(dy, recipe.wgrad_dy, 0, hadamard=hadamard).t() @ transformed
+        return dx, dw, None, None
+
+
+def oracle(layer, x, recipe, outer=None):
+    y = Oracle.apply(x.reshape(-1, x.shape[-1]), layer.weight, recipe, outer)
+    return y.view(*x.shape[:-1], -1) if layer.bias is None else y.view(*x.shape[:-1], -1) + layer.bias
+
+
+def step(function, model, *args):
+    """Outputs, and gradients of the arguments and of the parameters, for one random gradient of the outputs."""
+    args = [arg.detach().requires_grad_() for arg in args]
+    outputs = function(*args)
+    generator = torch.Generator().manual_seed(7)
+    gradients = [torch.randn(y.shape, generator=generator) for y in outputs]
+    wanted = [*args, *model.parameters()]
+    return [y.detach() for y in outputs], torch.autograd.grad(outputs, wanted, gradients)
+
+
+def assert_same_step(got, expected):
+    """Equal but for the order of float32 sums: 1e-5 of the largest value."""
+    for one, other in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
+
+
+# ---------------------------------------------------------------- a recipe per layer
+
+
+class Parallel(nn.Module):
+    """Layers of different widths beside each other, of one input: none sees another's rounding."""
+
+    WIDTHS = {"plain": 96, "mixed": 64, "other": 32}
+
+    def __init__(self):
+        super().__init__()
+        for name, width in self.WIDTHS.items():
+            setattr(self, name, nn.Linear(64, width, bias=name == "mixed"))
+
+    def forward(self, x):
+        return [getattr(self, name)(x) for name in self.WIDTHS]
+
+
+TRAIN = named("nvfp4_train").replace(stochastic_rounding=())  # seeds are drawn in the graph, and no oracle knows them
+SCALES = {"plain": 0.004, "mixed": 0.001, "other": 0.002}
+
+
+@pytest.mark.parametrize(
+    "recipe, layers",
+    [
+        (named("nvfp4_static").replace(static_scales=SCALES), {"mixed": "mxfp8", "other": "mxfp4"}),
+        (named("mxfp8").replace(rules=[("plain", "nvfp4_static")], static_scales=SCALES), {"mixed": "nvfp4_rowwise"}),
+        (TRAIN, {"mixed": "mxfp8_32x32", "other": "nvfp4_weight_only"}),
+        (named("nvfp4_rowwise"), {"plain": "float8_rowwise", "mixed": "mxfp8_floor"}),
+        (UNEVEN, {"plain": "nvfp4", "other": "mxfp8"}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_each_layer_by_the_recipe_of_its_rule(recipe, layers):
+    recipe = recipe.replace(rules=[*recipe.rules, *layers.items()])
+    of_layer = {name: recipe for name in Parallel.WIDTHS}
+    of_layer |= {rule.pattern: named(rule.action) for rule in recipe.rules}
+
+    def by_hand(x):
+        static = {name: one.activation_scale == "static" for name, one in of_layer.items()}
+        return [oracle(getattr(model, name), x, of_layer[name], SCALES[name] if static[name] else None)
+                for name in Parallel.WIDTHS]  # fmt: skip
+
+    model, x = Parallel(), torch.randn(TOKENS, 64)
+    captured = Captured(model, recipe)
+    assert_same_step(step(captured.run, model, x), step(by_hand, model, x))
+    for name, chosen in of_layer.items():
+        assert captured.formats(name, "fprop") == (chosen.fprop_x, chosen.fprop_w)
+
+
+@pytest.mark.parametrize("recipe, rules", [("mxfp8", {"mixed": "nvfp4_train"}), ("nvfp4_train", {"other": "mxfp8"})])
+def test_switches_of_training_are_those_of_the_layer(recipe, rules):
+    """Stochastic rounding and the Hadamard transform, on in one layer (mixed) and off in its neighbour (other)."""
+    model = Parallel()
+    captured = Captured(model, named(recipe).replace(rules=list(rules.items())))
+    step(captured.run, model, torch.randn(TOKENS, 64))
+
+    def switches(layer, product):
+        return [(one.stochastic, one.hadamard) for one in captured.treatments[layer, product]]
+
+    assert switches("mixed", "fprop") == [(False, False), (False, False)]
+    assert switches("mixed", "dgrad") == [(True, False), (False, False)]
+    assert switches("mixed", "wgrad") == [(True, True), (False, True)]
+    for product in PRODUCTS:
+        assert switches("other", product) == [(False, False), (False, False)]
+
+
+# ---------------------------------------------------------------- two formats in a product, weights on either side
+
+
+class WeightRight(nn.Module):
+    """x @ W, the weight [K, N]."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(64, 96))
+
+    def forward(self, x):  # [tokens, 64]
+        return (x @ self.matrix,)
+
+    def by_hand(self, x):
+        return (Oracle.apply(x, self.matrix.t(), UNEVEN, None),)
+
+
+class WeightLeft(nn.Module):
+    """W @ x: the weight [N, K] on the left, tokens in the columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(96, 64))
+
+    def forward(self, x):  # [64, tokens]
+        return (self.matrix @ x,)
+
+    def by_hand(self, x):
+        return (Oracle.apply(x.t(), self.matrix, UNEVEN, None).t(),)
+
+
+class WeightLeftTransposed(WeightLeft):
+    """W.T @ x.T, the weight [K, N]; autograd makes the transposed gradient of x, with the weight on the right."""
+
+    def forward(self, x):  # [tokens, 96]
+        return (self.matrix.t() @ x.t(),)
+
+    def by_hand(self, x):
+        return (Oracle.apply(x, self.matrix.t(), UNEVEN, None).t(),)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Linear(64, 96)
+
+    def forward(self, x):
+        return (self.matrix(x),)
+
+    def by_hand(self, x):
+        return (oracle(self.matrix, x, UNEVEN),)
+
+
+@pytest.mark.parametrize(
+    "kind, shape, weight_left",
+    [
+        (Layer, (TOKENS, 64), False),
+        (Layer, (3, 16, 64), False),
+        (WeightRight, (TOKENS, 64), False),
+        (WeightLeft, (64, TOKENS), True),
+        (WeightLeftTransposed, (TOKENS, 96), True),
+    ],
+)
+def test_activation_and_weight_in_different_formats(kind, shape, weight_left):
+    model, x = kind(), torch.randn(shape)
+    captured = Captured(model, UNEVEN)
+    assert_same_step(step(captured.run, model, x), step(model.by_hand, model, x))
+    assert captured.formats("matrix", "fprop") == (("mxfp4", "mxfp8") if weight_left else ("mxfp8", "mxfp4"))
+    assert set(captured.formats("matrix", "dgrad")) == {"mxfp4", "mxfp8_32x32"}
+    assert set(captured.formats("matrix", "wgrad")) == {"mxfp8_e5m2", "mxfp8_floor"}
+
+
+def test_inference_with_the_weight_on_the_left():
+    model, x = WeightLeft(), torch.randn(64, TOKENS)
+    captured = Captured(model, UNEVEN)
+    with torch.no_grad():
+        got, expected = captured.run(x)[0], model.by_hand(x)[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert captured.formats("matrix", "fprop") == ("mxfp4", "mxfp8")
+
+
+# ---------------------------------------------------------------- pieces of one tensor
+
+PIECES = {
+    "chunk": ((TOKENS, 128), lambda x: x.chunk(2, dim=-1)),
+    "split": ((TOKENS, 128), lambda x: x.split(64, dim=-1)),
+    "split in rows": ((2 * TOKENS, 64), lambda x: x.split([TOKENS, TOKENS])),
+    "unbind": ((2, TOKENS, 64), lambda x: x.unbind()),
+    "unbind in the middle": ((TOKENS, 2, 64), lambda x: x.unbind(1)),
+    "slices": ((TOKENS, 128), lambda x: (x[:, :64], x[:, 64:])),
+    "views of chunks": ((4, 12, 128), lambda x: [piece.reshape(TOKENS, 64) for piece in x.chunk(2, dim=-1)]),
+    "of a function": ((TOKENS, 128), lambda x: x.sin().chunk(2, dim=-1)),
+    "unsafe_chunk": ((TOKENS, 128), lambda x: x.unsafe_chunk(2, dim=-1)),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_two_pieces_of_one_tensor_are_two_activations(name):
+    """Equal layers in equal formats, so that nothing but the piece tells the activations apart."""
+
+    class Pieces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
+
+        def forward(self, x):
+            first, second = split(x)
+            return self.first(first), self.second(second)
+
+    shape, split = PIECES[name]
+    model, x = Pieces(), torch.randn(shape)
+
+    def by_hand(x):
+        first, second = split(x)
+        return oracle(model.first, first, UNEVEN), oracle(model.second, second, UNEVEN)
+
+    captured = Captured(model, UNEVEN)
+    assert_same_step(step(captured.run, model, x), step(by_hand, model, x))
+    expected = {(layer, product) for layer in ("first", "second") for product in PRODUCTS}
+    assert captured.treatments.keys() == expected
+    assert not [reason for reason in captured.treatments.values() if isinstance(reason, str)]
+
+
+# ---------------------------------------------------------------- heads
+
+
+class Headed(nn.Module):
+    """An embedding, a body, and a head at a path of the caller's choice."""
+
+    def __init__(self, path, tied=False):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(160, 64), nn.Linear(64, 64)
+        *parents, name = path.split(".")
+        holder = self
+        for parent in parents:
+            setattr(holder, parent, nn.Module())
+            holder = getattr(holder, parent)
+        setattr(holder, name, nn.Linear(64, 160, bias=False))
+        self.path = path
+        if tied:
+            self.get_submodule(path).weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.get_submodule(self.path)(F.relu(self.body(self.embed(tokens))))
+
+
+def left_alone(model):
+    """{layer: reasons of its products} after a forward and a backward pass under mxfp8."""
+    captured = Captured(model, named("mxfp8"))
+    captured.run(torch.randint(160, (3, 16))).sum().backward()
+    reasons: dict[str, list] = {}
+    for (layer, product), treatment in captured.treatments.items():
+        reasons.setdefault(layer, []).append((product, treatment if isinstance(treatment, str) else None))
+    return {layer: dict(rows) for layer, rows in reasons.items()}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["lm_head", "model.lm_head", "model.decoder.lm_head", "embed_out", "gpt.embed_out", "unembed", "output",
+     "output_projection", "model.inner.output_projection"],
+)  # fmt: skip
+def test_heads_of_many_names_and_depths(path):
+    reasons = left_alone(Headed(path))
+    assert reasons.keys() == {"body", path}
+    assert list(reasons["body"].values()) == [None] * 3
+    assert set(reasons[path]) == set(PRODUCTS) and all("head" in reason for reason in reasons[path].values())
+
+
+@pytest.mark.parametrize("path", ["project", "model.to_words", "lm_head"])
+def test_a_head_that_shares_the_weight_of_the_embedding(path):
+    """By what its weight is, whatever its name; and the products of its backward pass with it."""
+    (head,) = (reasons for layer, reasons in left_alone(Headed(path, tied=True)).items() if layer != "body")
+    assert set(head) == set(PRODUCTS) and all("head" in reason for reason in head.values())
+
+
+# ---------------------------------------------------------------- what the compile caches are asked by
+
+INPUTS = (Input("up.weight"), Input(), Input("down.weight"))
+
+
+def joint(recipe=UNEVEN, inputs=INPUTS, user_passes=()):
+    return JointPasses(recipe, inputs, lambda rows, counts: None, user_passes).uuid()
+
+
+def lower(user_passes=()):
+    return LowerPasses(lambda kept: None, user_passes).uuid()
+
+
+class UserPass:
+    def __init__(self, uuid):
+        self.uuid = lambda: uuid
+
+
+def test_the_key_of_the_joint_passes_tells_apart():
+    keys = [
+        joint(),
+        *(joint(recipe=UNEVEN.replace(**{role: "none"})) for role in ("fprop_w", "wgrad_x")),
+        joint(recipe=UNEVEN.replace(rules=[("up", "skip")])),
+        joint(recipe=UNEVEN.replace(min_m=2)),
+        joint(inputs=INPUTS[::-1]),  # the same names at other places
+        joint(inputs=(Input("up.weight"), Input("down.weight"), Input())),
+        joint(inputs=(*INPUTS, Input())),
+        joint(inputs=(Input("up.weight"), Input(), Input("down.bias"))),
+        joint(user_passes=(UserPass("a"),)),
+        joint(user_passes=(UserPass("b"),)),
+        lower(),
+        lower(user_passes=(UserPass("a"),)),
+    ]
+    assert len(set(keys)) == len(keys) and None not in keys
+    assert joint() == joint() and lower() == lower()
+    assert joint(user_passes=(UserPass(None),)) is None and lower(user_passes=(UserPass(None),)) is None
+
+
+def test_both_keys_tell_the_gpu(monkeypatch):
+    keys = []
+    for capability in (None, (8, 0), (9, 0), (10, 0), (10, 3)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=capability: found is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
+        keys.append((joint(), lower()))
+    for of_one in zip(*keys, strict=True):
+        assert len(set(of_one)) == len(keys)
+
+
+def test_both_keys_cover_every_source_file(tmp_path, monkeypatch):
+    """A changed pass or kernel never runs a graph that another one made."""
+    package = Path(fp4compile.__file__).parent
+    copy = tmp_path / "fp4compile"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(manager, "__file__", str(copy / "passes" / "manager.py"))
+    monkeypatch.setattr(manager, "source_digest", manager.source_digest.__wrapped__)
+    files = sorted(copy.rglob("*.py"))
+    assert {file.parent.name for file in files} >= {"fp4compile", "passes", "templates"}
+    keys = [(joint(), lower())]
+    for file in files:
+        file.write_text(file.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+        keys.append((joint(), lower()))
+    for of_one in zip(*keys, strict=True):
+        assert len(set(of_one)) == len(files) + 1
+
+
+# ---------------------------------------------------------------- rules that decide nothing
+
+
+def test_explain_tells_the_rules_that_decide_for_no_layer():
+    rules = [("mixed", "skip"), ("*.gate", "skip"), ("mix*", "mxfp4")]
+    with pytest.warns(UserWarning) as warned:
+        fp4compile.explain(Parallel(), torch.randn(TOKENS, 64), recipe=named("mxfp8").replace(rules=rules))
+    texts = [str(warning.message) for warning in warned]
+    assert [text for text in texts if "decides for no layer" in text] == [
+        "rule '*.gate' of recipe 'mxfp8' decides for no layer",
+        "rule 'mix*' of recipe 'mxfp8' decides for no layer",
+    ]
