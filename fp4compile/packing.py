@@ -5,14 +5,13 @@ goes down too. A packed layer computes what the compiled layer would, with the s
 """
 
 import warnings
-from collections.abc import Iterable
 
 from torch import nn
 
 from fp4compile.packed_linear import LayerFormat, PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import Layer, Model, of_layer
-from fp4compile.recipe import Recipe
+from fp4compile.recipe import Recipe, unmatched_rules
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report, Row
 
@@ -132,19 +131,10 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> list[str]:
-    """The patterns of the recipe's rules that match none of the layers' names."""
-    names = set(names)
-    return [rule.pattern for rule in recipe.rules if not any(rule.matches(name) for name in names)]
-
-
 def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) -> None:
     # Parameters of other modules, as of experts, are layers to the backend, and a recipe may serve both.
     matrices = (name for name, parameter in model.named_parameters() if parameter.dim() > 1)
     names = [*(name for group in places for name in group), *map(module_name, matrices)]
-    for pattern in unmatched_rules(recipe, map(clean_name, names)):
-        warnings.warn(
-            f"recipe {recipe.name!r}: rule {pattern!r} matches no layer of the model (such as {names[0]!r})"
-            if names else f"recipe {recipe.name!r}: rule {pattern!r}, and the model has no layer",
-            stacklevel=3,
-        )  # fmt: skip
+    for rule in unmatched_rules(recipe, map(clean_name, names)):
+        known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
+        warnings.warn(f"recipe {recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=3)
