@@ -69,10 +69,14 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
-        """The packed form of a linear layer, quantised along its in features."""
+        """The packed form of a linear layer, quantised along its in features; under autocast, of the weight that
+        autocast would multiply with."""
         packed = cls.in_place_of(linear, layer_format)
         fmt, dim = formats.get(layer_format.weight), 0 if packed.in_first else -1
-        data, scales, outer = torch.ops.fp4compile.quantize(linear.weight.detach(), fmt.name, dim)
+        weight = linear.weight.detach()
+        if torch.is_autocast_enabled(weight.device.type):
+            weight = weight.to(torch.get_autocast_dtype(weight.device.type))
+        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim)
         packed.weight_data = data
         packed.weight_scales = scales if fmt.scale else None
         packed.weight_outer = outer if fmt.outer else None

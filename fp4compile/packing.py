@@ -1,7 +1,8 @@
 """Models whose weights are stored packed: `pack_` in place; `packed_files` writes and reads them.
 
 The backend keeps packed weights beside the parameters; `pack_` puts them in the parameters' place, so that the memory
-goes down too. A packed layer computes what the compiled layer would, with the same bits, eagerly and compiled.
+goes down too. A packed layer computes what the compiled layer would, with the same bits, eagerly and compiled. A weight
+that autocast would cast is packed as it is cast if `pack_` runs under autocast, too.
 """
 
 import warnings
@@ -24,7 +25,8 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | None = None) -> Report
         report, are layers of a subclass, parametrised ones, those with hooks other than forward hooks, and those whose
         weight another linear layer has too. A weight that an embedding shares stays with the embedding.
 
-    Packed layers are for inference; forward hooks and attributes of a layer go over to its packed one.
+    Packed layers are for inference; forward hooks and attributes of a layer go over to its packed one. For a model that
+    runs under autocast, call it under autocast: the weights are then cast before they are quantised, as there.
 
     Returns a report of what was packed and why the rest was not. Warns of rules that match no layer. Raises TypeError
     for what is no module, ValueError for a model that is itself a linear layer, and what `backend` raises for a bad
