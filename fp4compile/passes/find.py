@@ -4,8 +4,8 @@ Entry: `find(graph, inputs)`. A role is proven by what the operands are, never b
 shapes that agree or by sequence numbers:
 
     fprop   activation x weight. A weight comes from a parameter by moving and casting its elements alone.
-    wgrad   gradient x activation. The result is a part of the gradient output of a layer's parameter, and the
-            activation is the one that this layer multiplies.
+    wgrad   gradient x activation. The result is a part of the gradient output of a layer's parameter (times the
+            layer's alpha), and the activation is the one that this layer multiplies.
     dgrad   gradient x weight. The weight is the one of a layer, its other dimension contracted, and the gradient is
             the one of that layer's wgrad. A layer without wgrad (a frozen one) also shares its autograd node.
     attention   activation x activation, batched or not
@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile import formats
 from fp4compile._compat import known
-from fp4compile.passes.gradients import input_index, parts_of_gradients, tangent_dependent
+from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
 from fp4compile.passes.selection import feeds_selection
 from fp4compile.passes.views import View, is_cast, source_of, swaps_last_two, view_of
 
@@ -188,7 +188,7 @@ class _Layer:
 
 
 class _Scan:
-    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[int]]):
+    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[Part]]):
         self.parameters, self.gradients, self.parts = parameters, gradients, parts
         self.layers: list[_Layer] = []
         self.computed: set[Node] = set()
@@ -309,7 +309,7 @@ class _Scan:
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
         layers = [
             layer for layer in self.layers
-            if input_index(layer.root) in self.parts.get(product.node, ())
+            if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())
             and layer.activation == activation.elements
             and _same_sizes(layer.gemm.layer, sizes)
         ]  # fmt: skip

@@ -1,10 +1,8 @@
 """Which nodes of a joint graph are gradients, and of what: read off what AOTAutograd says of its inputs and outputs.
 
 The output descriptors (`GradAOTOutput`) tell which output is the gradient of which input. What reaches such an output
-by moving, casting and adding elements alone is a part of that gradient.
+by moving, casting and adding elements alone, or multiplying all by one number, is a part of that gradient.
 """
-
-import operator
 
 import torch
 from torch.fx import Graph, Node
@@ -20,6 +18,7 @@ _GATHERS = {
     aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
     aten.select_backward.default,
 }  # fmt: skip
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
 def input_index(placeholder: Node) -> int | None:
@@ -51,12 +50,16 @@ def _descriptor_name(desc: object) -> str:
     return type(desc).__name__
 
 
-def parts_of_gradients(graph: Graph) -> dict[Node, set[int]]:
-    """For every node that a gradient is put together from: the inputs, by position, whose gradient that is."""
+# Of which input a node is a part of the gradient, by position, and the number that this part is multiplied with.
+Part = tuple[int, float]
+
+
+def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
+    """What every node that a gradient is put together from is a part of."""
     output = graph.output_node()
     values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
     descriptors = torch.utils._pytree.tree_leaves(output.meta.get("desc"), is_leaf=_is_descriptor)
-    parts: dict[Node, set[int]] = {}
+    parts: dict[Node, set[Part]] = {}
     if len(values) != len(descriptors):
         return parts
     for value, desc in zip(values, descriptors, strict=True):
@@ -76,14 +79,17 @@ def _gradient_of(desc: object) -> int | None:
     return None if desc is None else _index(desc.grad_of)
 
 
-def _walk(node: Node, index: int, parts: dict[Node, set[int]]) -> None:
-    waiting = [node]
+def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:
+    waiting = [(node, 1.0)]
     while waiting:
-        node = waiting.pop()
-        if index in parts.setdefault(node, set()):
+        node, factor = waiting.pop()
+        if (index, factor) in parts.setdefault(node, set()):
             continue
-        parts[node].add(index)
-        waiting.extend(_put_together_from(node))
+        parts[node].add((index, factor))
+        if node.target in _PRODUCTS and len(node.args) == 2 and isinstance(node.args[1], int | float):
+            waiting.append((node.args[0], factor * node.args[1]))  # the alpha of an addmm
+        else:
+            waiting.extend((source, factor) for source in _put_together_from(node))
 
 
 def _put_together_from(node: Node) -> list[Node]:
@@ -94,4 +100,4 @@ def _put_together_from(node: Node) -> list[Node]:
         return []
     if node.target is aten.constant_pad_nd.default and len(node.args) > 2 and node.args[2] != 0:
         return []
-    return [arg for arg in node.all_input_nodes if arg.target is not operator.getitem or source_of(arg) is not None]
+    return node.all_input_nodes
