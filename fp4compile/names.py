@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4compile.passes.find import Input, clean_name, module_name
-from fp4compile.report import Row
+from fp4compile.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
 _STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
@@ -83,12 +83,14 @@ def _with_full_names(inputs: tuple[Input, ...], named: list, stack: list[torch.n
     full: dict[str, str] = {}
     owner = None
     for module in stack:
+        if len(full) == len(named):
+            break
         known = _tensors_of(module)
         for name, value in named:
             if name not in full and id(value) in known:
                 full[name] = _best_alias(known[id(value)], name)
                 owner = owner or module
-    prefixes = {path.removesuffix(name) for name, path in full.items() if path.endswith(name)}
+    prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
     if not full and stack:  # no tensor to know the module by: where the call stands is where the graph belongs
         prefixes = {_path_of(stack[-1], stack)}
     modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
@@ -97,7 +99,7 @@ def _with_full_names(inputs: tuple[Input, ...], named: list, stack: list[torch.n
 
 def _best_alias(paths: list[str], name: str) -> str:
     """Of the names of a shared tensor, the one by which this graph reached it."""
-    return next((path for path in paths if path == name or path.endswith(f".{name}")), paths[0])
+    return next((path for path in paths if is_below(name, path)), paths[0])
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:

@@ -196,9 +196,14 @@ def _shown(row: Row) -> str:
     """The full name, with that part in brackets which rules do not see."""
     if row.name is None:
         return row.module or "(top)"
-    if row.module.endswith(row.name):
+    if is_below(row.name, row.module):
         return f"[{row.module.removesuffix(row.name)}]{row.name}"
     return f"{row.module} [rules: {row.name}]"
+
+
+def is_below(name: str, path: str) -> bool:
+    """Whether a dotted name is the whole or the last part of a path; the empty one is of any."""
+    return name in ("", path) or path.endswith(f".{name}")
 
 
 def _size(count: int) -> str:
