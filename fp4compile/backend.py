@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4compile import _compat, names, report_cache
 from fp4compile.passes.manager import JointPasses, LowerPasses
@@ -43,8 +44,8 @@ class _Shared:
     """
 
     report: Report
-    quantised: WeakSet = field(default_factory=WeakSet)
-    warned: WeakSet = field(default_factory=WeakSet)
+    quantised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    warned: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
 _shared: WeakValueDictionary[tuple[Recipe, bool], _Shared] = WeakValueDictionary()
@@ -134,24 +135,23 @@ class Backend:
     def _record(self, known: names.Names, outcome: list[Outcome] | None, why: str | None = None) -> None:
         """Report the rows of one graph, None where they are lost. why: what kept the passes from running."""
         model = self._identity if known.root is None else known.root
+        rows = [row for rows, _ in outcome or () for row in rows]
         for shared in {self._own, self._join(self._own)}:
             shared.report.graphs += 1
             shared.report.lost += outcome is None
-            for rows, counts in outcome or ():
-                shared.report.add(known.in_full(rows), counts, CompileContext.current_trace_id())
-            if outcome is None or any(row.quantised for rows, _ in outcome for row in rows):
-                shared.quantised.add(model)
+            for one, counts in outcome or ():
+                shared.report.add(known.in_full(one), counts, CompileContext.current_trace_id())
+            if outcome is None or any(row.quantised for row in rows):
+                shared.quantised[model] = True
         if why is not None or model not in self._own.quantised:
-            self._nothing_matched(model, why)
+            self._nothing_matched(model, why or _reasons(rows))
 
-    def _nothing_matched(self, model: Any, why: str | None) -> None:
-        reasons = self.report.reasons()
-        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matrix product found"
-        message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why or listed}"
+    def _nothing_matched(self, model: Any, why: str) -> None:
+        message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why}"
         if self.strict:
             raise RuntimeError(message)
         if model not in self._own.warned:
-            self._own.warned.add(model)
+            self._own.warned[model] = True
             warnings.warn(message, stacklevel=3)
 
 
@@ -176,6 +176,11 @@ def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:
     found = ((row, by_wgrad.get(row.node)) for row in rows)
     return [row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain)
             for row, entry in found]  # fmt: skip
+
+
+def _reasons(rows: list[Row]) -> str:
+    reasons = Report("", rows).reasons()
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matrix product found"
 
 
 def as_passes(slot: Any) -> tuple:
