@@ -22,7 +22,7 @@ from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.recipe import Recipe
 from fp4compile.recipe_io import resolve
-from fp4compile.report import NOTHING_CAPTURED, Report
+from fp4compile.report import NOTHING_CAPTURED, Report, Row
 
 # Takes a captured graph and the names of its inputs, returns what shall run in its place.
 GraphRunner = Callable[[GraphModule, names.Names], Callable]
@@ -37,15 +37,25 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | None = No
     """
     chosen = resolve(recipe)
     report = Report(chosen.name, graphs=0)
+    made: dict[int, list[Row]] = {}
+    shown: list[tuple] = []
 
     def look(module: GraphModule, known: names.Names) -> Callable:
         rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs))
         report.graphs += 1
         report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id())
+        made.setdefault(id(known), []).extend(rows)
+        shown.append((id(known), known.modules, known.prefix))
         return module.forward
 
+    def enter(known: names.Names, now: names.Names) -> None:
+        entry = (id(known), now.modules, now.prefix)
+        if entry not in shown:  # Dynamo runs a graph that it has, for another part of the model
+            shown.append(entry)
+            report.add(now.in_full(made.get(id(known), [])), {})
+
     with torch.random.fork_rng():
-        run_captured(model, look)(*args, **kwargs)
+        run_captured(model, look, enter)(*args, **kwargs)
     if report.graphs == 0:
         raise ValueError(f"model: no graph of it was captured. {NOTHING_CAPTURED}")
     print(report)
@@ -89,9 +99,12 @@ class _Watcher(torch.fx.Interpreter):
         return value
 
 
-def run_captured(model: Callable, runner: GraphRunner) -> Callable:
+def run_captured(
+    model: Callable, runner: GraphRunner, enter: Callable[[names.Names, names.Names], None] | None = None
+) -> Callable:
     """The model, with every captured joint or inference graph handed to `runner` and run as that says.
 
+    enter: called at each run of a graph, with the names of its inputs when it was captured and those of this run.
     Where the model or a part of it is compiled already, its original is captured.
     """
     model = model._orig_mod if isinstance(model, OptimizedModule) else model
@@ -112,7 +125,15 @@ def run_captured(model: Callable, runner: GraphRunner) -> Callable:
             partition_fn=partition,
             decompositions=select_decomp_table(),
         )
-        return compiler(gm, example_inputs)
+        compiled = compiler(gm, example_inputs)
+        if enter is None:
+            return compiled
+
+        def run(*values: Any) -> Any:
+            enter(known, known.entered_by(values, root))
+            return compiled(*values)
+
+        return run
 
     captured = torch.compile(model, backend=capturing_backend)
 

@@ -28,15 +28,20 @@ _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 class Names:
     """What is known of a graph's inputs.
 
-    inputs: by position. modules: the full name of each layer whose name in the graph is a shorter one. prefix: what
-    stands before every name of the graph in the full names; "" where that is not known. root: the outermost module
-    that was being called, if any.
+    inputs, names: by position; an input that a module holds has a name, a parameter or not. modules: the full name of
+    each layer whose name in the graph is a shorter one. prefix: what stands before every name of the graph in the full
+    names; "" where that is not known. root: the outermost module that was being called, if any.
     """
 
     inputs: tuple[Input, ...]
+    names: tuple[str | None, ...] = ()
     modules: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
     root: torch.nn.Module | None = None
+
+    def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
+        """The full names where Dynamo runs the same graph for another part of the model. values: the graph's inputs."""
+        return _in_model(self.inputs, self.names, values, root)
 
     def in_full(self, rows: list[Row]) -> list[Row]:
         """The rows under the full names of their layers; `Row.name` keeps the name that rules see."""
@@ -71,15 +76,17 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
         Input(name if place is not None and place.parameter else None)
         for name, place in zip(names, places, strict=True)
     )
-    # A graph has one input for each tensor and name; fakes and sizes belong to no module.
+    return _in_model(inputs, tuple(names), values, root)
+
+
+def _in_model(
+    inputs: tuple[Input, ...], names: tuple[str | None, ...], values: Sequence[Any], root: torch.nn.Module | None
+) -> Names:
+    """With the names by which the model knows the tensors that enter the graph."""
     named = [(name, value) for name, value in zip(names, values, strict=True)
              if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
     stack = [] if root is None else [_unwrapped(root)]
     stack.extend(_modules_on_stack())
-    return _with_full_names(inputs, named, stack)
-
-
-def _with_full_names(inputs: tuple[Input, ...], named: list, stack: list[torch.nn.Module]) -> Names:
     full: dict[str, str] = {}
     owner = None
     for module in stack:
@@ -94,7 +101,8 @@ def _with_full_names(inputs: tuple[Input, ...], named: list, stack: list[torch.n
     if not full and stack:  # no tensor to know the module by: where the call stands is where the graph belongs
         prefixes = {_path_of(stack[-1], stack)}
     modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
-    return Names(inputs, modules, prefixes.pop() if len(prefixes) == 1 else "", owner or next(iter(stack), None))
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    return Names(inputs, names, modules, prefix, owner or next(iter(stack), None))
 
 
 def _best_alias(paths: list[str], name: str) -> str:

@@ -85,6 +85,24 @@ def test_blocks_compiled_one_by_one_have_full_names_and_rules_see_their_own(how,
     assert backend.report.graphs == 2, "the third block has the second's graph"
 
 
+def test_explain_shows_every_part_that_shares_a_graph():
+    """And captures parts that are compiled already, where the model's own code is not captured in one piece."""
+
+    class Loop(Model):
+        def forward(self, x):
+            for layer in self.layers:
+                torch._dynamo.graph_break()
+                x = layer(x)
+            return x
+
+    model = Loop(layers=4)
+    model.layers[1] = torch.compile(Block(hidden=80), backend="eager")
+    model.layers[2].compile(backend="eager")
+    expected = [(f"layers.{i}.{name}", name) for i in range(4) for name in ("up", "down")]
+    assert modules(model, x()) == expected
+    assert modules(Model(Broken, layers=3), x()) == expected[:6]
+
+
 def test_full_names_of_products_without_parameters():
     class Attention(torch.nn.Module):
         def __init__(self):
@@ -170,6 +188,11 @@ def in_a_list():
     return lambda x: listed[1](listed[0](x))
 
 
+def one_layer():
+    lin = torch.nn.Linear(64, 64)
+    return lambda x: lin(x)
+
+
 def one_model():
     model = Block()
     return lambda x: model(x)
@@ -181,6 +204,7 @@ def one_model():
         (closure(), [x()], ["lin1", "lin2", "lin_global", "by_key.a", "matrix"]),
         (in_a_list(), [x()], ["listed.0.up", "listed.0.down", "listed.1.up", "listed.1.down"]),
         (Holder(), [x()], ["hidden.0", "hidden.1", "scale.0"]),
+        (one_layer(), [x()], ["lin"]),
         (one_model(), [x()], ["up", "down"]),
         (call, [Block(), x()], ["up", "down"]),
         (functools.partial(call, Block()), [x()], ["up", "down"]),
@@ -190,7 +214,8 @@ def one_model():
         (all_of, [Block(), Block()], ["models.0.up", "models.0.down", "models.1.up", "models.1.down"]),
         (functools.partial(both, Block(), Block()), [x()], ["args.0.up", "args.0.down", "args.1.up", "args.1.down"]),
     ],
-    ids=["closure", "list", "attribute", "model", "argument", "partial", "layer", "two", "uneven", "args", "partials"],
+    ids=["closure", "list", "attribute", "one", "model", "argument", "partial", "layer", "two", "uneven", "args",
+         "partials"],
 )
 def test_every_layer_has_a_name_of_its_own(function, arguments, expected):
     assert [seen for _, seen in modules(function, *arguments)] == expected

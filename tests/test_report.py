@@ -268,17 +268,26 @@ def test_lite_mode_says_that_it_quantises_nothing(by, monkeypatch):
         pytest.skip("this torch has no such mode")
     how = {"mode": {"mode": "lite"}, "options": {"options": {"use_joint_graph_passes": False}}, "configuration": {}}[by]
     backend = fp4compile.backend("mxfp8")
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(x)
-        with torch._inductor.config.patch(use_joint_graph_passes=by != "configuration"):
-            torch._dynamo.reset()
-            lite = fp4compile.backend("mxfp8")
-            with pytest.warns(UserWarning, match="mode='lite' switches off|use_joint_graph_passes=False switches off"):
-                out = torch.compile(model, backend=lite, **how)(x)
-            torch._dynamo.reset()
-            with pytest.raises(RuntimeError, match="quantised nothing: .* switches off"):
-                torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True), **how)(x)
-    assert torch.equal(out, model(x)) and lite.report.rows == []
+    with torch.no_grad(), torch._inductor.config.patch(use_joint_graph_passes=by != "configuration"):
+        if by != "configuration":
+            torch.compile(model, backend=backend)(x)
+        with pytest.warns(UserWarning, match="mode='lite' switches off|use_joint_graph_passes=False switches off"):
+            out = torch.compile(model, backend=backend, **how)(x)
+        with pytest.raises(RuntimeError, match="quantised nothing: .* switches off"):
+            torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True), **how)(x)
+    assert torch.equal(out, model(x)) and len(backend.report.rows) == (by != "configuration")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_lite_mode_takes_no_rows_of_another_run_from_the_cache(strict, monkeypatch):
+    without_codegen.install(monkeypatch)
+    model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
+    torch.compile(model, backend=fp4compile.backend("mxfp8"))(x)
+    torch.compiler.reset()
+    backend = fp4compile.backend("mxfp8", strict=strict)
+    with pytest.raises(RuntimeError) if strict else pytest.warns(UserWarning, match="quantised nothing"):
+        torch.compile(model, backend=backend, options={"use_joint_graph_passes": False})(x)
+    assert backend.report.rows == []
 
 
 NEVER_CALLED = """

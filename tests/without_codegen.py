@@ -27,6 +27,8 @@ def install(monkeypatch) -> list[dict]:
 
 
 def _compile(gm, example_inputs, patches):
+    if not patches.get("use_joint_graph_passes", True):
+        return gm.forward
     rewrite, lower = patches["joint_custom_pre_pass"], patches["post_grad_custom_post_pass"]
 
     def partition(joint, joint_inputs, **kwargs):
