@@ -26,6 +26,12 @@ FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:
 RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
 
 
+def handed_to_dynamo() -> list[Any]:
+    """The backends that `torch.compile` was given since the last `torch.compiler.reset()`, called or not."""
+    given = getattr(torch._dynamo.eval_frame, "cached_backends", {}).values()  # private; without it, none is known
+    return [getattr(backend, "compiler_fn", backend) for backend in given]
+
+
 def interpreting() -> bool:
     """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1)."""
     return triton.knobs.runtime.interpret

@@ -5,22 +5,24 @@ two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_f
 `backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
 """
 
+import atexit
 import logging
 import os
-import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
-import torch
+from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import report_cache
-from fp4compile.passes.find import Input, clean_name
+from fp4compile import _compat, names, report_cache
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes
@@ -30,22 +32,53 @@ from fp4compile.weights import hoisting
 
 log = logging.getLogger("fp4compile")
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
+# The rows of a graph and how often each pass matched.
+Outcome = tuple[list[Row], dict[str, int]]
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What equal backends have in common, because Dynamo lets one run the graphs of another.
+
+    quantised, warned: the models (or, of functions, the backends) of which something was quantised, and those for
+    which it was said that nothing was.
+    """
+
+    report: Report
+    quantised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    warned: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+
+_shared: WeakValueDictionary[tuple[Recipe, bool], _Shared] = WeakValueDictionary()
+
+
+class _Identity:
+    """Stands for one backend object, where equal ones must be told apart."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """A backend for `torch.compile`. Two of equal recipe and strictness are equal, so that Dynamo reuses graphs.
 
-    report: the rows of every graph compiled so far.
+    Equal ones have one report, until `torch.compiler.reset()`.
     """
 
     recipe: Recipe
     strict: bool = False
-    report: Report = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    _own: _Shared = field(default=None, init=False, compare=False, repr=False)  # type: ignore[assignment]
+    _identity: _Identity = field(default_factory=_Identity, init=False, compare=False, repr=False)
 
     def __post_init__(self):
-        if self.report is None:
-            object.__setattr__(self, "report", Report(self.recipe.name))
+        object.__setattr__(self, "_own", self._join(_Shared(Report(self.recipe.name, graphs=0))))
+
+    def _join(self, shared: _Shared) -> _Shared:
+        """What equal backends have now, which is `shared` where none of them has anything."""
+        return _shared.setdefault((self.recipe, self.strict), shared)
+
+    @property
+    def report(self) -> Report:
+        """The rows of every graph compiled so far by this backend and equal ones."""
+        return self._own.report
 
     @property
     def __name__(self) -> str:
@@ -61,47 +94,66 @@ class Backend:
     ) -> Callable:
         """Compile a Dynamo graph. mode and options mean what they mean for Inductor.
 
-        Raises RuntimeError under strict=True if no product was quantised, in this graph or one before it.
+        Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model.
         """
-        inputs = record_inputs(gm, example_inputs)
+        known = names.record(gm, example_inputs)
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
         before_joint, before_lowering = (
             as_passes(patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
-        outcome: list[tuple[list[Row], dict[str, int]]] = []
+        if not patches.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
+            by = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
+            self._record(known, [], f"{by} switches off those passes of Inductor that quantise")
+            return compile_fx(gm, example_inputs, config_patches=patches)
+        outcome: list[Outcome] = []
         kept: list[Saved] = []
-        passes = JointPasses(self.recipe, inputs, lambda rows, counts: outcome.append((rows, counts)), before_joint)
-        key = report_cache.key(gm, example_inputs, passes.uuid())
+        passes = JointPasses(self.recipe, known.inputs, lambda *one: outcome.append(one), before_joint)
         patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
-        compiled = compile_fx(gm, example_inputs, hoisting(compile_fx_inner, inputs), config_patches=patches)
+        key = report_cache.key(gm, example_inputs, passes.uuid(), patches)
+        compiled = compile_fx(gm, example_inputs, hoisting(compile_fx_inner, known.inputs), config_patches=patches)
         if outcome:
             outcome = [(_with_saved(rows, kept), counts) for rows, counts in outcome]
             report_cache.store(key, outcome)
+            self._record(known, outcome)
         else:  # the compiled graph came from a cache, and the passes did not run
-            outcome = report_cache.load(key)
-        for rows, counts in outcome:
-            self.report.add(rows, counts)
-        if not self.report.quantised:
-            self._nothing_matched(bool(outcome))
+            self._record(known, report_cache.load(key))
         return compiled
 
+    def __reduce__(self):
+        return Backend, (self.recipe, self.strict)
+
     def reset(self) -> None:
-        """Called by `torch.compiler.reset()`: frees the CUDA graphs, as Inductor's own backend does."""
+        """Called by `torch.compiler.reset()`: frees the CUDA graphs, as Inductor's own backend does.
+
+        Graphs are shared no more, so backends made from now on have another report.
+        """
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
         reset_cudagraph_trees()
+        self.report.forget_compilations()
+        _shared.pop((self.recipe, self.strict), None)
 
-    def _nothing_matched(self, known: bool) -> None:
-        if not known:
-            return
-        reasons = self.report.reasons()
-        listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matrix product found"
-        message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {listed}"
+    def _record(self, known: names.Names, outcome: list[Outcome] | None, why: str | None = None) -> None:
+        """Report the rows of one graph, None where they are lost. why: what kept the passes from running."""
+        model = self._identity if known.root is None else known.root
+        rows = [row for rows, _ in outcome or () for row in rows]
+        for shared in {self._own, self._join(self._own)}:
+            shared.report.graphs += 1
+            shared.report.lost += outcome is None
+            for one, counts in outcome or ():
+                shared.report.add(known.in_full(one), counts, CompileContext.current_trace_id())
+            if outcome is None or any(row.quantised for row in rows):
+                shared.quantised[model] = True
+        if why is not None or model not in self._own.quantised:
+            self._nothing_matched(model, why or _reasons(rows))
+
+    def _nothing_matched(self, model: Any, why: str) -> None:
+        message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why}"
         if self.strict:
             raise RuntimeError(message)
-        if not self.report.warned:
-            self.report.warned = True
-            warnings.warn(message, stacklevel=2)
+        if model not in self._own.warned:
+            self._own.warned[model] = True
+            warnings.warn(message, stacklevel=3)
 
 
 def backend(recipe: str | dict | Recipe | None = None, *, strict: bool = False, **overrides: Any) -> Backend:
@@ -119,44 +171,17 @@ def backend(recipe: str | dict | Recipe | None = None, *, strict: bool = False, 
     return Backend(resolve(recipe, **overrides), strict)
 
 
-def record_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Input, ...]:
-    """Which graph inputs are parameters, and their fully qualified names, by position."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return tuple(
-        Input(_parameter_name(node, value)) for node, value in zip(placeholders, example_inputs, strict=True)
-    )
-
-
-def _parameter_name(node: torch.fx.Node, value: Any) -> str | None:
-    argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None)
-    path = getattr(source, "name", None)
-    path = path() if callable(path) else path
-    by_source = _name_from_source(path) if path else None
-    if by_source is not None:
-        return by_source
-    return node.name if isinstance(value, torch.nn.Parameter) else None
-
-
 def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:
     """The rows of a graph, those of wgrad with what its forward keeps for them."""
-    by_module = {entry.module: entry for entry in kept}
-    done = []
-    for row in rows:
-        entry = by_module.pop(row.module, None) if row.product == "wgrad" else None
-        done.append(row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain))
-    return done
+    by_wgrad = {entry.wgrad: entry for entry in kept}
+    found = ((row, by_wgrad.get(row.node)) for row in rows)
+    return [row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain)
+            for row, entry in found]  # fmt: skip
 
 
-_ATTRIBUTE = re.compile(r"\.(_modules|_parameters)\['([^']+)'\]")
-
-
-def _name_from_source(path: str) -> str | None:
-    """"layers.0.weight" of "L['self']._modules['layers']._modules['0']._parameters['weight']", else None."""
-    steps = _ATTRIBUTE.findall(path)
-    if not steps or steps[-1][0] != "_parameters":
-        return None
-    return clean_name(".".join(name for _, name in steps))
+def _reasons(rows: list[Row]) -> str:
+    reasons = Report("", rows).reasons()
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "no matrix product found"
 
 
 def as_passes(slot: Any) -> tuple:
@@ -170,8 +195,26 @@ _named: dict[Backend, Callable] = {}
 
 
 def named_reports() -> list[Report]:
-    """The reports of the backends that were used by name in this process."""
-    return [used.report for used in _named if used.report.rows]
+    """The reports of the backends that this process asked for by name, and of those it gave to `torch.compile`."""
+    given = {id(report): report for report in (*(used.report for used in _named), *_given_reports())}
+    return list(given.values())
+
+
+def _given_reports() -> list[Report]:
+    reports = (getattr(backend, "report", None) for backend in _compat.handed_to_dynamo())
+    return [report for report in reports if isinstance(report, Report)]
+
+
+def say_what_compiled_nothing() -> None:
+    """At exit: a backend that is never called has no other moment to speak."""
+    if hasattr(sys, "last_value"):  # the program died of an exception, which says more
+        return
+    for report in named_reports():
+        if report.graphs == 0:
+            log.warning("fp4compile %s", report.summary())
+
+
+atexit.register(say_what_compiled_nothing)
 
 
 def _by_name(name: str | Recipe) -> Callable:

@@ -1,6 +1,6 @@
 """Static activation scales: run a model over sample batches and note each layer's largest activation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,15 +13,19 @@ from fp4compile.reference import NVFP4_MAX
 
 
 def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Recipe = "nvfp4_static") -> Recipe:
-    """The recipe with static activation scales measured on the batches: amax / 2688 for each layer it quantises.
+    """The recipe with static activation scales measured on the batches: amax / 2688 for each layer that reads one.
 
-    batches: each a tensor, a tuple of positional or a dict of keyword arguments for the model. The model runs
-        uncompiled, without gradients.
-    recipe: any whose activations (fprop_x) are NVFP4 with a tensor outer scale; its scales become static.
+    model: compiled or not; it runs uncompiled, without gradients.
+    batches: each a tensor, a tuple or list of positional arguments for the model, or a mapping of keyword arguments
+        (a dict, a tokenizer's output).
+    recipe: any whose activations (fprop_x) are NVFP4 with a tensor outer scale; its scales become static. Layers that
+        it leaves alone are not measured.
 
-    Raises ValueError for another recipe, for no batches, if no layer is quantised, or if an activation is not finite.
+    Raises ValueError for another recipe, for no batches, if the recipe gives no layer a static scale, or if the
+    activation of one that it does is not finite; TypeError for `batches` that are a single batch.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
+    _check_batches(batches)
     amax: dict[str, torch.Tensor] = {}
 
     def see(decision: Decision, activation: torch.Tensor) -> None:
@@ -29,8 +33,7 @@ def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Reci
         seen = activation.detach().float().abs().amax() if activation.numel() else activation.new_zeros(())
         amax[name] = torch.maximum(amax[name], seen) if name in amax else seen
 
-    # Scales do not decide which layers are quantised, so the recipe is watched as a dynamic one.
-    watched = observe(model, chosen.replace(activation_scale="dynamic", static_scales=()), see)
+    watched = observe(model, chosen, see)
     count = 0
     with torch.no_grad():
         for batch in batches:
@@ -39,12 +42,22 @@ def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Reci
     if count == 0:
         raise ValueError("batches: got none; calibration needs at least one")
     if not amax:
-        raise ValueError(f"model: recipe {chosen.name!r} quantises no layer of it")
+        raise ValueError(
+            f"model: recipe {chosen.name!r} quantises no layer of it with a static scale, or no graph of it was "
+            "captured; fp4compile.explain shows which"
+        )
     return chosen.replace(static_scales={name: _decode_factor(name, value) for name, value in amax.items()})
 
 
+def _check_batches(batches: Any) -> None:
+    if isinstance(batches, torch.Tensor | Mapping | str):
+        raise TypeError(
+            f"batches: expected an iterable of batches, got {type(batches).__name__}; for one batch, pass [batch]"
+        )
+
+
 def _call(model: Callable, batch: Any) -> None:
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         model(**batch)
     elif isinstance(batch, tuple | list):
         model(*batch)

@@ -5,12 +5,13 @@ Frameworks that hand the name of a backend to `torch.compile` need nothing. Hugg
 """
 
 import argparse
+import atexit
 import contextlib
 import runpy
 import sys
 from pathlib import Path
 
-from fp4compile.backend import named_reports
+from fp4compile.backend import named_reports, say_what_compiled_nothing
 from fp4compile.recipe import recipes
 
 
@@ -51,5 +52,9 @@ def run(script: Path, arguments: list[str]) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
-        for report in named_reports():
+        atexit.unregister(say_what_compiled_nothing)  # it is said here
+        reports = named_reports()
+        for report in reports:
             print(report.summary(), file=sys.stderr)
+        if not reports:
+            print("fp4compile: the script gave none of this package's backends to torch.compile", file=sys.stderr)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
@@ -20,17 +22,36 @@ from fp4compile.report import Row, rows_from_json, rows_to_json
 log = logging.getLogger("fp4compile")
 
 
-def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object) -> str:
-    """Hash of a Dynamo graph, its inputs' metadata, the passes' uuid and the modes that change what is traced."""
-    parts = [gm.code, *(_describe(value) for value in example_inputs), repr(uuid), torch.__version__]
+def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, patches: dict[str, Any]) -> str:
+    """Hash of what rows depend on.
+
+    A Dynamo graph and those inside it, the metadata of its inputs, the passes' uuid, Inductor's and AOTAutograd's
+    configurations (patches: what the compilation adds to Inductor's), autocast and gradient modes.
+    """
+    bodies = [f"{name}\n{part.code}" for name, part in gm.named_modules() if isinstance(part, GraphModule)]
+    parts = [*bodies, *(_describe(value) for value in example_inputs), repr(uuid), torch.__version__]
+    with inductor_config.patch(patches):  # both without the slots of passes, which have uuids
+        parts += [_configuration(inductor_config), _configuration(functorch_config)]
+    parts += [repr((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
     parts.append(repr((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def _configuration(module: Any) -> str:
+    return repr(sorted((name, _stable(value)) for name, value in module.save_config_portable().items()))
+
+
+def _stable(value: Any) -> str:
+    """A text that is the same in every process; functions have only a name."""
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return repr(value)
+
+
 def _describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return str(value)
-    return f"{value.dtype} {tuple(value.shape)} {value.device} {value.requires_grad}"
+        return f"{type(value).__name__} {value}"
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
 
 
 def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
@@ -45,13 +66,13 @@ def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
         log.warning("report rows not stored: %s", error)
 
 
-def load(key: str) -> list[tuple[list[Row], dict[str, int]]]:
-    """The stored rows of a compilation; empty if there are none."""
+def load(key: str) -> list[tuple[list[Row], dict[str, int]]] | None:
+    """The stored rows of a compilation; None if they are gone."""
     try:
         return [rows_from_json(line) for line in _path(key).read_text().splitlines()]
     except OSError:
-        log.info("graph from the compile cache, its report rows are gone")
-        return []
+        log.warning("a graph came from Inductor's cache, and its report rows are gone: it is not in the report")
+        return None
 
 
 def _path(key: str) -> Path:

@@ -19,8 +19,8 @@ def rewritten(model, recipe, **overrides):
     chosen = resolve(recipe, **overrides)
     decisions: list[Decision] = []
 
-    def run(module, inputs):
-        found = analyse(module.graph, chosen, inputs)
+    def run(module, known):
+        found = analyse(module.graph, chosen, known.inputs)
         decisions.extend(found)
         rewrite(module.graph, found)
         module.recompile()

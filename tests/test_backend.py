@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import without_codegen
 from graphs import Recorder, compile_recorded
 from torch.utils.checkpoint import checkpoint
 
@@ -84,6 +85,25 @@ def test_modes(mode, device):
         torch.compile(model, backend=fp4compile.backend("nvfp4"), mode="fastest")(x)
 
 
+@pytest.mark.parametrize(
+    "mode, options, name, value",
+    [
+        ("default", None, "triton.cudagraphs", False),
+        ("reduce-overhead", None, "triton.cudagraphs", True),
+        ("max-autotune", None, "triton.cudagraphs", True),
+        ("max-autotune", None, "max_autotune", True),
+        ("max-autotune-no-cudagraphs", None, "triton.cudagraphs", False),
+        ("max-autotune-no-cudagraphs", None, "max_autotune", True),
+        (None, {"max_autotune": True}, "triton.cudagraphs", False),
+        (None, {"max_autotune": True}, "max_autotune", True),
+    ],
+)
+def test_modes_and_options_arrive_in_inductors_configuration(mode, options, name, value, monkeypatch):
+    seen = without_codegen.install(monkeypatch)
+    torch.compile(MLP(), backend=fp4compile.backend("mxfp8"), mode=mode, options=options)(torch.randn(4, 64))
+    assert [configuration[name] for configuration in seen] == [value]
+
+
 def test_options_reach_inductor_and_user_passes_run():
     model, x = MLP(), torch.randn(4, 64)
     recorder = Recorder()
@@ -138,11 +158,11 @@ def test_unbacked_token_counts():
     backend = fp4compile.backend("mxfp8")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         out = torch.compile(route, backend=backend, fullgraph=True)(x, expert)
+    assert len(backend.report.quantised) == 3
     for row in range(20):
         alone = torch.compile(experts[expert[row]], backend=fp4compile.backend("mxfp8"))
         with torch.no_grad():
             torch.testing.assert_close(out[row : row + 1], alone(x[row : row + 1]), rtol=1e-5, atol=1e-6)
-    assert len(backend.report.quantised) == 3
 
 
 def test_graph_breaks():

@@ -4,12 +4,10 @@ import weakref
 
 import pytest
 import torch
+from rewritten import rewritten
 
 import fp4compile
-from fp4compile.capture import run_captured
 from fp4compile.packing import PackedLinear
-from fp4compile.passes.manager import analyse
-from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named, recipes
 
 
@@ -57,13 +55,7 @@ def test_weights_are_freed_as_it_goes(monkeypatch):
 
 def by_backend(model, recipe):
     """The model as the backend rewrites its graphs, which then run as they are."""
-
-    def rewritten(module, inputs):
-        rewrite(module.graph, analyse(module.graph, recipe, inputs))
-        module.recompile()
-        return module.forward
-
-    return run_captured(model, rewritten)
+    return rewritten(model, recipe)[0]
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
-from fp4compile.backend import record_inputs
+from fp4compile import names
 from fp4compile.passes import manager
 from fp4compile.passes.find import Input
 from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
@@ -44,7 +44,7 @@ class Captured:
         self.run = torch.compile(model, backend=self._capture)
 
     def _capture(self, gm, example_inputs):
-        inputs = record_inputs(gm, example_inputs)
+        inputs = names.record(gm, example_inputs).inputs
 
         def partition(joint, joint_inputs, **kwargs):
             self._rewrite(joint.graph, inputs)

@@ -19,6 +19,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
+from fp4compile.passes import flops
 from fp4compile.passes.find import Gemm, Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge import merge
@@ -57,7 +58,7 @@ class JointPasses(CustomGraphPass):
             user_pass(graph)
         start = time.perf_counter()
         decisions = analyse(graph, self.recipe, self.inputs)
-        rows = [describe(decision) for decision in decisions]
+        rows = describe(graph, self.inputs, decisions)
         with dumped(graph, "rewrite"):
             rewritten = rewrite(graph, decisions)
         counts = {"find": len(decisions), "rewrite": rewritten}
@@ -118,15 +119,23 @@ def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Dec
     return plan(find(graph, inputs), recipe, inputs)
 
 
-def describe(decision: Decision) -> Row:
-    """The report's row of a decision. Reads the graph, so it is made before the rewrite."""
+def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision]) -> list[Row]:
+    """The report's rows, one a product. Reads the graph, so they are made before the rewrite."""
+    known = {decision.gemm.node for decision in decisions}
+    uncounted = [Gemm(node, "other", "", unsupported=f"operator {node.target}") for node in flops.others(graph, known)]
+    decisions = [*decisions, *(Decision(gemm, gemm.unsupported) for gemm in uncounted)]
+    categories = flops.Categories(graph, inputs, [decision.gemm for decision in decisions])
+    return [_row(decision, categories.of(decision.gemm)) for decision in decisions]
+
+
+def _row(decision: Decision, category: str) -> Row:
     gemm = decision.gemm
     m, n, k = (_size(size) for size in gemm.dims) if gemm.dims else (None, None, None)
-    flops = _size(gemm.flops)
     return Row(
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm, "left", decision), right=_operand_format(gemm, "right", decision),
-        tier=decision.tier, reason=decision.reason, flops=flops if isinstance(flops, int) and flops else None,
+        tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
+        node=gemm.node.name,
     )  # fmt: skip
 
 

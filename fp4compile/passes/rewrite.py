@@ -98,7 +98,7 @@ class _Builder:
         if key not in self.quantised:
             self.quantised[key] = self._quantize(source, treatment, dim, meta)
             if operand.role == "wgrad_x":
-                mark(self.quantised[key][0].args[0], gemm.module)
+                mark(self.quantised[key][0].args[0], gemm.node.name)
         return *self.quantised[key], treatment.format
 
     def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict) -> tuple:

@@ -1,4 +1,4 @@
-"""What lives from forward to backward: packed activations, for each layer against the bf16 ones.
+"""What lives from forward to backward: packed activations, for each product against the bf16 ones.
 
 The rewrite marks every quantise that wgrad will read (`mark`); the partitioner then decides what is saved and what is
 recomputed. `saved(graph)` reads that decision off a forward graph: the marked quantises among its outputs.
@@ -16,16 +16,19 @@ _MARK = "fp4compile_saved_for"
 
 @dataclass(frozen=True)
 class Saved:
-    """The packed activation that a layer keeps for its backward. Sizes in bytes; plain: in the dtype it came in."""
+    """A packed activation that is kept for the backward. Sizes in bytes; plain: in the dtype it came in.
 
-    module: str
+    wgrad: name of the node in the joint graph that it is kept for.
+    """
+
+    wgrad: str
     packed: int
     plain: int
 
 
-def mark(quantise: Node, module: str) -> None:
-    """Note whose wgrad a quantise serves. Of several layers with one input, the first keeps it."""
-    quantise.meta[_MARK] = module
+def mark(quantise: Node, wgrad: str) -> None:
+    """Note the node of the wgrad that a quantise serves. Of several layers with one input, the first keeps it."""
+    quantise.meta[_MARK] = wgrad
 
 
 def saved(graph: Graph) -> list[Saved]:

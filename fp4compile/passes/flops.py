@@ -1,0 +1,176 @@
+"""FLOPs of whatever multiplies in a captured graph, and what kind of layer it belongs to. Never mutates, never guards.
+
+Formulas are those of `torch.utils.flop_counter`; where it has none, they are here. Symbolic sizes count as those of the
+call that was captured.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from fp4compile import formats
+from fp4compile.passes.find import Gemm, Input, parameters_of
+from fp4compile.passes.views import source_of
+
+aten = torch.ops.aten
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_GROUPED = re.compile(r"(^|_)grouped_mm(_|$)")
+_ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
+_CONVOLUTION = re.compile(r"conv")
+_BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
+
+
+def count(node: Node) -> int | None:
+    """FLOPs of a node that multiplies; None where its sizes or its formula are not known."""
+    formula = flop_registry.get(_packet(node.target)) or _formula(node.target)
+    if formula is None:
+        return None
+    try:
+        args, kwargs, out = pytree.tree_map(_sized, (node.args, node.kwargs, node.meta.get("val")))
+        return formula(*args, **kwargs, out_val=out)
+    except (_UnknownSize, AssertionError):  # torch's formulas assert the shapes that they are for
+        return None
+
+
+def others(graph: Graph, known: set[Node]) -> list[Node]:
+    """The nodes that torch counts FLOPs of and that are not among the known ones."""
+    return [node for node in graph.nodes
+            if node.op == "call_function" and node not in known and _packet(node.target) in flop_registry]  # fmt: skip
+
+
+class Categories:
+    """The kind of layer that each product of a graph belongs to, one of `report.CATEGORIES`."""
+
+    def __init__(self, graph: Graph, inputs: tuple[Input, ...], gemms: list[Gemm]):
+        self.parameters = parameters_of(graph, inputs)
+        # The gradients of a batched product read its operands once more.
+        self.operands: dict[Node, set[str]] = {}
+        for gemm in gemms:
+            category = self._forward(gemm)
+            if gemm.node.target in _BATCHED and category != "other":
+                for operand in _tensors(gemm.node):
+                    self.operands.setdefault(_root(operand), set()).add(category)
+
+    def of(self, gemm: Gemm) -> str:
+        category = self._forward(gemm)
+        if category != "other" or gemm.node.target not in _BATCHED:
+            return category
+        found = set().union(*(self.operands.get(_root(operand), ()) for operand in _tensors(gemm.node)))
+        return found.pop() if len(found) == 1 else "other"
+
+    def _forward(self, gemm: Gemm) -> str:
+        """By the product alone."""
+        name = _operator_name(gemm.node.target)
+        weights = [root for root in map(_root, _tensors(gemm.node)) if root in self.parameters]
+        if _GROUPED.search(name) or _EXPERTS.search(gemm.module):
+            return "experts"
+        if _CONVOLUTION.search(name):
+            return "convolution"
+        if _ATTENTION.search(name):
+            return "attention"
+        if gemm.product in ("fprop", "dgrad", "wgrad"):  # one matrix, though it may be a view of more dimensions
+            return "dense"
+        if any(root.meta["val"].dim() >= 3 for root in weights):
+            return "experts"
+        if gemm.product == "attention":
+            return "attention"
+        return "dense" if gemm.product != "other" or weights else "other"
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [arg for arg in node.args if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor)]
+
+
+def _root(node: Node) -> Node:
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
+
+
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", target)
+
+
+def _operator_name(target: Any) -> str:
+    return getattr(target, "__name__", "").partition(".")[0]
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def _formula(target: Callable) -> Callable | None:
+    if target is torch.ops.fp4compile.scaled_mm.default:
+        return _packed
+    if _packet(target) in _OWN:
+        return _OWN[_packet(target)]
+    name = _operator_name(target)
+    if _GROUPED.search(name):
+        return _grouped_backward if name.endswith("_backward") else _grouped
+    if "scaled_dot_product" in name:  # for CPUs and other devices: the same arguments under other names
+        backward = name.endswith("_backward")
+        return flop_registry[getattr(aten, _FLASH + "_backward" if backward else _FLASH)]
+    return None
+
+
+_FLASH = "_scaled_dot_product_flash_attention"
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int:
+    """[..., m, k] x [..., k, n]."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _added(term: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int:
+    return _product(left, right)
+
+
+def _grouped(left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int | None:
+    """Groups along whichever dimension the operands do not both have: each row, column or step belongs to one group."""
+    if left.shape[-1] != right.shape[-2]:
+        return None  # an operator of another library, with other arguments
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _grouped_backward(left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int | None:
+    """Of one operator for both gradients, as transformers' is."""
+    forward = _grouped(left, right)
+    return None if forward is None else 2 * forward
+
+
+def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
+    data, fmt = args[0], args[3]
+    packed = fmt is not None and formats.get(fmt).packed
+    return 2 * out_val.numel() * data.shape[-1] * (2 if packed else 1)
+
+
+_OWN = {aten.addbmm: _added, aten._int_mm: _product}
+
+
+# ---------------------------------------------------------------- sizes
+
+
+class _UnknownSize(Exception):
+    """A size that only the data knows."""
+
+
+def _sized(value: Any) -> Any:
+    """An argument of a node with numbers for sizes: a tensor becomes one of the meta device."""
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return _hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    if not size.node.has_hint():
+        raise _UnknownSize
+    return int(size.node.hint)
