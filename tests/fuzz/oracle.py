@@ -145,9 +145,9 @@ class Oracle:
         recipe = self.layer_recipe(layer.name, layer.dims)
         if recipe is None or not any(getattr(recipe, role) for role in roles):
             return None
-        if (layer.fprop if product in ("fprop", "attention") else layer.back) == MAY:
-            if not self.report_has(layer.name, product):
-                return None
+        policy = layer.fprop if product in ("fprop", "attention") else layer.back
+        if policy == MAY and not self.report_has(layer.name, product):
+            return None
         chosen = []
         for role in roles:
             name, outer = getattr(recipe, role), None

@@ -1,6 +1,6 @@
 """Random programs as data: a module's text, the text of its oracle, the recipe, and the shapes of the inputs.
 
-`build(seed, style)` draws a program. A step (see `steps.py`) is a few lines of Python for the module's `forward` and
+`build(seed, style)` draws a program. A step (see `kinds.py`) is a few lines of Python for the module's `forward` and
 the lines that say the same to the oracle. Text, so that Dynamo traces what a user would have written, and that a
 finding can be read, run alone and shortened.
 """
@@ -192,7 +192,8 @@ class Draft:
 
 def build(seed: int, style: Style = Style(), only: tuple[str, ...] = ()) -> Program:  # noqa: B008 (frozen)
     """The program of a seed. only: kinds of steps to draw from, all where empty."""
-    from tests.fuzz.steps import draw_step
+    from tests.fuzz import layers, models, weights  # noqa: F401 (they register the kinds of steps)
+    from tests.fuzz.kinds import draw_step
 
     rng = random.Random(seed)
     train = rng.random() < 0.75
@@ -247,7 +248,8 @@ def draw_recipe(draft: Draft) -> Recipe:
         fields["hadamard"] = ("wgrad",)
     if fields.get("fprop_x") in ("nvfp4", "nvfp4_te") and names and rng.random() < 0.15:
         fields["activation_scale"] = "static"
-        fields["static_scales"] = tuple((name, rng.choice((0.001, 0.002, 0.01))) for name in names if rng.random() < 0.8)
+        known = [name for name in names if rng.random() < 0.8]
+        fields["static_scales"] = tuple((name, rng.choice((0.001, 0.002, 0.01))) for name in known)
     return Recipe(**fields)
 
 
