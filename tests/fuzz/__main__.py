@@ -9,7 +9,9 @@ import warnings
 
 import torch
 
+from tests.fuzz import layers, models, weights  # noqa: F401 (they register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
+from tests.fuzz.kinds import KINDS
 from tests.fuzz.plant import plant_all
 from tests.fuzz.programs import Program, Style, build
 
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--inductor", action="store_true", help="compile with code generation")
     parser.add_argument("--large", action="store_true", help="sizes for a GPU, in bfloat16")
-    parser.add_argument("--only", nargs="*", default=[], help="kinds of steps to draw from (all)")
+    parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
     parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
     parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")
     parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")

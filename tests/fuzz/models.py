@@ -272,3 +272,32 @@ def outside(d: Draft) -> None:
     h, made = result(d, x, width)
     d.step("outside", [x], made, [f"{h} = {call}({x})"],
            [f"{h} = q.linear('?{name}', {x}, {name}.weight, {name}.bias)"])  # fmt: skip
+
+
+@kind(0.6)
+def multihead_attention(d: Draft) -> None:
+    """nn.MultiheadAttention of a value with itself, or with another, for which its input weight is split."""
+    x = d.pick(rank=3)
+    if x is None:
+        return
+    width, heads = d.shape(x)[-1], 2
+    name, (h, made) = d.name("m"), result(d, x, width)
+    weight, bias = f"self.{name}.in_proj_weight", f"self.{name}.in_proj_bias"
+    d.setup.append(f"self.{name} = torch.nn.MultiheadAttention({width}, {heads}, batch_first=True)")
+    d.layers += [Layer(f"{name}.in_proj_weight", weight, 3 * width, width)]
+    d.layers += [Layer(f"{name}.out_proj", f"self.{name}.out_proj.weight", width, width)]
+
+    def projected(value: str, part: str = "") -> str:
+        return f"q.linear('{name}.in_proj_weight', {value}, {weight}{part}, {bias}{part})"
+
+    if d.chance(0.6):
+        code = [f"{h} = self.{name}({x}, {x}, {x}, need_weights=False)[0]"]
+        oracle = [f"a, b, c = {projected(x)}.chunk(3, -1)"]
+    else:
+        code = [f"y = F.relu({x})", f"{h} = self.{name}({x}, y, y, need_weights=False)[0]"]
+        oracle = [f"a = {projected(x, f'[:{width}]')}",
+                  f"b, c = {projected(f'F.relu({x})', f'[{width}:]')}.chunk(2, -1)"]  # fmt: skip
+    split = f"[y.unflatten(-1, ({heads}, -1)).transpose(1, 2) for y in (a, b, c)]"
+    oracle += [f"{h} = F.scaled_dot_product_attention(*{split}).transpose(1, 2).flatten(-2)",
+               f"{h} = {applied(f'{name}.out_proj', h)[1]}"]  # fmt: skip
+    d.step("multihead_attention", [x], made, code, oracle)
