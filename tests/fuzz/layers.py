@@ -69,7 +69,7 @@ def bare(d: Draft) -> None:
     d.step("bare", [x], shape, [f"{h} = {d.rng.choice(forms)}"], [f"{h} = q.linear('{w}', {x}, {weight})"])
 
 
-@kind(1)
+@kind(1.5)
 def addmm(d: Draft) -> None:
     """torch.addmm as Conv1D has it, with biases of all shapes that broadcast, scaled or not."""
     x = d.pick(rank=2)
@@ -79,7 +79,7 @@ def addmm(d: Draft) -> None:
     shapes = [(width,), (width,), (1, width), (1,)] + ([] if d.dynamic else [(rows, width), (rows, 1)])
     w, b = d.parameter(into, width), d.parameter(*d.rng.choice(shapes), letter="b")
     d.layers.append(Layer(w, f"self.{w}", width, into, crosswise=True))
-    scaled = d.rng.choice(("", "", ", alpha=2", ", beta=2", ", beta=0.5, alpha=0.25"))
+    scaled = d.rng.choice(("", ", alpha=2", ", beta=2", ", beta=0.5, alpha=0.25"))
     h, shape = result(d, x, width)
     d.step("addmm", [x], shape, [f"{h} = torch.addmm(self.{b}, {x}, self.{w}{scaled})"],
            [f"{h} = q.linear('{w}', {x}, self.{w}.t(), self.{b}{scaled})"])  # fmt: skip

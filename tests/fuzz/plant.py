@@ -64,8 +64,6 @@ PLANTS = (
     Plant("bias dropped", "passes/rewrite.py",
           "return self._scaled_mm(args, gemm.bias, dtype, node.meta)",
           "return self._scaled_mm(args, None, dtype, node.meta)"),
-    Plant("a bias of any shape added as a row", "passes/rewrite.py",
-          ' and gemm.bias.meta["val"].dim() == 1', ""),
     Plant("alpha dropped", "passes/rewrite.py", "if gemm.alpha != 1:", "if False:"),
     Plant("beta dropped", "passes/rewrite.py", "meta, alpha=gemm.beta)", "meta)"),
     Plant("outer scale dropped", "passes/rewrite.py", 'kwargs.get("outer", computed)', 'kwargs.get("outer")'),
