@@ -244,9 +244,9 @@ def draw_recipe(draft: Draft) -> Recipe:
         fields |= {"min_n": rng.choice((8, 64)), "min_k": rng.choice((8, 64)), "min_m": rng.choice((1, 16))}
     names = list(dict.fromkeys(layer.name for layer in draft.layers))
     fields["rules"] = tuple((name, rng.choice(_RULES)) for name in names if rng.random() < 0.3)
-    if fields.get("wgrad_x") in _NVFP4[:4] and fields.get("wgrad_dy") in _NVFP4[:4] and rng.random() < 0.3:
+    if fields.get("wgrad_x") in _NVFP4[:4] and fields.get("wgrad_dy") in _NVFP4[:4] and rng.random() < 0.6:
         fields["hadamard"] = ("wgrad",)
-    if fields.get("fprop_x") in ("nvfp4", "nvfp4_te") and names and rng.random() < 0.15:
+    if fields.get("fprop_x") in ("nvfp4", "nvfp4_te") and names and rng.random() < 0.6:
         fields["activation_scale"] = "static"
         known = [name for name in names if rng.random() < 0.8]
         fields["static_scales"] = tuple((name, rng.choice((0.001, 0.002, 0.01))) for name in known)
