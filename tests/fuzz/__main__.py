@@ -1,0 +1,85 @@
+"""`python -m tests.fuzz`: random programs against their oracle. See `--help`."""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+
+import torch
+
+from tests.fuzz import layers, models, weights  # noqa: F401 (they register the kinds of steps)
+from tests.fuzz.compare import Finding, Fuzzer
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.plant import plant_all
+from tests.fuzz.programs import Program, Style, build
+
+
+def main() -> int:
+    """Returns 1 if there was a finding."""
+    options = _parser().parse_args()
+    warnings.simplefilter("ignore")  # of programs whose recipe leaves all alone, and of Dynamo
+    if options.plant:
+        return min(1, plant_all(["--count", str(options.count), "--seed", str(options.seed)]))
+    if options.jobs > 1:
+        return _in_parts(options.jobs, options.count, options.seed)
+    fuzzer = Fuzzer(options.device, options.inductor, torch.bfloat16 if options.large else torch.float32)
+    style = Style(large=options.large)
+    start, found = time.perf_counter(), 0
+    for seed in range(options.seed, options.seed + options.count):
+        program = build(seed, style, tuple(options.only))
+        finding = fuzzer.check(program)
+        if options.json:
+            text = None if finding is None else f"{finding.kind}: {finding.text}"
+            print(json.dumps({"seed": seed, "finding": text}), flush=True)
+        elif finding is not None:
+            print("=" * 100, finding if options.no_shrink else shrink(fuzzer, finding), sep="\n", flush=True)
+        found += finding is not None
+        if found >= options.stop:
+            break
+    if not options.json:
+        seconds = time.perf_counter() - start
+        print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.exact} equal in every bit, {found} findings")
+    return 1 if found else 0
+
+
+def _in_parts(jobs: int, count: int, seed: int) -> int:
+    """The same in several processes, each with a part of the seeds; what they print comes as they print it."""
+    part, arguments = -(-count // jobs), sys.argv[1:]
+    starts = range(seed, seed + count, part)
+    commands = [[sys.executable, "-m", "tests.fuzz", *arguments, "--jobs", "1", "--seed", str(start),
+                 "--count", str(min(part, seed + count - start))] for start in starts]  # fmt: skip
+    processes = [subprocess.Popen(command) for command in commands]
+    return max(process.wait() for process in processes)
+
+
+def shrink(fuzzer: Fuzzer, finding: Finding) -> Finding:
+    """The finding of the shortest program, by steps left out, that has one of its kind."""
+    for index in reversed(range(len(finding.program.steps))):
+        shorter: Program | None = finding.program.without(index)
+        if shorter is not None:
+            found = fuzzer.check(shorter)
+            if found is not None and found.kind == finding.kind:
+                return shrink(fuzzer, found)
+    return finding
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="how many programs (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--inductor", action="store_true", help="compile with code generation")
+    parser.add_argument("--large", action="store_true", help="sizes for a GPU, in bfloat16")
+    parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
+    parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
+    parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")
+    parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to do it in (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

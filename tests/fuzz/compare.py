@@ -1,0 +1,310 @@
+"""Run a program as compiled and as its oracle says, and compare: which products, which numbers.
+
+Two ways of compiling: `captured` (Dynamo, AOTAutograd and this package's passes, the graphs then run as they are by
+the reference ops) and `inductor` (the whole backend).
+
+Numbers mostly agree in every bit: values on a grid make the sums of most products exact. Where they do not, rounding in
+another order may be the cause, and quantisation may make a step of it, on a grid with its ties most of all. So a
+difference is a finding only where it is there with normally distributed values of two drawings too, and exceeds what
+the oracle itself shows under noise of the size of such rounding.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+import fp4compile
+from fp4compile.backend import record_inputs
+from fp4compile.passes.manager import JointPasses, LowerPasses
+from fp4compile.recipe import Recipe
+from fp4compile.report import Row
+from tests.fuzz.oracle import ANY_NAME, Oracle, key_of
+from tests.fuzz.programs import Program
+
+# What a product may differ by: float32 sums in another order; one rounding to bfloat16 more or less, where code
+# generation keeps more bits between operators than the operators alone do.
+_NOISE = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-10}
+_MARGIN = {torch.float32: 4, torch.bfloat16: 2}
+_DRAWS = ("grid", "normal", "normal2")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a program: `kind` is "crash", "products" or "numbers"; `text` says it."""
+
+    program: Program
+    kind: str
+    text: str
+    rows: tuple[Row, ...] = ()
+
+    def __str__(self) -> str:
+        rows = "\n".join(
+            f"  {row.module or '(top)'} {row.product} {row.m}x{row.n}x{row.k} {row.left} {row.right} {row.reason or ''}"
+            for row in self.rows
+        )
+        program = self.program
+        mode = f"train={program.train} dynamic={program.dynamic}"
+        kinds = ", ".join(step.kind for step in program.steps)
+        return (
+            f"seed {program.seed}: {self.kind} ({kinds})\n{self.text}\n{mode} inputs={program.inputs}\n"
+            f"{_recipe(program)}\n{program.source()}\nreport:\n{rows}"
+        )
+
+
+def _recipe(program: Program) -> str:
+    fields = {k: v for k, v in program.recipe.to_dict().items() if v not in (None, [], {})}
+    return f"recipe {fields}"
+
+
+@dataclass
+class Fuzzer:
+    """device: "cpu" or "cuda". inductor: with code generation. dtype: of the programs' values.
+
+    exact: how many programs agreed in every bit; run: how many ran.
+    """
+
+    device: str = "cpu"
+    inductor: bool = False
+    dtype: torch.dtype = torch.float32
+    exact: int = 0
+    run: int = 0
+
+    def check(self, program: Program) -> Finding | None:
+        """The first thing that is wrong with a program, or None."""
+        torch._dynamo.reset()
+        rows: list[Row] = []
+        self.run += 1
+        try:
+            return self._check(program, rows)
+        except Exception as error:  # whatever the program meets: it is one that runs uncompiled
+            return Finding(program, "crash", f"{type(error).__name__}: {str(error)[:2000]}", tuple(rows))
+
+    def _check(self, program: Program, rows: list[Row]) -> Finding | None:
+        module, oracle, outside = program.load()
+        modules = torch.nn.ModuleList([module, *outside]).to(self.device, self.dtype)
+        compiled = self._compile(module, program, rows)
+        wrong = None
+        for attempt, draw in enumerate(_DRAWS):
+            inputs = [_fill(modules, program, draw, self, shape_rows) for shape_rows in _row_counts(program)]
+            wrong = None
+            for number, values in enumerate(inputs):
+                got = _results(compiled, program, values, modules)
+                by_graph = list(rows)
+                q = Oracle(program.recipe, by_graph, program.dynamic)
+                expected = _results(partial(oracle, q, module), program, values, modules)
+                if attempt == number == 0:
+                    finding = _products(program, q, by_graph)
+                    if finding is not None:
+                        return finding
+                wrong = wrong or self._difference(program, oracle, module, modules, values, by_graph, got, expected,
+                                                  exactly=draw == "grid")
+            if wrong is None:
+                self.exact += attempt == 0
+                return None
+        return Finding(program, "numbers", wrong, tuple(rows))
+
+    def check_oracle(self, program: Program) -> Finding | None:
+        """Whether the oracle without any format computes what the module does uncompiled: a test of the fuzzer."""
+        program = replace(program, recipe=Recipe(skip_lm_head=False))
+        module, oracle, outside = program.load()
+        modules = torch.nn.ModuleList([module, *outside]).to(self.device, self.dtype)
+        values = _fill(modules, program, "grid", self, None)
+        got = _results(module, program, values, modules)
+        expected = _results(partial(oracle, Oracle(program.recipe, []), module), program, values, modules)
+        wrong = self._difference(program, oracle, module, modules, values, [], got, expected)
+        return None if wrong is None else Finding(program, "oracle", wrong)
+
+    def _difference(
+        self, program, oracle, module, modules, values, rows, got, expected, exactly=False
+    ) -> str | None:
+        """What differs by more than rounding; with `exactly`, by anything."""
+        if all(_same(a, b) for a, b in zip(got, expected, strict=True)):
+            return None
+        if exactly:
+            return "not the same in every bit"
+        noise = _NOISE[self.dtype]
+        q = Oracle(program.recipe, rows, program.dynamic, noise)
+        shaken = _results(partial(oracle, q, module), program, values, modules)
+        names = [*program.outputs(), *_gradient_names(program, modules)] if program.train else program.outputs()
+        for name, a, b, c in zip(names, got, expected, shaken, strict=False):
+            a, b = _zero_for_none(a, b)
+            if a is None:
+                continue
+            if a.dtype != b.dtype or a.shape != b.shape:
+                return f"{name}: {a.dtype} {tuple(a.shape)} where the oracle has {b.dtype} {tuple(b.shape)}"
+            error, allowed = _distance(a, b), _MARGIN[self.dtype] * _distance(*_zero_for_none(c, b)) + 4 * noise
+            if not error <= allowed:
+                worst = (a.float() - b.float()).abs().max().item()
+                return f"{name}: relative error {error:.3g}, allowed {allowed:.3g}; largest difference {worst:.4g}"
+        return None
+
+    def _compile(self, module: torch.nn.Module, program: Program, rows: list[Row]) -> Callable:
+        options = {"fullgraph": True, "dynamic": program.dynamic}
+        if self.inductor:
+            backend = fp4compile.backend(program.recipe)
+            compiled = torch.compile(module, backend=backend, **options)
+
+            def call(*args):
+                results = compiled(*args)
+                rows[:] = backend.report.rows
+                return results
+
+            return call
+        return torch.compile(module, backend=captured(program, rows), **options)
+
+
+def captured(program: Program, rows: list[Row]) -> Callable:
+    """A Dynamo backend: the passes of `fp4compile` on the graphs that Inductor would give them, nothing generated."""
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs) -> Callable:
+        inputs = record_inputs(gm, example_inputs)
+        joint_passes = JointPasses(program.recipe, inputs, lambda found, counts: rows.extend(found))
+        lower_passes = LowerPasses(lambda kept: None)
+
+        def lowered(module: torch.fx.GraphModule, _) -> Callable:
+            lower_passes(module.graph)
+            module.recompile()
+            return _boxed(module.forward)
+
+        def partition(joint, joint_inputs, **options):
+            joint_passes(joint.graph)
+            joint.recompile()
+            return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+        def inference(module: torch.fx.GraphModule, _) -> Callable:
+            joint_passes(module.graph)
+            return lowered(module, _)
+
+        return aot_autograd(
+            fw_compiler=lowered, bw_compiler=lowered, inference_compiler=inference, partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )(gm, example_inputs)  # fmt: skip
+
+    return compile_graph
+
+
+def _boxed(function: Callable) -> Callable:
+    def call(args: list):
+        values = list(args)
+        args.clear()
+        return function(*values)
+
+    call._boxed_call = True
+    return call
+
+
+# ---------------------------------------------------------------- data
+
+
+def _row_counts(program: Program) -> list[int | None]:
+    """How many rows to call the program with; None for those of its inputs."""
+    return [None, program.inputs[0][1][0] + 8] if program.dynamic else [None]
+
+
+def _fill(modules, program: Program, draw: str, fuzzer: Fuzzer, rows: int | None) -> list[torch.Tensor]:
+    """New values for all parameters; returns the inputs, and behind them what every result's gradient is drawn from."""
+    generator = torch.Generator().manual_seed(program.seed * 3 + len(draw))
+    with torch.no_grad():
+        for name, parameter in modules.named_parameters():
+            value = _values(parameter.shape, draw, generator, 16)
+            if "fine" in name:  # more bits than the types that it is cast to have
+                value += _values(parameter.shape, draw, generator, 2**15)
+            parameter.copy_(value)
+    inputs = []
+    for _, shape, gradient in program.inputs:
+        shape = shape if rows is None else (rows, *shape[1:])
+        value = _values(shape, draw, generator, 2).to(fuzzer.device, fuzzer.dtype)
+        inputs.append(value.requires_grad_(gradient and program.train))
+    return inputs
+
+
+def _values(shape, draw: str, generator: torch.Generator, unit: int) -> torch.Tensor:
+    """On a grid, where sums of products round nowhere (or seldom); or normally distributed, where ties are rare."""
+    if draw == "grid":
+        return torch.randint(-4, 5, shape, generator=generator).float() / unit
+    return torch.randn(shape, generator=generator) * 2 / unit
+
+
+def _results(function: Callable, program: Program, inputs: list[torch.Tensor], modules) -> list[torch.Tensor | None]:
+    """Outputs, and the gradients of inputs and parameters."""
+    if not program.train:
+        with torch.no_grad():
+            return list(function(*inputs))
+    outputs = list(function(*inputs))
+    generator = torch.Generator().manual_seed(program.seed)
+    with_gradient = [out for out in outputs if out.requires_grad]
+    tangents = [torch.randint(-4, 5, out.shape, generator=generator).to(out) / 2 for out in with_gradient]
+    leaves = [x for x in inputs if x.requires_grad] + [p for p in modules.parameters() if p.requires_grad]
+    if not with_gradient or not leaves:
+        return [out.detach() for out in outputs]
+    gradients = torch.autograd.grad(with_gradient, leaves, tangents, allow_unused=True)
+    return [out.detach() for out in outputs] + list(gradients)
+
+
+def _gradient_names(program: Program, modules) -> list[str]:
+    names = [f"gradient of {name}" for name, _, gradient in program.inputs if gradient]
+    return names + [f"gradient of {name}" for name, p in modules.named_parameters() if p.requires_grad]
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        a, b = _zero_for_none(a, b)
+        return a is b or _equal(a, b)
+    return a.dtype == b.dtype and a.shape == b.shape and _equal(a, b)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _zero_for_none(a, b):
+    """No gradient and a gradient of zeros are the same."""
+    if a is None and b is not None:
+        a = torch.zeros_like(b)
+    if b is None and a is not None:
+        b = torch.zeros_like(a)
+    return a, b
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Norm of the difference, relative to that of b; equal infinities and NaN differ by nothing."""
+    equal = (a == b) | (a.isnan() & b.isnan())
+    a, b = a.double(), b.double()
+    difference, scale = torch.where(equal, 0, a - b).norm(), torch.where(b.isfinite(), b, 0).norm()
+    return (difference / scale.clamp(min=1e-30)).item()
+
+
+# ---------------------------------------------------------------- products
+
+
+def _products(program: Program, q: Oracle, rows: list[Row]) -> Finding | None:
+    """The report's quantised products against the oracle's."""
+    reported, expected = Counter(key_of(row, program.dynamic) for row in rows if row.quantised), Counter(q.products)
+    _match_any_name(reported, expected)
+    missing, extra = expected - reported, reported - expected
+    if not missing and not extra:
+        return None
+    lines = [f"  {'not quantised' if sign else 'quantised, and should not be'}: {count} x {key}"
+             for sign, found in ((True, missing), (False, extra)) for key, count in found.items()]  # fmt: skip
+    return Finding(program, "products", "\n".join(lines), tuple(rows))
+
+
+def _match_any_name(reported: Counter, expected: Counter) -> None:
+    """Give layers without a place in the model the names that the report has for them, each its own."""
+    known = {key[0] for key in expected} | {""}
+    for layer in {key[0] for key in expected if key[0].startswith(ANY_NAME)}:
+        own = {key: count for key, count in expected.items() if key[0] == layer}
+        for name in {key[0] for key in reported} - known:
+            named = {(name, *key[1:]): count for key, count in own.items()}
+            if all(reported[key] == count for key, count in named.items()):
+                for key in own:
+                    del expected[key]
+                expected.update(named)
+                known.add(name)
+                break

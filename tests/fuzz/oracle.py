@@ -1,0 +1,228 @@
+"""What a program must compute: every layer's products by the roles that the recipe gives, composed eagerly.
+
+Nothing here asks `fp4compile.passes`: rules, limits and roles are written down a second time, and numbers come from
+`fp4compile.reference` alone. A program's oracle text calls
+
+    q.linear(name, x, w, bias)    a layer: x [..., in], w [out, in], whatever view of the parameter `name` w is
+    q.attention(a, b)             a product of two activations, [..., m, k] x [..., k, n]
+
+and plain operators for all that must be left alone. Each product notes what was quantised (`Oracle.products`), to be
+compared with the report.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from fp4compile import formats, reference
+from fp4compile.recipe import Recipe, named
+from fp4compile.report import Row
+
+MUST = "must"  # a layer's product: quantised wherever the recipe says so
+MAY = "may"  # the compiler may leave it alone; where it does not, roles, formats and numbers are as for MUST
+ANY_NAME = "?"  # begins the name of a layer without a place in the model: the report may call it anything but ""
+_HEADS = ("lm_head",)
+
+Key = tuple[str, str, tuple[int, ...], tuple[str, ...]]
+
+
+def key_of(row: Row, rows_symbolic: bool) -> Key:
+    """What identifies a quantised product, whichever operand is on the left."""
+    known = row.product != "attention" or not rows_symbolic
+    return _key(row.module, row.product, (row.m, row.n, row.k) if known else (), (row.left, row.right))
+
+
+def _key(module: str, product: str, dims: tuple, names: tuple) -> Key:
+    plain = ("float32", "bfloat16", "float16", None)
+    # A symbolic size is a text: it may be any number of rows.
+    sizes = tuple(sorted(size for size in dims if isinstance(size, int)))
+    return module, product, sizes, tuple(sorted("plain" if name in plain else name for name in names))
+
+
+@dataclass
+class Oracle:
+    """rows: of the report, read only for the products that MAY be left alone. rows_symbolic: whether the number of
+    rows is a symbol there. noise: relative, on every product; what rounding in another order may do to the results is
+    seen by comparing with and without it."""
+
+    recipe: Recipe
+    rows: list[Row]
+    rows_symbolic: bool = False
+    noise: float = 0.0
+    products: Counter = field(default_factory=Counter)
+
+    def __post_init__(self):
+        self.generator = torch.Generator().manual_seed(1)
+        self.quantised_rows = Counter((row.module, row.product) for row in self.rows if row.quantised)
+
+    # ------------------------------------------------------------ what program texts call
+
+    def linear(self, name, x, w, bias=None, *, fprop=MUST, back=MUST, alpha=1, beta=1, wgrad_scale=1):
+        """x @ w.T + bias as a layer; `fprop` and `back` say whether its products MUST be quantised or MAY.
+
+        wgrad_scale: what the gradient is multiplied by before the weight's is computed of it.
+        """
+        layer = _Layer(self, name, (x.numel() // x.shape[-1], *w.shape), fprop, back, wgrad_scale)
+        row = bias is not None and bias.dim() == 1 and (alpha, beta) == (1, 1)
+        y = _Linear.apply(layer, x.reshape(-1, x.shape[-1]), w, bias if row else None)
+        y = y.reshape(*x.shape[:-1], w.shape[0])
+        if bias is None or row:
+            return y
+        return (y if alpha == 1 else y * alpha) + (bias if beta == 1 else bias * beta)
+
+    @property
+    def may(self):
+        """The same, for layers whose forward products may be left alone."""
+        return _Lenient(self)
+
+    def function(self, x, w, wgrad_scale=1):
+        """x @ w.T with a computed weight: no layer, and for the report perhaps a product of two activations."""
+        y = self.attention(x.reshape(-1, x.shape[-1]), w.transpose(-2, -1), wgrad_scale)
+        return y.reshape(*x.shape[:-1], w.shape[0])
+
+    def attention(self, a, b, scale=1):
+        """a @ b of two activations, which may be left alone; its gradients are. scale: of the gradient, for b's."""
+        return _Attention.apply(_Layer(self, "", (a.shape[-2], b.shape[-1], a.shape[-1]), MAY, MAY, scale), a, b)
+
+    # ------------------------------------------------------------ decisions
+
+    def layer_recipe(self, name: str, dims: tuple[int, int, int]) -> Recipe | None:
+        """The recipe that gives a layer's formats; None where rules, limits or its place leave it alone."""
+        chosen = self.recipe
+        rule = next((rule for rule in self.recipe.rules if fnmatchcase(name, rule.pattern)), None)
+        if rule is None:
+            if self.recipe.skip_lm_head and name.split(".")[-1] in _HEADS:
+                return None
+        elif rule.action == "skip":
+            return None
+        elif rule.action != "quantize":
+            chosen = named(rule.action)
+        limits = (self.recipe.min_m, self.recipe.min_n, self.recipe.min_k)
+        # Of dynamic programs the rows are a symbol, which counts as large enough.
+        checked = zip(dims[self.rows_symbolic :], limits[self.rows_symbolic :], strict=True)
+        return None if any(size < limit for size, limit in checked) else chosen
+
+    def report_has(self, name: str, product: str) -> bool:
+        """Whether the report says that such a product was quantised."""
+        if name.startswith(ANY_NAME):
+            return any(kind == product for _, kind in self.quantised_rows)
+        return self.quantised_rows[name, product] > 0
+
+    def multiply(self, layer: "_Layer", product, left, right, roles, bias=None):
+        """left @ right (+ bias), quantised as the recipe says."""
+        treatments = self._treatments(layer, product, roles)
+        if treatments is None:
+            out = left @ right if bias is None else torch.addmm(bias, left, right)
+            return self._perturbed(out)
+        a, b = left, right.transpose(-2, -1)
+        operands, names = [], []
+        for x, treatment in ((a, treatments[0]), (b, treatments[1])):
+            if treatment is None:
+                operands += [x, None, None, None]
+                names.append("plain")
+            else:
+                fmt, outer, hadamard = treatment
+                outer = None if outer is None else torch.full((), outer, device=x.device)
+                operands += [*reference.quantize(x, fmt, outer, transform=hadamard), fmt]
+                names.append(fmt.name)
+        m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
+        self.products[_key(layer.name, product, self._sizes(m, n, k, layer, product), tuple(names))] += 1
+        out = reference.scaled_mm(*operands, None if self.noise else bias, torch.float32 if self.noise else left.dtype)
+        if self.noise:
+            out = self._perturbed(out)
+            out = (out if bias is None else out + bias.float()).to(left.dtype)
+        return out
+
+    def _sizes(self, m, n, k, layer: "_Layer", product: str) -> tuple:
+        if not self.rows_symbolic:
+            return m, n, k
+        return {"fprop": (n, k), "dgrad": (n, k), "wgrad": (m, n), "attention": ()}[product]
+
+    def _treatments(self, layer: "_Layer", product: str, roles: tuple[str, str]):
+        """(format, static outer scale, hadamard) or None for both operands; None where the product is left alone."""
+        recipe = self.layer_recipe(layer.name, layer.dims)
+        if recipe is None or not any(getattr(recipe, role) for role in roles):
+            return None
+        policy = layer.fprop if product in ("fprop", "attention") else layer.back
+        if policy == MAY and not self.report_has(layer.name, product):
+            return None
+        chosen = []
+        for role in roles:
+            name, outer = getattr(recipe, role), None
+            if role == "fprop_x" and recipe.activation_scale == "static":
+                outer = dict(self.recipe.static_scales).get(layer.name)
+                if outer is None:
+                    return None
+            chosen.append(None if name is None else (formats.get(name), outer, product in recipe.hadamard))
+        return chosen
+
+    def _perturbed(self, out):
+        if not self.noise:
+            return out
+        noise = torch.randn(out.shape, generator=self.generator).to(out.device)
+        return (out.float() * (1 + self.noise * noise)).to(out.dtype)
+
+
+@dataclass(frozen=True)
+class _Lenient:
+    oracle: Oracle
+
+    def linear(self, *args, **options):
+        return self.oracle.linear(*args, **(options | {"fprop": MAY}))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """dims: (tokens, out features, in features)."""
+
+    oracle: Oracle
+    name: str
+    dims: tuple[int, int, int]
+    fprop: str
+    back: str
+    wgrad_scale: float
+
+    def multiply(self, product, left, right, roles, bias=None):
+        return self.oracle.multiply(self, product, left, right, roles, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer: _Layer, x, w, bias):
+        ctx.layer = layer
+        ctx.save_for_backward(x, w)
+        return layer.multiply("fprop", x, w.t(), ("fprop_x", "fprop_w"), bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), layer = ctx.saved_tensors, ctx.layer
+        dx = dw = db = None
+        if ctx.needs_input_grad[1]:
+            dx = layer.multiply("dgrad", dy, w, ("dgrad_dy", "dgrad_w"))
+        if ctx.needs_input_grad[2]:
+            dw = layer.multiply("wgrad", _scaled(dy, layer.wgrad_scale).t(), x, ("wgrad_dy", "wgrad_x"))
+        if ctx.needs_input_grad[3]:
+            db = dy.sum(0)
+        return None, dx, dw, db
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer: _Layer, a, b):
+        ctx.layer = layer
+        ctx.save_for_backward(a, b)
+        return layer.multiply("attention", a, b, ("attention_a", "attention_b"))
+
+    @staticmethod
+    def backward(ctx, dy):
+        (a, b), perturbed = ctx.saved_tensors, ctx.layer.oracle._perturbed
+        scaled = _scaled(dy, ctx.layer.wgrad_scale)
+        return None, perturbed(dy @ b.transpose(-2, -1)), perturbed(a.transpose(-2, -1) @ scaled)
+
+
+def _scaled(dy, scale):
+    return dy if scale == 1 else dy * scale
+
+

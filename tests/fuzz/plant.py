@@ -1,0 +1,140 @@
+"""Does the fuzzer find bugs? Plant them one by one, and count the graphs until it does.
+
+A plant is a line of the package's source and what it becomes. The package is copied, changed, and fuzzed in a process
+of its own; found is what differs from the findings of the unchanged package (of which there should be none).
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """name: what is wrong. path: in the package. old, new: text that is there once, and what stands there then."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+PLANTS = (
+    # roles and layers
+    Plant("roles of dgrad and wgrad swapped", "passes/find.py",
+          'roles = (f"{product}_dy", plain) if a_grad else (plain, f"{product}_dy")',
+          'roles = (plain, f"{product}_dy") if a_grad else (f"{product}_dy", plain)'),
+    Plant("roles of W @ x swapped", "passes/find.py",
+          '_as(a, "fprop_w"), _as(b, "fprop_x")', '_as(a, "fprop_x"), _as(b, "fprop_w")'),
+    Plant("a cast of an activation stripped", "passes/find.py",
+          "elif not (source.target in _CASTS and self._is_parameter(step)):", "elif source.target not in _CASTS:"),
+    Plant("a computed weight taken for the parameter", "passes/find.py",
+          "aten.unsqueeze.default, aten.permute.default,",
+          "aten.unsqueeze.default, aten.permute.default, aten.mul.Tensor,"),
+    Plant("backward products by layer sizes of their own", "passes/find.py",
+          'common |= {"layer": origin.layer, ', "common |= {"),
+    Plant("batched products with a parameter of three dimensions taken for layers", "passes/find.py",
+          'b.source.meta["val"].dim() == 2 and node not in', "node not in"),
+    # decisions
+    Plant("a rule's recipe replaced by the model's", "passes/plan.py",
+          'return recipe if rule.action == "quantize" else named(rule.action), _too_small',
+          "return recipe, _too_small"),
+    Plant("a rule's skip ignored", "passes/plan.py",
+          '''return None, f"rule {rule.pattern!r}"''', "return recipe, None"),
+    Plant("formats of a rule taken from the model's recipe", "passes/plan.py",
+          "getattr(layer_recipe, operand.role), None", "getattr(recipe, operand.role), None"),
+    Plant("one layer's static scale for all", "passes/plan.py",
+          "outer = recipe.static_scale(gemm.module)", "outer = next(iter(dict(recipe.static_scales).values()), None)"),
+    Plant("a limit off by one", "passes/plan.py",
+          "statically_known_true(size < getattr(recipe, limit))",
+          "statically_known_true(size <= getattr(recipe, limit))"),
+    Plant("limits of a rule's layers dropped", "passes/plan.py",
+          "else named(rule.action), _too_small(layer, recipe)", "else named(rule.action), None"),
+    # the rewrite
+    Plant("transposition dropped", "passes/rewrite.py", "dim = -3 - dim  # -1 <-> -2", "pass"),
+    Plant("right operand along its last dimension", "passes/rewrite.py",
+          "gemm.right, decision.right, -2", "gemm.right, decision.right, -1"),
+    Plant("bias dropped", "passes/rewrite.py",
+          "return self._scaled_mm(args, gemm.bias, dtype, node.meta)",
+          "return self._scaled_mm(args, None, dtype, node.meta)"),
+    Plant("alpha dropped", "passes/rewrite.py", "if gemm.alpha != 1:", "if False:"),
+    Plant("beta dropped", "passes/rewrite.py", "meta, alpha=gemm.beta)", "meta)"),
+    Plant("outer scale dropped", "passes/rewrite.py", 'kwargs.get("outer", computed)', 'kwargs.get("outer")'),
+    Plant("static outer scale dropped", "passes/rewrite.py", "if treatment.outer is not None:", "if False:"),
+    Plant("Hadamard transform dropped", "passes/rewrite.py", "if treatment.hadamard:", "if False:"),
+    Plant("one value for all outputs of chunk and split", "passes/rewrite.py",
+          "return (node.target, value_key(node.args[0]), str(node.args[1]))",
+          "return (node.target, value_key(node.args[0]))"),
+    Plant("quantised once for all formats", "passes/rewrite.py",
+          "key = (value_key(operand.source), treatment, dim)", "key = (value_key(operand.source), dim)"),
+    Plant("quantised once for both directions", "passes/rewrite.py",
+          "key = (value_key(operand.source), treatment, dim)", "key = (value_key(operand.source), treatment)"),
+    # after the partitioner
+    Plant("pairs of different formats merged", "passes/merge.py",
+          "return value_key(self.source), self.format, self.outer,", "return value_key(self.source), self.outer,"),
+    Plant("pairs of different outer scales merged", "passes/merge.py",
+          "self.format, self.outer, self.layout", "self.format, self.layout"),
+    Plant("quantises of different directions shared", "passes/merge.py",
+          "(found.key, found.dim, found.hadamard)", "(found.key, found.hadamard)"),
+    Plant("columns' own outer scale dropped", "passes/merge.py",
+          "column_outer if apart else outer", "outer"),
+)  # fmt: skip
+
+
+def plant_all(arguments: list[str]) -> int:
+    """Fuzz with each plant; prints after how many graphs it was found. Returns how many were not."""
+    with tempfile.TemporaryDirectory() as directory:
+        clean = dict(_fuzz(_copy(Path(directory) / "clean"), arguments))
+    sound = sum(finding is None for finding in clean.values())
+    print(f"the package as it is: {sound} of {len(clean)} graphs without a finding")
+    missed = 0
+    for plant in PLANTS:
+        with tempfile.TemporaryDirectory() as directory:
+            outcome = _found_after(plant, _copy(Path(directory) / "planted"), arguments, clean)
+        missed += outcome is None
+        print(f"{'NOT FOUND' if outcome is None else outcome:>12}  {plant.name}", flush=True)
+    return missed
+
+
+def _found_after(plant: Plant, root: Path, arguments: list[str], clean: dict[int, str | None]) -> str | None:
+    """How many graphs it took, as text; None if it was not found."""
+    path = root / "fp4compile" / plant.path
+    text = path.read_text()
+    if text.count(plant.old) != 1:
+        return "no such line"
+    path.write_text(text.replace(plant.old, plant.new))
+    for number, (seed, finding) in enumerate(_fuzz(root, arguments), start=1):
+        if finding is not None and finding != clean.get(seed):
+            return f"{number} graphs"
+    return None
+
+
+def _copy(root: Path) -> Path:
+    """A copy of the package and of the tests, to change."""
+    for name in ("fp4compile", "tests"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def _fuzz(root: Path, arguments: list[str]) -> Iterator[tuple[int, str | None]]:
+    """(seed, what was found) of each program, by a process that ends when nobody reads on."""
+    command = [sys.executable, "-m", "tests.fuzz", "--json", *arguments]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    seen = 0
+    try:
+        for line in process.stdout:
+            entry = json.loads(line)
+            seen += 1
+            yield entry["seed"], entry["finding"]
+        if process.wait() not in (0, 1):
+            raise RuntimeError(f"the fuzzer ended after {seen} graphs:\n{process.stderr.read()[-2000:]}")
+    finally:
+        process.terminate()
+        process.wait()
