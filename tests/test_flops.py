@@ -99,6 +99,13 @@ def test_experts_one_by_one():
     assert {row.category for row in report.rows} == {"experts"}
 
 
+def test_the_heads_of_one_projection_are_dense():
+    def project(x, w):
+        return torch.einsum("td,hed->the", x, w)
+
+    assert set(found(Net(project, 3, 32, 64), torch.randn(7, 64))) == {("dense", 2 * 7 * 96 * 64)}
+
+
 def test_batched_attention_and_its_gradients():
     def attend(x, w):
         return torch.softmax(x @ (w * x).transpose(1, 2), -1) @ torch.sin(x)

@@ -40,7 +40,7 @@ def test_table():
         "module  product  M  N  K  left      right     tier       left alone because",
         "-" * 75,
         "a       fprop    2  4  8  mxfp8     mxfp8     reference",
-        "head    fprop    2  4  8  bfloat16  bfloat16             LM head",
+        "head    fprop    2  4  8  bfloat16  bfloat16             output head",
         "-" * 75,
         "recipe mxfp8: 1 of 2 matrix products quantised, 25.0% of their FLOPs",
     ]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fp4compile import formats
+from fp4compile._compat import known
 from fp4compile.passes.find import Gemm, Input, parameters_of
 from fp4compile.passes.views import source_of
 
@@ -37,10 +38,10 @@ def count(node: Node) -> int | None:
         return None
 
 
-def others(graph: Graph, known: set[Node]) -> list[Node]:
-    """The nodes that torch counts FLOPs of and that are not among the known ones."""
+def others(graph: Graph, listed: set[Node]) -> list[Node]:
+    """The nodes that torch counts FLOPs of and that are not listed."""
     return [node for node in graph.nodes
-            if node.op == "call_function" and node not in known and _packet(node.target) in flop_registry]  # fmt: skip
+            if node.op == "call_function" and node not in listed and _packet(node.target) in flop_registry]  # fmt: skip
 
 
 class Categories:
@@ -66,16 +67,16 @@ class Categories:
     def _forward(self, gemm: Gemm) -> str:
         """By the product alone."""
         name = _operator_name(gemm.node.target)
-        weights = [root for root in map(_root, _tensors(gemm.node)) if root in self.parameters]
+        operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
+        weights = [(operand, root) for operand, root in operands if root in self.parameters]
         if _GROUPED.search(name) or _EXPERTS.search(gemm.module):
             return "experts"
         if _CONVOLUTION.search(name):
             return "convolution"
         if _ATTENTION.search(name):
             return "attention"
-        if gemm.product in ("fprop", "dgrad", "wgrad"):  # one matrix, though it may be a view of more dimensions
-            return "dense"
-        if any(root.meta["val"].dim() >= 3 for root in weights):
+        whole = gemm.product in ("fprop", "dgrad", "wgrad")  # as one matrix: the heads of one projection, say
+        if any(root.meta["val"].dim() >= 3 and not (whole and _as_many(operand, root)) for operand, root in weights):
             return "experts"
         if gemm.product == "attention":
             return "attention"
@@ -90,6 +91,10 @@ def _root(node: Node) -> Node:
     while (source := source_of(node)) is not None:
         node = source
     return node
+
+
+def _as_many(node: Node, other: Node) -> bool:
+    return known(node.meta["val"].numel() == other.meta["val"].numel())
 
 
 def _packet(target: Any) -> Any:

@@ -20,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
-from fp4compile.backend import record_inputs
+from fp4compile import names
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import Recipe
 from fp4compile.report import Row
@@ -163,7 +163,7 @@ def captured(program: Program, rows: list[Row]) -> Callable:
     """A Dynamo backend: the passes of `fp4compile` on the graphs that Inductor would give them, nothing generated."""
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs) -> Callable:
-        inputs = record_inputs(gm, example_inputs)
+        inputs = names.record(gm, example_inputs).inputs
         joint_passes = JointPasses(program.recipe, inputs, lambda found, counts: rows.extend(found))
         lower_passes = LowerPasses(lambda kept: None)
 

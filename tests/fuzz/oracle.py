@@ -65,7 +65,7 @@ class Oracle:
         wgrad_scale: what the gradient is multiplied by before the weight's is computed of it.
         """
         layer = _Layer(self, name, (x.numel() // x.shape[-1], *w.shape), fprop, back, wgrad_scale)
-        row = bias is not None and bias.dim() == 1 and (alpha, beta) == (1, 1)
+        row = bias is not None and bias.shape == w.shape[:1] and (alpha, beta) == (1, 1)
         y = _Linear.apply(layer, x.reshape(-1, x.shape[-1]), w, bias if row else None)
         y = y.reshape(*x.shape[:-1], w.shape[0])
         if bias is None or row:
@@ -146,6 +146,8 @@ class Oracle:
         if recipe is None or not any(getattr(recipe, role) for role in roles):
             return None
         policy = layer.fprop if product in ("fprop", "attention") else layer.back
+        if product == "wgrad" and layer.dims[0] == 1:  # of one token: to Inductor an outer product, not a matrix one
+            policy = MAY
         if policy == MAY and not self.report_has(layer.name, product):
             return None
         chosen = []
