@@ -10,6 +10,7 @@ from fp4compile.packing import load_packed, pack_, save_packed
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import add_arguments
 from fp4compile.report import Report
+from fp4compile.weight_cache import refresh
 
 __all__ = [
     "BlockFormat",
@@ -24,6 +25,7 @@ __all__ = [
     "pack_",
     "quantize",
     "recipes",
+    "refresh",
     "register_with_accelerate",
     "save_packed",
     "scaled_mm",

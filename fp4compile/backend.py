@@ -20,12 +20,13 @@ from torch.fx import GraphModule
 
 from fp4compile import report_cache
 from fp4compile.passes.find import Input, clean_name
+from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import resolve
 from fp4compile.report import Report, Row
-from fp4compile.weights import hoisting
+from fp4compile.weight_cache import marking
 
 log = logging.getLogger("fp4compile")
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -72,7 +73,10 @@ class Backend:
         passes = JointPasses(self.recipe, inputs, lambda rows, counts: outcome.append((rows, counts)), before_joint)
         key = report_cache.key(gm, example_inputs, passes.uuid())
         patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
-        compiled = compile_fx(gm, example_inputs, hoisting(compile_fx_inner, inputs), config_patches=patches)
+        inner_compile = hoisting(compile_fx_inner, inputs, self.recipe.weight_cache)
+        compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+        if _trains(example_inputs):
+            compiled = marking(compiled, [i for i, entry in enumerate(inputs) if entry.parameter is not None])
         if outcome:
             outcome = [(_with_saved(rows, kept), counts) for rows, counts in outcome]
             report_cache.store(key, outcome)
@@ -123,6 +127,13 @@ def record_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Input
     placeholders = gm.graph.find_nodes(op="placeholder")
     return tuple(
         Input(_parameter_name(node, value)) for node, value in zip(placeholders, example_inputs, strict=True)
+    )
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    """Whether the graph will have a backward. Dynamo guards all that this depends on."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
     )
 
 

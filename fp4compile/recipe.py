@@ -24,6 +24,7 @@ _OPERANDS = {
     "attention": ("attention_a", "attention_b"),
 }
 _ACTIONS = ("skip", "quantize")
+_WEIGHT_CACHES = ("on", "off", "check")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class Recipe:
     static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them.
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: of "dgrad" and "wgrad", those whose gradient operand is rounded stochastically.
+    weight_cache: of inference. "on": packed weights are kept until a change of the parameter is seen. "off": weights
+        are quantised at every call. "check": as "on", and RuntimeError is raised where a parameter's contents changed
+        unseen; it reads every weight at every call, and is slow.
     """
 
     name: str = "custom"
@@ -87,6 +91,7 @@ class Recipe:
     static_scales: tuple[tuple[str, float], ...] = ()
     hadamard: tuple[str, ...] = ()
     stochastic_rounding: tuple[str, ...] = ()
+    weight_cache: str = "on"
 
     def __post_init__(self):
         self._normalise()
@@ -95,6 +100,9 @@ class Recipe:
             self._check_product(product)
         self._check_static()
         self._check_training()
+        if self.weight_cache not in _WEIGHT_CACHES:
+            allowed = ", ".join(map(repr, _WEIGHT_CACHES))
+            raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
 
     def _normalise(self) -> None:
         """Every spelling of a value becomes the one that compares, hashes and is written to JSON."""
@@ -107,7 +115,9 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
-        for name, kind in (("name", str), ("activation_scale", str), ("skip_lm_head", bool)):
+        for name, kind in (
+            ("name", str), ("activation_scale", str), ("weight_cache", str), ("skip_lm_head", bool)
+        ):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
