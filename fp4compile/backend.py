@@ -49,7 +49,9 @@ class Backend:
 
     @property
     def __name__(self) -> str:
-        return f"fp4compile_{self.recipe.name}"
+        # A name of Dynamo's registry: compiling for any other, Dynamo leaves weak references on the parameters, which
+        # forbid `torch.utils.swap_tensors`.
+        return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(
         self,
