@@ -176,6 +176,37 @@ def test_any_update_after_a_run_of_a_training_graph_is_seen():
     loss.backward()
     custom_step(model)
     assert_current(compiled, model, x)
+    compiled(x)  # a search without gradients needs no backward
+    model[0].weight.data.mul_(-1.5)
+    assert_current(compiled, model, x)
+
+
+def fewer_rows(weight):
+    weight.data = weight.data[:32]
+
+
+def bits_as_another_dtype(weight):
+    weight.data = weight.data.view(torch.bfloat16)
+
+
+def inference_tensor_on_the_storage(weight):
+    with torch.inference_mode():
+        weight.data = torch.empty(0, dtype=weight.dtype).set_(weight.untyped_storage(), 0, weight.shape)
+        weight.mul_(2)  # counts no version
+
+
+@pytest.mark.parametrize("change", [fewer_rows, bits_as_another_dtype, inference_tensor_on_the_storage])
+def test_same_address_strides_and_version_are_not_enough(change):
+    weight = torch.nn.Parameter(torch.randn(48, 64).half())
+    packed_weight(weight, form("nvfp4"))
+    before = weight.data_ptr(), weight.stride(), weight._version
+    change(weight)
+    assert before == (weight.data_ptr(), weight.stride(), weight._version)
+    expected = fp4compile.quantize(weight.detach().clone(), "nvfp4")
+    for got, right in zip(
+        packed_weight(weight, form("nvfp4")), (expected.data, expected.scales, expected.outer), strict=True
+    ):
+        assert torch.equal(got, right)
 
 
 def test_every_view_of_one_storage_is_told_apart():
