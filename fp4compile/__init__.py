@@ -11,6 +11,7 @@ from fp4compile.packing import pack_
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import add_arguments
 from fp4compile.report import Report
+from fp4compile.weight_cache import refresh
 
 __all__ = [
     "BlockFormat",
@@ -25,6 +26,7 @@ __all__ = [
     "pack_",
     "quantize",
     "recipes",
+    "refresh",
     "register_with_accelerate",
     "save_packed",
     "scaled_mm",

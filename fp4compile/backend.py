@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -23,12 +24,13 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4compile import _compat, names, report_cache
+from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes
 from fp4compile.recipe_io import DEFAULT, ENVIRONMENT, resolve
 from fp4compile.report import Report, Row
-from fp4compile.weights import hoisting
+from fp4compile.weight_cache import marking
 
 log = logging.getLogger("fp4compile")
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -82,7 +84,9 @@ class Backend:
 
     @property
     def __name__(self) -> str:
-        return f"fp4compile_{self.recipe.name}"
+        # A name of Dynamo's registry: compiling for any other, Dynamo leaves weak references on the parameters, which
+        # forbid `torch.utils.swap_tensors`.
+        return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(
         self,
@@ -110,7 +114,10 @@ class Backend:
         passes = JointPasses(self.recipe, known.inputs, lambda *one: outcome.append(one), before_joint)
         patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
         key = report_cache.key(gm, example_inputs, passes.uuid(), patches)
-        compiled = compile_fx(gm, example_inputs, hoisting(compile_fx_inner, known.inputs), config_patches=patches)
+        inner_compile = hoisting(compile_fx_inner, known.inputs, self.recipe.weight_cache)
+        compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+        if _trains(example_inputs):
+            compiled = marking(compiled, [i for i, entry in enumerate(known.inputs) if entry.parameter is not None])
         if outcome:
             outcome = [(_with_saved(rows, kept), counts) for rows, counts in outcome]
             report_cache.store(key, outcome)
@@ -169,6 +176,13 @@ def backend(recipe: str | dict | Recipe | None = None, *, strict: bool = False, 
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected a bool, got {type(strict).__name__}")
     return Backend(resolve(recipe, **overrides), strict)
+
+
+def _trains(example_inputs: Sequence[Any]) -> bool:
+    """Whether the graph will have a backward. Dynamo guards all that this depends on."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+    )
 
 
 def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:

@@ -26,6 +26,7 @@ _OPERANDS = {
 _ACTIONS = ("skip", "quantize")
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+_WEIGHT_CACHES = ("on", "off", "check")
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,16 @@ class Recipe:
     min_m, min_n, min_k: smallest tokens, out features and in features of a layer worth quantising.
     skip_first_blocks, skip_last_blocks: transformer blocks left alone at either end. num_blocks: how many there
         are, for models whose graphs are broken into parts that do not show it.
-    skip_lm_head: leave the language-model head alone.
+    skip_lm_head: leave output heads alone: layers called so (lm_head, classifier, proj_out and the like), those whose
+        weight is an embedding's, and the layer that comes last and is the widest.
     activation_scale: "dynamic", or "static": the outer scale of fprop_x is read from static_scales.
     static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them; the factors positive
         normal float32 numbers. Only where activation_scale, or the recipe of a rule, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: of "dgrad" and "wgrad", those whose gradient operand is rounded stochastically.
+    weight_cache: of inference. "on": packed weights are kept until a change of the parameter is seen. "off": weights
+        are quantised at every call. "check": as "on", and RuntimeError is raised where a parameter's contents changed
+        unseen; it reads every weight at every call, and is slow.
     """
 
     name: str = "custom"
@@ -92,6 +97,7 @@ class Recipe:
     static_scales: tuple[tuple[str, float], ...] = ()
     hadamard: tuple[str, ...] = ()
     stochastic_rounding: tuple[str, ...] = ()
+    weight_cache: str = "on"
 
     def __post_init__(self):
         self._normalise()
@@ -100,6 +106,9 @@ class Recipe:
             self._check_product(product)
         self._check_static()
         self._check_training()
+        if self.weight_cache not in _WEIGHT_CACHES:
+            allowed = ", ".join(map(repr, _WEIGHT_CACHES))
+            raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
 
     def _normalise(self) -> None:
         """Every spelling of a value becomes the one that compares, hashes and is written to JSON."""
@@ -112,7 +121,9 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
-        for name, kind in (("name", str), ("activation_scale", str), ("skip_lm_head", bool)):
+        for name, kind in (
+            ("name", str), ("activation_scale", str), ("weight_cache", str), ("skip_lm_head", bool)
+        ):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")

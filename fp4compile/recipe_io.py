@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--fp4compile-skip-first", type=int, metavar="N", help="leave the first N blocks alone")
     group.add_argument("--fp4compile-skip-last", type=int, metavar="N", help="leave the last N blocks alone")
-    group.add_argument("--fp4compile-lm-head", action="store_true", help="quantise the LM head too")
+    group.add_argument("--fp4compile-lm-head", action="store_true", help="quantise output heads too")
     group.add_argument(
         "--fp4compile-set", action="append", default=[], metavar="FIELD=VALUE", help="set a recipe field (TOML value)"
     )

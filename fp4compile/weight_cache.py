@@ -1,0 +1,268 @@
+"""The packed weights of inference graphs: quantised once, quantised again when the weight changes.
+
+The packed tensors hang on the parameter itself, as an attribute: they go when the parameter goes, and nothing holds a
+weak reference on the parameter, which would forbid `torch.utils.swap_tensors`. They are used as long as nothing that
+can be seen of the weight has changed: storage, address, shape, strides, dtype, version counter. Else the weight is
+quantised again, into the same memory where that fits, because CUDA graphs hold its address.
+
+Some writes leave the version counter as it is. Two places mark the storages that they may have written to as changed:
+a hook on the steps of all optimisers (fused ones count no version), and every forward and backward run of a training
+graph of this backend (what updates the parameters after it may be anything). `refresh` marks them by hand, for what
+cannot be seen at all. `hoist.py` takes the quantising out of the graphs.
+"""
+
+import functools
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import fp4compile.ops  # noqa: F401  defines the op below
+from fp4compile.fingerprint import fingerprint_of
+
+QUANTIZE = torch.ops.fp4compile.quantize.default
+_ATTRIBUTE = "_fp4compile_packed"
+
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a weight is packed as. Made by `form`, one object for each, so that looking it up costs little."""
+
+    format: str
+    dim: int
+    layout: str
+
+
+@functools.cache
+def form(format: str, dim: int = -1, layout: str = "linear") -> Form:
+    """The form of a quantise's format, dimension and layout."""
+    return Form(format, dim, layout)
+
+
+class _Storage:
+    """A storage that some weight was packed from, and the number of its last mark.
+
+    The weak reference keeps the address of the storage object from being given to another one.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.reference = StorageWeakRef(storage)
+        self.address: int = self.reference.cdata
+        self.mark = 0
+
+
+# By address of the storage object; an entry goes with the last weight packed from the storage.
+_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+_marks = itertools.count(1)
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Packed tensors (data, scales, outer scale), and all that was seen of the weight that they were made from.
+
+    Storage and address say what the offset and the device are. fingerprint: of the contents, where it was asked for.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    storage: _Storage
+    mark: int
+    version: int
+    address: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    fingerprint: tuple[int, int] | None
+
+    def fits(self, weight: torch.Tensor) -> bool:
+        """Whether nothing that can be seen of the weight has changed."""
+        return (
+            self.mark == self.storage.mark
+            and self.version == weight._version
+            and self.address == weight.data_ptr()
+            and self.storage.address == weight.untyped_storage()._cdata
+            and self.shape == weight.shape
+            and self.strides == weight.stride()
+            and self.dtype is weight.dtype
+            and not weight.is_inference()  # made one by `.data = ...`, it counts no more versions
+        )
+
+
+@dataclass
+class _Forms:
+    """The attribute of a weight: what it is packed as.
+
+    owner: id of the weight. Who copies a tensor's attributes, or swaps them, does not make it the other's.
+    """
+
+    owner: int
+    packed: dict[Form, _Packed] = field(default_factory=dict)
+
+    def __reduce__(self):
+        # Pickled or copied with its parameter, it is empty, and can be read without this package.
+        return OrderedDict, ()
+
+
+def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) -> tuple[torch.Tensor, ...]:
+    """(data, scales, outer scale) of a weight, kept until the weight changes or is marked.
+
+    check: the parameter's name, to compare the contents as well. Raises RuntimeError where they changed unseen.
+    """
+    forms = getattr(weight, _ATTRIBUTE, None)
+    if type(forms) is _Forms and forms.owner == id(weight):
+        kept = forms.packed.get(form)
+        if kept is not None and kept.fits(weight) and (check is None or _unchanged(weight, kept, check)):
+            return kept.tensors
+    if weight.is_inference():  # no version counter: nothing tells whether it changed
+        return _quantize(weight, form)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Nothing runs now. Each replay of the user's CUDA graph quantises the weight that it finds.
+        return _quantize(weight, form)
+    with _lock:
+        return _pack(weight, form, check)
+
+
+def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Tensor, ...]:
+    forms = getattr(weight, _ATTRIBUTE, None)
+    if type(forms) is not _Forms or forms.owner != id(weight):
+        forms = _Forms(id(weight))
+        setattr(weight, _ATTRIBUTE, forms)
+    kept = forms.packed.get(form)
+    if kept is not None and kept.fits(weight) and (check is None or kept.fingerprint is not None):
+        return kept.tensors  # another thread was first
+    storage = _tracked(weight.untyped_storage())
+    # Read before the contents: a write or a mark from now on makes what is packed here out of date.
+    seen = (storage, storage.mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    fingerprint = None if check is None else fingerprint_of(weight)
+    fresh = _quantize(weight, form)
+    if kept is not None and all(map(_alike, kept.tensors, fresh)):
+        for old, new in zip(kept.tensors, fresh, strict=True):
+            old.copy_(new)
+        fresh = kept.tensors
+    if weight.is_cuda:
+        # Another thread may read what is kept from a stream of its own as soon as it finds it.
+        torch.cuda.current_stream(weight.device).synchronize()
+    forms.packed[form] = _Packed(fresh, *seen, fingerprint)
+    return fresh
+
+
+def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+
+
+def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
+    return QUANTIZE(weight.detach(), form.format, form.dim, layout=form.layout)
+
+
+def _tracked(storage: torch.UntypedStorage) -> _Storage:
+    known = _storages.get(storage._cdata)
+    if known is None:
+        known = _storages[storage._cdata] = _Storage(storage)
+    return known
+
+
+def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
+    """Let the next inference call quantise weights again, after a write that nothing tells of.
+
+    Such are writes through `parameter.data`, through numpy, through another tensor on the parameter's memory that does
+    not share its version counter, by a kernel that PyTorch does not know, or by the replay of a CUDA graph.
+
+    model: a module, a tensor or tensors, of any shapes; what shares their storage is meant, too. None: every weight.
+    Raises TypeError for anything else.
+    """
+    if model is None:
+        _mark_storages([storage.address for storage in _storages.values()])
+        return
+    if isinstance(model, torch.nn.Module):
+        model = itertools.chain(model.parameters(), model.buffers())
+    elif isinstance(model, torch.Tensor):
+        model = [model]
+    elif not isinstance(model, Iterable):
+        raise TypeError(f"model: expected a module, a tensor, tensors or None, got {type(model).__name__}")
+    tensors = list(model)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"model: expected a module, a tensor, tensors or None, got a {type(tensor).__name__} in it")
+    _mark(tensors)
+
+
+def _mark(tensors: Iterable[Any]) -> None:
+    if _storages:
+        _mark_storages(_addresses(tensors))
+
+
+def _mark_storages(addresses: Iterable[int]) -> None:
+    for address in addresses:
+        storage = _storages.get(address)
+        if storage is not None:
+            storage.mark = next(_marks)
+
+
+def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
+    """Addresses of the storage objects of tensors, of those inside a tensor subclass too."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from _addresses(getattr(tensor, name) for name in names)
+        elif isinstance(tensor, torch.Tensor) and torch._C._has_storage(tensor):
+            yield tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on, a step of any optimiser in this process marks its parameters. Called again, it does nothing."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+@torch.compiler.disable
+def _stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    _mark(tensor for group in optimizer.param_groups for tensor in group["params"])
+
+
+def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
+    """A compiled training graph whose every run, forward and backward, marks its parameters.
+
+    parameters: their places among the arguments.
+    """
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        weights = [args[i] for i in parameters]
+        outputs = compiled(*args)
+        _mark(weights)
+
+        @torch.compiler.disable
+        def mark(*gradients: Any) -> None:
+            _mark(weights)
+
+        # What is packed between forward and backward is older than the update that follows the backward.
+        for node in {tensor.grad_fn for tensor in outputs if isinstance(tensor, torch.Tensor)} - {None}:
+            node.register_hook(mark)
+        return outputs
+
+    return call
+
+
+def _unchanged(weight: torch.Tensor, kept: _Packed, name: str) -> bool:
+    """Whether the contents are known to be those that were packed; False where no fingerprint was taken then.
+
+    Raises RuntimeError where they are others.
+    """
+    if kept.fingerprint is None:
+        return False
+    if kept.fingerprint != fingerprint_of(weight):
+        raise RuntimeError(
+            f"weight_cache='check': the contents of parameter {name!r} changed, and nothing told of it (a write through"
+            " `.data` or numpy?), since it was quantised. Call fp4compile.refresh(model) after such a write."
+        )
+    return True
