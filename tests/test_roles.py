@@ -173,12 +173,13 @@ def test_products_of_a_layers_activation_that_are_no_weight_gradients(case):
     assert len(found) > len(layers)
 
 
-def test_a_weight_computed_from_parameters_is_no_attention():
+@pytest.mark.parametrize("computed", [lambda w: w * 0.5, lambda w: w.roll(3, 1), lambda w: torch.tril(w)])
+def test_a_weight_computed_from_parameters_is_no_attention(computed):
     """A recipe for attention is none for `x @ (W * s)^T`."""
     formats = UNEVEN | {"attention_a": "mxfp8", "attention_b": "mxfp8"}
 
     def function(x):
-        return F.linear(x, W * 0.5)
+        return F.linear(x, computed(W))
 
     found = both(function, function, tokens(), recipe=formats, parameters=[W])
     assert found[0] == ("", "other", "its weight is computed from parameters and is none itself")

@@ -359,11 +359,11 @@ class _Scan:
 
 
 def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
-    """The parameters and what depends on nothing else."""
-    found = set(parameters)
+    """The parameters, and what depends on them and on nothing else but constants."""
+    found, constants = set(parameters), set()
     for node in graph.nodes:
-        if node.all_input_nodes and all(arg in found for arg in node.all_input_nodes):
-            found.add(node)
+        if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
+            (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)
     return found
 
 

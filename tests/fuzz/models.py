@@ -290,14 +290,16 @@ def multihead_attention(d: Draft) -> None:
     def projected(value: str, part: str = "") -> str:
         return f"q.linear('{name}.in_proj_weight', {value}, {weight}{part}, {bias}{part})"
 
+    # torch's module goes through the tokens place by place, the batch inside: blocks along the tokens show it.
+    first = f"{x}.transpose(0, 1)"
     if d.chance(0.6):
         code = [f"{h} = self.{name}({x}, {x}, {x}, need_weights=False)[0]"]
-        oracle = [f"a, b, c = {projected(x)}.chunk(3, -1)"]
+        oracle = [f"a, b, c = {projected(first)}.chunk(3, -1)"]
     else:
         code = [f"y = F.relu({x})", f"{h} = self.{name}({x}, y, y, need_weights=False)[0]"]
-        oracle = [f"a = {projected(x, f'[:{width}]')}",
-                  f"b, c = {projected(f'F.relu({x})', f'[{width}:]')}.chunk(2, -1)"]  # fmt: skip
-    split = f"[y.unflatten(-1, ({heads}, -1)).transpose(1, 2) for y in (a, b, c)]"
-    oracle += [f"{h} = F.scaled_dot_product_attention(*{split}).transpose(1, 2).flatten(-2)",
-               f"{h} = {applied(f'{name}.out_proj', h)[1]}"]  # fmt: skip
+        oracle = [f"a = {projected(first, f'[:{width}]')}",
+                  f"b, c = {projected(f'F.relu({first})', f'[{width}:]')}.chunk(2, -1)"]  # fmt: skip
+    split = f"[y.unflatten(-1, ({heads}, -1)).permute(1, 2, 0, 3) for y in (a, b, c)]"
+    oracle += [f"{h} = F.scaled_dot_product_attention(*{split}).permute(2, 0, 1, 3).flatten(-2)",
+               f"{h} = {applied(f'{name}.out_proj', h)[1]}.transpose(0, 1)"]  # fmt: skip
     d.step("multihead_attention", [x], made, code, oracle)

@@ -22,6 +22,7 @@ from fp4compile.report import Row
 
 MUST = "must"  # a layer's product: quantised wherever the recipe says so
 MAY = "may"  # the compiler may leave it alone; where it does not, roles, formats and numbers are as for MUST
+NEVER = "never"  # left alone
 ANY_NAME = "?"  # begins the name of a layer without a place in the model: the report may call it anything but ""
 _HEADS = ("lm_head",)
 
@@ -56,6 +57,7 @@ class Oracle:
     def __post_init__(self):
         self.generator = torch.Generator().manual_seed(1)
         self.quantised_rows = Counter((row.module, row.product) for row in self.rows if row.quantised)
+        self.attention_rows = [row for row in self.rows if row.product == "attention"]
 
     # ------------------------------------------------------------ what program texts call
 
@@ -78,13 +80,16 @@ class Oracle:
         return _Lenient(self)
 
     def function(self, x, w, wgrad_scale=1):
-        """x @ w.T with a computed weight: no layer, and for the report perhaps a product of two activations."""
-        y = self.attention(x.reshape(-1, x.shape[-1]), w.transpose(-2, -1), wgrad_scale)
+        """x @ w.T with a computed weight: no layer, and left alone."""
+        y = self._unnamed(x.reshape(-1, x.shape[-1]), w.transpose(-2, -1), NEVER, wgrad_scale)
         return y.reshape(*x.shape[:-1], w.shape[0])
 
     def attention(self, a, b, scale=1):
         """a @ b of two activations, which may be left alone; its gradients are. scale: of the gradient, for b's."""
-        return _Attention.apply(_Layer(self, "", (a.shape[-2], b.shape[-1], a.shape[-1]), MAY, MAY, scale), a, b)
+        return self._unnamed(a, b, MAY, scale)
+
+    def _unnamed(self, a, b, policy, scale):
+        return _Attention.apply(_Layer(self, "", (a.shape[-2], b.shape[-1], a.shape[-1]), policy, MAY, scale), a, b)
 
     # ------------------------------------------------------------ decisions
 
@@ -109,6 +114,13 @@ class Oracle:
         if name.startswith(ANY_NAME):
             return any(kind == product for _, kind in self.quantised_rows)
         return self.quantised_rows[name, product] > 0
+
+    def attention_is_quantised(self, dims: tuple[int, int, int]) -> bool:
+        """What the report says of the next product of two activations that has such sizes, as far as they are known."""
+        for place, row in enumerate(self.attention_rows):
+            if all(isinstance(size, str) or size == own for size, own in zip((row.m, row.n, row.k), dims, strict=True)):
+                return self.attention_rows.pop(place).quantised
+        return False
 
     def multiply(self, layer: "_Layer", product, left, right, roles, bias=None):
         """left @ right (+ bias), quantised as the recipe says."""
@@ -142,10 +154,15 @@ class Oracle:
 
     def _treatments(self, layer: "_Layer", product: str, roles: tuple[str, str]):
         """(format, static outer scale, hadamard) or None for both operands; None where the product is left alone."""
-        recipe = self.layer_recipe(layer.name, layer.dims)
+        if product == "attention":  # which of its sizes are symbols, and so no limit's matter, the report knows
+            if layer.fprop == NEVER or not self.attention_is_quantised(layer.dims):
+                return None
+            recipe = self.recipe
+        else:
+            recipe = self.layer_recipe(layer.name, layer.dims)
         if recipe is None or not any(getattr(recipe, role) for role in roles):
             return None
-        policy = layer.fprop if product in ("fprop", "attention") else layer.back
+        policy = MUST if product == "attention" else layer.fprop if product == "fprop" else layer.back
         if product == "wgrad" and layer.dims[0] == 1:  # of one token: to Inductor an outer product, not a matrix one
             policy = MAY
         if policy == MAY and not self.report_has(layer.name, product):
