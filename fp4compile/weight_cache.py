@@ -43,10 +43,13 @@ class Form:
     layout: str
 
 
-@functools.cache
 def form(format: str, dim: int = -1, layout: str = "linear") -> Form:
     """The form of a quantise's format, dimension and layout."""
-    return Form(format, dim, layout)
+    return _form(format, dim, layout)
+
+
+# Apart, because the cache tells apart the ways to pass arguments.
+_form = functools.cache(Form)
 
 
 class _Storage:

@@ -3,8 +3,10 @@
 import copy
 import gc
 import io
+import operator
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from graphs import compile_recorded
 import fp4compile
 from fp4compile import weight_cache
 from fp4compile.fingerprint import fingerprint_of
+from fp4compile.passes.find import Input
+from fp4compile.passes.hoist import Recipient, hoist
 from fp4compile.weight_cache import form, packed_weight
 
 PLACES = [
@@ -71,6 +75,20 @@ def test_weights_leave_the_inference_graph_and_are_packed_once(packings):
         compiled(torch.randn(5, 64))  # another graph, of dynamic shape, shares the packed weight
     assert packings == [("nvfp4", -1)]
     assert [graph.count("fp4compile.quantize") for graph in recorder.graphs] == [1, 1]  # the activation
+
+
+def test_dimension_and_layout_leave_the_graph_too():
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    for index, node in enumerate((x, weight)):
+        node.meta["desc"] = SimpleNamespace(idx=index)
+    packed = graph.call_function(torch.ops.fp4compile.quantize.default, (weight, "nvfp4", 0), {"layout": "swizzled"})
+    packed.meta["val"] = tuple(packed_weight(torch.nn.Parameter(torch.randn(64, 48)), form("nvfp4", 0, "swizzled")))
+    graph.output(graph.call_function(operator.getitem, (packed, 1)))
+    module = torch.fx.GraphModule({}, graph)
+    recipients, examples = hoist(module, (Input(), Input("layer.weight")))
+    assert recipients == [Recipient(1, "layer.weight", form("nvfp4", 0, "swizzled"))]
+    assert module(None, None, *examples) is packed.meta["val"][1]
 
 
 def test_training_graphs_keep_their_weights(packings):
@@ -397,8 +415,6 @@ def test_cache_off_quantises_at_every_call(packings):
 
 def test_check_raises_where_contents_changed_unseen():
     model, x = two_layers(), torch.randn(8, 64)
-    assert_current(torch.compile(model, backend=fp4compile.backend(RECIPE)), model, x)
-    torch._dynamo.reset()  # what is packed now has no fingerprint
     compiled = torch.compile(model, backend=fp4compile.backend(RECIPE, weight_cache="check"))
     for _ in range(2):
         assert_current(compiled, model, x)
@@ -413,6 +429,15 @@ def test_check_raises_where_contents_changed_unseen():
     assert_current(compiled, model, x)
 
 
+def test_check_of_a_weight_that_was_packed_without():
+    weight = torch.nn.Parameter(torch.randn(48, 64))
+    packed_weight(weight, form("nvfp4"))
+    packed_weight(weight, form("nvfp4"), "name")
+    weight.data[47, 63] += 1
+    with pytest.raises(RuntimeError, match="parameter 'name' changed"):
+        packed_weight(weight, form("nvfp4"), "name")
+
+
 def test_fingerprints_differ_by_content_and_place():
     x = torch.randn(37, 5)  # 740 bytes: not a multiple of 8
     known = {fingerprint_of(x)}
@@ -424,6 +449,8 @@ def test_fingerprints_differ_by_content_and_place():
     for other in changed:
         known.add(fingerprint_of(other))
     assert len(known) == 1 + len(changed)
+    whole = x[:36].flatten().view(torch.int64)
+    assert fingerprint_of(whole) != fingerprint_of(~whole)
     assert fingerprint_of(x.t().contiguous().t()) == fingerprint_of(x.clone()) == fingerprint_of(x)
 
 
