@@ -33,19 +33,40 @@ QUANTIZE = torch.ops.fp4compile.quantize.default
 _ATTRIBUTE = "_fp4compile_packed"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What of a weight is packed, where that is not all of it as it is: a slice, a reshape, a cast.
+
+    Element (i, j, ...) is number offset + i * stride[0] + j * stride[1] + ... of the weight's, cast to each of casts.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    casts: tuple[torch.dtype, ...]
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        flat = weight.reshape(-1)
+        piece = flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+        for dtype in self.casts:
+            piece = piece.to(dtype)
+        return piece
+
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What a weight is packed as. Made by `form`, one object for each, so that looking it up costs little."""
+    """What a weight, or a piece of it, is packed as. Made by `form`, one object for each, so that looking it up costs
+    little."""
 
     format: str
     dim: int
     layout: str
+    piece: Piece | None
 
 
-def form(format: str, dim: int = -1, layout: str = "linear") -> Form:
-    """The form of a quantise's format, dimension and layout."""
-    return _form(format, dim, layout)
+def form(format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None) -> Form:
+    """The form of a quantise's format, dimension, layout and piece."""
+    return _form(format, dim, layout, piece)
 
 
 # Apart, because the cache tells apart the ways to pass arguments.
@@ -164,7 +185,8 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    return QUANTIZE(weight.detach(), form.format, form.dim, layout=form.layout)
+    source = weight.detach() if form.piece is None else form.piece.of(weight.detach())
+    return QUANTIZE(source, form.format, form.dim, layout=form.layout)
 
 
 def _tracked(storage: torch.UntypedStorage) -> _Storage:

@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fp4compile.capture import run_captured
@@ -31,7 +30,6 @@ def rewritten(model, recipe, **overrides):
         with mock.patch("fp4compile.capture.default_partition", min_cut_rematerialization_partition):
             return captured(*args)
 
-    torch._dynamo.reset()
     captured = run_captured(model, run)
     return call, decisions
 

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import compile_recorded
+from rewritten import rewritten
 
 import fp4compile
 from fp4compile import weight_cache
@@ -89,6 +91,34 @@ def test_dimension_and_layout_leave_the_graph_too():
     recipients, examples = hoist(module, (Input(), Input("layer.weight")))
     assert recipients == [Recipient(1, "layer.weight", form("nvfp4", 0, "swizzled"))]
     assert module(None, None, *examples) is packed.meta["val"][1]
+
+
+class Pieces(torch.nn.Module):
+    """Weights that are pieces of one parameter, and one that is cast there and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.coarse = torch.nn.Parameter(torch.randn(96, 64)), torch.nn.Parameter(torch.randn(64, 48))
+
+    def forward(self, x):
+        first, second = self.both.split([64, 32])
+        return F.linear(x, second), x @ first @ self.coarse.to(torch.float8_e5m2).to(x.dtype)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_pieces_and_casts_leave_the_graph_too(packings, autocast):
+    model, x = Pieces(), torch.randn(8, 64)
+    compiled, recorder = compile_recorded(model, fp4compile.backend("mxfp8", skip_lm_head=False))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            expected = rewritten(model, "mxfp8", skip_lm_head=False)[0](x)
+            for _ in range(2):
+                for got, right in zip(compiled(x), expected, strict=True):
+                    torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+            model.both.mul_(-1.5)
+            model.coarse.add_(0.3)
+    assert len(packings) == 6  # three, and again after the change
+    assert recorder.graphs[0].count("fp4compile.quantize") == 2  # activations: x, and what the second product reads
 
 
 def test_training_graphs_keep_their_weights(packings):

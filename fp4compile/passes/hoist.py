@@ -17,7 +17,8 @@ import torch.distributed
 from torch.fx import GraphModule, Node
 
 from fp4compile.passes.find import Input, parameters_of
-from fp4compile.weight_cache import QUANTIZE, Form, form, packed_weight, watch_optimizers
+from fp4compile.passes.views import view_of
+from fp4compile.weight_cache import QUANTIZE, Form, Piece, form, packed_weight, watch_optimizers
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _distributed() -> bool:
 
 
 def hoist(gm: GraphModule, inputs: tuple[Input, ...]) -> tuple[list[Recipient], list[torch.Tensor]]:
-    """Replace every quantise of a whole parameter by new placeholders at the end of the inputs.
+    """Replace every quantise of a parameter, or of a piece or a cast of one, by new placeholders behind the inputs.
 
     Returns what was taken out, and example values of the three new inputs (data, scales, outer scale) of each.
     """
@@ -67,9 +68,11 @@ def hoist(gm: GraphModule, inputs: tuple[Input, ...]) -> tuple[list[Recipient], 
     recipients, examples, last = [], [], placeholders[-1] if placeholders else None
     for node in gm.graph.find_nodes(op="call_function", target=QUANTIZE):
         source, fmt, *dim = node.args
-        if source not in parameters or node.kwargs.keys() - {"layout"}:
+        root = view_of(source).root
+        if root not in parameters or node.kwargs.keys() - {"layout"} or not _fixed(source):
             continue
-        recipients.append(Recipient(placeholders.index(source), parameters[source], form(fmt, *dim, **node.kwargs)))
+        packed_as = form(fmt, dim[0] if dim else -1, node.kwargs.get("layout", "linear"), _piece(source))
+        recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
         for index, value in enumerate(node.meta["val"]):
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"packed_{len(examples)}")
@@ -79,6 +82,18 @@ def hoist(gm: GraphModule, inputs: tuple[Input, ...]) -> tuple[list[Recipient], 
         gm.graph.erase_node(node)
     gm.recompile()
     return recipients, examples
+
+
+def _fixed(source: Node) -> bool:
+    """Whether no size is symbolic."""
+    view = view_of(source)
+    return all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
+
+
+def _piece(source: Node) -> Piece | None:
+    """What of its parameter a node is; None for all of it as it is."""
+    view = view_of(source)
+    return None if view.root is source else Piece(view.size, view.stride, view.offset, view.casts)
 
 
 def _redirect(quantize: Node, index: int, replacement: Node) -> None:
