@@ -66,13 +66,13 @@ class Oracle:
 
         wgrad_scale: what the gradient is multiplied by before the weight's is computed of it.
         """
-        layer = _Layer(self, name, (x.numel() // x.shape[-1], *w.shape), fprop, back, wgrad_scale)
+        layer = _Layer(self, name, (x.numel() // x.shape[-1], *w.shape), fprop, back, wgrad_scale, alpha)
         row = bias is not None and bias.shape == w.shape[:1] and (alpha, beta) == (1, 1)
         y = _Linear.apply(layer, x.reshape(-1, x.shape[-1]), w, bias if row else None)
         y = y.reshape(*x.shape[:-1], w.shape[0])
         if bias is None or row:
             return y
-        return (y if alpha == 1 else y * alpha) + (bias if beta == 1 else bias * beta)
+        return y + (bias if beta == 1 else bias * beta)
 
     @property
     def may(self):
@@ -130,7 +130,9 @@ class Oracle:
             return self._perturbed(out)
         a, b = left, right.transpose(-2, -1)
         operands, names = [], []
-        for x, treatment in ((a, treatments[0]), (b, treatments[1])):
+        for x, role, treatment in zip((a, b), roles, treatments, strict=True):
+            if not role.endswith("_w"):  # what stands between operators is rounded at other places, too
+                x = self._perturbed(x)
             if treatment is None:
                 operands += [x, None, None, None]
                 names.append("plain")
@@ -194,7 +196,7 @@ class _Lenient:
 
 @dataclass(frozen=True)
 class _Layer:
-    """dims: (tokens, out features, in features)."""
+    """dims: (tokens, out features, in features). alpha: of an addmm, which multiplies products, not their operands."""
 
     oracle: Oracle
     name: str
@@ -202,6 +204,7 @@ class _Layer:
     fprop: str
     back: str
     wgrad_scale: float
+    alpha: float = 1
 
     def multiply(self, product, left, right, roles, bias=None):
         return self.oracle.multiply(self, product, left, right, roles, bias)
@@ -212,16 +215,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, layer: _Layer, x, w, bias):
         ctx.layer = layer
         ctx.save_for_backward(x, w)
-        return layer.multiply("fprop", x, w.t(), ("fprop_x", "fprop_w"), bias)
+        return _scaled(layer.multiply("fprop", x, w.t(), ("fprop_x", "fprop_w"), bias), layer.alpha)
 
     @staticmethod
     def backward(ctx, dy):
         (x, w), layer = ctx.saved_tensors, ctx.layer
         dx = dw = db = None
         if ctx.needs_input_grad[1]:
-            dx = layer.multiply("dgrad", dy, w, ("dgrad_dy", "dgrad_w"))
+            dx = _scaled(layer.multiply("dgrad", dy, w, ("dgrad_dy", "dgrad_w")), layer.alpha)
         if ctx.needs_input_grad[2]:
-            dw = layer.multiply("wgrad", _scaled(dy, layer.wgrad_scale).t(), x, ("wgrad_dy", "wgrad_x"))
+            scaled = _scaled(dy, layer.wgrad_scale).t()
+            dw = _scaled(layer.multiply("wgrad", scaled, x, ("wgrad_dy", "wgrad_x")), layer.alpha)
         if ctx.needs_input_grad[3]:
             db = dy.sum(0)
         return None, dx, dw, db
