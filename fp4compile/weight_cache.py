@@ -91,7 +91,7 @@ _marks = itertools.count(1)
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Packed:
     """Packed tensors (data, scales, outer scale), and all that was seen of the weight that they were made from.
 
@@ -122,7 +122,7 @@ class _Packed:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Forms:
     """The attribute of a weight: what it is packed as.
 
