@@ -393,6 +393,27 @@ def test_a_layer_applied_twice():
     assert sorted(entry[2] for entry in found) == sorted([FPROP, DGRAD, WGRAD] * 2)
 
 
+def test_a_layer_applied_again_without_gradients():
+    """The same weight and the same input: only the gradients differ, and one of them has no weight gradient."""
+    w = weight(64, 64)
+
+    def function(x, linear=F.linear):
+        return linear(x, w.detach()).relu() + linear(x, w) * 2
+
+    found = both(function, lambda x: function(x, linear), tokens(), parameters=[w])
+    assert sorted(entry[2] for entry in found) == sorted([FPROP, FPROP, DGRAD, DGRAD, WGRAD])
+
+
+def test_square_blocks_do_not_depend_on_the_memory_order():
+    """Of a strided input matmul makes a batch, where blocks along the tokens would be others."""
+    w = weight(64, 64)
+    squares = UNEVEN | {"fprop_x": "mxfp8_32x32"}
+    for turned, reason in ((False, "mxfp8_32x32 x mxfp4"), (True, "format mxfp8_32x32 has square blocks, and")):
+        run, decisions = rewritten(lambda x, turned=turned: F.linear(x.transpose(0, 1) if turned else x, w), squares)
+        run(tokens(3, 16, 64).detach())
+        assert roles(decisions)[0][2].startswith(reason)
+
+
 def test_both_orientations_in_training_are_two_layers():
     w = weight(96, 64)
 

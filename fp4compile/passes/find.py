@@ -315,7 +315,9 @@ class _Scan:
         ]  # fmt: skip
         if not layers:
             return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
-        for layer in layers:  # several are pieces of one parameter with the same input
+        # Several are pieces of one parameter with the same input, or one layer applied again, which the node tells apart.
+        layers = [layer for layer in layers if _same_autograd_node(layer.gemm.node, product.node)] or layers
+        for layer in layers:
             layer.gradients.add(gradient.elements)
         return self._gradient(product, "wgrad", layers[0].gemm, ("wgrad_dy", "wgrad_x"))
 
@@ -331,7 +333,7 @@ class _Scan:
         for layer in self.layers:
             if layer.weight.key == weight.key and _same_sizes(layer.gemm.layer, sizes):
                 # A frozen layer has no weight gradient to compare with: its autograd node confirms the weight.
-                same_node = layer.gemm.node.meta.get("seq_nr") == product.node.meta.get("seq_nr", -1)
+                same_node = _same_autograd_node(layer.gemm.node, product.node)
                 if gradient.elements in layer.gradients or (not layer.gradients and same_node):
                     return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
         return _left_alone(product, "gradient x parameter that is not the input gradient of a layer")
@@ -370,6 +372,12 @@ def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
 def _left_alone(product: _Product, why: str) -> Gemm:
     layer = product.sizes
     return Gemm(product.node, "other", _module_of(product.node), dims=layer, layer=layer, unsupported=why)
+
+
+def _same_autograd_node(forward: Node, backward: Node) -> bool:
+    """By sequence number: a hint, for what is proven otherwise but for one of several."""
+    number = backward.meta.get("seq_nr")
+    return number is not None and forward.meta.get("seq_nr") == number
 
 
 def _same_sizes(sizes: tuple, others: tuple) -> bool:

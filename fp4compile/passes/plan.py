@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4compile import formats
 from fp4compile.ops import FLOAT_DTYPES
-from fp4compile.passes.find import Gemm, Input
+from fp4compile.passes.find import Gemm, Input, Operand
 from fp4compile.recipe import Recipe, named
 
 # What models call the layer that yields their outputs.
@@ -136,6 +136,9 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
             outer = recipe.static_scale(gemm.module)
             if outer is None:
                 return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
+        if fmt is not None and formats.get(fmt).square and _is_batch(operand):
+            # In another memory order it would be one matrix, with blocks that lie across the batch.
+            return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
         if fmt is not None:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
@@ -143,6 +146,12 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
     if _tier(gemm, *_swizzled(left, right)) == "native":
         left, right = _swizzled(left, right)
     return Decision(gemm, left=left, right=right, tier=_tier(gemm, left, right))
+
+
+def _is_batch(operand: Operand) -> bool:
+    """Of activations or gradients that one weight serves; in attention a batch is what it is."""
+    lead = operand.source.meta["val"].shape[:-2]
+    return operand.role in ("fprop_x", "dgrad_dy") and not all(statically_known_true(size == 1) for size in lead)
 
 
 def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
