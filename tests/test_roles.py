@@ -404,14 +404,15 @@ def test_a_layer_applied_again_without_gradients():
     assert sorted(entry[2] for entry in found) == sorted([FPROP, FPROP, DGRAD, DGRAD, WGRAD])
 
 
-def test_square_blocks_do_not_depend_on_the_memory_order():
-    """Of a strided input matmul makes a batch, where blocks along the tokens would be others."""
-    w = weight(64, 64)
-    squares = UNEVEN | {"fprop_x": "mxfp8_32x32"}
-    for turned, reason in ((False, "mxfp8_32x32 x mxfp4"), (True, "format mxfp8_32x32 has square blocks, and")):
-        run, decisions = rewritten(lambda x, turned=turned: F.linear(x.transpose(0, 1) if turned else x, w), squares)
-        run(tokens(3, 16, 64).detach())
-        assert roles(decisions)[0][2].startswith(reason)
+@pytest.mark.parametrize("product", ["one matrix", "a batch"])
+def test_square_blocks_never_lie_across_a_batch(product):
+    """Of the same layer, F.linear has one matrix of tokens, and bmm a batch, where blocks would be others."""
+    w, x = weight(64, 64), tokens(3, 16, 64).detach()
+    functions = {"one matrix": lambda x: x @ w, "a batch": lambda x: torch.bmm(x, w.expand(3, 64, 64))}
+    run, decisions = rewritten(functions[product], UNEVEN | {"fprop_x": "mxfp8_32x32"})
+    run(x)
+    reason = "format mxfp8_32x32 has square blocks, and the operand is a batch of matrices"
+    assert roles(decisions)[0][2] == ("mxfp8_32x32 x mxfp4" if product == "one matrix" else reason)
 
 
 def test_both_orientations_in_training_are_two_layers():

@@ -315,7 +315,7 @@ class _Scan:
         ]  # fmt: skip
         if not layers:
             return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
-        # Several are pieces of one parameter with the same input, or one layer applied again, which the node tells apart.
+        # Several are pieces of one parameter with one input, or one layer applied again, which the node tells apart.
         layers = [layer for layer in layers if _same_autograd_node(layer.gemm.node, product.node)] or layers
         for layer in layers:
             layer.gradients.add(gradient.elements)
