@@ -31,6 +31,7 @@ from tests.fuzz.programs import Program
 # generation keeps more bits between operators than the operators alone do.
 _NOISE = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-10}
 _MARGIN = {torch.float32: 4, torch.bfloat16: 2}
+_SHAKES = 5
 _DRAWS = ("grid", "normal", "normal2")
 
 
@@ -129,16 +130,19 @@ class Fuzzer:
         if exactly:
             return "not the same in every bit"
         noise = _NOISE[self.dtype]
-        q = Oracle(program.recipe, rows, program.dynamic, noise)
-        shaken = _results(partial(oracle, q, module), program, values, modules)
+        # Several, and the most that one of them does: where the largest element of a tensor is rounded otherwise, all
+        # its scales are others.
+        oracles = [Oracle(program.recipe, rows, program.dynamic, noise, seed) for seed in range(_SHAKES)]
+        shaken = [_results(partial(oracle, q, module), program, values, modules) for q in oracles]
         names = [*program.outputs(), *_gradient_names(program, modules)] if program.train else program.outputs()
-        for name, a, b, c in zip(names, got, expected, shaken, strict=False):
+        for name, a, b, *others in zip(names, got, expected, *shaken, strict=False):
             a, b = _zero_for_none(a, b)
             if a is None:
                 continue
             if a.dtype != b.dtype or a.shape != b.shape:
                 return f"{name}: {a.dtype} {tuple(a.shape)} where the oracle has {b.dtype} {tuple(b.shape)}"
-            error, allowed = _distance(a, b), _MARGIN[self.dtype] * _distance(*_zero_for_none(c, b)) + 4 * noise
+            moved = max(_distance(*_zero_for_none(other, b)) for other in others)
+            error, allowed = _distance(a, b), _MARGIN[self.dtype] * moved + 4 * noise
             if not error <= allowed:
                 worst = (a.float() - b.float()).abs().max().item()
                 return f"{name}: relative error {error:.3g}, allowed {allowed:.3g}; largest difference {worst:.4g}"

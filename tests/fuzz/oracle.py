@@ -52,10 +52,11 @@ class Oracle:
     rows: list[Row]
     rows_symbolic: bool = False
     noise: float = 0.0
+    noise_seed: int = 0
     products: Counter = field(default_factory=Counter)
 
     def __post_init__(self):
-        self.generator = torch.Generator().manual_seed(1)
+        self.generator = torch.Generator().manual_seed(self.noise_seed)
         self.quantised_rows = Counter((row.module, row.product) for row in self.rows if row.quantised)
         self.attention_rows = [row for row in self.rows if row.product == "attention"]
 
