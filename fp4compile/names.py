@@ -220,8 +220,9 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     if not below:
         return _Place(root, label, "", False, True)
     # A layer that a function closes over, or one in a list, has no name but that of its place. A model that it closes
-    # over, or takes as an argument, is left unnamed.
-    always = not passed and (bool(inner) or (free and below in ("weight", "bias")))
+    # over, alone or as an attribute of something, or takes as an argument, is left unnamed.
+    listed = any(step.group(4) or step.group(5) for step in steps[:first])
+    always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
     return _Place(root, below, label, always, is_parameter)
 
 

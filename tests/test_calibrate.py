@@ -1,6 +1,7 @@
 """Static activation scales, measured on batches."""
 
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,13 @@ def test_a_model_of_which_nothing_is_quantised_or_captured_is_refused():
     ]:
         with pytest.raises(ValueError, match="model: recipe .* quantises no layer of it with a static scale"):
             fp4compile.calibrate(model, [torch.ones(64, 64)], recipe)
+
+
+def test_a_model_reached_through_an_attribute_has_the_names_of_the_model():
+    """Scales that a lambda around the model measured are those that the compiled model looks for."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48))
+    batch = torch.ones(8, 64)
+    trained = SimpleNamespace(model=model)
+    recipe = fp4compile.calibrate(lambda x: trained.model(x) * 2, [batch])
+    assert recipe == fp4compile.calibrate(model, [batch])
+    assert [name for name, _ in recipe.static_scales] == ["0", "2"]
