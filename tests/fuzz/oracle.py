@@ -132,8 +132,8 @@ class Oracle:
         a, b = left, right.transpose(-2, -1)
         operands, names = [], []
         for x, role, treatment in zip((a, b), roles, treatments, strict=True):
-            if not role.endswith("_w"):  # what stands between operators is rounded at other places, too
-                x = self._perturbed(x)
+            if not role.endswith("_w"):  # several operators stand before it, each with a rounding more or less
+                x = self._perturbed(x, 2)
             if treatment is None:
                 operands += [x, None, None, None]
                 names.append("plain")
@@ -180,11 +180,11 @@ class Oracle:
             chosen.append(None if name is None else (formats.get(name), outer, product in recipe.hadamard))
         return chosen
 
-    def _perturbed(self, out):
+    def _perturbed(self, out, times=1):
         if not self.noise:
             return out
         noise = torch.randn(out.shape, generator=self.generator).to(out.device)
-        return (out.float() * (1 + self.noise * noise)).to(out.dtype)
+        return (out.float() * (1 + times * self.noise * noise)).to(out.dtype)
 
 
 @dataclass(frozen=True)
