@@ -246,7 +246,7 @@ def test_a_broadcast_weight_is_a_layer():
     w = weight(64, 64)
     run, decisions = rewritten(lambda x: torch.bmm(x, w.expand(3, 64, 64)), UNEVEN)
     x = tokens(3, 16, 64)
-    torch.testing.assert_close(run(x), oracle(x), rtol=2e-6, atol=1e-4)
+    torch.testing.assert_close(run(x), oracle(x), rtol=2e-6, atol=2e-6 * oracle(x).abs().max().item())
     assert roles(decisions)[0][1:] == ("fprop", FPROP)
 
 
