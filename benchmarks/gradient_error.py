@@ -32,7 +32,7 @@ import torch
 import fp4compile
 from benchmarks import common, training_loss
 from benchmarks.training_loss import FORWARD_BF16, SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
-from fp4compile.demo import Llama
+from fp4compile.cli.demo import Llama
 
 SWITCHED = ("", "-no_sr", "-no_hadamard", "-no_sr-no_hadamard")
 VARIANTS = (

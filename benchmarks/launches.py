@@ -1,4 +1,4 @@
-"""Which launches stream NVFP4 weights fastest? What the tables of `fp4compile.templates.scaled_mm_configs` come from.
+"""Which launches stream NVFP4 weights fastest? What the tables of `fp4compile.templates.gemm.heuristics` come from.
 
 Every launch that fits on the chip is compiled, in processes side by side, run once and compared with the table's; then
 all are timed as `benchmarks.linear` times products: CUDA graphs over weights that the L2 cache does not hold. Shown are
@@ -24,18 +24,19 @@ from benchmarks.linear import ROTATED_BYTES, activations, weight
 from fp4compile import formats
 from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
-from fp4compile.templates import quantize, scaled_mm
-from fp4compile.templates.scaled_mm_configs import (
+from fp4compile.templates.device.shared_memory import reserved
+from fp4compile.templates.gemm import dispatch as scaled_mm
+from fp4compile.templates.gemm.gemv import WIDTH, needed_bytes
+from fp4compile.templates.gemm.heuristics import (
     DECODE_ROWS,
     MULTIPROCESSORS,
     decode_config,
     few_config,
     wgmma_config,
 )
-from fp4compile.templates.scaled_mm_few import WIDTH, needed_bytes
-from fp4compile.templates.scaled_mm_siblings import products as siblings
-from fp4compile.templates.scaled_mm_wgmma import needed_bytes as wgmma_bytes
-from fp4compile.templates.shared_memory import reserved
+from fp4compile.templates.gemm.horizontal import products as siblings
+from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
+from fp4compile.templates.quantize import dispatch as quantize
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
 PRODUCTS = {

@@ -17,7 +17,7 @@ import torch
 
 import fp4compile
 from benchmarks import common
-from fp4compile.demo import MLP, Shape
+from fp4compile.cli.demo import MLP, Shape
 
 RECIPES = ("float8_rowwise", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_train")
 MIB = 2**20

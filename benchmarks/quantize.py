@@ -16,7 +16,7 @@ import triton.language as tl
 
 from benchmarks import common
 from fp4compile import formats
-from fp4compile.templates import quantize as kernels
+from fp4compile.templates.quantize import dispatch as kernels
 
 LARGE = ((8192, 8192), (16384, 16384))
 SMALL = tuple((rows, cols) for rows in (1, 16, 64) for cols in (4096, 16384))

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 import fp4compile
 from benchmarks import common
-from fp4compile.demo import Llama, Shape
+from fp4compile.cli.demo import Llama, Shape
 from fp4compile.recipe import Recipe, named
 
 SHAPES = {

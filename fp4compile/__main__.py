@@ -2,7 +2,7 @@
 
 import argparse
 
-from fp4compile import check_sm100, demo, launch
+from fp4compile.cli import check_sm100, demo, run
 from fp4compile.recipe import PRODUCTS, named, recipes
 
 
@@ -12,7 +12,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(metavar="command", required=True)
     demo.add_command(commands)
     check_sm100.add_command(commands)
-    launch.add_command(commands)
+    run.add_command(commands)
     add_recipes(commands)
     chosen = parser.parse_args(arguments)
     chosen.run(chosen)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fp4compile.capture import observe
+from fp4compile.explain import observe
 from fp4compile.passes.plan import Decision
 from fp4compile.recipe import Recipe
 from fp4compile.recipe_io import resolve

@@ -72,7 +72,7 @@ def _quantize(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hada
 @torch.library.impl(_lib, "quantize", "CUDA")
 def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     """`quantize` by the Triton kernels; what a graph is lowered to."""
-    from fp4compile.templates import quantize as kernels  # here, so that the CPU needs no Triton
+    from fp4compile.templates.quantize import dispatch as kernels  # here, so that the CPU needs no Triton
 
     return _quantize_by(kernels.quantize, x, format, dim, outer, layout, seed, hadamard)
 
@@ -154,7 +154,7 @@ def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamar
 @torch.library.impl(_lib, "quantize_both", "CUDA")
 def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     """`quantize_both` by the Triton kernels: one read of x (and one for the amax of a dynamic two-level format)."""
-    from fp4compile.templates import quantize as kernels
+    from fp4compile.templates.quantize import dispatch as kernels
 
     _check_both(format, x, outer, hadamard)
     _check_layout(layout)
@@ -195,7 +195,7 @@ def _quantize_expanded(x, format, *, outer=None):
 @torch.library.impl(_lib, "quantize_expanded", "CUDA")
 def quantize_expanded_cuda(x, format, *, outer=None):
     """`quantize_expanded` by the Triton kernels that quantise rows; what a graph is lowered to."""
-    from fp4compile.templates import quantize as kernels
+    from fp4compile.templates.quantize import dispatch as kernels
 
     fmt = _expandable(format)
     values, computed = kernels.quantize_expanded(x, fmt, outer)
@@ -233,7 +233,7 @@ def _dequantize(data, scales, outer, format, cols, dtype):
 @torch.library.impl(_lib, "dequantize", "CUDA")
 def dequantize_cuda(data, scales, outer, format, cols, dtype):
     """`dequantize` by the Triton kernel; what a graph is lowered to."""
-    from fp4compile.templates import quantize as kernels
+    from fp4compile.templates.quantize import dispatch as kernels
 
     return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
 
@@ -256,7 +256,7 @@ def _scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, b
 @torch.library.impl(_lib, "scaled_mm", "CUDA")
 def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     """`scaled_mm` by the Triton kernels; what a graph is lowered to."""
-    from fp4compile.templates import scaled_mm as kernels
+    from fp4compile.templates.gemm import dispatch as kernels
 
     a_fmt = None if a_format is None else formats.get(a_format)
     b_fmt = None if b_format is None else formats.get(b_format)
@@ -268,8 +268,8 @@ def scaled_mm_tail_cuda(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, tail, dtype
 ):
     """`scaled_mm` and the pointwise operations of `tail`, in dtype; what a graph is lowered to."""
-    from fp4compile.templates import scaled_mm as kernels
-    from fp4compile.templates.tail import Tail
+    from fp4compile.templates.device.epilogue import Tail
+    from fp4compile.templates.gemm import dispatch as kernels
 
     a_fmt = None if a_format is None else formats.get(a_format)
     b_fmt = None if b_format is None else formats.get(b_format)

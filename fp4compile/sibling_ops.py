@@ -28,7 +28,7 @@ def _scaled_mm_siblings(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_
 @torch.library.impl(_lib, "scaled_mm_siblings", "CUDA")
 def scaled_mm_siblings_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     """`scaled_mm_siblings` by the Triton kernels; what a graph is lowered to."""
-    from fp4compile.templates.scaled_mm_siblings import products  # here, so that the CPU needs no Triton
+    from fp4compile.templates.gemm.horizontal import products  # here, so that the CPU needs no Triton
 
     a_fmt = None if a_format is None else formats.get(a_format)
     members = _members(b, b_scales, b_outer, bias)

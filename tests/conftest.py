@@ -1,8 +1,9 @@
 import os
 
-import in_interpreter
 import pytest
 import torch
+
+from tests.helpers import in_interpreter
 
 
 def pytest_configure():

@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from fp4compile.passes.tails import arguments_of
+from fp4compile.passes.fuse_epilogue import arguments_of
 
 log = logging.getLogger("fp4compile")
 _winners: dict[tuple, str] = {}
@@ -21,7 +21,7 @@ _winners: dict[tuple, str] = {}
 
 def fastest(product: Node) -> str:
     """Which of `templates.scaled_mm.contenders` computes a product soonest; the default where nothing can be timed."""
-    from fp4compile.templates import scaled_mm  # here, so that the CPU needs no Triton
+    from fp4compile.templates.gemm import dispatch as scaled_mm  # here, so that the CPU needs no Triton
 
     if not (config.max_autotune or config.max_autotune_gemm):
         return "library"
@@ -51,7 +51,7 @@ def _signature(value) -> tuple:
 
 def _call(arguments: list, contender: str) -> Callable[[], torch.Tensor]:
     """A call of the product by one contender, on real tensors."""
-    from fp4compile.templates import scaled_mm
+    from fp4compile.templates.gemm import dispatch as scaled_mm
 
     with unset_fake_temporarily():
         tensors = [_like(value) if isinstance(value, torch.Tensor) else value for value in arguments]

@@ -49,7 +49,7 @@ def _replace(match: Match, implementation: Callable) -> bool:
 
     Returns whether the node was replaced: not where the choice among kernels is better made when the graph runs.
     """
-    from fp4compile.templates.scaled_mm import ChosenWhenRun, preferring  # here, so that the CPU needs no Triton
+    from fp4compile.templates.gemm.dispatch import ChosenWhenRun, preferring  # here, so that the CPU needs no Triton
 
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]

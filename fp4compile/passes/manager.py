@@ -20,16 +20,16 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp4compile.passes import flops
+from fp4compile.passes.fake_quantize import round_trip
 from fp4compile.passes.find import Gemm, Input, find
+from fp4compile.passes.fuse_epilogue import fuse_tails
+from fp4compile.passes.fuse_horizontal import siblings
+from fp4compile.passes.inplace import reuse
 from fp4compile.passes.lower import lower
-from fp4compile.passes.merge import merge
+from fp4compile.passes.merge_quantize import merge
 from fp4compile.passes.plan import Decision, plan
-from fp4compile.passes.reuse import reuse
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.passes.round_trip import round_trip
 from fp4compile.passes.saved import Saved, saved
-from fp4compile.passes.siblings import siblings
-from fp4compile.passes.tails import fuse_tails
 from fp4compile.recipe import Recipe
 from fp4compile.report import Row
 

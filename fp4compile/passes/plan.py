@@ -167,7 +167,7 @@ def _tier(gemm: Gemm, left: Treatment | None, right: Treatment | None) -> str:
         return "reference"
     if left is None or right is None:
         return "emulated"
-    from fp4compile.templates.scaled_mm import on_matrix_units  # here, so that the CPU needs no Triton
+    from fp4compile.templates.gemm.dispatch import on_matrix_units  # here, so that the CPU needs no Triton
 
     operands = [(formats.get(t.format), t.layout == "swizzled") for t in (left, right)]
     _, n, k = gemm.dims

@@ -1,0 +1,1 @@
+"""Packed layers: linear layers whose weight is stored quantised."""

@@ -1,0 +1,328 @@
+"""Packed models in files: `save_packed` and `load_packed`, with safetensors.
+
+A file holds the model's state, each memory once. Its metadata say how the packed layers multiply, and which tensors
+are one (`aliases`, those of them that are one object in `tied`) or views of another (`views`). Files of version 0.1
+have `aliases` alone, told by address and shape.
+"""
+
+import json
+import os
+import secrets
+import warnings
+from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4compile.packed.linear import (
+    BUFFERS,
+    LayerFormat,
+    PackedLinear,
+    buffer_shapes,
+    is_linear,
+    leave_fast_paths,
+    obstacle,
+    sizes,
+)
+from fp4compile.packed.pack import replace
+from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
+
+_METADATA = "fp4compile"
+_EXTRA_STATE = "_extra_state"
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_packed(model: nn.Module, path: str | PathLike) -> None:
+    """Write the state of a model, packed layers included, to a safetensors file.
+
+    Memory that tensors share is written once. The file is written beside `path` and then put in its place: what was
+    there stays until the new file is whole. Parameters and buffers are written, with a warning where modules have
+    extra state of another kind.
+
+    Raises TypeError for what is no module, ValueError if the model has no packed layer or has tensors on the meta
+    device, OSError where the file cannot be written.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    modules = list(model.named_modules(remove_duplicate=False))
+    layers = {name: module.get_extra_state() for name, module in modules if isinstance(module, PackedLinear)}
+    if not layers:
+        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    state = _tensors(model)
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
+    for key in model.state_dict():
+        name = key.rpartition(".")[0]
+        if _is_extra_state(key) and name not in layers:
+            warnings.warn(f"{path}: the extra state of {name!r} is not written", stacklevel=2)
+    tensors, sharing = arrange(state)
+    _write(tensors, path, json.dumps({"layers": layers, **vars(sharing)}))
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, themselves."""
+    state = model.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)}
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str) -> None:
+    from safetensors.torch import save_file
+
+    target = Path(os.path.realpath(path))  # of a link, the file that it names
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        beside.touch()
+        mode = beside.stat().st_mode
+        save_file(tensors, beside, {_METADATA: metadata})
+        beside.chmod(mode)  # safetensors makes files that only their owner reads
+        os.replace(beside, target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.device | None = None) -> None:
+    """Give an unpacked model of the same architecture the packed layers and tensors of a file, in place.
+
+    device: where parameters and buffers go that are on the meta device, the CPU where not given. All others stay where
+        they are.
+
+    Tensors that were one when the file was written, or views of one memory, are so again. Everything is checked before
+    the model is touched. Raises TypeError for what is no module or no device; ValueError for a file that is truncated
+    or was not made by `save_packed`, for layers that the model does not have, that have other sizes or cannot be packed
+    (see `pack_`), for missing tensors, for tensors that are one in the model and differ in the file, and for buffers
+    on the meta device that are no part of the state.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    target = _device(device)
+    layers, stored, sharing = _read(path)
+    packed = _packed_layers(model, layers)
+    replaced = {f"{name}.weight" for place in packed for name in place.names}
+    kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
+    _check_meta(model, replaced | kept.keys())
+    _check_tensors(path, stored, _expected(kept, packed))
+    _check_twins(path, stored, packed)
+    check_shared(path, stored, kept)
+    _place(model, packed, stored, target)
+    _materialise(model, stored, target)
+    for name, tensor in kept.items():
+        if not tensor.is_meta:
+            _fill(tensor, stored[name])
+    if sharing is not None:
+        share(model, sharing)
+    leave_fast_paths(model)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=chosen)
+    except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"device: expected one that tensors can be on, got {device!r}: {error}") from None
+    if chosen.type == "meta":
+        raise ValueError("device: tensors on the meta device have no values; allowed are those that hold tensors")
+    return chosen
+
+
+def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor], Sharing | None]:
+    """(state of the packed layers, tensors by name, what they shared) of a file; None of a file of version 0.1."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = (file.metadata() or {}).get(_METADATA)
+            if metadata is None:
+                raise ValueError(f"{path}: was not written by fp4compile.save_packed")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+    layers, sharing, old = _parse(path, metadata)
+    sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases  # views first
+    for name, source in sources.items():
+        if source not in tensors:
+            raise ValueError(f"{path}: tensor {source!r}, which {name!r} shares, is missing")
+        tensors[name] = tensors[source]
+        if name in sharing.views:
+            _, shape, strides, offset = sharing.views[name]
+            tensors[name] = _strided(path, name, tensors[source], shape, strides, offset)
+    return layers, tensors, None if old else sharing
+
+
+def _strided(path, name: str, source: torch.Tensor, *geometry) -> torch.Tensor:
+    try:
+        return source.as_strided(*geometry)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{path}: tensor {name!r} is no view of what it shares: {error}") from error
+
+
+def _parse(path: str | PathLike, metadata: str) -> tuple[dict[str, dict], Sharing, bool]:
+    """(state of the packed layers, shared tensors, whether the file is of version 0.1) of a file's metadata."""
+    keys = {field.name for field in fields(LayerFormat)} | {"in_features", "out_features"}
+    try:
+        content = json.loads(metadata)
+        layers, aliases, old = content["layers"], content["aliases"], "views" not in content
+        sharing = Sharing(aliases) if old else Sharing(aliases, content["tied"], content["views"])
+        whole = all(set(state) == keys for state in layers.values()) and isinstance(aliases, dict)
+        whole = whole and all(len(view) == 4 for view in sharing.views.values()) and set(sharing.tied) <= set(aliases)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: its metadata is not what fp4compile.save_packed writes")
+    return layers, sharing, old
+
+
+# ---------------------------------------------------------------- checks before the model is touched
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A packed layer to be: where it goes (one name, or more of the same place), instead of which layer."""
+
+    names: list[str]
+    linear: nn.Module
+    layer_format: LayerFormat
+
+
+def _packed_layers(model: nn.Module, layers: dict[str, dict]) -> list[_Place]:
+    """The places of the packed layers of a file. ValueError where the model's layer is no match."""
+    for name, state in layers.items():
+        _check_layer(model, name, state)
+    names: dict[tuple, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if is_linear(module):
+            names.setdefault(_slot(model, name), []).append(name)
+    places: dict[tuple, _Place] = {}
+    for name, state in layers.items():
+        layer_format = LayerFormat(state["weight"], state["activation"], state["activation_outer"])
+        slot = _slot(model, name)
+        place = places.setdefault(slot, _Place(names[slot], model.get_submodule(name), layer_format))
+        if place.layer_format != layer_format:
+            raise ValueError(f"layer {name!r}: in the model it is {place.names[0]!r} too, whose format is another")
+    return list(places.values())
+
+
+def _slot(model: nn.Module, name: str) -> tuple[int, str]:
+    """What a name means: a module, by identity, and the name of a child in it."""
+    parent, _, child = name.rpartition(".")
+    return id(model.get_submodule(parent)), child
+
+
+def _check_layer(model: nn.Module, name: str, state: dict[str, Any]) -> None:
+    try:
+        linear = model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(f"the model has no layer {name!r}") from None
+    if not is_linear(linear):
+        raise ValueError(f"layer {name!r}: expected an nn.Linear to replace, the model has {type(linear).__name__}")
+    reason = obstacle(linear)
+    if reason is not None:
+        raise ValueError(f"layer {name!r}: expected an nn.Linear to replace, the model's cannot be: {reason}")
+    stored = (state["in_features"], state["out_features"])
+    if sizes(linear) != stored:
+        raise ValueError(f"layer {name!r}: the file has in and out features {stored}, the model {sizes(linear)}")
+
+
+def _expected(kept: dict[str, torch.Tensor], packed: list[_Place]) -> dict[str, tuple]:
+    """Shape and dtype of every tensor that the packed model will have."""
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
+    for place in packed:
+        inner, outer = sizes(place.linear)
+        shapes = buffer_shapes(PackedLinear(inner, outer, place.layer_format, None))
+        expected |= {f"{name}.{buffer}": shape for name in place.names for buffer, shape in shapes.items()}
+    return expected
+
+
+def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
+    """Raise where tensors are missing, unknown or of another shape or dtype; bytes take their type."""
+    for name, (shape, dtype) in expected.items():
+        if name not in stored:
+            raise ValueError(f"{path}: tensor {name!r} is missing")
+        if stored[name].dtype == torch.uint8 and is_byte_float(dtype):
+            stored[name] = stored[name].view(dtype)
+        found = stored[name]
+        if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+            raise ValueError(
+                f"{path}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}"
+            )
+    unknown = sorted(name for name in set(stored) - set(expected) if not _is_extra_state(name))
+    if unknown:
+        raise ValueError(f"{path}: the model has no {unknown[0]!r}")
+
+
+def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: list[_Place]) -> None:
+    """Raise where the file has different packed weights for what is one layer in the model."""
+    for place in packed:
+        for buffer in BUFFERS:
+            found = [stored[key] for name in place.names if (key := f"{name}.{buffer}") in stored]
+            if not all(same_bits(tensor, found[0]) for tensor in found):
+                names = " and ".join(map(repr, place.names))
+                raise ValueError(f"{path}: {names} are one layer of the model, the file has different weights for them")
+
+
+def _check_meta(model: nn.Module, restored: set[str]) -> None:
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if tensor.is_meta and name not in restored:
+            raise ValueError(f"model: {name!r} is on the meta device, and the file has only parameters and persistent "
+                             "buffers: give it values first")  # fmt: skip
+
+
+# ---------------------------------------------------------------- changing the model
+
+
+def _place(model: nn.Module, packed: list[_Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
+    made: dict[tuple, PackedLinear] = {}
+    while packed:
+        place = packed.pop(0)
+        linear, names = place.linear, place.names
+        # One layer that is held in several places stays one where the file has one for them.
+        key = (id(linear), stored[f"{names[0]}.weight_data"].data_ptr())
+        if key not in made:
+            layer = made[key] = PackedLinear.in_place_of(linear, place.layer_format)
+            device = target if linear.weight.is_meta else linear.weight.device
+            for buffer in buffer_shapes(layer):
+                setattr(layer, buffer, stored[f"{names[0]}.{buffer}"].to(device))
+        replace(model, names[0], made[key])
+        del place, linear  # and with them the weight
+
+
+def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torch.device) -> None:
+    """New tensors in the place of those on the meta device; what is one object there stays one."""
+    made: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for tensors in (module._parameters, module._buffers):
+            for child, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _made_of(tensor, stored[f"{path}.{child}" if path else child].to(target))
+                tensors[child] = made[id(tensor)]
+
+
+def _made_of(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    new = nn.Parameter(values, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else values
+    vars(new).update(vars(old))
+    return new
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if repeats(tensor):  # not to be written to
+        tensor.data = values.to(tensor.device)
+        return
+    with torch.no_grad():
+        tensor.copy_(values)

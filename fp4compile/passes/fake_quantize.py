@@ -1,0 +1,82 @@
+"""Quantise activations and expand them again in one kernel, where products alone read them: `quantize_expanded`.
+
+Entry: `round_trip(graph)`, on a forward, backward or inference graph after the partitioner, when quantises that do the
+same are one, and before products get tails and siblings: of what the pass changes, these see operands as others.
+
+A GPU without FP4 matrix units multiplies 16-bit numbers: most of its products first expand the codes of A in memory,
+each for itself. Where nothing else reads codes and block scales (nor the backward, for which they are saved) they need
+not be written. The products then get a plain A, with the outer scale that it had: the same numbers, and the same
+kernels. Products that expand codes in registers read less of them than of 16-bit numbers, and are left alone.
+"""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile import formats, ops
+from fp4compile._compat import known
+from fp4compile.passes.fuse_epilogue import PRODUCT, arguments_of
+from fp4compile.passes.merge_quantize import QUANTIZE, Quantise, quantise_of
+from fp4compile.passes.rewrite import new_node
+
+EXPANDED = torch.ops.fp4compile.quantize_expanded.default
+
+
+def round_trip(graph: Graph) -> int:
+    """Replace quantises on CUDA tensors that only such products read; returns how many."""
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+        quantise = quantise_of(node)
+        readers = _readers(node)
+        if readers and _expandable(quantise) and all(_multiplies(reader, node) for reader in readers):
+            _replace(quantise, readers)
+            count += 1
+    return count
+
+
+def _expandable(quantise: Quantise) -> bool:
+    """Whether `quantize_expanded` does what the node does, and its kernel reads the tensor as it lies."""
+    x = quantise.source.meta["val"]
+    plain = quantise.layout == "linear" and quantise.seed is None and not quantise.hadamard
+    along_rows = quantise.dim == -1 and known(x.stride(-1) == 1)
+    return x.device.type == "cuda" and plain and along_rows and ops.expands(formats.get(quantise.format))
+
+
+def _readers(quantise: Node) -> list[Node]:
+    """Who reads the codes or the block scales, each once."""
+    outputs = [output for output in quantise.users if output.args[1] < 2]
+    return list(dict.fromkeys(user for output in outputs for user in output.users))
+
+
+def _multiplies(reader: Node, quantise: Node) -> bool:
+    """Whether a reader is a product that expands the codes first, as its A and nothing else."""
+    if reader.target is not PRODUCT:
+        return False
+    places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]
+    if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
+        return False
+    from fp4compile.templates.gemm.dispatch import expands_first  # here, so that the CPU needs no Triton
+
+    return expands_first(*arguments_of(reader))
+
+
+def _comes_from(arg, quantise: Node) -> bool:
+    return isinstance(arg, Node) and arg.target is operator.getitem and arg.args[0] is quantise
+
+
+def _replace(quantise: Quantise, readers: list[Node]) -> None:
+    """Let the products read the values, and all others the outer scale."""
+    node = quantise.node
+    options = {} if quantise.outer is None else {"outer": quantise.outer}
+    with node.graph.inserting_before(node):
+        expanded = new_node(node.graph, EXPANDED, (quantise.source, quantise.format), node.meta, **options)
+        values, outer = (new_node(node.graph, operator.getitem, (expanded, i), node.meta) for i in range(2))
+    for product in readers:
+        product.args = (values, None, product.args[2], None, *product.args[4:])
+    for output in list(node.users):
+        output.replace_all_uses_with(outer)  # codes and block scales have no more uses
+        node.graph.erase_node(output)
+    node.graph.erase_node(node)
+    if not outer.users:
+        node.graph.erase_node(outer)

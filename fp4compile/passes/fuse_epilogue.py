@@ -1,0 +1,251 @@
+"""Fuse the pointwise operations after a product into the product's kernel: a `scaled_mm` becomes a `scaled_mm_tail`.
+
+Entry: `fuse_tails(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
+
+From a product on, the pass follows its users through reshapes, casts and the operations of `_OPERATIONS`, as long as
+every other tensor among the arguments can be an operand of a tail (`_Region.operand`). Of what it has gathered it
+takes the longest part that ends in one value: nothing else may use the product or what lies between (the backward
+pass, say, for which it is saved). It fuses where that saves a pass over memory: the kernel that will serve the product
+must have a tail, the result must not be wider than the product would have been, and every operand is in memory anyhow.
+What the pass does not know, and all of it where Inductor is told to round otherwise than by default, is Inductor's.
+"""
+
+import heapq
+import operator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile import _compat, formats, ops
+from fp4compile._compat import known
+from fp4compile.passes.rewrite import new_node
+
+aten = torch.ops.aten
+PRODUCT = torch.ops.fp4compile.scaled_mm.default
+WITH_TAIL = torch.ops.fp4compile.scaled_mm_tail.default
+
+FLOAT32 = torch.finfo(torch.float32)
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+CAST = torch.ops.prims.convert_element_type.default
+_OPERATIONS = {
+    aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
+    aten.neg.default: "neg", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
+    aten.erf.default: "erf", aten.tanh.default: "tanh",
+}  # fmt: skip
+_POWERS = {2: "square", 3: "cube"}
+# Their results are in memory, whoever uses them.
+_STORED = (
+    operator.getitem, PRODUCT, WITH_TAIL, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+)  # fmt: skip
+
+
+def fuse_tails(graph: Graph) -> int:
+    """Fuse what follows the products of CUDA tensors into their kernels; returns how many got a tail."""
+    if not _compat.pointwise_by_default():
+        return 0
+    fused = 0
+    for node in graph.find_nodes(op="call_function", target=PRODUCT):
+        if node.args[0].meta["val"].device.type == "cuda" and _takes_tail(node):
+            region = _Region(node)
+            last = region.end()
+            if last is not None:
+                _fuse(graph, region, last)
+                fused += 1
+    return fused
+
+
+def arguments_of(product: Node) -> list:
+    """What `templates.scaled_mm` is asked about a `scaled_mm` node: its arguments, tensors fake, formats by value."""
+    arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
+    for i in (3, 7):
+        arguments[i] = None if arguments[i] is None else formats.get(arguments[i])
+    return arguments
+
+
+def _takes_tail(product: Node) -> bool:
+    from fp4compile.templates.gemm.dispatch import takes_tail  # here, so that the CPU needs no Triton
+
+    return takes_tail(*arguments_of(product))
+
+
+@dataclass
+class _Region:
+    """What follows a product, in the order of the graph: operations, and those that change no value."""
+
+    product: Node
+    operations: dict[Node, tuple[str, tuple]] = field(default_factory=dict)  # name, arguments: nodes and numbers
+    renamed: dict[Node, Node] = field(default_factory=dict)  # reshapes and casts, and what they reshape or cast
+
+    def __post_init__(self):
+        waiting = list(self.product.users)
+        heapq.heapify(waiting)
+        while waiting:
+            node = heapq.heappop(waiting)
+            if node not in self and self._take(node):
+                for user in node.users:
+                    heapq.heappush(waiting, user)
+
+    def __contains__(self, node: Node) -> bool:
+        return node is self.product or node in self.operations or node in self.renamed
+
+    @cached_property
+    def value(self) -> torch.Tensor:
+        return self.product.meta["val"]
+
+    def _take(self, node: Node) -> bool:
+        """Add a user of the region to it, if it is something that a tail does."""
+        value = node.meta.get("val")
+        if node.op != "call_function" or node.kwargs or not isinstance(value, torch.Tensor):
+            return False
+        if value.dtype not in ops.FLOAT_DTYPES:
+            return False
+        if node.target in RESHAPES or node.target is CAST:
+            self.renamed[node] = node.args[0]
+            return True
+        step = _operation(node)
+        if step is None or not all(self._fits(argument, value.shape) for argument in step[1]):
+            return False
+        self.operations[node] = step
+        return True
+
+    def _fits(self, argument: Node | float, shape: torch.Size) -> bool:
+        if isinstance(argument, float):
+            return argument == 0 or FLOAT32.tiny <= abs(argument) <= FLOAT32.max
+        if argument in self:
+            return _same(argument.meta["val"].shape, shape)
+        return self._operand_kind(argument, shape) is not None
+
+    def _operand_kind(self, node: Node, shape: torch.Size) -> str | None:
+        """How a tail reads a tensor outside of the region; None if it cannot."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in ops.FLOAT_DTYPES:
+            return None
+        if value.device != self.value.device or not _contiguous(value):
+            return None
+        if _same(value.shape, shape):
+            return "matrix"
+        row = (*[1] * (value.dim() - 1), self.value.shape[-1])
+        return "row" if 0 < value.dim() <= len(shape) and _same(value.shape, row) else None
+
+    def end(self) -> Node | None:
+        """The last node whose value is all that is needed of what leads to it; None if there is nothing to fuse."""
+        for last in sorted([*self.operations, *self.renamed], reverse=True):
+            if last.target not in RESHAPES and self._worth(last):
+                return last
+        return None
+
+    def _worth(self, last: Node) -> bool:
+        from fp4compile.templates.device.epilogue import OPERANDS
+
+        inside = self.leading_to(last)
+        if any(user not in inside for node in inside if node is not last for user in node.users):
+            return False
+        if last.meta["val"].dtype.itemsize > self.value.dtype.itemsize:
+            return False
+        operands = self.operands(last)
+        return len(operands) <= OPERANDS and all(_in_memory(node, inside) for node in operands)
+
+    def leading_to(self, last: Node) -> set[Node]:
+        """The part of the region that `last` depends on, with the product."""
+        inside, waiting = set(), [last]
+        while waiting:
+            node = waiting.pop()
+            if node not in inside:
+                inside.add(node)
+                waiting += [argument for argument in self._arguments(node) if argument in self]
+        return inside
+
+    def _arguments(self, node: Node) -> list[Node]:
+        if node in self.renamed:
+            return [self.renamed[node]]
+        return [argument for argument in self.operations.get(node, ("", ()))[1] if isinstance(argument, Node)]
+
+    def operands(self, last: Node) -> dict[Node, str]:
+        """The tensors from outside that `last` depends on, and how a tail reads each."""
+        inside = self.leading_to(last)
+        return {
+            argument: self._operand_kind(argument, node.meta["val"].shape)
+            for node in self.operations if node in inside
+            for argument in self._arguments(node) if argument not in self
+        }  # fmt: skip
+
+    def steps(self, last: Node) -> list[tuple[str, list]]:
+        """The operations that lead to `last`, as `templates.tail.text_of` takes them."""
+        inside, operands = self.leading_to(last), list(self.operands(last))
+        taken = [node for node in self.operations if node in inside]
+        places: dict[Node, int | str] = {self.product: "product", **{node: i for i, node in enumerate(taken)}}
+
+        def place(argument: Node | float) -> int | str | float:
+            if isinstance(argument, float):
+                return argument
+            if argument not in self:
+                return f"x{operands.index(argument)}"
+            while argument in self.renamed:
+                argument = self.renamed[argument]
+            return places[argument]
+
+        return [
+            (name, [place(argument) for argument in arguments]) for name, arguments in map(self.operations.get, taken)
+        ]
+
+
+def _operation(node: Node) -> tuple[str, tuple] | None:
+    """(name, arguments) of an operation of a tail: nodes, and numbers as floats; None for anything else."""
+    if node.target is aten.pow.Tensor_Scalar:
+        base, exponent = node.args
+        return (_POWERS[exponent], (base,)) if exponent in _POWERS else None
+    name = _OPERATIONS.get(node.target)
+    if name is None or any(isinstance(arg, bool) or not isinstance(arg, Node | int | float) for arg in node.args):
+        return None
+    arguments = tuple(arg if isinstance(arg, Node) else float(arg) for arg in node.args)
+    if name == "div" and isinstance(arguments[1], float):  # as Inductor does on a GPU
+        return ("mul", (arguments[0], 1.0 / arguments[1])) if arguments[1] else None
+    return name, arguments
+
+
+def _same(shape, other) -> bool:
+    return len(shape) == len(other) and all(known(a == b) for a, b in zip(shape, other, strict=True))
+
+
+def _contiguous(value: torch.Tensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not known(size == 1) and not known(stride == step):
+            return False
+        step = step * size
+    return True
+
+
+def _in_memory(node: Node, inside: set[Node]) -> bool:
+    """Whether a tensor is written to memory even if no tail reads it.
+
+    An operation that Inductor would compute in the same kernel as the tail, and nowhere else, is not: fused, it would
+    cost a pass instead of saving one.
+    """
+    path = [node]
+    while path[-1].target in RESHAPES:
+        path.append(path[-1].args[0])
+    source = path[-1]
+    if source.op in ("placeholder", "get_attr") or source.target in _STORED:
+        return True
+    return any(user not in inside and user not in path for step in path for user in step.users)
+
+
+def _fuse(graph: Graph, region: _Region, last: Node) -> None:
+    """Put a product with a tail in the place of `last`, and take away what led there."""
+    from fp4compile.templates.device.epilogue import text_of
+
+    operands = region.operands(last)
+    text = text_of(region.value.dtype, list(operands.values()), region.steps(last))
+    inside, product, value = region.leading_to(last), region.product, last.meta["val"]
+    with graph.inserting_before(last):
+        fused = new_node(graph, WITH_TAIL, (*product.args, list(operands), text, value.dtype), product.meta)
+        if not _same(region.value.shape, value.shape):
+            shape = next(n.args[1] for n in inside if n.target in RESHAPES and _same(n.meta["val"].shape, value.shape))
+            fused = new_node(graph, aten.reshape.default, (fused, shape), last.meta)
+    last.replace_all_uses_with(fused)
+    for node in sorted(inside, reverse=True):
+        graph.erase_node(node)

@@ -1,0 +1,219 @@
+"""Device functions of the quantise kernels: block scales and outer scales, and the factors that encode elements.
+
+Amaxes come as the bits of float32 magnitudes, scales leave as bytes in an int32. `ISA`: see `codec`.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.elements import INFINITY_BITS, fp8_code, fp8_value, mantissa_bits
+
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+NVFP4_MAX = tl.constexpr(2688.0)  # 6 * 448
+SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
+
+
+@triton.constexpr_function
+def reciprocal_max(element):
+    """1 / largest element, in float32."""
+    return {"e2m1": 0.1666666716337204, "e4m3": 0.002232142956927419, "e5m2": 1.743861685099546e-05}[element]
+
+
+@triton.constexpr_function
+def emax(element):
+    """Exponent of the largest power of two among the elements."""
+    return {"e2m1": 2, "e4m3": 8, "e5m2": 15}[element]
+
+
+@triton.jit
+def _at_most(value, limit: tl.constexpr):
+    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def reciprocal(value, ISA: tl.constexpr):
+    """1 / value, correctly rounded."""
+    if ISA == 0:
+        return tl.div_rn(1.0, value)
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def encode_scale(decode, ISA: tl.constexpr):
+    """The encode factor of a decode factor: its reciprocal, at most FLT_MAX; see `reference`."""
+    return _at_most(reciprocal(decode, ISA), FLT_MAX)
+
+
+@triton.jit
+def _reciprocal_e4m3(value, ISA: tl.constexpr):
+    """1 / value of a normal E4M3 number, correctly rounded: with four bits, one step from any estimate gets there."""
+    if ISA == 0:
+        return tl.div_rn(1.0, value)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; neg.f32 e, r; fma.rn.f32 e, e, $1, 0f3F800000;"
+            " fma.rn.f32 $0, r, e, r; }",
+            "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sixth(value, ISA: tl.constexpr):
+    """value / 6, correctly rounded where it is a normal number: a quotient, its remainder, and the correction."""
+    if ISA == 0:
+        return tl.div_rn(value, 6.0)
+    else:
+        quotient = value * SIXTH
+        return tl.fma(tl.fma(quotient, -6.0, value), SIXTH, quotient)
+
+
+@triton.jit
+def e4m3_round(value, ISA: tl.constexpr):
+    """float32 >= 0 -> (E4M3 byte as int32, its value in float32); saturating, NaN gives 0x7F and NaN."""
+    if ISA == 0:
+        byte = fp8_code(value, "e4m3")
+        return byte, fp8_value(byte, "e4m3")
+    else:
+        code = value.to(tl.float8e4nv)
+        return code.to(tl.uint8, bitcast=True).to(tl.int32), code.to(tl.float32)
+
+
+@triton.jit
+def decode_scale(byte, SCALE: tl.constexpr, ISA: tl.constexpr):
+    """Scale bytes (uint8) -> float32."""
+    code = byte.to(tl.int32)
+    if SCALE == "e4m3":
+        return fp8_value(code, "e4m3")
+    else:
+        value = tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
+        return tl.where(code == 255, float("nan"), value)
+
+
+@triton.jit
+def outer_from_amax(amax_bits, contract: tl.constexpr, ISA: tl.constexpr):
+    """Bits of the amax of a tensor or a row -> (encode, decode) outer scales in float32."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if contract == "torchao":
+        decode = tl.div_rn(amax, NVFP4_MAX)
+        decode = tl.where(decode == 0.0, 1.0, decode)
+        encode = encode_scale(decode, ISA)
+    else:
+        encode = _at_most(tl.div_rn(NVFP4_MAX, amax), FLT_MAX)
+        encode = tl.where((amax == 0.0) | (encode == 0.0), 1.0, encode)
+        decode = reciprocal(encode, ISA)
+    return encode, decode
+
+
+@triton.jit
+def float8_outer(amax_bits, ISA: tl.constexpr):
+    """Bits of a row's amax -> (encode, decode) scales of float8_rowwise, divided in float64."""
+    amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True).to(tl.float64), 1e-12)
+    encode = (448.0 * (1.0 / amax)).to(tl.float32)
+    encode = tl.where(amax_bits > INFINITY_BITS, float("nan"), encode)  # the maximum above drops a NaN
+    return encode, reciprocal(encode, ISA)
+
+
+@triton.jit
+def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
+    """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements)."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    if contract == "torchao":
+        if has_outer:
+            scale = tl.div_rn(tl.div_rn(amax, 6.0), decode)
+        else:  # the clamp hides what is too small to be exact
+            scale = _sixth(amax, ISA)
+        scale = tl.maximum(scale, 0.015625, propagate_nan=tl.PropagateNan.ALL)
+    elif has_outer:
+        scale = _at_most(amax * (encode * SIXTH), FLT_MAX)
+    else:
+        scale = amax * SIXTH
+    # A block that is not finite shows in its scale.
+    scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
+    byte, s = e4m3_round(scale, ISA)
+    if contract == "torchao":
+        factor = _at_most(tl.div_rn(encode, s), FLT_MAX) if has_outer else _reciprocal_e4m3(s, ISA)
+    else:
+        factor = _at_most(reciprocal(s * decode if has_outer else s, ISA), FLT_MAX)
+    if has_outer:
+        # An infinite outer scale makes the factor 0, and products with 0 lose their sign in `encode_pair`. The
+        # smallest float32 rounds them to 0 as well.
+        factor = tl.where(factor == 0.0, 1.401298464324817e-45, factor)
+    return byte, factor
+
+
+@triton.jit
+def _ue8m0_round_up(value):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 p; cvt.rp.satfinite.ue8m0x2.f32 p, 0f00000000, $1; cvt.u32.u16 $0, p; and.b32 $0, $0, 255; }",
+        "=r,f", [value], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def e8m0_scale(amax_bits, element: tl.constexpr, mode: tl.constexpr, ISA: tl.constexpr):
+    """Bits of block amaxes -> (E8M0 bytes as int32, factors 2^(127 - byte) that encode the block's elements)."""
+    if mode == "rceil":
+        d = amax_bits.to(tl.float32, bitcast=True) * reciprocal_max(element)
+        if ISA >= 100:
+            byte = _ue8m0_round_up(d)
+        else:
+            bits = d.to(tl.int32, bitcast=True)
+            # One more where the mantissa is not 0: a carry does it, and makes 255 of infinity, 256 of a NaN. The
+            # smallest byte stands for 2^-127, half of the smallest normal number.
+            byte = tl.minimum(((bits.to(tl.uint32) + 0x7FFFFF) >> 23).to(tl.int32), 255)
+            byte = tl.where(bits > 0x400000, byte, 0)
+            # Of a finite amax the byte is at most 253.
+            factor = tl.maximum((254 - byte) << 23, 0x200000)
+            return byte, factor.to(tl.float32, bitcast=True)
+    elif mode == "even":
+        byte = tl.maximum(((amax_bits + (1 << (22 - mantissa_bits(element)))) >> 23) - emax(element), 0)
+    elif mode == "ceil":
+        byte = tl.maximum(((amax_bits + 0x7FFFFF) >> 23) - emax(element), 0)
+    else:
+        byte = tl.maximum((amax_bits >> 23) - emax(element), 0)
+    # A block that is not finite shows in its scale.
+    byte = tl.where(amax_bits < INFINITY_BITS, byte, 255)
+    subnormal = tl.where(byte == 254, 0x400000, 0x200000)
+    factor = tl.where(byte < 254, (254 - byte) << 23, subnormal)
+    return byte, factor.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_scale(
+    amax_bits, encode, decode, has_outer: tl.constexpr,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Bits of block amaxes, outer scales -> (scale bytes as int32, factors that encode the block's elements)."""
+    if SCALE == "e8m0":
+        return e8m0_scale(amax_bits, ELEMENT, CONTRACT, ISA)
+    elif SCALE == "e4m3":
+        return e4m3_scale(amax_bits, encode, decode, CONTRACT, has_outer, ISA)
+    else:  # no block scales: the outer scale is all
+        return amax_bits, tl.broadcast_to(encode, amax_bits.shape)
+
+
+@triton.jit
+def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, MAXIMA: tl.constexpr, CONTRACT: tl.constexpr,
+                 ISA: tl.constexpr):  # fmt: skip
+    """(encode, decode) outer scales of a tensor.
+
+    OUTER: "none" gives 1; "tensor" reads the decode factor at outer_ptr; "amax" makes it from the bits of the MAXIMA
+    partial amaxes at amax_ptr, and the first program stores it at outer_ptr.
+    """
+    encode = 1.0
+    decode = 1.0
+    if OUTER == "tensor":
+        decode = tl.load(outer_ptr)
+        encode = encode_scale(decode, ISA)
+    elif OUTER == "amax":
+        if MAXIMA == 1:
+            bits = tl.load(amax_ptr)
+        else:
+            bits = tl.max(tl.load(amax_ptr + tl.arange(0, MAXIMA)), 0)
+        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
+        if tl.program_id(0) == 0:
+            tl.store(outer_ptr, decode)
+    return encode, decode

@@ -1,0 +1,183 @@
+"""The pointwise tail of a product: what happens to it in its own kernel, after the bias and before it is stored.
+
+A tail is the text of a Triton device function named `tail`, which `text_of` writes. `with_tail(kernel, text)` is the
+kernel with that function in the place of the one below, which changes nothing: a copy of it whose global name `tail`
+means another function. Inductor follows the global names of a kernel and writes the text of what it calls into its
+wrapper, and Triton's cache keys cover it; a kernel that is handed a function as a constexpr would not get through
+Dynamo. One text for one chain of operations: what is cached under it, on disk too, serves other processes.
+
+The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored; from there on all is
+float32, in the operations that Inductor generates, until the result is stored. Casts in between round nothing. So a
+tail has the bits of the kernel that Inductor would have made of the same operations, if it had made one kernel of
+them and read the other operands from memory. Two things can differ in a last bit: an operand that Inductor would have
+kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
+"""
+
+import hashlib
+import linecache
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from fp4compile.templates.device.dequantize import INTERPRETING
+from fp4compile.templates.device.elements import float_bits
+
+OPERANDS = 2  # tensors that a tail reads, at most: each is an argument of every launch, and takes registers
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr, ISA: tl.constexpr):
+    """float32 values rounded to dtype, in float32."""
+    if dtype == tl.bfloat16 and ISA == 0:
+        return (float_bits(value, dtype, ISA) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def exp(x):
+    if INTERPRETING:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def erf(x):
+    if INTERPRETING:
+        return tl.erf(x)
+    else:
+        return libdevice.erf(x)
+
+
+@triton.jit
+def tanh(x):
+    if INTERPRETING:
+        return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    else:
+        return libdevice.tanh(x)
+
+
+@triton.jit
+def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):
+    """float32 values acc at the offsets `at`, in the columns `col` of n, those `inside` of the result -> the same."""
+    return acc
+
+
+# What Inductor computes (torch._inductor.codegen.triton), of float32 values.
+OPERATIONS = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "neg": "-{}",
+    "relu": "tl.where(0.0 > {0}, 0.0, {0})",
+    "square": "{0} * {0}",
+    "cube": "{0} * {0} * {0}",
+    "sigmoid": "tl.sigmoid({})",
+    "exp": "exp({})",
+    "erf": "erf({})",
+    "tanh": "tanh({})",
+}
+_DTYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
+_LOADS = {
+    "matrix": "tl.load(tail_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
+    "row": "tl.load(tail_{0}_ptr + col, mask=col < n, other=0.0).to(tl.float32)",
+}
+
+
+def text_of(
+    dtype: torch.dtype, operands: Sequence[str], steps: Iterable[tuple[str, Sequence[int | str | float]]]
+) -> str:
+    """The text of a tail.
+
+    dtype: what the product is rounded to first. operands: "matrix" (the product's elements, in its order) or "row"
+    (one value for each column), of each tensor that is read.
+    steps: (name of an operation, its arguments). An argument is a number, or the index of a step, or "product", or
+    "x0" for the first operand.
+    """
+    lines = ["@triton.jit", "def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):"]
+    lines.append(f"    product = rounded(acc, {_DTYPES[dtype]}, ISA)" if dtype in _DTYPES else "    product = acc")
+    lines += [f"    x{i} = " + _LOADS[kind].format(i) for i, kind in enumerate(operands)]
+    result = "product"
+    for i, (name, arguments) in enumerate(steps):
+        result = f"v{i}"
+        lines.append(f"    {result} = " + OPERATIONS[name].format(*map(_argument, arguments)))
+    return "\n".join([*lines, f"    return {result}"]) + "\n"
+
+
+def _argument(value: int | str | float) -> str:
+    if isinstance(value, float):
+        return f"({value!r})" if value < 0 else repr(value)
+    return f"v{value}" if isinstance(value, int) else value
+
+
+@cache
+def device_function(text: str):
+    """The device function of a text of `text_of`."""
+    name = f"<fp4compile tail {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # Triton reads the source there
+    names = dict(globals())
+    exec(compile(text, name, "exec"), names)
+    return names["tail"]
+
+
+@cache
+def with_tail(kernel, text: str):
+    """The kernel with another tail than the one that changes nothing."""
+    function = kernel.fn
+    names = {**function.__globals__, "tail": device_function(text)}
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__annotations__ = function.__annotations__
+    return triton.jit(copy)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A tail as a launch has it: its text, the tensors that it reads, the dtype of its result."""
+
+    text: str
+    operands: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+
+
+@triton.jit
+def rescale(
+    acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+):  # fmt: skip
+    """The float32 sums at (row, col), once times the outer scales, plus the bias of the column."""
+    if A_OUTER != "none":
+        if A_OUTER == "tensor":
+            factor = tl.load(a_outer_ptr)
+        else:
+            factor = tl.load(a_outer_ptr + tl.cast(batch, tl.int64) * m + row, mask=row < m, other=1.0)
+    if B_OUTER != "none":
+        if B_OUTER == "tensor":
+            other = tl.load(b_outer_ptr)
+        else:
+            b_rows = tl.cast(batch, tl.int64) * n if B_BATCHED else 0
+            other = tl.load(b_outer_ptr + b_rows + col, mask=col < n, other=1.0)
+        factor = factor * other if A_OUTER != "none" else other
+    if A_OUTER != "none" or B_OUTER != "none":
+        acc = acc * factor
+    if BIAS:
+        acc = acc + tl.load(bias_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def store_rounded(out_ptr, at, value, mask, ISA: tl.constexpr):
+    """Store float32 values, rounded to the type of out."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if dtype == tl.bfloat16 and ISA == 0:
+        tl.store(out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + at,
+                 float_bits(value, dtype, ISA).to(tl.int16), mask=mask)  # fmt: skip
+    else:
+        tl.store(out_ptr + at, value.to(dtype), mask=mask)

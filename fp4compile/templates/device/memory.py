@@ -1,0 +1,117 @@
+"""Loads and stores of tiles: words of floats, units of codes, scale bytes in either layout."""
+
+import triton
+import triton.language as tl
+
+from fp4compile import _compat
+
+FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
+
+
+@triton.jit
+def load_index(index, AXIS: tl.constexpr):
+    """An index vector along one of the three outer axes of a four-axis load: axis 2 goes to lanes first, 0 last."""
+    axis: tl.constexpr = 2 - AXIS if FIRST_AXIS_FASTEST else AXIS
+    if axis == 0:
+        return index[:, None, None, None]
+    elif axis == 1:
+        return index[None, :, None, None]
+    else:
+        return index[None, None, :, None]
+
+
+@triton.jit
+def loaded(words):
+    """What was loaded, its axes in the order of `load_index`."""
+    return tl.permute(words, (2, 1, 0, 3)) if FIRST_AXIS_FASTEST else words
+
+
+@triton.jit
+def swizzle(row, col, tiles_per_row):
+    """Offset of the scale byte (row, col) in the swizzled layout; see `layouts`."""
+    tile = (row // 128) * tiles_per_row + col // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
+
+
+@triton.jit
+def load_words(ptr, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr):
+    """Words (pairs of `dtype` elements) at ptr + word, zero beyond `cols` elements and where row_mask is false.
+
+    ALIGN: words that divide a row's length and its address, at most 16 bytes of them; 0 where a word itself may be
+    cut (an odd length) or lie at an odd address.
+    """
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
+    if ALIGN > 0:
+        # Compared in whole vectors, so that the compiler sees one mask for each.
+        mask = row_mask & (word // ALIGN < cols // 2 // ALIGN)
+        return tl.load(ptr.to(tl.pointer_type(word_type), bitcast=True) + word, mask=mask, other=0)
+    else:
+        half: tl.constexpr = tl.int16 if bits == 16 else tl.int32
+        ptr = ptr.to(tl.pointer_type(half), bitcast=True)
+        first = tl.load(ptr + 2 * word, mask=row_mask & (2 * word < cols), other=0).to(word_type)
+        second = tl.load(ptr + (2 * word + 1), mask=row_mask & (2 * word + 1 < cols), other=0).to(word_type)
+        return (first & ((1 << bits) - 1)) | (second << bits)
+
+
+@triton.jit
+def load_tile(
+    ptr, cols, row_mask, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The words of a tile, [ROWS, BLOCKS, BLOCK / 2], from the row addresses `ptr` [ROWS]."""
+    vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)  # words in 16 bytes
+    groups: tl.constexpr = BLOCKS * BLOCK // (2 * PIECES * vector)
+    piece = load_index(tl.arange(0, PIECES), 0)
+    group = load_index(tl.arange(0, groups), 2)
+    word = (group * PIECES + piece) * vector + tl.arange(0, vector)[None, None, None, :]
+    words = loaded(load_words(load_index(ptr, 1), word, cols, load_index(row_mask, 1), dtype, ALIGN))
+    return tl.reshape(tl.permute(words, (1, 2, 0, 3)), (ROWS, BLOCKS, BLOCK // 2))
+
+
+@triton.jit
+def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr):
+    """Store units [ROWS, n] at the rows `row` [ROWS], from unit0 on, of a matrix with `per_row` units a row.
+
+    ALIGN: units that divide a row, at most 16.
+    """
+    unit = tl.arange(0, units.shape[1])[None, :]
+    per_row = per_row // ALIGN * ALIGN  # the same; the compiler sees how wide it may store
+    left = tl.minimum(per_row - unit0, units.shape[1]).to(tl.int32)
+    mask = row_mask[:, None] & (unit // ALIGN < left // ALIGN)
+    ptr = data_ptr.to(tl.pointer_type(units.dtype), bitcast=True) + unit0
+    tl.store(ptr + row.to(tl.int64)[:, None] * per_row + unit, units, mask=mask)
+
+
+@triton.jit
+def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
+    """Store scale bytes [ROWS, n] of the rows `row` [ROWS], from block0 on, of one matrix of a batch.
+
+    ALIGN: blocks that divide a row of scales, at most 16.
+    """
+    count: tl.constexpr = byte.shape[1]
+    align: tl.constexpr = ALIGN if ALIGN < count else count
+    block = tl.arange(0, count)[None, :]
+    row = row.to(tl.int64)[:, None]
+    blocks = blocks // align * align  # the same; the compiler sees how wide it may store
+    inside = (row < rows) & (block // align < tl.minimum(blocks - block0, count).to(tl.int32) // align)
+    if SWIZZLED:
+        tiles = tl.cdiv(blocks, 4)
+        block = block0 + block
+        matrix = scales_ptr + batch.to(tl.int64) * tl.cdiv(rows, 128) * tiles * 512
+        padded = (row < tl.cdiv(rows, 128) * 128) & (block // 4 < tiles)
+        tl.store(matrix + swizzle(row, block, tiles), tl.where(inside, byte, 0).to(tl.uint8), mask=padded)
+    else:
+        at = (batch.to(tl.int64) * rows + row) * blocks + block0 + block
+        tl.store(scales_ptr + at, byte.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr):
+    """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest. FLAT: one row."""
+    if FLAT:
+        return program * 0, program * 0, program
+    else:
+        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # the one program of an empty tensor divides by them
+        col_tiles = tl.maximum(col_tiles, 1)
+        return program // (row_tiles * col_tiles), program // col_tiles % row_tiles, program % col_tiles

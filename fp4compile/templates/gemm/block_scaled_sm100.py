@@ -1,0 +1,133 @@
+"""The product of two block-scaled operands on matrix units that read codes and scales themselves (SM100 and up).
+
+Codes go to the matrix units as they are stored; block scales in the swizzled layout, one for each row and block (the
+quantise kernels write them so, square blocks too). The epilogue is that of the emulated tier.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile._compat import known
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div
+from fp4compile.targets import Target
+from fp4compile.templates.device.dequantize import INTERPRETING, expand
+from fp4compile.templates.device.epilogue import rescale, store_rounded, tail
+
+
+@triton.constexpr_function
+def codes_in(elements, ELEMENT):
+    """Bytes of so many elements."""
+    return elements // 2 if ELEMENT == "e2m1" else elements
+
+
+@triton.jit
+def _load_codes(ptr, row, col, rows, per_row, EVEN_K: tl.constexpr):
+    mask = row < rows
+    if not EVEN_K:
+        mask = mask & (col < per_row)
+    return tl.load(ptr + row.to(tl.int64) * per_row + col, mask=mask, other=0)
+
+
+@triton.jit
+def _load_swizzled(ptr, row_tile, col_tile, row_tiles, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Scale bytes [ROWS, COLS] from whole tiles of 128 x 4, in the order in which they lie."""
+    r = row_tile + tl.arange(0, ROWS // 128)[:, None, None]
+    c = col_tile + tl.arange(0, COLS // 4)[None, :, None]
+    byte = tl.arange(0, 512)[None, None, :]
+    at = (r.to(tl.int64) * col_tiles + c) * 512 + byte
+    tiles = tl.load(ptr + at, mask=(r < row_tiles) & (c < col_tiles), other=0)
+    tiles = tl.reshape(tiles, (ROWS // 128, COLS // 4, 32, 4, 4))
+    return tl.reshape(tl.permute(tiles, (0, 3, 2, 1, 4)), (ROWS, COLS))
+
+
+@triton.jit
+def _values(units, byte, BLOCK: tl.constexpr):
+    """Codes and E4M3 scales of a tile -> values in float32, a row as it lies."""
+    first, second = expand(units, byte, tl.float32, "e2m1", "e4m3", BLOCK, "fp32", False, 0)
+    return tl.reshape(tl.join(first, second), (units.shape[0], 2 * units.shape[1]))
+
+
+@triton.jit
+def scaled_mm_native(
+    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    tail_0_ptr, tail_1_ptr, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
+    A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BN] of out [batch, m, n]. *_per_row: bytes of a row of codes; `steps` of BK elements along it."""
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(n, BN)
+    program = tl.program_id(0)
+    batch = program // (tiles_m * tiles_n)
+    program = program % (tiles_m * tiles_n)
+    group = program // (GROUP * tiles_n)
+    in_group = tl.minimum(tiles_m - group * GROUP, GROUP)
+    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % in_group
+    tile_n = (program % (GROUP * tiles_n)) // in_group
+    row = (tile_m * BM + tl.arange(0, BM))[:, None]
+    col = (tile_n * BN + tl.arange(0, BN))[:, None]
+
+    batch = batch.to(tl.int64)
+    a_ptr += batch * m * a_per_row
+    a_scales_ptr += batch * row_tiles_a * col_tiles * 512
+    if B_BATCHED:
+        b_ptr += batch * n * b_per_row
+        b_scales_ptr += batch * row_tiles_b * col_tiles * 512
+    a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
+    b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
+    blocks: tl.constexpr = BK // BLOCK
+    a_col = tl.arange(0, a_bytes)[None, :]
+    b_col = tl.arange(0, b_bytes)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        a = _load_codes(a_ptr, row, step * a_bytes + a_col, m, a_per_row, EVEN_K)
+        b = _load_codes(b_ptr, col, step * b_bytes + b_col, n, b_per_row, EVEN_K)
+        a_scale = _load_swizzled(a_scales_ptr, tile_m * (BM // 128), step * (blocks // 4), row_tiles_a, col_tiles,
+                                 BM, blocks)  # fmt: skip
+        b_scale = _load_swizzled(b_scales_ptr, tile_n * (BN // 128), step * (blocks // 4), row_tiles_b, col_tiles,
+                                 BN, blocks)  # fmt: skip
+        if SCALE == "e4m3" and not INTERPRETING:
+            a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
+            b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
+        if SCALE == "e4m3" and INTERPRETING:  # the interpreter reads every scale as E8M0
+            acc = tl.dot(_values(a, a_scale, BLOCK), tl.trans(_values(b, b_scale, BLOCK)), acc)
+        else:
+            acc = tl.dot_scaled(a, a_scale, A_ELEMENT, tl.trans(b), b_scale, B_ELEMENT, acc)
+
+    out_col = tl.reshape(col, (1, BN))
+    acc = rescale(acc, row, out_col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
+    at = (batch * m + row) * n + out_col
+    mask = (row < m) & (out_col < n)
+    acc = tail(acc, at, out_col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+    store_rounded(out_ptr, at, acc, mask, ISA)
+
+
+def native(a: BlockFormat | None, b: BlockFormat | None, swizzled: bool, target: Target) -> bool:
+    """Whether the kernel serves a product of these formats. Triton has no mixed block-scaled product on SM120."""
+    if not target.block_scaled_matrix_units or not swizzled or a is None or b is None or a.scale is None:
+        return False
+    return target.sm < 120 or a.packed == b.packed
+
+
+def native_launch(a: BlockFormat, b: BlockFormat, target: Target, tail: bool) -> dict:
+    """Tile and launch of `scaled_mm_native`. A tail needs registers: more warps share a tile, or steps are shorter."""
+    wide = a.packed and b.packed
+    warps = 4 if wide and not tail and target.sm < 120 else 8
+    step = 256 if wide and not (tail and target.sm >= 120) else 128
+    return {"BM": 128, "BN": 128, "BK": step, "GROUP": 8, "STAGES": 3 if wide else 4, "num_warps": warps}
+
+
+def native_arguments(m, n, k, a: BlockFormat, b: BlockFormat, target: Target, tail: bool) -> tuple[list, dict]:
+    """The integer arguments of the kernel and its constants, for operands of K elements (padded to whole blocks)."""
+    tile = native_launch(a, b, target, tail)
+    blocks = ceil_div(k, a.block_cols)
+    a_per_row, b_per_row = (blocks * fmt.block_cols // (2 if fmt.packed else 1) for fmt in (a, b))
+    integers = [m, n, a_per_row, b_per_row, ceil_div(k, tile["BK"]), ceil_div(m, 128), ceil_div(n, 128),
+                ceil_div(blocks, 4)]  # fmt: skip
+    even = known(blocks * a.block_cols % tile["BK"] == 0)
+    constants = {"A_ELEMENT": a.element, "B_ELEMENT": b.element, "SCALE": a.scale, "BLOCK": a.block_cols,
+                 "EVEN_K": int(even), **tile}  # fmt: skip
+    return integers, constants

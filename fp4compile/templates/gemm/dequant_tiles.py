@@ -1,0 +1,217 @@
+"""The product of two quantised operands on matrix units of 16 bits: expanded in registers, summed in float32.
+
+The weights (B) are the left factor: a tile of the transposed product [BN, BM] is made from B's rows times A's. So a
+few tokens fill the narrow side of the matrix instruction, and the weights go from their codes to its registers.
+`WARPS` > 1 cuts the contraction dimension among the warps of a program (as a batch of products, summed at the end),
+`SPLIT` > 1 among programs, whose partial sums `reduce_splits` adds in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.dependent_launch import arrived
+from fp4compile.templates.device.dequantize import TINY, expand, load_scales, load_units, shift_of, spread_scales
+from fp4compile.templates.device.epilogue import rescale, store_rounded, tail
+
+
+@triton.jit
+def _dot(left, right, acc, COMPUTE: tl.constexpr):
+    """acc + left @ right^T over the last axis."""
+    right = tl.trans(right) if len(left.shape) == 2 else tl.permute(right, (0, 2, 1))
+    if COMPUTE == "fp32":
+        return tl.dot(left, right, acc, input_precision="ieee")
+    else:
+        return tl.dot(left, right, acc)
+
+
+@triton.jit
+def _load(
+    ptr, scales_ptr, row, unit, block, rows, per_row, blocks,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+    SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Units and scale bytes of a tile."""
+    units = load_units(ptr, row, unit, rows, per_row, ELEMENT, ALIGN)
+    byte = 0
+    if SCALE != "none":
+        byte = load_scales(scales_ptr, row, block, rows, blocks, SCALE, SQUARE, BLOCK, SWIZZLED, ALIGN)
+    return units, byte
+
+
+@triton.jit
+def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether a block that `expand` counts as zero is not."""
+    if SCALE == "e8m0":
+        found = (spread_scales(byte.to(tl.int32), BLOCK // 2) < TINY) & (units != 0)
+        return tl.max(tl.reshape(found.to(tl.int32), (found.numel,)), 0) > 0
+    else:
+        return False
+
+
+@triton.jit
+def scaled_mm_tiles(
+    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
+    tail_0_ptr, tail_1_ptr, wanted_ptr,
+    m, n, units, blocks, a_per_row, b_per_row, a_scales_batch, b_scales_batch,
+    A_ELEMENT: tl.constexpr, A_SCALE: tl.constexpr, A_SQUARE: tl.constexpr, A_SWIZZLED: tl.constexpr,
+    A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
+    B_ELEMENT: tl.constexpr, B_SCALE: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
+    B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr, B_BATCHED: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP: tl.constexpr, STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile [BM, BN] of out [batch, m, n], or (SPLIT > 1) of the partial sums [SPLIT, batch, m, n] in float32.
+
+    a, b: [batch, m, .] and [batch or 1, n, .] of `units` units; they lie `*_per_row` units (plain: elements) apart.
+    UNITS: units of a step of a warp's share. GROUP: row tiles that are walked together for the sake of the L2 cache.
+    GUARD: do nothing unless the int32 at wanted_ptr is set.
+    """
+    if GUARD:  # noqa: SIM102 (the pointer is read only then)
+        if tl.load(wanted_ptr) == 0:
+            return
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(n, BN)
+    program = tl.program_id(0)
+    split = program % SPLIT
+    program = program // SPLIT
+    batch = program // (tiles_m * tiles_n)
+    program = program % (tiles_m * tiles_n)
+    group = program // (GROUP * tiles_n)
+    in_group = tl.minimum(tiles_m - group * GROUP, GROUP)
+    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % in_group
+    tile_n = (program % (GROUP * tiles_n)) // in_group
+    row_m = tile_m * BM + tl.arange(0, BM)
+    row_n = tile_n * BN + tl.arange(0, BN)
+
+    a_ptr += batch.to(tl.int64) * m * a_per_row * bytes_per_unit(A_ELEMENT)
+    a_scales_ptr += batch.to(tl.int64) * a_scales_batch
+    if B_BATCHED:
+        b_ptr += batch.to(tl.int64) * n * b_per_row * bytes_per_unit(B_ELEMENT)
+        b_scales_ptr += batch.to(tl.int64) * b_scales_batch
+    half: tl.constexpr = BLOCK // 2
+    steps = tl.cdiv(units, UNITS * WARPS)
+    per_split = tl.cdiv(steps, SPLIT)
+    start = split * per_split
+    stop = tl.minimum(start + per_split, steps)
+
+    if WARPS == 1:
+        m_row = row_m[:, None]
+        n_row = row_n[:, None]
+        unit = tl.arange(0, UNITS)[None, :]
+        block = tl.arange(0, UNITS // half)[None, :]
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        warp = tl.arange(0, WARPS)[:, None, None]
+        m_row = row_m[None, :, None]
+        n_row = row_n[None, :, None]
+        unit = warp * UNITS + tl.arange(0, UNITS)[None, None, :]
+        block = warp * (UNITS // half) + tl.arange(0, UNITS // half)[None, None, :]
+        acc = tl.zeros((WARPS, BN, BM), tl.float32)
+    step_units: tl.constexpr = UNITS * WARPS
+    step_blocks: tl.constexpr = UNITS * WARPS // half
+
+    # Blocks of scales below 2^(TINY - 127) count as zero in the main loop; if there were any, a second one adds them.
+    a_watch: tl.constexpr = COMPUTE != "fp32" and A_SCALE == "e8m0"
+    b_watch: tl.constexpr = COMPUTE != "fp32" and B_SCALE == "e8m0"
+    smallest_a = tl.full(((1,) if not a_watch else block_shape(WARPS, BM, UNITS // half)), 255, tl.int32)
+    smallest_b = tl.full(((1,) if not b_watch else block_shape(WARPS, BN, UNITS // half)), 255, tl.int32)
+    a_type: tl.constexpr = a_ptr.dtype.element_ty
+    b_type: tl.constexpr = b_ptr.dtype.element_ty
+    for step in tl.range(start, stop, num_stages=STAGES):
+        at = step * step_units + unit
+        block_at = step * step_blocks + block
+        b_units, b_byte = _load(b_ptr, b_scales_ptr, n_row, at, block_at, n, b_per_row, blocks,
+                                B_ELEMENT, B_SCALE, B_SQUARE, BLOCK, B_SWIZZLED, B_ALIGN)  # fmt: skip
+        a_units, a_byte = _load(a_ptr, a_scales_ptr, m_row, at, block_at, m, a_per_row, blocks,
+                                A_ELEMENT, A_SCALE, A_SQUARE, BLOCK, A_SWIZZLED, A_ALIGN)  # fmt: skip
+        b_first, b_second = expand(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA)
+        a_first, a_second = expand(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA)
+        acc = _dot(b_first, a_first, acc, COMPUTE)
+        acc = _dot(b_second, a_second, acc, COMPUTE)
+        if a_watch:
+            smallest_a = tl.minimum(smallest_a, a_byte.to(tl.int32))
+        if b_watch:
+            smallest_b = tl.minimum(smallest_b, b_byte.to(tl.int32))
+
+    if a_watch or b_watch:
+        smallest = tl.minimum(tl.min(tl.reshape(smallest_a, (smallest_a.numel,)), 0),
+                              tl.min(tl.reshape(smallest_b, (smallest_b.numel,)), 0))  # fmt: skip
+        if smallest < TINY:
+            tiny = tl.zeros_like(acc)
+            for step in tl.range(start, stop, num_stages=1):
+                at = step * step_units + unit
+                block_at = step * step_blocks + block
+                b_units, b_byte = _load(b_ptr, b_scales_ptr, n_row, at, block_at, n, b_per_row, blocks,
+                                        B_ELEMENT, B_SCALE, B_SQUARE, BLOCK, B_SWIZZLED, B_ALIGN)  # fmt: skip
+                a_units, a_byte = _load(a_ptr, a_scales_ptr, m_row, at, block_at, m, a_per_row, blocks,
+                                        A_ELEMENT, A_SCALE, A_SQUARE, BLOCK, A_SWIZZLED, A_ALIGN)  # fmt: skip
+                if _any_tiny(a_units, a_byte, A_SCALE, BLOCK):
+                    b_first, b_second = expand(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA)
+                    a_first, a_second = expand(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, True, ISA)
+                    tiny = _dot(b_second, a_second, _dot(b_first, a_first, tiny, COMPUTE), COMPUTE)
+                if _any_tiny(b_units, b_byte, B_SCALE, BLOCK):
+                    b_first, b_second = expand(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, True, ISA)
+                    a_first, a_second = expand(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA)
+                    tiny = _dot(b_second, a_second, _dot(b_first, a_first, tiny, COMPUTE), COMPUTE)
+            # The product of two such blocks is below the smallest float32.
+            acc = acc + tiny * 2.0**-TINY.value
+
+    if WARPS > 1:
+        acc = tl.sum(acc, 0)
+    shift: tl.constexpr = shift_of(A_ELEMENT, A_SCALE, COMPUTE) + shift_of(B_ELEMENT, B_SCALE, COMPUTE)
+    acc = tl.trans(acc * 2.0**shift)
+    row = row_m[:, None]
+    col = row_n[None, :]
+    mask = (row < m) & (col < n)
+    at = (batch.to(tl.int64) * m + row) * n + col
+    if SPLIT > 1:
+        matrices = tl.num_programs(0) // (SPLIT * tiles_m * tiles_n)
+        tl.store(out_ptr + split.to(tl.int64) * matrices * m * n + at, acc, mask=mask)
+    else:
+        acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
+                      A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
+        acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+        store_rounded(out_ptr, at, acc, mask, ISA)
+
+
+@triton.constexpr_function
+def bytes_per_unit(ELEMENT):
+    """Elements of the pointer's type in a unit: bytes of codes; a row of a plain operand is counted in elements."""
+    return 2 if ELEMENT in ("e4m3", "e5m2") else 1
+
+
+@triton.constexpr_function
+def block_shape(warps, rows, blocks):
+    return (rows, blocks) if warps == 1 else (warps, rows, blocks)
+
+
+@triton.jit
+def reduce_splits(
+    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr, batches, m, n, out_row,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The sum over the first axis of [SPLIT, batches, m, n] in float32, rescaled: COLS columns of one row.
+
+    out_row: elements from one row of out, and of the tail's operands, to the next. DEPENDENT: the kernel of the sums
+    starts this one early (see `dependent`).
+    """
+    tiles = tl.cdiv(n, COLS)
+    program = tl.program_id(0)
+    flat_row = program // tiles
+    batch = flat_row // m
+    row = flat_row % m
+    col = (program % tiles) * COLS + tl.arange(0, COLS)
+    mask = col < tl.where(flat_row < batches * m, n, 0)
+    at = flat_row.to(tl.int64) * n + col
+    stride = tl.cast(batches, tl.int64) * m * n
+    acc = tl.zeros((COLS,), tl.float32)
+    if DEPENDENT:
+        sums_ptr = arrived(sums_ptr)
+    for split in tl.static_range(SPLIT):
+        acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
+    acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
+    at = flat_row.to(tl.int64) * out_row + col
+    acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+    store_rounded(out_ptr, at, acc, mask, ISA)

@@ -1,0 +1,1 @@
+"""Kernels that quantise and dequantise."""

@@ -1,0 +1,194 @@
+"""Quantise down the columns, with the Hadamard transform if asked, and along the rows of the same tile.
+
+The tile is read twice, as strips and, for the rows, as blocks of a row; the second time it comes from the cache.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.block_scales import (
+    block_scale,
+    encode_scale,
+    float8_outer,
+    outer_from_amax,
+    outer_scales,
+)
+from fp4compile.templates.device.column_tile import hadamard, load_strips, strips_amax, unpack_strips, values_amax
+from fp4compile.templates.device.elements import encode_run, infinity_to_nan, word_amax
+from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
+from fp4compile.templates.device.philox import beside, philox
+from fp4compile.templates.quantize.row import encode_and_store
+
+
+@triton.jit
+def interleave_columns(first, second):
+    """[STRIPS, WORDS, n] of the even and of the odd columns -> [columns, STRIPS * n]."""
+    both = tl.permute(tl.join(first, second), (1, 3, 0, 2))
+    return tl.reshape(both, (both.shape[0] * 2, both.shape[2] * both.shape[3]))
+
+
+@triton.jit
+def stack(runs):
+    """2, 4 or 8 int32 tensors -> int64 tensors of two runs each, along a new last axis."""
+    pairs = ()
+    for i in tl.static_range(0, len(runs), 2):
+        low = runs[i].to(tl.int64) & 0xFFFFFFFF
+        pairs = pairs + (low | (runs[i + 1].to(tl.int64) << 32),)
+    if len(pairs) == 1:
+        return pairs[0][:, :, None]
+    elif len(pairs) == 2:
+        return tl.join(pairs[0], pairs[1])
+    else:
+        joined = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+        return tl.reshape(joined, (joined.shape[0], joined.shape[1], 4))
+
+
+@triton.jit
+def encode_strips(
+    values, factor, seed_ptr, run0,
+    ELEMENT: tl.constexpr, HIDES: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Codes of a column's blocks, 8 bytes an int64: [STRIPS, WORDS, n].
+
+    run0: the number of the first run of 8 codes, [STRIPS, WORDS] (int64); it counts the random words.
+    HIDES: no scale shows an infinity, and saturation would hide it.
+    """
+    count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
+    runs = ()
+    for i in tl.static_range(0, len(values), count):
+        run = ()
+        for j in tl.static_range(i, i + count):
+            if HIDES:
+                run = run + (infinity_to_nan(values[j]),)
+            else:
+                run = run + (values[j],)
+        noise = ()
+        if SEEDED:
+            noise = philox(run0 + i // count, tl.load(seed_ptr), STREAM)
+        runs = runs + (encode_run(run, factor, noise, ELEMENT, ISA),)
+    return stack(runs)
+
+
+@triton.jit
+def each_outer(
+    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
+):
+    """(encode, decode) outer scales of some rows or columns, from the bits at the pointers amax_ptr.
+
+    `first`: of the programs that make the same ones this one stores them, at outer_ptr + at.
+    """
+    bits = tl.load(amax_ptr, mask=mask, other=0)
+    if SCALE == "none":
+        encode, decode = float8_outer(bits, ISA)
+    else:
+        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
+    if first:
+        tl.store(outer_ptr + at, decode, mask=mask)
+    return encode, decode
+
+
+@triton.jit
+def quantize_columns(
+    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
+    columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
+    rows, cols, x_batch, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
+    OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
+    STRIPS: tl.constexpr, WORDS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of STRIPS * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
+
+    Codes and scales of x transposed go to columns_ptr, column_scales_ptr; ALONG_ROWS: those of x to data_ptr,
+    scales_ptr, rounded by stream 0 where the columns are by stream 1.
+    OUTER: as in `outer_scales`; or of the columns: "row" reads decode factors at column_outer_ptr, "row amax" makes
+    them from the bits at column_amax_ptr, [batch, cols], and stores them at column_outer_ptr. ALONG_ROWS with "row
+    amax": bits of rows and columns, [batch, rows + cols], and factors of the rows at outer_ptr.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    row_count: tl.constexpr = STRIPS * BLOCK
+    col_count: tl.constexpr = 2 * WORDS
+    has_outer: tl.constexpr = OUTER != "none"
+
+    # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
+    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
+    padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
+    col_tiles = tl.cdiv(padded_cols, col_count)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False)
+    row0 = row_tile * row_count
+    col0 = col_tile * col_count
+    left = tl.minimum(cols - col0, col_count)
+    tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
+
+    if ALONG_ROWS:
+        row = row0 + tl.arange(0, row_count)
+        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, left, row < rows, dtype,
+                          row_count, col_count // BLOCK, BLOCK, PIECES, ALIGN)  # fmt: skip
+        if OUTER == "row amax":
+            encode, decode = each_outer(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
+                                        batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
+                                        SCALE, CONTRACT, ISA)  # fmt: skip
+            encode = encode[:, None]
+            decode = decode[:, None]
+        else:
+            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
+        encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
+                         batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
+                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+
+    strips = load_strips(tile_ptr, row0, rows, left, x_row, dtype, BLOCK, STRIPS, WORDS, ALIGN)
+    first, second = unpack_strips(strips, dtype)
+    if TRANSFORM:
+        first = hadamard(first)
+        second = hadamard(second)
+        first_amax = values_amax(first)
+        second_amax = values_amax(second)
+    else:
+        first_amax, second_amax = strips_amax(strips, ISA, dtype)
+
+    column = col0 + tl.arange(0, col_count)
+    if OUTER == "row" or OUTER == "row amax":
+        at = batch.to(tl.int64) * cols + column
+        if OUTER == "row":
+            decode = tl.load(column_outer_ptr + at, mask=column < cols, other=1.0)
+            encode = encode_scale(decode, ISA)
+        else:
+            if ALONG_ROWS:
+                column_amax_ptr += batch.to(tl.int64) * (rows + cols) + rows
+            else:
+                column_amax_ptr += batch.to(tl.int64) * cols
+            encode, decode = each_outer(column_amax_ptr + column, column_outer_ptr, at, column < cols, row_tile == 0,
+                                        SCALE, CONTRACT, ISA)  # fmt: skip
+        first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
+        first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
+    else:
+        first_encode, first_decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, MAXIMA, CONTRACT, ISA)
+        second_encode = first_encode
+        second_decode = first_decode
+    first_byte, first_factor = block_scale(
+        first_amax, first_encode, first_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
+    )
+    second_byte, second_factor = block_scale(
+        second_amax, second_encode, second_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
+    )
+
+    blocks = tl.cdiv(rows, BLOCK)
+    strip0 = row_tile * STRIPS
+    # Runs of 8 codes before this one, for the random words.
+    even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
+    run0 = beside((even_column * blocks + strip0 + tl.arange(0, STRIPS)[:, None]) * (BLOCK // 8), strips[0])
+    hides: tl.constexpr = SCALE == "none" and OUTER == "row"
+    first_units = encode_strips(first, first_factor, seed_ptr, run0, ELEMENT, hides, SEEDED, STREAM, ISA)
+    second_units = encode_strips(
+        second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, hides, SEEDED, STREAM, ISA
+    )
+    # An int64 holds 16 codes of four bits, or 8 of eight.
+    per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
+    per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block
+    store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
+                strip0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
+    if SCALE != "none":
+        bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
+        store_scales(column_scales_ptr, bytes, batch, column, strip0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN)

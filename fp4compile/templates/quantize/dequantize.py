@@ -1,0 +1,76 @@
+"""Dequantise: codes times block scales times the outer scale, for every layout that the quantise kernels write."""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.block_scales import decode_scale
+from fp4compile.templates.device.elements import decode_pair, pack
+from fp4compile.templates.device.memory import swizzle, tile_of
+
+
+@triton.jit
+def dequantize_rows(
+    data_ptr, scales_ptr, outer_ptr, out_ptr, rows, cols,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
+    OUTER: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS x BLOCKS blocks of a batch of [rows, cols] matrices; out: contiguous.
+
+    OUTER: "none", "tensor" or "row". ALIGN: pairs of elements that divide a row of out, 0 where a pair may be cut.
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    bits: tl.constexpr = dtype.primitive_bitwidth
+    half: tl.constexpr = BLOCK // 2
+    count: tl.constexpr = BLOCKS * half
+    unit_type: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
+    blocks = tl.cdiv(cols, BLOCK)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(blocks, BLOCKS).to(tl.int32), ROWS, False)
+    row = (row_tile * ROWS + tl.arange(0, ROWS))[:, None]
+    row_mask = row < rows
+    flat_row = batch.to(tl.int64) * rows + row
+    block0 = col_tile.to(tl.int64) * BLOCKS
+    unit = tl.arange(0, count)[None, :]
+
+    per_row = tl.cdiv(cols, 2) if SCALE == "none" else blocks * half
+    per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # the same; the compiler sees how wide it may load
+    left = tl.minimum(per_row - block0 * half, count).to(tl.int32)
+    data_row_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + flat_row * per_row + block0 * half
+    units = tl.load(data_row_ptr + unit, mask=row_mask & (unit // UNIT_ALIGN < left // UNIT_ALIGN), other=0)
+    first, second = decode_pair(units, ELEMENT, ISA)
+
+    if SCALE != "none":
+        block = block0 + tl.arange(0, BLOCKS)[None, :]
+        if SWIZZLED:
+            tiles = tl.cdiv(blocks, 4)
+            at = batch.to(tl.int64) * tl.cdiv(rows, 128) * tiles * 512 + swizzle(row.to(tl.int64), block, tiles)
+        elif SQUARE:
+            at = (batch.to(tl.int64) * tl.cdiv(rows, BLOCK) + row // BLOCK) * blocks + block
+        else:
+            at = flat_row * blocks + block
+        byte = tl.load(scales_ptr + at, mask=row_mask & (block < blocks), other=0)
+        scale = decode_scale(byte, SCALE, ISA)
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, BLOCKS, half)), (ROWS, count))
+        first = first * scale
+        second = second * scale
+    if OUTER != "none":
+        if OUTER == "tensor":
+            outer = tl.load(outer_ptr)
+        else:
+            outer = tl.load(outer_ptr + flat_row, mask=row_mask, other=1.0)
+        first = first * outer
+        second = second * outer
+
+    out_row_ptr = out_ptr + flat_row * cols + block0 * BLOCK
+    left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
+    if ALIGN > 0:
+        word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
+        mask = row_mask & (unit // ALIGN < left // 2 // ALIGN)
+        ptr = out_row_ptr.to(tl.pointer_type(word_type), bitcast=True) + unit
+        tl.store(ptr, pack(first, second, dtype, ISA), mask=mask)
+    else:
+        half_type: tl.constexpr = tl.int16 if bits == 16 else tl.int32
+        word = pack(first, second, dtype, ISA)
+        ptr = out_row_ptr.to(tl.pointer_type(half_type), bitcast=True) + 2 * unit
+        tl.store(ptr, word.to(half_type), mask=row_mask & (2 * unit < left))
+        tl.store(ptr + 1, (word >> bits).to(half_type), mask=row_mask & (2 * unit + 1 < left))

@@ -1,0 +1,361 @@
+"""The backend as frameworks use it: names, modes, options, dynamic shapes, graph breaks, checkpointing, DDP, caches."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp4compile
+from fp4compile.recipe import recipes
+from tests.helpers import without_codegen
+from tests.helpers.graphs import Recorder, compile_recorded
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, width=64, hidden=128):
+        super().__init__()
+        self.up = torch.nn.Linear(width, hidden)
+        self.down = torch.nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+def train_step(model, compiled, x):
+    """(output, gradients by name) of one step."""
+    model.zero_grad()
+    y = compiled(x)
+    y.square().mean().backward()
+    return y.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_step(one, other):
+    torch.testing.assert_close(one[0], other[0], rtol=1e-5, atol=1e-6)
+    for name, grad in one[1].items():
+        torch.testing.assert_close(grad, other[1][name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", [*recipes(), None])
+def test_backend_by_name(name, monkeypatch):
+    monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp8_floor")
+    layer, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
+    by_name = f"fp4compile_{name}" if name else "fp4compile"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nvfp4_static has no calibrated scales here
+        named = torch.compile(layer, backend=by_name)(x)
+        direct = torch.compile(layer, backend=fp4compile.backend(name or "mxfp8_floor"))(x)
+    assert torch.equal(named, direct)
+    assert torch.equal(named, layer(x)) == (name == "nvfp4_static")
+
+
+def test_equal_backends_share_graphs():
+    assert fp4compile.backend("mxfp8") == fp4compile.backend("mxfp8")
+    assert hash(fp4compile.backend("mxfp8")) == hash(fp4compile.backend("mxfp8"))
+    assert fp4compile.backend("mxfp8") != fp4compile.backend("mxfp4")
+    assert fp4compile.backend("mxfp8") != fp4compile.backend("mxfp8", strict=True)
+
+
+def test_overrides_reach_the_recipe():
+    assert fp4compile.backend("mxfp8", skip_first_blocks=2).recipe.skip_first_blocks == 2
+    with pytest.raises(ValueError, match="skip_first_blocks"):
+        fp4compile.backend("mxfp8", skip_first_block=2)
+    with pytest.raises(TypeError, match="strict"):
+        fp4compile.backend("mxfp8", strict="yes")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode, device):
+    model, x = MLP().to(device), torch.randn(4, 64, device=device)
+    plain = train_step(model, torch.compile(model, backend=fp4compile.backend("nvfp4")), x)
+    compiled = torch.compile(model, backend=fp4compile.backend("nvfp4"), mode=mode)
+    for _ in range(3):  # CUDA graphs record on the second call and replay on the third
+        assert_same_step(train_step(model, compiled, x), plain)
+    with pytest.raises(Exception, match="Unrecognized mode"):
+        torch._dynamo.reset()
+        torch.compile(model, backend=fp4compile.backend("nvfp4"), mode="fastest")(x)
+
+
+@pytest.mark.parametrize(
+    "mode, options, name, value",
+    [
+        ("default", None, "triton.cudagraphs", False),
+        ("reduce-overhead", None, "triton.cudagraphs", True),
+        ("max-autotune", None, "triton.cudagraphs", True),
+        ("max-autotune", None, "max_autotune", True),
+        ("max-autotune-no-cudagraphs", None, "triton.cudagraphs", False),
+        ("max-autotune-no-cudagraphs", None, "max_autotune", True),
+        (None, {"max_autotune": True}, "triton.cudagraphs", False),
+        (None, {"max_autotune": True}, "max_autotune", True),
+    ],
+)
+def test_modes_and_options_arrive_in_inductors_configuration(mode, options, name, value, monkeypatch):
+    seen = without_codegen.install(monkeypatch)
+    torch.compile(MLP(), backend=fp4compile.backend("mxfp8"), mode=mode, options=options)(torch.randn(4, 64))
+    assert [configuration[name] for configuration in seen] == [value]
+
+
+def test_options_reach_inductor_and_user_passes_run():
+    model, x = MLP(), torch.randn(4, 64)
+    recorder = Recorder()
+    backend = fp4compile.backend("mxfp8")
+    compiled, behind = compile_recorded(model, backend, joint_custom_pre_pass=recorder)
+    compiled(x).sum().backward()
+    (joint,) = recorder.graphs
+    assert "aten.addmm" in joint and "fp4compile" not in joint  # the user's pass sees the graph that it expects
+    assert all("fp4compile.scaled_mm" in graph for graph in behind.graphs)
+    assert len(backend.report.quantised) == 5
+
+
+def test_user_pass_in_the_config_is_composed_with():
+    recorder = Recorder()
+    with torch._inductor.config.patch(joint_custom_pre_pass=recorder):
+        torch.compile(MLP(), backend=fp4compile.backend("mxfp8", strict=True))(torch.randn(4, 64))
+    assert len(recorder.graphs) == 1
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_graph_for_three_batch_sizes(grad):
+    model = MLP()
+    recorder = Recorder()
+    compiled = torch.compile(
+        model, backend=fp4compile.backend("mxfp8"), dynamic=True, fullgraph=True,
+        options={"post_grad_custom_pre_pass": recorder},
+    )  # fmt: skip
+    for batch in (8, 11, 33):  # Inductor tells one block of tokens from several, as it tells size 1 from others
+        x = torch.randn(batch, 5, 64)
+        fixed = torch.compile(MLP(), backend=fp4compile.backend("mxfp8"), dynamic=False)
+        fixed._orig_mod.load_state_dict(model.state_dict())
+        if grad:
+            assert_same_step(train_step(model, compiled, x), train_step(fixed._orig_mod, fixed, x))
+        else:
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), fixed(x), rtol=1e-5, atol=1e-6)
+    assert len(recorder.graphs) == (2 if grad else 1)
+
+
+def test_unbacked_token_counts():
+    """An expert loop: each expert sees a number of tokens that only the data knows."""
+    experts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+
+    def route(x, expert):
+        out = torch.zeros_like(x)
+        for index, layer in enumerate(experts):
+            rows = torch.nonzero(expert == index).squeeze(-1)
+            out = out.index_add(0, rows, layer(x[rows]))
+        return out
+
+    x, expert = torch.randn(20, 64), torch.randint(0, 3, (20,))
+    backend = fp4compile.backend("mxfp8")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        out = torch.compile(route, backend=backend, fullgraph=True)(x, expert)
+    assert len(backend.report.quantised) == 3
+    for row in range(20):
+        alone = torch.compile(experts[expert[row]], backend=fp4compile.backend("mxfp8"))
+        with torch.no_grad():
+            torch.testing.assert_close(out[row : row + 1], alone(x[row : row + 1]), rtol=1e-5, atol=1e-6)
+
+
+def test_graph_breaks():
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    model, backend = Broken(), fp4compile.backend("mxfp8", strict=True)
+    torch.compile(model, backend=backend)(torch.randn(4, 64)).sum().backward()
+    assert [row.module for row in backend.report.rows] == ["first", "first", "second", "second", "second"]
+    assert all(row.quantised for row in backend.report.rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_activation_checkpointing_saves_inputs_only_and_gives_the_same_bits(device):
+    model, x = torch.nn.ModuleList([MLP(), MLP()]).to(device), torch.randn(32, 64, device=device, requires_grad=True)
+
+    def forward(x, wrap):
+        for block in model:
+            x = wrap(block, x)
+        return x
+
+    def recomputed(x):
+        return forward(x, lambda block, x: checkpoint(block, x, use_reentrant=False))
+
+    def kept(x):
+        return forward(x, lambda block, x: block(x))
+
+    plain = train_step(model, torch.compile(kept, backend=fp4compile.backend("nvfp4")), x)
+    compiled, recorder = compile_recorded(recomputed, fp4compile.backend("nvfp4"))
+    assert_same_step(train_step(model, compiled, x), plain)
+    forward_graph, backward_graph = recorder.graphs
+    saved = forward_graph.splitlines()[-1]
+    assert "uint8" not in saved and "float8" not in saved  # nothing packed is kept, it is made again
+    # Beside 2 x 4 gradients, only `up` of each block runs again: GELU's gradient needs its output.
+    assert backward_graph.count("fp4compile.scaled_mm") == 8 + 2
+
+
+def test_tied_weights():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(96, 64)
+            self.body = torch.nn.Linear(64, 64)
+            self.head = torch.nn.Linear(64, 96, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.body(self.embed(tokens)))
+
+    model, tokens = Tied(), torch.randint(0, 96, (2, 8))
+    careful = fp4compile.backend("mxfp8")
+    torch.compile(model, backend=careful)(tokens).sum().backward()
+    assert {row.reason for row in careful.report.rows if row.n == 96} == {"output head"}
+    bold = fp4compile.backend("mxfp8", skip_lm_head=False)
+    torch.compile(model, backend=bold)(tokens).sum().backward()
+    assert all(row.quantised for row in bold.report.rows) and len(bold.report.rows) == 6
+
+
+def test_strict_raises_with_the_reasons():
+    layer = torch.nn.Linear(64, 64)
+    with pytest.raises(RuntimeError, match=r"rule '\*'"):
+        torch.compile(layer, backend=fp4compile.backend("mxfp8", strict=True, rules=[("*", "skip")]))(torch.ones(2, 64))
+    with pytest.raises(RuntimeError, match="no matrix product found"):
+        torch.compile(torch.nn.ReLU(), backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(2, 64))
+
+
+def test_nothing_matched_warns_once():
+    backend = fp4compile.backend("mxfp8")
+    compiled = torch.compile(torch.nn.ReLU(), backend=backend, dynamic=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(torch.ones(2, 64))
+        compiled(torch.ones(3, 64))
+    assert sum("quantised nothing" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.complex64, torch.int32], ids=["float64", "complex64", "int32"]
+)
+def test_other_dtypes_are_left_alone_with_a_reason(dtype):
+    reason = str(dtype).replace("torch.", "dtype ")
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype), requires_grad=False)
+    backend = fp4compile.backend("mxfp8")
+    x = torch.ones(4, 64, dtype=dtype)
+    with pytest.warns(UserWarning, match=reason):
+        out = torch.compile(lambda x: x @ weight, backend=backend)(x)
+    assert torch.equal(out, x @ weight)
+    assert [row.reason for row in backend.report.rows] == [reason]
+
+
+def test_dump_writes_graphs_before_and_after(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP4COMPILE_DUMP", str(tmp_path / "dump"))
+    torch.compile(MLP(), backend=fp4compile.backend("mxfp8"))(torch.randn(4, 64))
+    before, after = (next((tmp_path / "dump").glob(f"*_rewrite_{when}.py")).read_text() for when in ("before", "after"))
+    # The package's name alone says nothing: dumps hold paths of sources.
+    assert "ops.aten.addmm" in before and "ops.fp4compile" not in before
+    assert "ops.fp4compile.scaled_mm" in after and "ops.aten.addmm" not in after
+
+
+def run_python(code, cache, **environment):
+    """The last line that the code prints, from JSON, run in a fresh process on the given compile cache."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+CACHED = """
+    import json, sys, torch, fp4compile
+    from torch._dynamo.utils import counters
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    backend = fp4compile.backend({recipe!r}, strict=True)
+    y = torch.compile(model, backend=backend)(torch.ones(4, 64))
+    y.sum().backward()
+    print(json.dumps({{"hits": counters["aot_autograd"]["autograd_cache_hit"], "y": y.sum().item(),
+                       "misses": counters["aot_autograd"]["autograd_cache_miss"], "report": backend.report.to_dict()}}))
+"""
+
+
+def test_second_process_hits_the_caches_and_a_changed_recipe_misses_them(tmp_path):
+    first = run_python(CACHED.format(recipe="mxfp8"), tmp_path)
+    again = run_python(CACHED.format(recipe="mxfp8"), tmp_path)
+    other = run_python(CACHED.format(recipe="mxfp4"), tmp_path)
+    assert (first["hits"], first["misses"]) == (0, 1)
+    assert (again["hits"], again["misses"]) == (1, 0)
+    assert (other["hits"], other["misses"]) == (0, 1)
+    assert again["y"] == first["y"] != other["y"]
+    assert again["report"] == first["report"] and first["report"]["quantised"] == 5
+
+
+DDP = """
+    import json, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp, fp4compile
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return x
+
+    def worker(rank, store, out):
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        torch.manual_seed(0)
+        model = Net()
+        data = torch.randn(2, 8, 512)
+        # Small buckets, so that Dynamo's DDP optimizer splits the graph.
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+        backend = fp4compile.backend("mxfp8", strict=True)
+        torch.compile(ddp, backend=backend)(data[rank]).sum().backward()
+        if rank == 0:
+            torch.save({"grad": [p.grad for p in model.parameters()], "data": data, "state": model.state_dict(),
+                        "rows": [(r.module, r.product, r.quantised) for r in backend.report.rows]}, out)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(worker, ("STORE", "OUT"), nprocs=2)
+"""
+
+
+def test_ddp_on_two_processes(tmp_path):
+    script = tmp_path / "ddp.py"
+    out = tmp_path / "out.pt"
+    script.write_text(textwrap.dedent(DDP).replace("STORE", str(tmp_path / "store")).replace("OUT", str(out)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = torch.load(out)
+    modules = {module for module, _, _ in result["rows"]}
+    assert modules == {f"layers.{i}" for i in range(4)}
+    assert all(quantised for _, _, quantised in result["rows"])
+
+    layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(4))
+    layers.load_state_dict({name.removeprefix("layers."): value for name, value in result["state"].items()})
+
+    def forward(x):
+        for layer in layers:
+            x = torch.relu(layer(x))
+        return x
+
+    compiled = torch.compile(forward, backend=fp4compile.backend("mxfp8"))
+    for rank in range(2):  # each process quantises its own tokens; DDP averages the gradients
+        (compiled(result["data"][rank]).sum() / 2).backward()
+    for parameter, grad in zip(layers.parameters(), result["grad"], strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-5)

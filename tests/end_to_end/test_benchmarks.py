@@ -1,0 +1,140 @@
+"""The parts of the training benchmarks that need no trained model."""
+
+import itertools
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from benchmarks import common, gradient_error, launches, training_loss
+from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
+from fp4compile.cli.demo import Llama, Shape
+from fp4compile.targets import Target
+from fp4compile.templates.launch import on_paper
+from fp4compile.templates.quantize import dispatch as quantize
+
+
+@pytest.fixture
+def args(tmp_path):
+    numpy.save(tmp_path / "tokens.npy", numpy.arange(64 * 10 + 1, dtype=numpy.int16) % 512)
+    return SimpleNamespace(shape="tiny", tokens=tmp_path / "tokens.npy", device="cpu", seeds=[0], batch=2)
+
+
+def test_batches_go_on_where_others_ended(args):
+    every = list(batches(args, 0, 5))
+    assert [tokens.shape for tokens in every] == [(2, 65)] * 5
+    assert torch.equal(torch.stack(every[3:]), torch.stack(list(batches(args, 3, 2))))
+    starts = torch.cat(every)[:, 0]
+    assert len(starts.unique()) == 8  # 64 * (0 .. 9) modulo 512
+    with pytest.raises(ValueError, match="6 batches of 2: the text has 10 sequences of 64"):
+        next(batches(args, 4, 2))
+
+
+def test_every_variant_is_a_recipe_with_its_switches_turned():
+    for variant in (*training_loss.VARIANTS, *gradient_error.VARIANTS):
+        if not variant.startswith("bf16"):
+            recipe = recipe_of(variant)
+            assert bool(recipe.stochastic_rounding) == (recipe.name == "nvfp4_train" and "no_sr" not in variant)
+            assert recipe.skip_lm_head == ("with_head" not in variant)
+    assert recipe_of("nvfp4_train-dy_only").operands("wgrad") == ("nvfp4_te", None)
+
+
+@pytest.mark.parametrize("variant, quantised", [("nvfp4_train", False), ("nvfp4_train-with_head", True)])
+def test_the_head_is_quantised_where_the_variant_says_so(variant, quantised):
+    torch.manual_seed(0)
+    model = Llama(Shape(hidden=32, heads=1, inner=32, layers=0, length=16, vocabulary=64))
+    tokens = torch.randint(64, (4, 17))
+    (_, exact), *_ = gradient_error.mean_gradients(model, [tokens])
+    compile_with(backend_of(variant), model, 0)
+    (_, found), *_ = gradient_error.mean_gradients(model, [tokens])
+    error, along = gradient_error.compare(found, exact, ["lm_head"])
+    assert (0.01 < error < 0.5 and 0.8 < along < 1.2) if quantised else (error == 0 and along == pytest.approx(1))
+
+
+def test_means_of_gradients_and_their_parts():
+    torch.manual_seed(0)
+    model = Llama(SHAPES["tiny"])
+    texts = [torch.randint(512, (2, 9)) for _ in range(4)]
+    means = dict(gradient_error.mean_gradients(model, texts))
+    singly = [dict(gradient_error.mean_gradients(model, [text]))[1] for text in texts]
+    assert list(means) == [1, 4]
+    for name, mean in means[4].items():
+        torch.testing.assert_close(mean, sum(found[name] for found in singly) / 4)
+    parts = gradient_error.parts(means[1])
+    assert len(parts["blocks"]) == 14 and len(parts["q_proj"]) == 2 and parts["lm_head"] == ["lm_head"]
+
+
+def test_errors_of_gradients():
+    exact = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
+    found = {"a": torch.tensor([3.0, 5.0]), "b": torch.tensor([4.0])}
+    assert gradient_error.compare(found, exact, ["a", "b"]) == (1.0, 1.0)
+    assert gradient_error.compare(exact, found, ["b"]) == (0.0, 1.0)
+
+
+def test_each_further_training_starts_from_the_weights(args, monkeypatch):
+    monkeypatch.setattr(gradient_error, "HELD_OUT", 1)
+    args.rate, args.further, args.times = 1e-2, 2, 2
+    torch.manual_seed(0)
+    model = Llama(SHAPES["tiny"])
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = gradient_error.losses_further_on(model, weights, args, 0)
+    model.load_state_dict(weights)
+    gradient_error.train_further(model, args, 2)
+    (held_out,) = batches(args, 4, 1)
+    assert losses[1] == pytest.approx(loss_of(model, held_out).item(), rel=1e-6)
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_distance_from_bf16():
+    found = {"bf16": {"losses": [1.0, 2.0]}, "other": {"losses": [1.01, 2.04]}}
+    assert gradient_error.distance("other", found) == pytest.approx((1.5, 0.5))
+    assert gradient_error.distance("other", {"other": found["other"]}) == (None, None)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 9, 16, 32, 64])
+@pytest.mark.parametrize("name", launches.PRODUCTS)
+def test_the_tables_launches_are_among_those_tried(name, m):
+    sizes, k = launches.PRODUCTS[name]
+    assert launches.table_of(m, sum(sizes), k) in launches.launches(m, k)
+
+
+@pytest.mark.parametrize("name, m", [("gate, up", 1), ("o", 4), ("down", 16), ("o", 64)])
+def test_products_are_launched_as_asked(name, m):
+    sizes, k = launches.PRODUCTS[name]
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    with on_paper(Target(90)):
+        weights = [quantize.quantize(torch.empty(n, k, device="meta"), launches.NVFP4) for n in sizes]
+    for asked in launches.launches(m, k):
+        with on_paper(Target(90)) as made, launches.computes(m, asked):
+            launches.product(x, weights)
+        made = [one for one in made if one.kernel.__name__ != "activation_image"]
+        found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made), "PROGRAMS": made[0].programs}
+        asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
+        if "PROGRAMS" in asked:
+            asked["PROGRAMS"] = min(asked["PROGRAMS"], sum(sizes) // (16 * asked.get("TILES", 1)))
+        assert asked.items() <= found.items()
+
+
+def test_launches_that_do_not_fit_or_agree_are_left_out(monkeypatch, capsys):
+    expected = torch.ones(2, 3)
+    too_large = OutOfResources(2, 1, "shared memory")
+    found = [[expected], [expected + 1e-6], [expected], [expected + 1], [expected], too_large]
+    monkeypatch.setattr(launches, "product", mock.Mock(side_effect=found))
+    for name in ("activations", "packed"):
+        monkeypatch.setattr(launches, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert [launches.agrees((3,), 4, 2, {"TILES": 1}) for _ in range(3)] == [True, False, False]
+    assert capsys.readouterr().err.count("another result") == 1
+
+
+def test_sequences_are_timed_in_turns(monkeypatch):
+    replayed = []
+    monkeypatch.setattr(common, "_captured", lambda calls: SimpleNamespace(replay=partial(replayed.append, calls)))
+    times = itertools.chain([60.0, 600.0, 20.0, 200.0, 40.0, 400.0])
+    monkeypatch.setattr(common, "_replay", lambda graph: graph.replay() or next(times))
+    assert common.graph_times([[print] * 2, [print] * 4], 3) == [20.0, 100.0]
+    assert [len(calls) for calls in replayed] == [2, 4] * 4

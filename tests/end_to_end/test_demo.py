@@ -1,0 +1,80 @@
+import functools
+import re
+import sys
+
+import pytest
+import torch
+
+from fp4compile.__main__ import main
+from fp4compile.cli import demo
+from fp4compile.recipe import recipes
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    monkeypatch.setattr(demo, "Llama", functools.partial(demo.Llama, demo.Shape(layers=1)))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_static"])
+def test_demo_trains_and_compares(one_layer, capsys, recipe):
+    main(["demo", "--recipe", recipe, "--device", "cpu", "--steps", "4"])
+    out, err = capsys.readouterr()
+    assert err == "", "no progress bar where stderr is no terminal"
+    assert re.search(rf"recipe {recipe}: (7|21) of \d+ matrix products quantised", out)
+    bf16, quantised = re.search(r"^step 4 +([\d.]+) +([\d.]+)$", out, re.MULTILINE).groups()
+    first = re.search(r"^step 1 +([\d.]+)", out, re.MULTILINE).group(1)
+    assert float(quantised) == pytest.approx(float(bf16), abs=0.1)
+    assert float(bf16) < float(first), "it learns"
+    assert float(re.search(r"SQNR ([\d.]+) dB", out).group(1)) > 15
+
+
+def test_text_is_real_and_held_out_text_is_apart():
+    training, held_out = demo.text()
+    assert len(training) > 1_000_000 and len(held_out) > 100_000
+    assert b"import " in bytes(training[:100_000].tolist())
+
+
+def test_batches_repeat_with_the_seed_and_are_shifted_by_one():
+    data = torch.arange(200, dtype=torch.uint8)
+    (tokens, target), again = (next(demo.batches(data, torch.device("cpu"), seed)) for seed in (1, 1))
+    assert torch.equal(tokens, again[0]) and torch.equal(target, tokens + 1)
+    assert tokens.shape == (demo.BATCH, demo.LENGTH)
+
+
+def test_sqnr():
+    assert demo.sqnr(100.0, 1.0) == pytest.approx(20.0)
+    assert demo.sqnr(1.0, 0.0) == float("inf")
+
+
+def test_progress_draws_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with demo.Progress("bf16", 4) as progress:
+        progress.step("loss 1.000")
+    drawn = capsys.readouterr().err
+    assert "compiling" in drawn and "] 1/4 loss 1.000" in drawn and drawn.endswith("\n")
+
+
+def test_recipes_command_lists_every_recipe(capsys):
+    main(["recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(recipes())
+    assert "- x nvfp4" in lines[1 + recipes().index("nvfp4_weight_only")]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["demo", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'. Did you mean 'nvfp4'"),
+        (["demo", "--recipe", "absent.toml"], "absent.toml"),
+        (["demo", "--device", "mps"], "'mps' is not available here"),
+        (["demo", "--steps", "0"], "expected a positive whole number"),
+        ([], "required: command"),
+    ],
+)
+def test_bad_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err

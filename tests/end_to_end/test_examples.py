@@ -1,0 +1,104 @@
+"""The example scripts, run as a user runs them, at small size."""
+
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp4compile
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RECIPES = ["mxfp8", "nvfp4", "nvfp4_train"]
+
+
+def main_of(script):
+    return runpy.run_path(str(EXAMPLES / script))["main"]
+
+
+def train(*options):
+    """The losses of the argparse example on two small blocks."""
+    return main_of("train_argparse.py")(["--steps", "8", "--width", "64", "--blocks", "2", "--device", "cpu", *options])
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train()
+
+
+def summary(capsys):
+    return re.search(r"recipe (\w+): (\d+) of (\d+) matrix products quantised", capsys.readouterr().out).groups()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_argparse_script_follows_the_unquantised_run(recipe, plain, capsys):
+    losses = train("--fp4compile-recipe", recipe)
+    # Four linear layers a block, three products each, and as many of the LM head; the rest is attention's.
+    assert summary(capsys)[:2] == (recipe, str(2 * 4 * 3))
+    assert losses != plain and losses == pytest.approx(plain, abs=0.1)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_argparse_options(capsys):
+    train("--fp4compile-recipe", "mxfp8", "--fp4compile-skip-last", "1", "--fp4compile-skip", "*linear2")
+    assert summary(capsys)[:2] == ("mxfp8", str(3 * 3))
+    train("--fp4compile-recipe", str(EXAMPLES / "recipe.toml"))
+    assert summary(capsys)[:2] == ("mxfp8", str(2 * 3))  # the two linear layers of the first block's MLP
+    with pytest.raises(ValueError, match="without --fp4compile-recipe"):
+        train("--fp4compile-lm-head")
+
+
+def test_toml_script(capsys, tmp_path):
+    short = (EXAMPLES / "train.toml").read_text().replace("steps = 100", "steps = 20")
+    settings, quantised = short.split("[fp4compile]")
+    (tmp_path / "short.toml").write_text(short)
+    losses = main_of("train_toml.py")(str(tmp_path / "short.toml"))
+    printed = capsys.readouterr().out
+    assert "rule '0'" in printed and "6 of 8 matrix products quantised" in printed
+
+    (tmp_path / "plain.toml").write_text(settings)
+    plain = main_of("train_toml.py")(str(tmp_path / "plain.toml"))
+    assert "quantised" not in capsys.readouterr().out
+    assert losses != plain and losses == pytest.approx(plain, rel=0.1)
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def run_as_command(*arguments):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_hf_trainer_with_nothing_but_flags(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    trainer = ["examples/train_hf_trainer.py", "--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "4",
+               "--logging_steps", "1", "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none",
+               "--dataloader_drop_last"]  # fmt: skip
+    flags = ["--torch_compile", "--torch_compile_backend", "fp4compile_mxfp8"]
+    done = run_as_command("-m", "fp4compile", "run", *trainer, *flags)
+    # Seven linear layers a block, two blocks, three products each.
+    assert re.search(r"recipe mxfp8: 42 of \d+ matrix products quantised", done.stderr)
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
+    exact = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", run_as_command(*trainer).stdout)]
+    assert len(losses) == 4 and losses == pytest.approx(exact, abs=0.02)
+    assert losses[-1] < losses[0] - 0.3 and all(map(math.isfinite, losses))
+
+
+def test_accelerate_takes_the_names():
+    utils = pytest.importorskip("accelerate.utils")
+    fp4compile.register_with_accelerate()
+    for name in ("fp4compile", "fp4compile_nvfp4"):
+        assert utils.TorchDynamoPlugin(backend=name).to_dict()["backend"] == name
+        assert utils.DynamoBackend(name.upper()) is utils.DynamoBackend(name.upper())
+    assert utils.TorchDynamoPlugin(backend="inductor").backend is utils.DynamoBackend.INDUCTOR
+    with pytest.raises(ValueError, match="not a valid DynamoBackend"):
+        utils.DynamoBackend("FP4COMPILE_NVFP5")

@@ -1,0 +1,193 @@
+"""What goes wrong in a training run: NaN gradients, skipped steps, a killed process, two threads."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp4compile
+from fp4compile import formats
+from fp4compile.recipe import named
+from tests.helpers import resume_worker
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RECIPES = ["mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_rowwise", "nvfp4_train", "float8_rowwise"]
+
+# ---------------------------------------------------------------- a gradient that is no number
+
+ROW, COLUMN = 37, 50  # of the gradient that is spoilt: [tokens, out features]
+
+
+def gradients(spoil, first, second, x):
+    """(dx, gradients of the first layer, of the second), `spoil` having had the gradient between the two."""
+    layers = (first._orig_mod, second._orig_mod)
+    for layer in layers:
+        layer.zero_grad()
+    x = x.clone().requires_grad_()
+    between = first(x)
+    between.register_hook(spoil)
+    second(between).square().sum().backward()
+    return x.grad, *([p.grad.clone() for p in layer.parameters()] for layer in layers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_spoilt_gradient_shows_and_stays_where_it_is(name, bad, device):
+    """In the gradients of the layer that it reaches and of those before it; not behind, and not in the next step.
+
+    Where blocks or rows have scales of their own, it spoils its token and its feature alone. A scale of the whole
+    tensor is spoilt with it, and all that is scaled by it; but contract `te` leaves that scale out where it would be
+    infinite, and the rest is quantised without it.
+    """
+    backend = fp4compile.backend(name, strict=True)
+    layers = nn.Linear(64, 96).to(device), nn.Linear(96, 64).to(device)
+    compiled = [torch.compile(layer, backend=backend) for layer in layers]
+    x = torch.randn(80, 64, device=device)
+
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient[ROW, COLUMN] = bad
+        return gradient
+
+    state = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+    clean = gradients(torch.clone, *compiled, x)
+    torch.set_rng_state(state[0])
+    if device == "cuda":
+        torch.cuda.set_rng_state(state[1])
+    dx, (dw, db), behind = gradients(spoil, *compiled, x)
+
+    fmt = formats.get(named(name).dgrad_dy)  # that of wgrad, too
+    rest = "as clean" if fmt.outer != "tensor" else "finite" if fmt.contract == "te" and bad == torch.inf else "spoilt"
+    check_rows(dx, clean[0], ROW, rest)
+    check_rows(dw, clean[1][0], COLUMN, rest)
+    check_rows(db[:, None], clean[1][1][:, None], COLUMN, "as clean")
+    assert all(map(torch.equal, behind, clean[2]))
+    torch.manual_seed(1)
+    again = gradients(torch.clone, *compiled, x)
+    torch.manual_seed(1)
+    expected = gradients(torch.clone, *compiled, x)
+    assert all(map(torch.equal, torch.utils._pytree.tree_leaves(again), torch.utils._pytree.tree_leaves(expected)))
+    assert all(tensor.isfinite().all() for tensor in torch.utils._pytree.tree_leaves(again))
+
+
+def check_rows(actual, clean, row, rest):
+    """Nothing of the row is finite; the other rows are as `rest` says."""
+    others = actual[torch.arange(len(actual)) != row]
+    assert not actual[row].isfinite().any() and clean.isfinite().all()
+    if rest == "as clean":
+        assert torch.equal(others, clean[torch.arange(len(actual)) != row])
+    else:
+        assert (others.isfinite() == (rest == "finite")).all()
+
+
+# ---------------------------------------------------------------- a step that the grad scaler skips
+
+
+def scaled_training(backend, device, overflow=None, skip=None):
+    """(losses, losses on the first batch under no_grad after each step), of six steps. In step `overflow` the
+    gradients are infinite and the scaler skips it; step `skip` is left out before the optimizer, by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device)
+    batches = torch.randn(6, 32, 64, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def loss_of(x):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = compiled(x)
+        return (y.float() - x.sin()).square().mean()
+
+    losses, evaluated = [], []
+    for step, x in enumerate(batches):
+        loss = loss_of(x)
+        scaler.scale(loss * torch.inf if step == overflow else loss).backward()
+        if step != skip:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            evaluated.append(loss_of(batches[0]).item())
+    assert scaler.get_scale() == (2.0**15 if overflow is not None else 2.0**16)
+    return losses, evaluated
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4_train"])
+def test_a_skipped_step_leaves_no_trace(name, device):
+    backend = fp4compile.backend(name, strict=True)
+    losses, evaluated = scaled_training(backend, device, overflow=3)
+    # Scales of the loss are powers of two: the one that the scaler backs off to changes no bit.
+    assert (losses, evaluated) == scaled_training(backend, device, skip=3)
+    assert evaluated[2] == evaluated[3] and len(set(evaluated)) == 5
+
+
+# ---------------------------------------------------------------- killed and resumed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_train"])
+def test_killed_and_resumed_gives_the_same_losses(name, device, tmp_path):
+    def run(case, *kill):
+        out = tmp_path / f"{case}.txt"
+        done = subprocess.run(
+            [sys.executable, resume_worker.__file__, name, device, str(tmp_path / f"{case}.pt"), str(out), *kill],
+            cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )  # fmt: skip
+        return done, out.read_text().splitlines()
+
+    done, expected = run("whole")
+    assert done.returncode == 0, done.stderr
+    done, before = run("killed", "3")
+    assert done.returncode == -signal.SIGKILL
+    assert before == expected[:3]
+    done, both = run("killed")
+    assert done.returncode == 0, done.stderr
+    # Step 2 came after the last checkpoint and is done again.
+    assert both == [*expected[:3], *expected[2:]] and len(set(expected)) == resume_worker.STEPS
+
+
+# ---------------------------------------------------------------- two threads
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_two_threads_train_and_infer_with_one_model(name, device):
+    """Each with an input of its own, of another shape, both shapes compiled before.
+
+    Not while the other compiles: torch then takes a call for one made while tracing (pytorch/pytorch#126024).
+    """
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
+    backend = fp4compile.backend(name, strict=True)
+    inputs = [torch.randn(tokens, 64, device=device, requires_grad=True) for tokens in (32, 64)]
+
+    def results(compiled, x):
+        y = compiled(x)
+        with torch.no_grad():
+            inferred = compiled(x)
+        return y.detach(), inferred, *torch.autograd.grad(y.square().sum(), x)
+
+    compiled, found = torch.compile(model, backend=backend, dynamic=False), [[], []]
+    expected = [results(compiled, x) for x in inputs]
+
+    def work(index):
+        for _ in range(10):
+            found[index].append(results(compiled, inputs[index]))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        assert len(found[index]) == 10
+        assert all(all(map(torch.equal, result, expected[index])) for result in found[index])

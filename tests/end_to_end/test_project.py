@@ -1,0 +1,46 @@
+import re
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from fp4compile.recipe import recipes
+
+ROOT = Path(__file__).parents[2]
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def entry_points() -> dict[str, str]:
+    return project()["entry-points"]["torch_dynamo_backends"]
+
+
+def test_every_named_recipe_is_a_backend_by_name():
+    expected = {f"fp4compile_{name}": f"fp4compile.backend:{name}" for name in recipes()}
+    assert entry_points() == {"fp4compile": "fp4compile.backend:default"} | expected
+
+
+@pytest.mark.parametrize("name, target", entry_points().items())
+def test_entry_points_resolve(name, target):
+    loaded = EntryPoint(name, target, "torch_dynamo_backends").load()
+    assert callable(loaded)
+    assert name in ("fp4compile", loaded.__name__)
+
+
+def test_numpy_is_required():
+    """torch does not install it, and warns at its absence in the first lines of every run."""
+    assert "numpy" in project()["dependencies"]
+
+
+def test_requirements_of_the_tests_are_pinned():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert set(project()["optional-dependencies"]["test"]) <= set(pins)
+
+
+def test_readme_describes_every_recipe():
+    described = re.findall(r"^\| `(\w+)` \| [^|\d]", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert tuple(described) == recipes()

@@ -1,0 +1,323 @@
+"""The report: rows, summary, table, JSON; what `explain` and the backend put into it."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch._guards import CompileId, TraceId
+
+import fp4compile
+from fp4compile.report import Report, Row, rows_from_json, rows_to_json
+from tests.helpers import without_codegen
+
+
+def row(module="a", reason=None, flops=100, m=2):
+    formats = ("mxfp8", "mxfp8", "reference") if reason is None else ("bfloat16", "bfloat16", None)
+    return Row(module, "fprop", m, 4, 8, *formats, reason, flops)
+
+
+def test_summary_counts_flops():
+    report = Report("mxfp8")
+    report.add([row(), row("b", "output head", flops=300), row("c", m="s0", flops=None)], {"find": 3, "rewrite": 2})
+    assert report.flops_share() == 0.25
+    assert report.reasons() == {"output head": 1}
+    assert report.summary() == (
+        "recipe mxfp8: 2 of 3 matrix products quantised, 25.0% of their FLOPs"
+        "; 1 of unknown size not counted"
+    )
+
+
+def test_table():
+    report = Report("mxfp8")
+    report.add([row(), row("head", "output head", flops=300)], {})
+    assert str(report).splitlines() == [
+        "module  product  M  N  K  left      right     tier       left alone because",
+        "-" * 75,
+        "a       fprop    2  4  8  mxfp8     mxfp8     reference",
+        "head    fprop    2  4  8  bfloat16  bfloat16             output head",
+        "-" * 75,
+        "recipe mxfp8: 1 of 2 matrix products quantised, 25.0% of their FLOPs",
+    ]
+
+
+def test_table_with_what_training_saves():
+    report = Report("mxfp8")
+    kept = dataclasses.replace(row(), product="wgrad", saved=3 * 2**19, saved_plain=3 * 2**20)
+    report.add([kept, row("b")], {})
+    assert report.saved() == (3 * 2**19, 3 * 2**20)
+    assert str(report).splitlines()[2] == "a       wgrad    2  4  8  mxfp8  mxfp8  reference  1.5 MiB of 3.0 MiB"
+    assert report.summary().endswith("; saved for backward: 1.5 MiB packed, unquantised 3.0 MiB")
+
+
+def test_share_of_each_category():
+    report = Report("mxfp8")
+    moe = dataclasses.replace(row("experts", "grouped product", flops=400), category="experts")
+    report.add([row(), row("head", "output head", flops=300), moe], {})
+    assert report.flops_shares() == {"dense": 0.25, "experts": 0.0}
+    assert report.summary() == (
+        "recipe mxfp8: 1 of 3 matrix products quantised, 12.5% of their FLOPs (dense 25.0%, experts 0.0%)"
+    )
+
+
+def compilation(frame, number, attempt=0):
+    return TraceId(CompileId(frame_id=frame, frame_compile_id=number), attempt)
+
+
+def test_equal_rows_of_one_graph_and_of_two_functions_are_kept():
+    report = Report("mxfp8")
+    report.add([row(), row()], {"find": 2}, compilation(0, 0))
+    report.add([row()], {"find": 1}, compilation(1, 0))
+    report.add([row()], {"find": 1}, compilation(1, 0))  # a second graph of one compilation: DDP splits
+    report.add([row()], {"find": 1})
+    assert len(report.rows) == 5 and report.counts == {"find": 5}
+
+
+def test_recompilation_adds_only_what_is_new():
+    report = Report("mxfp8")
+    report.add([row(), row()], {"find": 2}, compilation(0, 0))
+    report.add([row(), row(m=3)], {}, compilation(0, 1))
+    assert [r.m for r in report.rows] == [2, 2, 3]
+    report.add([row(), row(), row()], {}, compilation(0, 2))
+    assert [r.m for r in report.rows] == [2, 2, 3, 2]
+    report.add([row(), row(m=3)], {}, compilation(0, 2, attempt=1))  # Dynamo starts again within a compilation
+    assert len(report.rows) == 4
+    report.forget_compilations()
+    report.add([row()], {}, compilation(0, 0))
+    assert [r.m for r in report.rows] == [2, 2, 3, 2, 2]
+
+
+def test_json():
+    rows = [row(), row("b", "output head"), row(m="s0", flops=None)]
+    assert rows_from_json(rows_to_json(rows, {"find": 3})) == (rows, {"find": 3})
+    report = Report("mxfp8", rows, {"find": 3})
+    assert json.loads(json.dumps(report.to_dict()))["quantised"] == 2
+
+
+def test_explain_says_what_the_backend_does(capsys, monkeypatch):
+    without_codegen.install(monkeypatch)
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)), torch.ones(8, 64)
+    state = torch.get_rng_state()
+    report = fp4compile.explain(model, x, recipe="nvfp4")
+    assert str(report) in capsys.readouterr().out
+    assert torch.equal(torch.get_rng_state(), state)
+    backend = fp4compile.backend("nvfp4")
+    torch.compile(model, backend=backend)(x)
+    # `explain` does not partition the graph: what is saved it cannot know.
+    rows = [dataclasses.replace(row, saved=None, saved_plain=None) for row in backend.report.rows]
+    assert rows == report.rows and len(report.rows) == 5 and backend.report.saved()[0] > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_symbolic_sizes_count_as_in_the_captured_call(monkeypatch):
+    without_codegen.install(monkeypatch)
+    backend = fp4compile.backend("nvfp4")
+    compiled = torch.compile(torch.nn.Linear(64, 48), backend=backend, dynamic=True)
+    with torch.no_grad():
+        compiled(torch.ones(8, 64))
+        compiled(torch.ones(11, 64))
+    (only,) = backend.report.rows  # the sizes are read without a guard: one graph for both calls
+    assert isinstance(only.m, str) and (only.n, only.k, only.flops) == (48, 64, 2 * 8 * 48 * 64)
+    assert backend.report.flops_share() == 1
+
+
+def test_sizes_that_only_the_data_knows_are_said_to_be_unknown():
+    layer = torch.nn.Linear(64, 48)
+
+    def chosen(x):
+        return layer(x[torch.nonzero(x[:, 0] > 0).squeeze(-1)]), layer(x)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        report = fp4compile.explain(chosen, torch.randn(20, 64), recipe="mxfp8")
+    assert [row.flops for row in report.rows] == [None, 2 * 20 * 48 * 64]
+    assert report.summary().endswith("100.0% of their FLOPs; 1 of unknown size not counted")
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def forward(self, x, y):
+        return self.layer(self.layer(x).relu()).sum() + self.layer(y).sum()
+
+
+def test_a_layer_applied_several_times_keeps_one_activation_each_time(monkeypatch):
+    without_codegen.install(monkeypatch)
+    backend = fp4compile.backend("mxfp8")
+    torch.compile(Twice(), backend=backend)(torch.randn(32, 64), torch.randn(96, 64)).backward()
+    kept = {row.k: [] for row in backend.report.rows if row.product == "wgrad"}
+    for row in backend.report.rows:
+        if row.product == "wgrad":
+            kept[row.k].append((row.saved, row.saved_plain))
+    # MXFP8 along the tokens: a byte an element, and a byte for 32.
+    assert kept == {32: 2 * [(32 * 64 + 64, 4 * 32 * 64)], 96: [(96 * 64 + 3 * 64, 4 * 96 * 64)]}
+
+
+def test_equal_backends_have_one_report_until_the_compiler_is_reset(monkeypatch):
+    without_codegen.install(monkeypatch)
+    model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
+    first = fp4compile.backend("mxfp8", strict=True)
+    torch.compile(model, backend=first)(x)
+    second = fp4compile.backend("mxfp8", strict=True)
+    torch.compile(model, backend=second)(x)  # Dynamo runs the graph of the first
+    assert len(second.report.quantised) == 2 and second.report is first.report
+    others = fp4compile.backend("mxfp8"), fp4compile.backend("mxfp4", strict=True)
+    assert [other.report.graphs for other in others] == [0, 0]
+    torch.compiler.reset()
+    third = fp4compile.backend("mxfp8", strict=True)
+    assert third.report.graphs == 0
+    torch.compile(model, backend=first)(x)
+    torch.compile(model, backend=third)(x)
+    assert (third.report.graphs, first.report.graphs) == (1, 2)
+
+
+def test_strict_asks_each_model_though_equal_backends_share_a_report(monkeypatch):
+    without_codegen.install(monkeypatch)
+    torch.compile(torch.nn.Linear(64, 64), backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(8, 64))
+    with pytest.raises(RuntimeError, match="quantised nothing"):
+        torch.compile(torch.nn.ReLU(), backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(8, 64))
+    with pytest.raises(RuntimeError, match="quantised nothing"):
+        torch.compile(lambda x: x + 1, backend=fp4compile.backend("mxfp8", strict=True))(torch.ones(8, 64))
+
+
+def test_backends_are_copied_and_pickled():
+    backend = fp4compile.backend("mxfp8", strict=True, min_m=3)
+    assert pickle.loads(pickle.dumps(backend)) == backend == copy.deepcopy(backend)
+
+
+# ---------------------------------------------------------------- explain
+
+
+class Parted(torch.nn.Module):
+    """Three graphs, two of whose layers are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(64, width) for width in (64, 64, 96))
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        x = self.b(x)
+        torch._dynamo.graph_break()
+        return self.c(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_explain_reports_every_graph_once_and_prints_once(grad, capsys):
+    with torch.set_grad_enabled(grad):
+        report = fp4compile.explain(Parted(), torch.randn(4, 64), recipe="mxfp8")
+    forward = [(row.module, row.n) for row in report.rows if row.product == "fprop"]
+    assert forward == [("a", 64), ("b", 64), ("c", 96)] and report.graphs == 3
+    assert len(report.rows) == (8 if grad else 3)
+    assert capsys.readouterr().out == f"{report}\n"
+
+
+def parted(how):
+    model = Parted()
+    if how == "wrapped":
+        return torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True))
+    if how == "in place":
+        model.compile(backend=fp4compile.backend("mxfp8", strict=True))
+    if how == "parts in place":
+        model.b.compile(backend="eager")
+    if how == "parts wrapped":
+        model.b = torch.compile(model.b, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "parts in place", "parts wrapped"])
+def test_explain_and_calibrate_look_into_compiled_models(how):
+    model, x = parted(how), torch.randn(4, 64)
+    with torch.no_grad():
+        report = fp4compile.explain(model, x, recipe="mxfp8")
+        assert [row.module for row in report.rows] == ["a", "b", "c"]
+    assert [name for name, _ in fp4compile.calibrate(model, [x]).static_scales] == ["a", "b", "c"]
+    inner = model.b if how.startswith("parts") else model
+    assert (inner._compiled_call_impl is not None) == how.endswith("in place"), "left as it was"
+    if how == "parts wrapped":
+        assert inner.forward != inner._orig_mod.__call__
+
+
+# ---------------------------------------------------------------- nothing compiled
+
+
+def test_explain_raises_where_nothing_is_captured():
+    @torch.compiler.disable
+    def hidden(x):
+        return x @ x
+
+    def bypassed(x):
+        return hidden(x)
+
+    with pytest.raises(ValueError, match="model: no graph of it was captured. Likely causes: .*wrapper"):
+        fp4compile.explain(bypassed, torch.ones(64, 64), recipe="mxfp8")
+
+
+@pytest.mark.parametrize("by", ["mode", "options", "configuration"])
+def test_lite_mode_says_that_it_quantises_nothing(by, monkeypatch):
+    """It leaves out the passes of the joint graph, whatever quantised before."""
+    model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
+    if "lite" not in torch._inductor.list_mode_options():
+        pytest.skip("this torch has no such mode")
+    how = {"mode": {"mode": "lite"}, "options": {"options": {"use_joint_graph_passes": False}}, "configuration": {}}[by]
+    backend = fp4compile.backend("mxfp8")
+    with torch.no_grad(), torch._inductor.config.patch(use_joint_graph_passes=by != "configuration"):
+        if by != "configuration":
+            torch.compile(model, backend=backend)(x)
+        with pytest.warns(UserWarning, match="mode='lite' switches off|use_joint_graph_passes=False switches off"):
+            out = torch.compile(model, backend=backend, **how)(x)
+        with pytest.raises(RuntimeError, match="quantised nothing: .* switches off"):
+            torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True), **how)(x)
+    assert torch.equal(out, model(x)) and len(backend.report.rows) == (by != "configuration")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_lite_mode_takes_no_rows_of_another_run_from_the_cache(strict, monkeypatch):
+    without_codegen.install(monkeypatch)
+    model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
+    torch.compile(model, backend=fp4compile.backend("mxfp8"))(x)
+    torch.compiler.reset()
+    backend = fp4compile.backend("mxfp8", strict=strict)
+    with pytest.raises(RuntimeError) if strict else pytest.warns(UserWarning, match="quantised nothing"):
+        torch.compile(model, backend=backend, options={"use_joint_graph_passes": False})(x)
+    assert backend.report.rows == []
+
+
+NEVER_CALLED = """
+    import torch, fp4compile
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    model.compile(backend={backend})
+    model(torch.ones(4, 64))
+    {end}
+"""
+
+
+def run_script(tmp_path, *command, **how):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(NEVER_CALLED).format(**how))
+    done = subprocess.run([sys.executable, *command, str(script)], capture_output=True, text=True, timeout=300)
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "backend, command",
+    [("fp4compile.backend('mxfp8')", ()), ("'fp4compile_mxfp8'", ("-m", "fp4compile", "run"))],
+    ids=["python", "run"],
+)
+def test_a_backend_that_was_never_called_says_so_at_the_end(backend, command, tmp_path):
+    said = run_script(tmp_path, *command, backend=backend, end="")
+    assert said.count("recipe mxfp8: compiled nothing. Likely causes: a module of torch's own") == 1
+
+
+def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(tmp_path):
+    said = run_script(tmp_path, "-m", "fp4compile", "run", backend="'eager'", end="")
+    assert "the script gave none of this package's backends to torch.compile" in said
+    said = run_script(tmp_path, backend="'fp4compile_mxfp8'", end="raise OSError('gone')")
+    assert "compiled nothing" not in said and said.endswith("OSError: gone\n")

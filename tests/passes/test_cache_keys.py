@@ -1,0 +1,201 @@
+"""Every part of every cache key is seen to matter: with one part changed, the key is another."""
+
+import dataclasses
+import importlib
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile import report_cache
+from fp4compile.passes import manager
+from fp4compile.passes.find import Input
+from fp4compile.passes.manager import JointPasses
+from fp4compile.recipe import named
+from tests.helpers import without_codegen
+
+
+class Keyed:
+    """One Dynamo graph of a function and its inputs, and the key of its report under what is given."""
+
+    def __init__(self, function, *arguments):
+        captured = []
+
+        def keep(gm, example_inputs):
+            captured.append((gm, example_inputs))
+            return gm.forward
+
+        torch._dynamo.reset()
+        torch.compile(function, backend=keep, dynamic=False)(*arguments)
+        ((self.gm, self.inputs),) = captured
+
+    def key(self, uuid="uuid", **patches):
+        return report_cache.key(self.gm, self.inputs, uuid, patches)
+
+
+def double(x):
+    return (x + x) @ x.t()
+
+
+def other(x):
+    return (x + 3) @ x.t()
+
+
+def branching(body):
+    def function(x, flag):
+        return torch.cond(flag, body, lambda x: x - 1.0, (x,))
+
+    return function
+
+
+SQUARE = torch.ones(8, 8)
+FLAG = torch.tensor(True)
+
+
+def key_of(function, *arguments, **patches):
+    return Keyed(function, *arguments).key(**patches)
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (other, [SQUARE]),
+        (double, [torch.ones(9, 8)]),
+        (double, [torch.ones(8, 8).t().contiguous().t()]),
+        (double, [torch.ones(8, 8, dtype=torch.bfloat16)]),
+        (double, [torch.ones(8, 8, requires_grad=True)]),
+        (double, [torch.empty(8, 8, device="meta")]),
+    ],
+    ids=["graph", "shape", "stride", "dtype", "gradient", "device"],
+)
+def test_the_report_is_kept_by_the_graph_and_its_inputs(function, arguments):
+    assert key_of(double, SQUARE) == key_of(double, torch.zeros(8, 8)), "values do not matter"
+    assert key_of(function, *arguments) != key_of(double, SQUARE)
+
+
+def test_the_report_is_kept_by_the_bodies_of_control_flow():
+    first, second = Keyed(branching(torch.sin), SQUARE, FLAG), Keyed(branching(torch.cos), SQUARE, FLAG)
+    assert first.gm.code == second.gm.code, "the code of the graph does not tell them apart"
+    assert first.key() != second.key()
+    assert first.key() == Keyed(branching(torch.sin), SQUARE, FLAG).key()
+
+
+def test_the_report_is_kept_by_recipe_mode_options_and_modes_of_tracing():
+    keyed = Keyed(double, SQUARE)
+    plain = keyed.key()
+    others = [keyed.key(uuid="another")]
+    others += [keyed.key(**torch._inductor.list_mode_options(mode)) for mode in ("reduce-overhead", "max-autotune")]
+    with torch._inductor.config.patch(max_autotune=True):
+        others.append(keyed.key())
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        others.append(keyed.key())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        others.append(keyed.key())
+    with torch.autocast("cpu", dtype=torch.float16):
+        others.append(keyed.key())
+    with torch.no_grad():
+        others.append(keyed.key())
+    with torch.inference_mode():
+        others.append(keyed.key())
+    assert keyed.key() == plain and len({plain, *others}) == 1 + len(others)
+
+
+def test_mode_and_options_reach_the_key(monkeypatch):
+    without_codegen.install(monkeypatch)
+    keys = []
+    keep = report_cache.key
+    monkeypatch.setattr(report_cache, "key", lambda *args: keys.append(keep(*args)) or keys[-1])
+    for how in ({}, {"mode": "max-autotune"}, {"options": {"shape_padding": False}}):
+        torch._dynamo.reset()
+        torch.compile(torch.nn.Linear(64, 64), backend=fp4compile.backend("mxfp8"), **how)(torch.ones(4, 64))
+    assert len(set(keys)) == 3
+
+
+def test_rows_that_are_gone_are_missed_loudly(monkeypatch, caplog):
+    """A graph comes from Inductor's cache: no pass runs. Its rows were deleted."""
+    module = importlib.import_module("fp4compile.backend")
+    monkeypatch.setattr(module, "compile_fx", lambda gm, *args, **kwargs: gm.forward)
+    backend = fp4compile.backend("mxfp8", strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(torch.nn.Linear(64, 64), backend=backend)(torch.ones(4, 64))
+    assert backend.report.lost == 1 and "its report rows are gone" in caplog.text
+    assert backend.report.summary().endswith("; rows of 1 graphs from Inductor's cache are gone, and these not counted")
+
+
+# ---------------------------------------------------------------- the passes' own key, in Inductor's caches
+
+
+class UserPass:
+    def __init__(self, name):
+        self.name = name
+
+    def uuid(self):
+        return self.name
+
+
+def uuid(recipe="mxfp8", names=("a.weight", None), user_passes=(), **overrides):
+    inputs = tuple(Input(name) for name in names)
+    return JointPasses(named(recipe).replace(**overrides), inputs, lambda *_: None, user_passes).uuid()
+
+
+def test_the_passes_are_kept_by_recipe_names_and_what_else_is_in_the_slot():
+    keys = [
+        uuid(), uuid("mxfp4"), uuid(min_k=64), uuid(names=("b.weight", None)), uuid(names=(None, "a.weight")),
+        uuid(user_passes=(UserPass("one"),)), uuid(user_passes=(UserPass("two"),)),
+    ]  # fmt: skip
+    assert uuid() == keys[0] and len(set(keys)) == len(keys)
+    assert uuid(user_passes=(UserPass(None),)) is None and uuid(user_passes=(print,)) is None
+
+
+@pytest.mark.parametrize("available, capability", [(True, (9, 0)), (True, (10, 0)), (True, (1, 0)), (False, None)])
+def test_the_passes_are_kept_by_the_gpu(available, capability, monkeypatch):
+    def key(available, capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        return uuid()
+
+    there = [(True, (9, 0)), (True, (10, 0)), (True, (1, 0)), (False, None)]
+    assert [key(*one) == key(available, capability) for one in there] == [
+        one == (available, capability) for one in there
+    ]
+
+
+SOURCE = Path(manager.__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    "changed", ["backend.py", "passes/rewrite.py", "templates/quantize.py", "templates/new.py"]
+)
+def test_the_passes_are_kept_by_the_whole_source(changed, tmp_path, monkeypatch):
+    """An upgrade of the package must not run graphs that an older one made."""
+    copied = tmp_path / "fp4compile"
+    shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(manager, "__file__", str(copied / "passes" / "manager.py"))
+    manager.source_digest.cache_clear()
+    try:
+        before = uuid()
+        with (copied / changed).open("a") as file:
+            file.write("# changed\n")
+        manager.source_digest.cache_clear()
+        assert uuid() != before
+        copied.joinpath("notes.txt").write_text("no source")
+        after = uuid()
+        manager.source_digest.cache_clear()
+        assert uuid() == after
+    finally:
+        manager.source_digest.cache_clear()
+
+
+def test_rows_are_stored_and_read_back_with_every_field(monkeypatch):
+    without_codegen.install(monkeypatch)
+    backend = fp4compile.backend("mxfp8")
+    torch.compile(torch.nn.Linear(64, 48), backend=backend)(torch.ones(4, 64))
+    outcome = [(list(backend.report.rows), {"find": 2})]
+    report_cache.store("a key", outcome)
+    ((rows, counts),) = report_cache.load("a key")
+    assert [dataclasses.asdict(row) for row in rows] == [dataclasses.asdict(row) for row in backend.report.rows]
+    assert counts == {"find": 2} and report_cache.load("another key") is None

@@ -1,0 +1,385 @@
+"""Which quantises become quantise and expand in one, and what is launched and computed then."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4compile
+from fp4compile import formats
+from fp4compile.cli import check_sm100
+from fp4compile.passes import manager
+from fp4compile.passes.fake_quantize import EXPANDED, round_trip
+from fp4compile.passes.find import Input, find
+from fp4compile.passes.fuse_epilogue import PRODUCT, arguments_of, fuse_tails
+from fp4compile.passes.fuse_horizontal import siblings
+from fp4compile.passes.lower import lower
+from fp4compile.passes.merge_quantize import QUANTIZE, merge
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates.gemm import dispatch as scaled_mm
+from fp4compile.templates.launch import on_paper
+from fp4compile.templates.quantize import dispatch as kernels
+from tests.passes.test_fuse_epilogue import fused_graph
+from tests.passes.test_fuse_horizontal import BF16, K, on_the_cpu, packed, product, quantised, quantised_each, traced
+from tests.passes.test_lower import assert_product
+
+quantize = torch.ops.fp4compile.quantize
+
+
+def operand(x, name="nvfp4", dim=-1, given=False, **options):
+    """(data, (scales, outer, format)), as `product` takes them."""
+    outer = x.new_full((), 0.01, dtype=torch.float32) if given else None
+    data, scales, computed = quantize(x, name, dim, outer=outer, **options)
+    return data, (scales, computed if outer is None else outer, name)
+
+
+def multiplied(*args, **options):
+    """A function of activations and a weight: the product of the activations, quantised so."""
+
+    def function(x, w):
+        data, a = operand(x, *args, **options)
+        return product(data, w, a=a)
+
+    return function
+
+
+def one_level(x, w):
+    data, scales, _ = quantize(x, "nvfp4_one_level")
+    return product(data, w, a=(scales, None, "nvfp4_one_level"))
+
+
+def outer_kept(x, w):
+    """The outer scale is there as before, for whoever wants it."""
+    data, a = operand(x)
+    return product(data, w, a=a), a[1] * 2
+
+
+def of_three_dimensions(x, w):
+    data, a = operand(x.view(2, -1, K), "nvfp4_rowwise")
+    return product(data, w, a=a)
+
+
+def two_outputs(x, w):
+    """Each output taken twice, as no common-subexpression elimination has seen it."""
+    both = quantize(x, "nvfp4")
+    return product(both[0], w, a=(*both[1:], "nvfp4"))
+
+
+def codes_kept(x, w):
+    data, a = operand(x)
+    return product(data, w, a=a), data
+
+
+def scales_kept(x, w):
+    data, a = operand(x)
+    return product(data, w, a=a), a[0]
+
+
+def used_twice(x, w):
+    data, a = operand(x)
+    values = torch.ops.fp4compile.dequantize(data, *a, K, BF16)
+    return product(data, w, a=a), values
+
+
+def both_operands(x, w):
+    data, a = operand(x)
+    return product(data, (data, *a), a=a)
+
+
+def right_operand(x, w):
+    data, a = operand(x)
+    return product(w[0], (data, *a), a=w[1:])
+
+
+def others_scales(x, w):
+    """Codes of one quantise, block scales of another."""
+    (data, a), (_, b) = operand(x), operand(x + 1)
+    return product(data, w, a=(b[0], *a[1:]))
+
+
+def of_plain_weights(x, w):
+    data, a = operand(x)
+    return product(data, (x.new_ones(600, K), None, None, None), a=a)
+
+
+def expanded_in_registers_too(x, w):
+    """Of few columns, the kernel that serves reads codes."""
+    data, a = operand(x)
+    return product(data, w, a=a), product(data, (*(t.narrow(0, 0, 64) for t in w[:2]), *w[2:]), a=a)
+
+
+def with_seed(x, w):
+    return multiplied("nvfp4_te", seed=torch.ones((), dtype=torch.int64, device=x.device))(x, w)
+
+
+def of_a_transposed_tensor(x, w):
+    return multiplied()(x.t(), w)
+
+
+REPLACED = {
+    "dynamic": multiplied(), "te": multiplied("nvfp4_te"), "row-scaled": multiplied("nvfp4_rowwise"),
+    "static": multiplied(given=True), "dim=1": multiplied(dim=1), "one level": one_level, "outer kept": outer_kept,
+    "3 dimensions": of_three_dimensions, "two outputs": two_outputs,
+}  # fmt: skip
+LEFT = {
+    "codes kept": codes_kept, "scales kept": scales_kept, "used twice": used_twice, "both operands": both_operands,
+    "right operand": right_operand, "others' scales": others_scales, "plain weights": of_plain_weights,
+    "seed": with_seed, "swizzled": multiplied(layout="swizzled"), "hadamard": multiplied("nvfp4_te", hadamard=True),
+    "square": multiplied("nvfp4_16x16"), "transposed": of_a_transposed_tensor,
+    "few columns": expanded_in_registers_too,
+}  # fmt: skip
+
+
+def replaced(graph_module, sm=90):
+    """How many quantises the pass replaces."""
+    with on_paper(Target(sm)):
+        merge(graph_module.graph)
+        count = round_trip(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    assert count == len(graph_module.graph.find_nodes(op="call_function", target=EXPANDED))
+    return count
+
+
+@pytest.mark.parametrize("name", [*REPLACED, *LEFT])
+def test_which_ones(name):
+    """By the reference, the graph computes the bits that it did before.
+
+    Every product but one of plain weights expands A first: it is never for want of such a product that a quantise is
+    left.
+    """
+    function, weights = (REPLACED | LEFT)[name], [packed(600, "nvfp4_te" if name == "square" else "nvfp4")]
+    # As B, too, so many rows are what the library multiplies: their codes would be expanded first.
+    rows = 512 if name in ("both operands", "right operand") else 128
+    graph_module = traced(function, weights, rows=rows)
+    x = torch.randn(rows, K).bfloat16()
+    expected = on_the_cpu(graph_module, x, weights)
+    products = graph_module.graph.find_nodes(op="call_function", target=PRODUCT)
+    with on_paper(Target(90)):
+        assert scaled_mm.expands_first(*arguments_of(products[0])) == (name != "plain weights")
+    count = replaced(graph_module)
+    assert count == (name in REPLACED)
+    assert bool(graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)) != bool(count)
+    got = on_the_cpu(graph_module, x, weights)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "n", "sm", "count"), [
+    (1, 24, 90, 1), (64, 24, 90, 1), (65, 512, 90, 1), (65, 500, 90, 0), (None, 512, 90, 1), (None, 500, 90, 0),
+    (4, 24, 89, 1), (40, 512, 89, 0), (128, 512, 89, 1), (None, 512, 89, 0), (4, 512, 80, 0), (128, 512, 80, 1),
+    (4, 512, 100, 0), (128, 512, 120, 0),
+])  # fmt: skip
+def test_where_codes_are_expanded_in_memory(rows, n, sm, count):
+    """By the kernel that serves so many rows and columns on that GPU; of any number of rows, by all that may."""
+    weights = [packed(n, layout="swizzled" if sm >= 100 else "linear")]
+    function = multiplied(layout="swizzled") if sm >= 100 else multiplied()
+    assert replaced(traced(function, weights, rows), sm) == count
+
+
+def test_weights_in_other_blocks_and_formats():
+    assert replaced(traced(multiplied(), [packed(512, "nvfp4_16x16")], 128)) == 1
+    mxfp8 = [(*packed(512, "mxfp8")[:2], torch.ones(()), "mxfp8")]
+
+    def function(x, w):
+        data, scales, _ = quantize(x, "mxfp8")
+        return product(data, (*w[:2], None, w[3]), a=(scales, None, "mxfp8"))
+
+    assert replaced(traced(function, mxfp8, 128)) == 0
+    odd = [packed(512, k=72)]
+    for rows, count in ((4, 0), (128, 1)):
+        graph_module = traced(lambda x, w: multiplied()(x.narrow(1, 0, 72), w), odd, rows)
+        assert replaced(graph_module) == count
+
+
+def test_the_cpu_is_left_alone():
+    x, (*w, _) = torch.randn(4, K).bfloat16(), packed(16)
+    graph = make_fx(lambda x, *w: multiplied()(x, (*w, "nvfp4")), tracing_mode="fake")(x, *w).graph
+    assert round_trip(graph) == 0 and len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 1
+
+
+@pytest.mark.parametrize("function", [quantised, quantised_each], ids=lambda function: function.__name__)
+def test_siblings_come_after(function):
+    """Of plain activations with an outer scale, as of codes."""
+    weights = [packed(64)] * 3
+    graph_module = traced(function, weights)
+    x = torch.randn(1, K).bfloat16()
+    expected = on_the_cpu(graph_module, x, weights)
+    assert replaced(graph_module) == 1
+    with on_paper(Target(90)):
+        assert siblings(graph_module.graph) == 1
+    got = on_the_cpu(graph_module, x, weights)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [40, 300])
+def test_tails_come_after(rows):
+    """The gated product has its tail, and reads what the other one reads."""
+    counts = []
+
+    def passes(graph):
+        merge(graph)
+        counts.extend(one(graph) for one in (round_trip, fuse_tails))
+        lower(graph)
+
+    def gated(x, w, v):
+        return F.silu(F.linear(x, w)) * F.linear(x, v)
+
+    found = fused_graph(gated, (rows, 512), (1056, 512), (1056, 512), sm=90, fuse=False, then=passes)
+    assert counts == [1, 1]
+    served = [one for one in found.launches if one.kernel.__name__ in ("scaled_mm_wgmma", "reduce_splits")]
+    assert ["return acc" in one.kernel.fn.__globals__["tail"].src for one in served] == [True, False]
+    assert [one.constants["A_OUTER"] for one in served] == ["tensor"] * 2
+
+
+# ---------------------------------------------------------------- lowered, on paper
+
+
+def launched(recipe, m, n, k, sm=90):
+    """(kernel, what it stores in place of codes or None) of each launch that a linear layer is lowered to."""
+    inputs = (Input(), Input("weight"))
+    with FakeTensorMode(), on_paper(Target(sm)) as launches:
+        x, w = (torch.empty(rows, k, device="cuda", dtype=BF16) for rows in (m, n))
+        graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        merge(graph)
+        round_trip(graph)
+        lower(graph)
+    return [(one.kernel.__name__, one.args["data_ptr"].dtype if "data_ptr" in one.args else None) for one in launches]
+
+
+AMAX, CODES = ("tensor_amax", None), ("quantize_rows", torch.uint8)
+VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", torch.float16)
+
+
+@pytest.mark.parametrize(("recipe", "activations", "weights"), [
+    ("nvfp4", [AMAX, VALUES], [AMAX, CODES]), ("nvfp4_one_level", [VALUES], [CODES]),
+    ("nvfp4_rowwise", [ROW_VALUES], [AMAX, CODES])])  # fmt: skip
+@pytest.mark.parametrize(("m", "n", "served"), [
+    (1, 8192, ["scaled_mm_few"]), (40, 1024, ["activation_image", "scaled_mm_wgmma", "reduce_splits"]),
+    (256, 1024, ["expand_matrix", "reduce_splits"])])  # fmt: skip
+def test_launches(m, n, served, recipe, activations, weights):
+    """Activations are quantised and expanded, then multiplied; of large ones, the weights alone are expanded."""
+    found = launched(recipe, m, n, 1024)
+    assert [name for name, _ in found[-len(served) :]] == served
+    quantised = found[: -len(served)]
+    assert sorted(quantised, key=str) == sorted(weights + activations, key=str)
+
+
+def test_a_product_in_parts_stays_an_op():
+    """It reads the values as they are, and expands the weights part by part."""
+    assert launched("nvfp4", 8192, 8192, 8192) == [AMAX, CODES, AMAX, VALUES]
+    values, outer = torch.empty(8192, 8192, dtype=torch.float16, device="meta"), torch.empty((), device="meta")
+    fmt = formats.get("nvfp4")
+    with on_paper(Target(0)):  # only the product is of interest
+        data, scales, b_outer = kernels.quantize(values, fmt)
+    with on_paper(Target(90)) as launches:
+        scaled_mm.scaled_mm(values, None, outer, None, data, scales, b_outer, fmt, None, BF16)
+    names = [one.kernel.__name__ for one in launches]
+    assert names == ["expand_matrix", "reduce_splits"] * 4
+    for one in launches:
+        if one.kernel.__name__ == "reduce_splits":
+            assert one.constants["A_OUTER"] == one.constants["B_OUTER"] == "tensor"
+        else:
+            assert one.args["data_ptr"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.parametrize(("name", "shape", "dtype"), [
+    ("nvfp4", (8192, 8192), BF16), ("nvfp4_one_level", (8192, 8192), torch.float32), ("nvfp4_te", (1, 8192), BF16),
+    ("nvfp4_rowwise", (8192, 8192), BF16), ("nvfp4_rowwise", (1, 8192), BF16), ("nvfp4_rowwise", (4, 2**16), BF16),
+    ("nvfp4", (128, 1000), torch.float16),
+])  # fmt: skip
+def test_compiles_ahead(name, shape, dtype, sm):
+    """Nothing spills, and large tensors are read and written 16 bytes at a time."""
+    one = check_sm100.Configuration("rows, expanded", name, kernels.quantize_expanded, shape, dtype)
+    _, found = check_sm100._check(one.launches(sm)[-1], one.label, name, sm)
+    assert found.local_accesses == 0
+    assert shape[0] < 8192 or not found.problems(set())
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 40, 130, 600])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4_static"])
+def test_compiled(recipe, rows, monkeypatch):
+    """The bits of quantise, expand and multiply one after the other, by a launch less, if expanding was one."""
+    recipe = named(recipe)
+    recipe = recipe.replace(static_scales={"": 0.0021}) if recipe.name == "nvfp4_static" else recipe
+    layer = torch.nn.Linear(1024, 1040, device="cuda", dtype=BF16)
+    x = torch.randn(rows, 1024, dtype=BF16)
+
+    def run():
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend=fp4compile.backend(recipe, strict=True))
+        with torch.no_grad():
+            got, (code,) = run_and_get_code(compiled, x.cuda())
+        return got, re.findall(r"(?<!\w)((?:quantize|expand|scaled|reduce)_\w+?)_\d+\.run\(", code)
+
+    got, names = run()
+    monkeypatch.setattr(manager, "round_trip", lambda graph: 0)
+    with config.patch(force_disable_caches=True):
+        expected, before = run()
+    assert torch.equal(got, expected)
+    by_image = 8 < rows <= 64  # for which codes are expanded as well
+    assert names.count("expand_matrix") == before.count("expand_matrix") - (not by_image)
+    if recipe.name != "nvfp4_static":
+        assert_product(got, x, layer, recipe)
+
+
+@pytest.mark.gpu
+def test_any_number_of_rows(monkeypatch):
+    """One graph, whose product stays an op, for few rows and for so many that the product is made in two parts."""
+    layer = torch.nn.Linear(1024, 4112, device="cuda", dtype=BF16)
+    counted = []
+    monkeypatch.setattr(manager, "round_trip", lambda graph: counted.append(round_trip(graph)) or counted[-1])
+    with torch.no_grad(), config.patch(force_disable_caches=True):
+        compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4", strict=True), dynamic=True)
+        for rows in (40, 4, 130, 9000):
+            x = torch.randn(rows, 1024, device="cuda", dtype=BF16)
+            assert_product(compiled(x), x, layer, named("nvfp4"))
+    assert counted == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_a_gated_mlp_of_packed_weights(rows, mode, monkeypatch):
+    """Shared activations, tails and siblings: the bits that are there without the pass."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, n, k in (("gate", 1088, 512), ("up", 1088, 512), ("down", 512, 1088)):
+                setattr(self, name, torch.nn.Linear(k, n, bias=False, dtype=BF16))
+
+        def forward(self, x):
+            return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+    model = Gated().cuda()
+    fp4compile.pack_(model, "nvfp4")
+    x = torch.randn(rows, 512, device="cuda", dtype=BF16)
+
+    def run():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=fp4compile.backend("nvfp4", strict=True), fullgraph=True, mode=mode)
+        with torch.no_grad():
+            return [compiled(x).clone() for _ in range(4)]
+
+    got = run()
+    monkeypatch.setattr(manager, "round_trip", lambda graph: 0)
+    with config.patch(force_disable_caches=True):
+        expected = run()
+    assert all(torch.equal(a, expected[0]) for a in (*got, *expected))

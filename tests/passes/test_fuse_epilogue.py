@@ -1,0 +1,353 @@
+"""Which pointwise operations go into a product's kernel, and what they compute there."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.runtime import driver
+
+import fp4compile
+from fp4compile.passes import manager
+from fp4compile.passes.find import Input, find
+from fp4compile.passes.fuse_epilogue import WITH_TAIL, fuse_tails
+from fp4compile.passes.lower import lower
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates import launch
+from fp4compile.templates.gemm.block_scaled_sm100 import scaled_mm_native
+from fp4compile.templates.launch import on_paper
+from tests.end_to_end.test_composed_by_hand import assert_rounds_to
+from tests.passes.test_lower import NoGpu
+
+BF16, F32 = torch.bfloat16, torch.float32
+ANY = object()  # a symbolic size
+X, W, SAME, ROW = (2, 128, 512), (1024, 512), (2, 128, 1024), (1024,)
+
+
+@dataclass
+class Result:
+    """A graph after the pass: how many tails were fused, and what it was lowered to."""
+
+    graph: torch.fx.Graph
+    fused: int
+    launches: list
+    mode: FakeTensorMode
+
+
+def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100, then=None, paper=on_paper, fuse=True):
+    """The graph of a function of activations, weights (`w`, `v`) and more, quantised, decomposed as Inductor does it,
+    with its tails; on fake CUDA tensors."""
+    names = function.__code__.co_varnames
+    dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
+    inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, paper(Target(sm)) as launches:
+        symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
+        size = mode.shape_env.create_symintnode(symbol, hint=4)
+        shapes = [[size if entry is ANY else entry for entry in shape] for shape in shapes]
+        values = [torch.empty(shape, device="cuda", dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
+        with enable_python_dispatcher():  # symbolic sizes
+            graph = make_fx(function, decomposition_table=select_decomp_table())(*values).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        fused = fuse_tails(graph) if fuse else 0
+        graph.lint()
+        if then is not None:
+            then(graph)
+    return Result(graph, fused, launches, mode)
+
+
+def graph_of(function, *shapes, **options):
+    result = fused_graph(function, *shapes, **options)
+    return result.graph, result.fused
+
+
+def tail_of(graph):
+    """The body of the tail of a graph with one."""
+    (node,) = graph.find_nodes(op="call_function", target=WITH_TAIL)
+    return [line.strip() for line in node.args[11].splitlines()[2:]], node
+
+
+def pointwise_left(graph):
+    """Operations on values of the product's size that are Inductor's to compute."""
+    return [str(node.target) for node in graph.nodes
+            if node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())]  # fmt: skip
+
+
+FUSED = {
+    "relu": lambda x, w: F.relu(x @ w.t()),
+    "silu": lambda x, w: F.silu(x @ w.t()),
+    "sigmoid": lambda x, w: torch.sigmoid(x @ w.t()),
+    "gelu": lambda x, w: F.gelu(F.linear(x, w)),
+    "gelu by tanh": lambda x, w: F.gelu(F.linear(x, w), approximate="tanh"),
+    "squared relu": lambda x, w: F.relu(x @ w.t()).square(),
+    "constants": lambda x, w: (1 - (x @ w.t() + 0.5) * 3) / 7,
+    "cast": lambda x, w: (x @ w.t()).half(),
+    "residual": lambda x, w, same: F.linear(x, w) + same,
+    "gate": lambda x, w, same: F.silu(F.linear(x, w)) * same,
+    "layer scale": lambda x, w, same, row: F.gelu(F.linear(x, w)) * row + same,
+    "difference": lambda x, w, same: same - F.linear(x, w),
+    "ratio": lambda x, w, same: F.linear(x, w) / same,
+    "bias": lambda x, w, same, row: F.relu(F.linear(x, w, row)) * same,
+    "flat operand": lambda x, w, same: F.linear(x, w).view(-1, 1024) + same.view(-1, 1024),
+    "wide row": lambda x, w, same, row: F.linear(x, w) * row.view(1, 1, -1),
+}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused(name, recipe):
+    """Nothing is left for Inductor to compute, the result has its shape and dtype, and the kernel can be launched."""
+    function = FUSED[name]
+    shapes = (X, W, SAME, ROW)[: function.__code__.co_argcount]
+    graph, fused = graph_of(function, *shapes, recipe=recipe)
+    assert fused == 1 and not pointwise_left(graph)
+    (result,) = torch.utils._pytree.tree_leaves(graph.output_node().args)
+    with FakeTensorMode():
+        expected = function(*(torch.empty(shape, dtype=BF16) for shape in shapes))
+    assert (result.meta["val"].shape, result.meta["val"].dtype) == (expected.shape, expected.dtype)
+    launched = fused_graph(function, *shapes, recipe=recipe, then=lower).launches[-1]
+    assert launched.kernel.__name__ == "scaled_mm_native" and launched.kernel is not scaled_mm_native
+    assert launched.kernel.fn.__globals__["tail"].src.startswith("def tail(acc")
+
+
+def kept(x, w):
+    y = x @ w.t()
+    return F.relu(y), y
+
+
+def transposed(x, w, other):
+    other = other.transpose(1, 2)
+    return x @ w.t() + other, other.sum()
+
+
+def kept_between(x, w, same):
+    y = F.relu(x @ w.t())
+    return y * same, y
+
+
+LEFT = {
+    "used elsewhere": (kept, (X, W)),
+    "no tail": (lambda x, w: (x @ w.t()).view(-1), (X, W)),
+    "unknown operation": (lambda x, w: (x @ w.t()).sin(), (X, W)),
+    "unknown overload": (lambda x, w, same: torch.add(x @ w.t(), same, alpha=2.0), (X, W, SAME)),
+    "wider result": (lambda x, w: (x @ w.t()).float(), (X, W)),
+    "wider chain": (lambda x, w, same: (x @ w.t()).float() + same, (X, W, SAME)),
+    "column": (lambda x, w, column: x @ w.t() + column, (X, W, (2, 128, 1))),
+    "scalar tensor": (lambda x, w, scale: x @ w.t() * scale, (X, W, ())),
+    "broadcast up": (lambda x, w, more: x @ w.t() + more, (X, W, (3, 2, 128, 1024))),
+    "other stride": (transposed, (X, W, (2, 1024, 128))),
+    "integer operand": (lambda x, w, same: x @ w.t() * (same > 0), (X, W, SAME)),
+    "double": (lambda x, w: (x @ w.t()).double().relu().to(BF16), (X, W)),
+    "too large a constant": (lambda x, w: x @ w.t() * 1e300, (X, W)),
+    "division by zero": (lambda x, w: (x @ w.t()) / 0.0, (X, W)),
+    "operand computed for it": (lambda x, w, same: x @ w.t() * same.sin(), (X, W, SAME)),
+    "heads apart": (lambda x, w, row: (x @ w.t()).view(2, 128, 8, 128) * row, (X, W, (128,))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_to_inductor(name):
+    function, shapes = LEFT[name]
+    with config.patch(emulate_precision_casts=True):
+        before, _ = graph_of(function, *shapes)
+    graph, fused = graph_of(function, *shapes)
+    assert fused == 0
+    assert [node.target for node in graph.nodes] == [node.target for node in before.nodes]
+
+
+def test_the_part_that_ends_in_one_value():
+    """Up to a value that is needed itself; the rest is Inductor's."""
+    graph, fused = graph_of(kept_between, X, W, SAME)
+    body, _ = tail_of(graph)
+    assert fused == 1 and body[1] == "v0 = tl.where(0.0 > product, 0.0, product)"
+    assert pointwise_left(graph) == ["aten.mul.Tensor"]
+    graph, fused = graph_of(lambda x, w: F.relu(x @ w.t()).sin(), X, W)
+    assert fused == 1 and pointwise_left(graph) == ["aten.sin.default"]
+    graph, fused = graph_of(lambda x, w: (x @ w.t()).relu().float().sum(), X, W)  # the cast would double the bytes
+    assert fused == 1 and pointwise_left(graph) == ["prims.convert_element_type.default"]
+    graph, fused = graph_of(lambda x, w, a, b, c: (x @ w.t() + a + b) * c, X, W, SAME, SAME, SAME)  # an operand more
+    assert fused == 1 and pointwise_left(graph) == ["aten.mul.Tensor"]
+
+
+def test_an_operand_with_other_users():
+    """A residual that the next layer's norm reads as well: in memory anyhow."""
+
+    def residual(x, w, a, b):
+        a = a + b
+        return a + x @ w.t(), a.sum()
+
+    graph, fused = graph_of(residual, X, W, SAME, SAME)
+    assert fused == 1 and pointwise_left(graph) == ["aten.add.Tensor"]
+
+
+def test_gate_of_two_products():
+    """The gate's product takes the other's as an operand, so that nothing is rounded on the way; once only."""
+    graph, fused = graph_of(lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v), X, W, W)
+    body, node = tail_of(graph)
+    assert fused == 1
+    assert body == [
+        "product = rounded(acc, tl.bfloat16, ISA)",
+        "x0 = tl.load(tail_0_ptr + at, mask=inside, other=0.0).to(tl.float32)",
+        "v0 = -product", "v1 = exp(v0)", "v2 = v1 + 1.0", "v3 = product / v2", "v4 = v3 * x0", "return v4",
+    ]  # fmt: skip
+    assert str(node.args[10][0]).startswith("view") and not pointwise_left(graph)
+
+
+def test_residual_stream():
+    """Each product of a chain of layers has its tail; the one before is the operand of the next."""
+
+    def layers(x, w, v):
+        x = x + F.linear(x, w)
+        return x + F.relu(F.linear(x, v))
+
+    graph, fused = graph_of(layers, (64, 512), (512, 512), (512, 512))
+    assert fused == 2 and not pointwise_left(graph)
+
+
+def test_dtypes():
+    """A float32 product is not rounded before its tail; its cast is in the tail."""
+    graph, fused = graph_of(lambda x, w: F.relu(x @ w.t()).to(BF16), X, W, dtype=F32)
+    body, node = tail_of(graph)
+    assert fused == 1 and body[0] == "product = acc" and node.args[9] == F32 and node.args[12] == BF16
+    graph, fused = graph_of(lambda x, w, r: x @ w.t() + r, X, W, SAME, dtypes=(BF16, BF16, F32))
+    assert fused == 0  # the sum is float32, twice the product's bytes
+    graph, fused = graph_of(lambda x, w, r: (x @ w.t() + r).to(BF16), X, W, SAME, dtypes=(BF16, BF16, F32))
+    assert fused == 1 and not pointwise_left(graph)
+
+
+def test_symbolic_sizes():
+    """Of any number of sequences, each long enough that one kernel serves them all; not of any number of rows."""
+    shapes = ((ANY, 128, 512), W, (ANY, 128, 1024), ROW)
+    result = fused_graph(FUSED["layer scale"], *shapes, then=lower)
+    assert result.fused == 1 and not pointwise_left(result.graph)
+    assert result.launches[-1].kernel.__name__ == "scaled_mm_native"
+    assert not result.mode.shape_env.guards
+    _, fused = graph_of(FUSED["relu"], (ANY, 512), W)
+    assert fused == 0
+
+
+SERVED = [
+    (90, "nvfp4", 40, True), (90, "nvfp4", 8, False), (90, "nvfp4", 300, True), (90, "nvfp4_one_level", 300, True),
+    (90, "mxfp8", 40, True), (90, "mxfp8", 300, False), (90, "float8_rowwise", 40, False),
+    (90, "nvfp4_weight_only", 40, True), (90, "nvfp4_weight_only", 4, False),
+    (100, "nvfp4", 4, True), (100, "nvfp4_weight_only", 4, False), (120, "mxfp4", 300, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sm", "recipe", "rows", "expected"), SERVED)
+def test_where_the_kernel_has_a_tail(sm, recipe, rows, expected):
+    """Not where the products of whole matrices, FP8 or streamed weights are somebody else's."""
+    _, fused = graph_of(lambda x, w: F.relu(x @ w.t()), (rows, 512), (1024, 512), sm=sm, recipe=recipe)
+    assert fused == int(expected)
+
+
+@pytest.mark.parametrize("switch", ["emulate_precision_casts", "use_fast_math", "eager_numerics.division_rounding"])
+def test_other_arithmetic_is_left_to_inductor(switch):
+    with config.patch({switch: True}):
+        _, fused = graph_of(lambda x, w: F.relu(x @ w.t()), X, W)
+    assert fused == 0
+
+
+def test_launched_as_a_node(monkeypatch):
+    """Traced, the launch is a node with the operands among its arguments, which it does not write."""
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(90))
+    shapes = ((40, 512), W, (40, 1024), ROW)
+    graph, fused = graph_of(FUSED["layer scale"], *shapes, recipe="mxfp8", then=lower, paper=nullcontext)
+    assert fused == 1
+    wrapper = torch.ops.higher_order.triton_kernel_wrapper_functional
+    *_, node = graph.find_nodes(op="call_function", target=wrapper)
+    arguments = node.kwargs["kwargs"]
+    assert {str(arguments[f"tail_{i}_ptr"]) for i in (0, 1)} == {"same_1", "row_1"}
+    assert node.kwargs["tensors_to_clone"] == ["out_ptr"]
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(512, 1056, bias=False, dtype=BF16) for _ in range(2))
+        self.down = torch.nn.Linear(1056, 512, dtype=BF16)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+MODULES = {
+    "relu": lambda linear, x: F.relu(linear(x)),
+    "gelu and residual": lambda linear, x: F.gelu(linear(x)) + x,
+    "gelu by tanh": lambda linear, x: F.gelu(linear(x), approximate="tanh"),
+    "constants": lambda linear, x: (1 - linear(x) * 0.3) / 7,
+}
+
+
+def compiled_code(function, backend, *args):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(torch.compile(function, backend=backend), *args)
+    return got, code
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [40, 300])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_compiled(name, bias, rows):
+    """Against the operations by hand on the product that is not fused."""
+    layer = torch.nn.Linear(512, 512, bias=bias, device="cuda", dtype=BF16)
+    x = torch.randn(rows, 512, device="cuda", dtype=BF16)
+    got, code = compiled_code(lambda x: MODULES[name](layer, x), fp4compile.backend("nvfp4", strict=True), x)
+    assert code.count("product = rounded(acc") == 1
+    assert not re.search(r"triton_poi\w*_(relu|gelu|add|mul|sub|div|erf|tanh)_", code)
+    product, _ = compiled_code(layer, fp4compile.backend("nvfp4", strict=True), x)
+    exact = MODULES[name](lambda x: product.double(), x.double())
+    assert_rounds_to(got.cpu().double(), exact.cpu(), BF16)
+    if name == "relu":
+        assert torch.equal(got, F.relu(product))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_weight_only"])
+def test_mlp_fused_equals_unfused(recipe, monkeypatch):
+    """Of the same operations the bits are the same: a gate with another product, a residual after a bias."""
+    model = Mlp().cuda()
+    x = torch.randn(40, 512, device="cuda", dtype=BF16)
+    fused, code = compiled_code(model, fp4compile.backend(recipe, strict=True), x)
+    assert code.count("product = rounded(acc") == 2  # the gate's and the residual's
+    monkeypatch.setattr(manager, "fuse_tails", lambda graph: 0)
+    with config.patch(force_disable_caches=True):
+        unfused, code = compiled_code(model, fp4compile.backend(recipe, strict=True), x)
+    assert "product = rounded(acc" not in code
+    assert torch.equal(fused, unfused)
+
+
+@pytest.mark.gpu
+def test_training_saves_the_product():
+    """silu's backward needs the product, relu's does not."""
+    layer = torch.nn.Linear(512, 512, device="cuda", dtype=BF16)
+    x = torch.randn(40, 512, device="cuda", dtype=BF16, requires_grad=True)
+    for activation, tails in ((torch.nn.SiLU(), 0), (torch.nn.ReLU(), 1)):
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(layer, activation)
+        y, code = run_and_get_code(torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True)), x)
+        assert code[0].count("tl.where(0.0 > product") == tails
+        x.grad = None
+        y.sum().backward()
+        assert x.grad.isfinite().all() and x.grad.any()

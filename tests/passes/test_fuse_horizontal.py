@@ -1,0 +1,407 @@
+"""Products of the same activations in one launch: which ones, in what order, and with what bits."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.source import ConstantSource
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+import fp4compile
+from fp4compile import formats, reference
+from fp4compile.cli import check_sm100
+from fp4compile.passes import manager
+from fp4compile.passes.fuse_horizontal import SIBLINGS, siblings
+from fp4compile.passes.lower import lower
+from fp4compile.passes.merge_quantize import merge
+from fp4compile.targets import Target
+from fp4compile.templates.gemm import dispatch as scaled_mm
+from fp4compile.templates.gemm import horizontal as scaled_mm_siblings
+from fp4compile.templates.launch import on_paper
+from tests.templates.test_gemm_kernels import OLD_TRITON
+
+TARGETS = [sm for sm in (90, 100, 120) if sm < 120 or not OLD_TRITON]
+BF16, F32 = torch.bfloat16, torch.float32
+K = 128
+
+
+def packed(n, fmt="nvfp4", layout="linear", k=K):
+    """(data, scales, outer, format) of random weights."""
+    fmt = formats.get(fmt)
+    return *reference.quantize(torch.randn(n, k), fmt, None, layout), fmt.name
+
+
+def product(x, w, bias=None, out_dtype=BF16, a=(None, None, None)):
+    return torch.ops.fp4compile.scaled_mm(x, *a, *w, bias, out_dtype)
+
+
+def users_between(x, q, k, v):
+    return product(x, q).exp() * product(x, k).sum() + product(x, v).amax()
+
+
+def views_of_one(x, q, k, v):
+    """Each product has its own view of the activations."""
+    return [product(x.view(1, 1, K).view(-1, K), w) for w in (q, k, v)]
+
+
+def quantised(x, *weights):
+    data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4")
+    return [product(data, w, a=(scales, outer, "nvfp4")) for w in weights]
+
+
+def quantised_each(x, q, k, v):
+    """As packed layers have it."""
+    return [quantised(x.view(1, 1, K).view(-1, K), w)[0] for w in (q, k, v)]
+
+
+def biased(x, q, k, v):
+    return [product(x, w, x.new_ones(w[0].shape[0])) for w in (q, k, v)]
+
+
+def made_late(x, q, k, v):
+    """What the others need is computed after the first product, partly from things that are there before."""
+    first = product(x, q)
+    scale = k[2].exp()
+    return first, product(x, (*k[:2], scale * 2, k[3])), product(x, (*v[:2], scale, v[3]))
+
+
+def other_activations(x, q, k, v):
+    return product(x, q), product(x + 1, k), product(x.half(), v)
+
+
+def some_biased(x, q, k, v):
+    return product(x, q, x.new_ones(q[0].shape[0])), product(x, k)
+
+
+def biased_differently(x, q, k, v):
+    return product(x, q, x.new_ones(q[0].shape[0])), product(x, k, x.new_ones(k[0].shape[0], dtype=F32))
+
+
+def without_outer(x, q, k, v):
+    return product(x, q), product(x, (*k[:2], None, k[3])), product(x, (*v[:2], x.new_ones(24, 1, dtype=F32), v[3]))
+
+
+def rounded_differently(x, q, k, v):
+    return product(x, q), product(x, k, out_dtype=F32)
+
+
+def bias_of_a_product(x, q, k, v):
+    return product(x, k, product(x, v).view(-1))
+
+
+def scaled_by_a_product(x, q, k, v):
+    return product(x, (*q[:2], product(x, k).float().amax().exp(), q[3])), product(x, v)
+
+
+def crossed(x, q, k, v):
+    """Each pair could be one launch, but not both."""
+    y = x.exp()
+    first = product(x, q)
+    other = product(y, (*k[:2], first.float().amax().exp(), k[3]))
+    third = product(y, v)
+    return other, product(x, (*v[:2], third.float().amax().exp(), v[3]))
+
+
+def changed_between(x, q, k, v):
+    scale = torch.ones_like(k[2])
+    first = product(x, (*q[:2], scale, q[3]))
+    scale.add_(1)
+    return first, product(x, (*k[:2], scale, k[3]))
+
+
+def drawn_between(x, q, k, v):
+    return product(x, q), torch.rand_like(x), product(x, k)
+
+
+def five(x, q, k, v):
+    return [product(x, w) for w in (q, k, v, k, q)]
+
+
+MERGED = {
+    users_between: [3], views_of_one: [3], quantised: [3], quantised_each: [3], biased: [3], made_late: [3],
+    five: [3, 2], crossed: [2], scaled_by_a_product: [2], other_activations: [], some_biased: [],
+    biased_differently: [], without_outer: [], rounded_differently: [], bias_of_a_product: [], changed_between: [],
+    drawn_between: [],
+}  # fmt: skip
+
+
+def traced(function, weights, rows=1):
+    """The graph of a function of activations and weights, on fake CUDA tensors. rows: None for any number."""
+    names = [fmt for *_, fmt in weights]
+
+    def of_tensors(x, *flat):
+        return function(x, *((*flat[3 * i : 3 * i + 3], fmt) for i, fmt in enumerate(names)))
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, on_paper(Target(90)):
+        if rows is None:
+            symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
+            rows = mode.shape_env.create_symintnode(symbol, hint=4)
+        x = torch.empty(rows, K, dtype=BF16, device="cuda")
+        flat = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for *tensors, _ in weights for t in tensors]
+        return make_fx(of_tensors)(x, *flat)
+
+
+def merged(graph_module, sm=90):
+    """How many products each launch has, after the pass."""
+    with on_paper(Target(sm)):
+        merge(graph_module.graph)
+        count = siblings(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    found = graph_module.graph.find_nodes(op="call_function", target=SIBLINGS)
+    assert len(found) == count
+    return [len(node.args[4]) for node in found]
+
+
+def on_the_cpu(graph_module, x, weights):
+    """What a graph of CUDA tensors computes from CPU tensors."""
+    for node in graph_module.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))
+    graph_module.recompile()
+    torch.manual_seed(0)
+    return torch.utils._pytree.tree_leaves(graph_module(x, *(t for *tensors, _ in weights for t in tensors)))
+
+
+@pytest.mark.parametrize("function", MERGED, ids=lambda function: function.__name__)
+def test_which_ones(function):
+    """By the reference the graph computes the bits that it did before."""
+    weights = [packed(n) for n in (64, 24, 24)]
+    graph_module = traced(function, weights)
+    x = torch.randn(1, K).bfloat16()
+    expected = on_the_cpu(graph_module, x, weights)
+    assert merged(graph_module) == MERGED[function]
+    assert len(graph_module.graph.find_nodes(op="call_function", target=torch.ops.fp4compile.quantize.default)) <= 1
+    got = on_the_cpu(graph_module, x, weights)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("formats", "layouts", "expected"), [
+    (("nvfp4", "nvfp4_16x16", "nvfp4_16x16"), ("linear",) * 3, [2]),
+    (("nvfp4",) * 3, ("linear", "swizzled", "linear"), [2]), (("mxfp8",) * 3, ("linear",) * 3, [])])  # fmt: skip
+def test_same_kind_of_weights(formats, layouts, expected):
+    if formats[0] == "mxfp8":
+        weights = [(*packed(32, name)[:2], torch.ones(()), name) for name in formats]
+    else:
+        weights = [packed(32, name, layout) for name, layout in zip(formats, layouts, strict=True)]
+    assert merged(traced(users_between, weights)) == expected
+
+
+@pytest.mark.parametrize(("rows", "sm", "function", "expected"), [
+    (8, 90, users_between, [3]), (9, 90, users_between, []), (None, 90, users_between, []),
+    (8, 100, users_between, [3]), (8, 90, quantised, [3])])  # fmt: skip
+def test_few_rows(rows, sm, function, expected):
+    """As many as the streaming kernel serves, and no number that is unknown."""
+    assert merged(traced(function, [packed(32)] * 3, rows), sm) == expected
+
+
+def test_the_cpu_is_left_alone():
+    x, (*w, fmt) = torch.randn(1, K).bfloat16(), packed(16)
+    graph = make_fx(lambda x, *w: (product(x, (*w, fmt)), product(x, (*w, fmt)) + 1), tracing_mode="fake")(x, *w).graph
+    assert siblings(graph) == 0
+
+
+def test_traced_once():
+    """One launch for the products of a quantised A, which is expanded once."""
+    graph_module = traced(quantised, [packed(n) for n in (64, 24, 24)], rows=4)
+    merged(graph_module)
+    (x, *_) = graph_module.graph.find_nodes(op="placeholder")
+    with x.meta["val"].fake_mode, on_paper(Target(90)) as launches:
+        lower(graph_module.graph)
+    graph_module.graph.lint()
+    assert [one.kernel.__name__ for one in launches][-2:] == ["expand_matrix", "scaled_mm_decode"]
+    assert (launches[-1].constants["MEMBERS"], launches[-1].constants["EVEN"]) == (3, 0)
+
+
+# ---------------------------------------------------------------- the op
+
+
+def arguments(x, weights, biases=(), out_dtype=BF16, a=(None, None, None)):
+    b, b_scales, b_outer, names = map(list, zip(*weights, strict=True))
+    return x, *a, b, b_scales, b_outer if b_outer[0] is not None else [], names[0], list(biases), out_dtype
+
+
+def samples():
+    x, biases = torch.randn(3, K), [torch.randn(16), torch.randn(5)]
+    yield arguments(x, [packed(16), packed(5)], biases)
+    yield arguments(x.bfloat16(), [packed(16, "mxfp8", "swizzled")], out_dtype=F32)
+    data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_rowwise")
+    yield arguments(data, [packed(n, "nvfp4_rowwise") for n in (7, 1, 9, 2)], a=(scales, outer, "nvfp4_rowwise"))
+
+
+@pytest.mark.parametrize("sample", list(samples()), ids=["bias", "one", "row scales"])
+def test_op_is_as_many_products(sample):
+    x, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype = sample
+    got = torch.ops.fp4compile.scaled_mm_siblings(*sample)
+    for i, out in enumerate(got):
+        w = b[i], b_scales[i], b_outer[i] if b_outer else None, b_format
+        assert torch.equal(out, product(x, w, bias[i] if bias else None, out_dtype, (a_scales, a_outer, a_format)))
+    checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(SIBLINGS, sample, test_utils=checks)
+
+
+def test_bad_arguments():
+    x, two = torch.randn(3, K), [packed(16), packed(5)]
+    one_bias = arguments(x, two, [torch.randn(16)])
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad()):
+        with mode, pytest.raises(ValueError, match="bias: expected none or one for each of 2 products, got 1"):
+            SIBLINGS(*one_bias)
+    x_, *rest = arguments(x, two)
+    with pytest.raises(ValueError, match="b_outer: expected none or one"):
+        SIBLINGS(x_, *rest[:5], rest[5][:1], *rest[6:])
+    with pytest.raises(ValueError, match="unknown format"):
+        SIBLINGS(x_, *rest[:6], "fp3", *rest[7:])
+    with pytest.raises(ValueError, match="contraction dimensions"):
+        SIBLINGS(x[:, :64], *rest)
+    meta = [packed(n, k=K)[:3] for n in (16, 24)]
+    on_meta = [tuple(t.to("meta") for t in w) for w in meta]
+    members = [(*w, None) for w in on_meta]
+    with on_paper(Target(90)), pytest.raises(ValueError, match="bias: expected"):
+        scaled_mm_siblings.products(x.to("meta").bfloat16(), None, None, None, [(*on_meta[0], torch.empty(3))],
+                                    formats.get("nvfp4"), BF16)  # fmt: skip
+    with on_paper(Target(90)), pytest.raises(TypeError, match="b: data of format mxfp8"):
+        scaled_mm_siblings.products(x.to("meta").bfloat16(), None, None, None, members, formats.get("mxfp8"), BF16)
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+def launches(sm, sizes, m, k=4096, a=None, bias=False, outer="nvfp4"):
+    """The launches of products of m x sizes x k, on a GPU that need not be there."""
+    fmt = formats.get(outer)
+
+    def quantized(rows):
+        data, scales, factor = torch.ops.fp4compile.quantize(
+            torch.empty(rows, k, dtype=BF16, device="meta"), fmt.name, layout="swizzled"
+        )
+        return data, scales, factor if fmt.outer else None
+
+    left = (torch.empty(m, k, dtype=BF16, device="meta"), None, None, None) if a is None else (*quantized(m), fmt)
+    biases = [torch.empty(n, dtype=BF16, device="meta") if bias else None for n in sizes]
+    with on_paper(Target(sm)) as found:
+        scaled_mm_siblings.products(*left, [(*quantized(n), b) for n, b in zip(sizes, biases, strict=True)], fmt, BF16)
+    return found
+
+
+QKV, GATE_UP = (4096, 1024, 1024), (14336, 14336)
+
+
+def test_one_configuration_for_all():
+    """That of a product as large as all together; the expansion of A comes first."""
+    (one,) = launches(90, QKV, 1)
+    assert (one.kernel.__name__, one.constants["EVEN"], one.programs) == ("scaled_mm_few", 1, 384)
+    assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "chunks")] == [1, *QKV, 128]
+    (one,) = launches(90, QKV, 5)
+    assert (one.kernel.__name__, one.constants["TILES"], one.constants["EVEN"]) == ("scaled_mm_decode", 1, 1)
+    assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "chunks")] == [5, *QKV, 128]
+    (one,) = launches(90, (1024, 1000), 2)
+    assert (one.programs, one.constants["EVEN"], one.constants["MEMBERS"]) == (127, 0, 2)
+    (one,) = launches(90, GATE_UP, 8)
+    assert (one.constants["TILES"], one.constants["CHAINS"]) == (2, 1)
+    found = launches(90, QKV, 8, a="nvfp4")
+    assert [one.kernel.__name__ for one in found] == ["expand_matrix", "scaled_mm_decode"]
+    for sizes, m in (((64,) * 4, 1), ((64,), 1), ((64, 64), 9)):  # too many, too few, too many rows
+        assert all(one.constants.get("MEMBERS", 1) == 1 for one in launches(90, sizes, m))
+
+
+@pytest.mark.parametrize("sm", TARGETS)
+@pytest.mark.parametrize(("sizes", "m", "options"), [
+    (QKV, 1, {}), (GATE_UP, 1, {}), (QKV, 4, {}), (GATE_UP, 8, {}), (QKV, 1, {"bias": True, "outer": "nvfp4_rowwise"}),
+    ((777, 8, 1), 2, {"k": 1088, "bias": True})])  # fmt: skip
+def test_compiles_ahead(sizes, m, options, sm):
+    """Nothing spills, and of one row and whole steps registers are for as many programs as shared memory is."""
+    (launched,) = launches(sm, sizes, m, **options)
+    _, found = check_sm100._check(launched, "siblings", "nvfp4", sm)
+    assert found.local_accesses == 0
+    if m == 1 and not options:
+        programs = (Target(sm).shared_memory + 1024) // (launched.constants["SHARED"] + 1024)
+        assert found.registers <= 65536 // (32 * launched.num_warps * programs) // 8 * 8
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+CASES = [
+    ((4096, 1024, 1024), 1, 4096, None, "nvfp4", False, BF16), ((512, 768), 4, 2048, None, "nvfp4", False, BF16),
+    ((777, 40, 1), 3, 1088, None, "nvfp4", True, BF16), ((100, 2064), 8, 4096, None, "nvfp4_rowwise", True, F32),
+    ((256, 512, 128), 1, 4096, "nvfp4", "nvfp4", False, BF16), ((64, 64, 64), 2, 64, None, "nvfp4_16x16", False, F32),
+    ((96, 33), 7, 576, "nvfp4_rowwise", "nvfp4_rowwise", True, torch.float16),
+    ((4096, 4096), 1, 4096, None, "nvfp4", False, BF16), ((8000, 200, 41), 1, 1088, "nvfp4", "nvfp4", True, BF16),
+    ((8192, 32), 8, 2048, None, "nvfp4", False, BF16), ((777, 8000), 6, 1088, "nvfp4", "nvfp4", True, BF16),
+    ((16384, 8), 4, 1088, None, "nvfp4_16x16", True, BF16), ((8192, 33), 1, 8768, None, "nvfp4", True, BF16),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize(("sizes", "m", "k", "a", "b", "bias", "out_dtype"), CASES)
+def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layout, monkeypatch):
+    """Of products that are cut among as many warps."""
+    x = torch.randn(m, k, device="cuda", dtype=BF16)
+    left = x, None, None, None
+    if a is not None:
+        left = *torch.ops.fp4compile.quantize(x, a), a
+    weights = [
+        torch.ops.fp4compile.quantize(torch.randn(n, k, device="cuda", dtype=BF16), b, layout=layout) for n in sizes
+    ]
+    biases = [torch.randn(n, device="cuda") for n in sizes] if bias else []
+    got = SIBLINGS(*left, *map(list, zip(*weights, strict=True)), b, biases, out_dtype)
+    config_of = scaled_mm.decode_config  # that of other kernels does not depend on n
+    monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: config_of(m, sum(sizes), k))
+    for i, w in enumerate(weights):
+        expected = product(left[0], (*w, b), biases[i] if bias else None, out_dtype, left[1:])
+        assert (got[i].shape, got[i].dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(got[i], expected)
+
+
+FOUR_WARPS = {"TILES": 1, "WARPS": 4, "STAGES": 3, "ROWS": 4, "CHAINS": 2, "PROGRAMS": 5}
+
+
+class Block(torch.nn.Module):
+    """Attention over the tokens of a batch, grouped as in Llama, and a gated MLP."""
+
+    def __init__(self, bias):
+        super().__init__()
+        for name, (n, k) in {"q": (512, 512), "k": (256, 512), "v": (256, 512), "o": (512, 512),
+                             "gate": (1088, 512), "up": (1088, 512), "down": (512, 1088)}.items():  # fmt: skip
+            setattr(self, name, torch.nn.Linear(k, n, bias=bias, dtype=BF16))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 64)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (x * x.float().cos().to(x.dtype) for x in (q, k))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])
+def test_compiled(recipe, bias, mode, monkeypatch):
+    """Of packed weights: seven products are four launches, and the bits are those of seven."""
+    model = Block(bias).cuda()
+    fp4compile.pack_(model, recipe)
+    x = torch.randn(1, 4, 512, device="cuda", dtype=BF16)
+    # With few columns a product has eight warps, together these have four.
+    monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: dict(FOUR_WARPS))
+
+    def run():
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=fp4compile.backend(recipe, strict=True), fullgraph=True, mode=mode)
+        with torch.no_grad():
+            first, (code,) = run_and_get_code(compiled, x)
+            outputs = [first.clone(), *(compiled(x).clone() for _ in range(3))]
+        return outputs, re.findall(r"(?<!\w)(scaled_mm_\w+?)_\d+\.run\(", code)
+
+    got, names = run()
+    assert names == ["scaled_mm_decode"] * 4
+    monkeypatch.setattr(manager, "siblings", lambda graph: 0)
+    with config.patch(force_disable_caches=True):
+        expected, names = run()
+    assert names == ["scaled_mm_decode"] * 7
+    assert all(torch.equal(a, expected[0]) for a in (*got, *expected))

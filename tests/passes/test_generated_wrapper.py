@@ -1,0 +1,203 @@
+"""The wrapper that Inductor generates for a GPU that is not there, whole but for compiling its kernels.
+
+In a process of its own: torch remembers what it once found out about the GPU.
+"""
+
+import os
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config
+from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+from torch._subclasses import fake_tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fp4compile.passes.fake_quantize import round_trip
+from fp4compile.passes.fuse_epilogue import fuse_tails
+from fp4compile.passes.fuse_horizontal import siblings
+from fp4compile.passes.inplace import reuse
+from fp4compile.passes.lower import lower
+from fp4compile.targets import Target
+from fp4compile.templates import launch
+from tests.helpers import in_interpreter
+from tests.passes.test_fuse_epilogue import fused_graph
+
+PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
+pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
+
+
+class NoGpu:
+    """A Triton driver that knows its target and nothing else."""
+
+    def __init__(self, sm):
+        self.sm = sm
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.sm, 32)
+
+
+def pretend(monkeypatch, sm):
+    """Let Triton, Inductor and this package find a GPU, as far as generating code asks."""
+    monkeypatch.setattr(driver, "_active", NoGpu(sm))
+    monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(sm))
+    limits = {"multi_processor_count": 132, "major": sm // 10, "regs_per_multiprocessor": 65536, "warp_size": 32,
+              "max_threads_per_multi_processor": 2048}  # fmt: skip
+    hints = DeviceProperties(type="cuda", index=0, cc=sm, **limits)
+    monkeypatch.setattr(DeviceProperties, "create", lambda device: hints)
+    properties = SimpleNamespace(minor=0, name="none", total_memory=2**36, gcnArchName="", **limits)
+    monkeypatch.setattr(CudaInterface.Worker, "get_device_properties", lambda *device: properties)
+    monkeypatch.setattr(CudaInterface, "get_compute_capability", lambda *device: sm)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)
+    for name, value in (("is_available", True), ("device_count", 1), ("current_device", 0),
+                        ("get_device_capability", (sm // 10, 0)), ("get_device_properties", properties)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+
+
+def wrapper_of(graph_module, mode):
+    """The text for a post-grad graph on fake CUDA tensors, with tails and lowered."""
+    inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    graph_module.recompile()
+    ours = round_trip, fuse_tails, siblings, reuse, lower
+    passes = {"post_grad_custom_post_pass": lambda graph: [one(graph) for one in ours]}
+    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
+        post_grad_passes(graph_module, is_inference=True)
+        graph_module.recompile()
+        lowering = GraphLowering(graph_module, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
+        with V.set_graph_handler(lowering), mode:
+            lowering.run(*inputs)
+            code = lowering.codegen()[0]
+    return getattr(code, "value", code)
+
+
+def mlp(x, w, v, w_down):
+    return x + F.linear(F.silu(F.linear(x, w)) * F.linear(x, v), w_down)
+
+
+def mlp_wrapper(monkeypatch, sm, recipe, rows):
+    """Of what Inductor generates for the MLP: the kernels by name, and the lines of the calls."""
+    pretend(monkeypatch, sm)
+    shapes = ((rows, 512), (1056, 512), (1056, 512), (512, 1056))
+    found = fused_graph(mlp, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    kernels = dict(
+        re.findall(r"^(\w+) = async_compile.triton\((.*?)^\'\'\', device_str", definitions, re.DOTALL | re.M)
+    )
+    return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or "_mm(" in line]
+
+
+def tails_in(kernels):
+    """Of each kernel with a tail that changes something: its name, and what it returns."""
+    found = {name: re.search(r"def tail\(.*?return (\w+)", text, re.DOTALL) for name, text in kernels.items()}
+    return {name: match[1] for name, match in found.items() if match and match[1] != "acc"}
+
+
+@pretending
+@pytest.mark.parametrize("rows", [16, 40, 300])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_weight_only"])
+def test_generated_wrapper(recipe, rows, monkeypatch):
+    """Whole, without a GPU: the gate takes the other product, the residual the input, and Inductor computes nothing."""
+    kernels, calls = mlp_wrapper(monkeypatch, 90, recipe, rows)
+    tails = tails_in(kernels)
+    if (recipe, rows) == ("mxfp8", 300):  # by the library, and written twice
+        assert not tails
+        return
+    assert sorted(tails.values()) == ["v0", "v4"]  # the sum, and silu times the other
+    gate, residual = (next(name for name in tails if tails[name] == value) for value in ("v4", "v0"))
+    # Nor does it fill anything but what maxima of large tensors are added up in.
+    assert not [name for name in kernels if name.startswith("triton_") and "zeros" not in name]
+    assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]
+    assert sum(call.startswith(f"{gate}.run(") for call in calls) == 1
+    tiles = [call.split(".")[0] for call in calls if call.startswith("scaled_mm_tiles")]
+    # Sums in parts have no tail: gate and up share their kernel.
+    assert (recipe, rows) != ("mxfp8", 40) or tiles[0] == tiles[1]
+
+
+@pretending
+def test_what_starts_early(monkeypatch):
+    """The kernels that await the amax and the image of the activations, and no others, are launched as dependents."""
+    kernels, calls = mlp_wrapper(monkeypatch, 90, "nvfp4", 16)
+    early = [name for name, text in kernels.items() if "'launch_pdl': True" in text]
+    assert {re.sub(r"_\d+$", "", name) for name in early} == {"quantize_rows", "scaled_mm_wgmma"}
+    assert all("'DEPENDENT': True" in kernels[name] for name in early)
+    assert len(early) == sum("'DEPENDENT': True" in text for text in kernels.values())
+    products = [index for index, call in enumerate(calls) if call.startswith("scaled_mm_wgmma")]
+    assert len(products) == 2 and all(calls[index - 1].startswith("activation_image") for index in products)
+
+
+@pretending
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
+def test_generated_wrapper_on_sm100(recipe, monkeypatch):
+    """The up product is the library's, the other two have tails."""
+    kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
+    assert sorted(tails_in(kernels).values()) == ["v0", "v4"]
+    (library,) = [call for call in calls if "_scaled_mm(" in call]
+    assert library.startswith("extern_kernels._scaled_mm(")
+    products = [call for call in calls if call.startswith("scaled_mm_native")]
+    assert len(products) == 2
+
+
+@pretending
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4", "mxfp8"])
+def test_a_gradient_over_the_product(recipe, monkeypatch):
+    """Two gradients of what one product leaves behind: one kernel, which reads the product and writes over it."""
+
+    def gradients(dy, w, gate, up):
+        d = dy @ w
+        s = torch.sigmoid(gate)
+        return (d * F.silu(gate)) @ w.t(), (d * up * s * (1 + gate * (1 - s))) @ w.t()
+
+    pretend(monkeypatch, 90)
+    shapes = (300, 512), (512, 1088), (300, 1088), (300, 1088)
+    found = fused_graph(gradients, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode)
+    (call,) = re.findall(r"triton_poi\w+\.run\((.*gate_1.*)\)", text)
+    assert max(map(call.split(", ").count, call.split(", "))) == 2
+    sizes = ("(300, 1088), (1088, 1)", "(1, 300, 1088), (326400, 1088, 1)")
+    assert sum(text.count(f"empty_strided_cuda({size}, torch.bfloat16)") for size in sizes) == 2
+
+
+def attention(x, wq, wk, wv, wo):
+    """As in Llama, what follows one product stands before the next one; keys and values serve two heads each."""
+    q = F.linear(x, wq).view(x.shape[0], -1, 4, 64).transpose(1, 2)
+    k, v = (F.linear(x, w).view(x.shape[0], -1, 2, 64).transpose(1, 2) for w in (wk, wv))
+    k, v = (kv.repeat_interleave(2, 1) for kv in (k * k.cos(), v))
+    return x + F.linear(F.scaled_dot_product_attention(q * q.cos(), k, v).transpose(1, 2).flatten(2), wo)
+
+
+@pretending
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])
+def test_siblings_are_one_launch(recipe, rows, monkeypatch):
+    """Q, K and V; gate and up. Each has memory of its own, that nobody copies or fills, and is read from there."""
+    pretend(monkeypatch, 90)
+    of_attention = (rows, 1, 256), (256, 256), (128, 256), (128, 256), (256, 256)
+    of_mlp = (rows, 512), (1088, 512), (1088, 512), (512, 1088)
+    for function, shapes, sizes in ((attention, of_attention, (256, 128, 128)), (mlp, of_mlp, (1088, 1088))):
+        found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+        text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+        launches = re.findall(r"^ *(scaled_mm_\w+?|expand_matrix)_\d+\.run\((.*)\)", text, re.M)
+        assert [name for name, _ in launches] == ["scaled_mm_few" if rows == 1 else "scaled_mm_decode"] * 2
+        together = launches[0][1]
+        before, after = text.split(f"({together})")
+        outs = [(name, int(size)) for name, size in re.findall(
+            rf"(buf\d+) = empty_strided_cuda\(\(1, {rows}, (\d+)\), .*torch.bfloat16\)", before
+        )]  # fmt: skip
+        written = [(name, size) for name, size in outs if f" {name}," in together]
+        assert sorted(size for _, size in written) == sorted(sizes)
+        assert all(re.search(rf"run\(.*\b{name}\b", after) for name, _ in written)
+        assert not re.search(r"copy_|zeros|clone", text)
+
+
+@pytest.mark.skipif(PRETENDING, reason="is that process")
+def test_in_a_process_of_its_own():
+    in_interpreter.assert_passes(__file__, "FP4COMPILE_PRETENDING")

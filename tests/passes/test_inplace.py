@@ -1,0 +1,114 @@
+"""Which results are written over the product they are computed from, and that nothing else changes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4compile
+from fp4compile.cli.demo import MLP, Shape
+from fp4compile.passes import inplace as module
+from fp4compile.passes import manager
+from fp4compile.passes.inplace import reuse
+
+aten = torch.ops.aten
+
+
+def gated(dy, w, gate, up):
+    """The gradients of silu(gate) * up, of which each is read by a product."""
+    d = dy @ w
+    s = torch.sigmoid(gate)
+    return (d * F.silu(gate)) @ w.t(), (d * up * s * (1 + gate * (1 - s))).t() @ gate
+
+
+def late(dy, w, gate, up):
+    """As in a backward graph, one result is used before the other is computed; and the product is read reshaped."""
+    d = (dy @ w).view(2, -1, w.shape[1])
+    first = d * gate.view(d.shape)
+    used = first.view(-1, w.shape[1]) @ w.t()
+    return used, ((d * up.view(d.shape)).exp() + gate.view(d.shape)).sum(0)
+
+
+def one_result(dy, w, gate, up):
+    return ((dy @ w) * gate * up).t() @ gate
+
+
+def own_operands(dy, w, gate, up):
+    """Inductor writes each result over the operand that only it has."""
+    d = dy @ w
+    return (d * gate).t() @ dy, (d * up).t() @ dy
+
+
+def product_read_elsewhere(dy, w, gate, up):
+    d = dy @ w
+    return gated(dy, w, gate, up)[0], d * gate, (d * gate * gate).sum(0), d.sum(0)
+
+
+def other_type(dy, w, gate, up):
+    d = dy @ w
+    return (d * gate).float() @ w.t().float(), (d * gate + gate).float() @ w.t().float()
+
+
+def waits_for_a_product(dy, w, gate, up):
+    """The second result needs what is made of the first one."""
+    d = dy @ w
+    first = d * gate
+    return first @ w.t(), (first.t() @ gate).sum() + gate * d * (first @ w.t() @ w)
+
+
+def traced(function, monkeypatch):
+    monkeypatch.setattr(module, "_on_gpu", lambda product: product.meta["val"].is_contiguous())
+    torch.manual_seed(0)
+    args = [torch.randn(shape).bfloat16() for shape in ((12, 8), (8, 24), (12, 24), (12, 24))]
+    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args), args
+
+
+@pytest.mark.parametrize(("function", "count"), [
+    (gated, 1), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1), (other_type, 0),
+    (waits_for_a_product, 0)])  # fmt: skip
+def test_results(function, count, monkeypatch):
+    """The graph computes the same after the pass. (Where an operand is a graph's own input Inductor may or may not
+    write over it: the pass takes it that it may.)"""
+    graph_module, args = traced(function, monkeypatch)
+    expected = graph_module(*args)
+    found = reuse(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    assert found == len(graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default))
+    got = graph_module(*args)
+    for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(expected), strict=True):
+        assert torch.equal(a, b)
+    assert found == count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4_train"])
+def test_same_bits_in_less_memory(recipe, monkeypatch):
+    """Of a gated MLP in the shape of a batch: a step with and without the pass."""
+    tokens, inner = (2, 2048), 8192
+    torch.manual_seed(0)
+    block = MLP(Shape(hidden=1024, inner=inner)).to("cuda", torch.bfloat16)
+    x = torch.randn(*tokens, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def step():
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend=fp4compile.backend(recipe, strict=True))
+        for _ in range(2):  # the first one tries launches
+            for tensor in (x, *block.parameters()):
+                tensor.grad = None
+            torch.manual_seed(1)
+            torch.cuda.reset_peak_memory_stats()
+            compiled(x).backward(gradient)
+        return [tensor.grad for tensor in (x, *block.parameters())], torch.cuda.max_memory_allocated()
+
+    got, peak = step()
+    monkeypatch.setattr(manager, "reuse", lambda graph: 0)
+    with config.patch(force_disable_caches=True):
+        expected, before = step()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    del got, expected
+    assert before - peak > 0.9 * 2 * inner * tokens[0] * tokens[1]

@@ -1,0 +1,374 @@
+"""Lowering: on a GPU the generated wrapper launches the kernels; elsewhere it calls the ops."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import fp4compile
+from fp4compile import _compat, formats, ops
+from fp4compile.passes import autotune
+from fp4compile.passes.find import Input, find
+from fp4compile.passes.lower import lower
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates.gemm import dispatch as scaled_mm
+from fp4compile.templates.gemm import horizontal as scaled_mm_siblings
+from fp4compile.templates.launch import on_paper
+from fp4compile.templates.quantize import dispatch as quantize
+from tests.end_to_end.test_composed_by_hand import FP8_UNITS_ERROR, assert_rounds_to, values
+
+
+def generated_code(layer, backend, x, **options):
+    """What Inductor generated for a training step, forward and backward."""
+    compiled = torch.compile(layer, backend=backend, **options)
+    _, code = run_and_get_code(lambda: compiled(x.requires_grad_()).square().sum().backward())
+    return "\n".join(code)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
+    """That they compute the right bits there is what test_end_to_end.py says."""
+    layer = torch.nn.Linear(80, 48, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(7, 80, device="cuda", dtype=torch.bfloat16)
+    code = generated_code(layer, fp4compile.backend(recipe, strict=True), x, dynamic=dynamic)
+    assert "fp4compile.quantize.default" not in code
+    assert "def quantize_rows(" in code and "def quantize_columns(" in code
+
+
+PRODUCTS = [("nvfp4", 7, "def scaled_mm_decode("), ("nvfp4_weight_only", 1, "def scaled_mm_few("),
+            ("nvfp4", 40, "def scaled_mm_wgmma("), ("nvfp4", 130, "def expand_matrix("),
+            ("mxfp8", 130, "def scaled_mm_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("recipe", "rows", "launched"), PRODUCTS)
+def test_products_are_launched_from_the_wrapper(recipe, rows, launched):
+    layer = torch.nn.Linear(512, 528, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend=fp4compile.backend(recipe, strict=True))
+        got, (code,) = run_and_get_code(compiled, x.cuda())
+    assert launched in code
+    assert ".scaled_mm.default(" not in code
+    assert_product(got, x, layer, named(recipe))
+
+
+def assert_product(got, x, layer, recipe):
+    """got [tokens, N] bf16 is the product of the quantised operands, by the CPU's reference, rounded once."""
+    weight, bias = (p.detach().cpu() for p in (layer.weight, layer.bias))
+    left, right = values(x.cpu(), recipe.fprop_x, -1), values(weight, recipe.fprop_w, -1)
+    slack = FP8_UNITS_ERROR * (left.abs() @ right.abs().t()) if recipe.fprop_x == "float8_rowwise" else None
+    assert_rounds_to(got.cpu().double(), left @ right.t() + bias.double(), torch.bfloat16, slack)
+
+
+@pytest.mark.gpu
+def test_any_number_of_rows_keeps_the_op():
+    """Which kernel is best is known when the graph runs; no guard is added for it."""
+    layer = torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
+    chosen = fp4compile.backend("nvfp4", strict=True)
+    graphs = []
+
+    def backend(graph_module, inputs, **options):
+        graphs.append(graph_module)
+        return chosen(graph_module, inputs, **options)
+
+    compiled = torch.compile(layer, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for rows in (40, 4, 1000):
+            x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+            assert_product(compiled(x), x, layer, named("nvfp4"))
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+def test_weights_changed_between_replays_of_a_cuda_graph():
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4"), mode="reduce-overhead")
+    x = torch.randn(8, 64, device="cuda")
+    with torch.no_grad():
+        for factor in (1.0, -2.0, 0.5):
+            layer.weight.mul_(factor)
+            for _ in range(3):
+                y = compiled(x).clone()
+            w, xq = (fp4compile.quantize(t.cpu(), "nvfp4").dequantize() for t in (layer.weight, x))
+            torch.testing.assert_close(y.cpu(), xq @ w.t() + layer.bias.cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_cpu_keeps_the_ops():
+    layer = torch.nn.Linear(64, 48)
+    code = generated_code(layer, fp4compile.backend("nvfp4", strict=True), torch.randn(8, 64))
+    assert "fp4compile.quantize.default" in code and "fp4compile.scaled_mm.default" in code
+
+
+RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"})}
+
+
+def recipe_of(name):
+    base, changes = RECIPES.get(name, (name, {}))
+    return named(base).replace(**changes)
+
+
+LIBRARY = torch.ops.aten._scaled_mm.default
+
+
+def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
+    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there; the
+    library's product, which a node of the graph calls, at their end."""
+    m, n, k = shape
+    inputs = (Input(), Input("weight"))
+    with FakeTensorMode(), on_paper(Target(sm)) as launches:
+        x, w = (torch.empty(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
+        graph = make_fx(function)(x, w).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
+        rewrite(graph, decisions)
+        lower(graph)
+    calls = [("_scaled_mm", None) for _ in graph.find_nodes(op="call_function", target=LIBRARY)]
+    return decisions[0].tier, [(one.kernel.__name__, one.constants.get("SWIZZLED")) for one in launches] + calls
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "nvfp4_train", "mxfp8", "mxfp8_32x32", "mxfp4"])
+def test_block_scaled_matrix_units_get_swizzled_scales(recipe):
+    """On SM100 every operand is quantised with swizzled scales, for the block-scaled kernel or the library's."""
+    tier, launches = launched_on(100, recipe)
+    assert tier == "native"
+    assert launches[-1][0] in ("scaled_mm_native", "_scaled_mm")
+    quantised = [swizzled for kernel, swizzled in launches if kernel.startswith("quantize")]
+    assert len(quantised) == 2 and all(quantised)
+
+
+def with_bias(dtype, bias_dtype=None):
+    return lambda x, w: torch.addmm(x.new_zeros(w.shape[0], dtype=bias_dtype or dtype), x, w.t())
+
+
+WHOLE = (256, 512, 1024)
+BLOCK_SCALED = [
+    ("nvfp4_one_level", WHOLE, {}, "_scaled_mm"), ("nvfp4_one_level", (1, 512, 1024), {}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {}, "_scaled_mm"), ("mxfp8", (7, 512, 96), {}, "_scaled_mm"),
+    ("mxfp8_32x32", WHOLE, {}, "_scaled_mm"), ("mxfp8_floor", WHOLE, {}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {"function": with_bias(torch.bfloat16)}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {"dtype": torch.float32}, "_scaled_mm"), ("mxfp8", WHOLE, {"dtype": torch.float16}, "_scaled_mm"),
+    # An outer scale would be a pass of its own.
+    ("nvfp4", WHOLE, {}, "scaled_mm_native"), ("nvfp4_rowwise", WHOLE, {}, "scaled_mm_native"),
+    ("nvfp4_train", WHOLE, {}, "scaled_mm_native"),
+    # What the library does not take: formats, rows that are no whole 16 bytes (an odd K is padded), bias in float32.
+    ("mxfp4", WHOLE, {}, "scaled_mm_native"), ("mixed", WHOLE, {}, "scaled_mm_native"),
+    ("e5m2", WHOLE, {}, "scaled_mm_native"),
+    ("nvfp4_one_level", (256, 520, 1024), {}, "scaled_mm_native"), ("mxfp8", (256, 520, 1024), {}, "scaled_mm_native"),
+    ("nvfp4_one_level", (256, 512, 1040), {}, "scaled_mm_native"),
+    ("nvfp4_one_level", (256, 512, 1017), {}, "_scaled_mm"), ("mxfp8", (256, 512, 1001), {}, "_scaled_mm"),
+    ("mxfp8", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "scaled_mm_native"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "shape", "options", "expected"), BLOCK_SCALED)
+def test_library_or_kernel_on_sm100(recipe, shape, options, expected):
+    """The library where it does all of the product in one pass, and what torch checks of its arguments holds."""
+    _, launches = launched_on(100, recipe, shape, **options)
+    assert launches[-1][0] == expected
+    products = [name for name, _ in launches if name in ("scaled_mm_native", "_scaled_mm", "scaled_mm_tiles")]
+    assert products == [expected]
+    _, elsewhere = launched_on(120, recipe, shape, **options)
+    assert "_scaled_mm" not in dict(elsewhere)
+
+
+@pytest.mark.parametrize(("library", "kernel", "expected"), [
+    (1.0, 2.0, "_scaled_mm"), (2.0, 1.0, "scaled_mm_native"), (float("inf"), 1.0, "scaled_mm_native")
+])  # fmt: skip
+def test_time_decides_under_max_autotune(library, kernel, expected, monkeypatch):
+    """Where both can compute the product, once for equal ones; elsewhere nothing is timed."""
+    timed = []
+    monkeypatch.setattr(autotune, "_winners", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(autotune, "_call", lambda arguments, contender: contender)
+    monkeypatch.setattr(autotune, "_time", lambda contender: timed.append(contender) or
+                        {"library": library, "kernel": kernel}[contender])  # fmt: skip
+    with config.patch(max_autotune=True):
+        for recipe in ("mxfp8", "nvfp4_one_level", "mxfp8"):
+            assert launched_on(100, recipe)[1][-1][0] == expected
+        assert timed == ["library", "kernel"] * 2
+        for sm, recipe in ((100, "nvfp4"), (100, "mxfp4"), (90, "mxfp8"), (120, "mxfp8")):
+            launched_on(sm, recipe)
+        assert timed == ["library", "kernel"] * 2
+    assert launched_on(100, "mxfp8")[1][-1][0] == "_scaled_mm"
+
+
+def test_what_is_timed_is_the_product(monkeypatch):
+    """Each contender, on tensors like the product's."""
+    a, scales = torch.empty(256, 1024, dtype=torch.float8_e4m3fn), torch.empty(256 * 32, dtype=torch.float8_e8m0fnu)
+    fmt, found = formats.get("mxfp8"), []
+    monkeypatch.setattr(scaled_mm, "scaled_mm", lambda *given: found.append((scaled_mm._preferred.get(), given)))
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (a, scales)]
+        for contender in ("library", "kernel"):
+            autotune._call([*fake, None, fmt, *fake, None, fmt, None, torch.bfloat16], contender)()
+    assert [contender for contender, _ in found] == ["library", "kernel"]
+    for _, (codes, scale_bytes, outer, *_) in found:
+        assert not isinstance(codes, FakeTensor) and outer is None
+        assert (codes.shape, codes.dtype) == (a.shape, a.dtype)
+        assert not codes.float().isnan().any()
+        assert scale_bytes.view(torch.uint8).unique().tolist() == [127]
+    assert scaled_mm._preferred.get() == "library"
+
+
+@pytest.mark.parametrize(("sm", "recipe", "expected"), [
+    (90, "nvfp4", "emulated"), (100, "nvfp4_weight_only", "emulated"), (90, "float8_rowwise", "native"),
+    (80, "float8_rowwise", "emulated")])  # fmt: skip
+def test_who_computes_other_products(sm, recipe, expected):
+    tier, launches = launched_on(sm, recipe)
+    assert tier == expected
+    assert "scaled_mm_native" not in dict(launches)
+    assert not any(swizzled for _, swizzled in launches)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_products_that_would_fill_the_memory_stay_ops(recipe):
+    """Expanding all of a large A, and all its sums, is left to the op, which does it part by part."""
+    for rows, columns, lowered in ((1024, 1024, True), (4096, 1024, True), (16384, 1024, False), (4096, 8192, False)):
+        _, launches = launched_on(90, recipe, (rows, columns, 16384))
+        assert ("expand_matrix" in dict(launches)) == lowered
+        assert len([name for name, _ in launches if name.startswith("quantize")]) == 2
+
+
+def quantizes(x):
+    data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4")
+    values = torch.ops.fp4compile.dequantize(data, scales, outer, "nvfp4", x.shape[-1], torch.bfloat16)
+    columns = torch.ops.fp4compile.quantize(x, "mxfp8", 0, layout="swizzled")
+    rows = torch.ops.fp4compile.quantize(x, "nvfp4_rowwise")
+    return data, scales, outer, values, *columns[:2], *rows, *torch.ops.fp4compile.quantize_both(x, "mxfp4")[:4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_every_kernel_gives_the_bits_of_the_op(dynamic):
+    counts = []
+
+    def backend(graph_module, inputs):
+        patches = {"post_grad_custom_pre_pass": lambda graph: counts.append(lower(graph)), "fx_graph_cache": False}
+        return compile_fx(graph_module, inputs, config_patches=patches)
+
+    compiled = torch.compile(quantizes, backend=backend, dynamic=dynamic)
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    got, (code,) = run_and_get_code(compiled, x)
+    for y, results in [(x, got), *([(x[:37], compiled(x[:37]))] if dynamic else [])]:
+        for one, other in zip(results, quantizes(y), strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    assert counts == [5]
+    for kernel in ("quantize_rows", "tensor_amax", "quantize_scaled_rows", "quantize_columns", "dequantize_rows"):
+        assert f"def {kernel}(" in code
+
+
+class NoGpu:
+    """A Triton driver that knows its target and nothing else."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def launches():
+    """One of every kernel, in each of the ways that change what it writes."""
+    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    with on_paper(Target(90)) as found:
+        for name in ("nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "float8_rowwise"):
+            fmt = formats.get(name)
+            quantize.quantize(x, fmt)
+            quantize.quantize(x.mT, fmt)
+            if fmt.outer != "row":
+                quantize.quantize_both(x, fmt)
+            if ops.expands(fmt):
+                quantize.quantize_expanded(x, fmt)
+        te = formats.get("nvfp4_te")
+        quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
+        quantize.quantize_both(x, te, seed=seed, transform=True)
+        for m in (1, 4, 40, 256):
+            for name in ("nvfp4", "mxfp8"):
+                fmt = formats.get(name)
+                operands = []
+                for rows in (m, 128):
+                    data, scales, outer = torch.ops.fp4compile.quantize(x[:1].expand(rows, -1), name)
+                    operands += [data, scales, outer if fmt.outer else None, fmt]
+                scaled_mm.scaled_mm(*operands, None, torch.bfloat16)
+        data, scales, outer = torch.ops.fp4compile.quantize(x.new_empty(256, 4096), "nvfp4")
+        scaled_mm.scaled_mm(x.new_empty(40, 4096), None, None, None, data, scales, outer, formats.get("nvfp4"), None,
+                            torch.bfloat16)  # fmt: skip
+        for weights in (2, 3):
+            data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
+            scaled_mm_siblings.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
+                                        torch.bfloat16)  # fmt: skip
+    return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
+
+
+def dtypes_of(launch):
+    return {name: value.dtype for name, value in launch.args.items() if isinstance(value, torch.Tensor)}
+
+
+def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
+    """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    kernels, expanded = set(), 0
+    for launch in launches():
+        dtypes = dtypes_of(launch)
+        arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
+        constants = kernel_side_table.add_constant_args(launch.constants)
+        written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
+        assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
+        if launch.kernel.__name__ in ("activation_image", "scaled_mm_wgmma"):
+            assert written == {"image_ptr" if launch.kernel.__name__ == "activation_image" else "out_ptr"}
+        if launch.kernel.__name__ in ("scaled_mm_few", "scaled_mm_decode"):
+            outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
+            assert written == set(outs[: launch.constants["MEMBERS"]])
+        if dtypes.get("data_ptr") == torch.float16:
+            expanded += 1
+            assert written == {"data_ptr", "outer_ptr"}
+        kernels.add(launch.kernel.__name__)
+    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_few",
+                       "scaled_mm_decode", "activation_image", "scaled_mm_wgmma", "reduce_splits",
+                       "scaled_mm_tiles"}  # fmt: skip
+    assert expanded == 2
+    assert "assuming every input is mutated" not in caplog.text
+
+
+def test_a_signature_is_analysed_once(monkeypatch):
+    made = []
+    to_functions = triton_kernel_wrap.ttir_to_functions
+    monkeypatch.setattr(triton_kernel_wrap, "ttir_to_functions", lambda ttir: made.append(ttir) or to_functions(ttir))
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
+        original = getattr(triton_kernel_wrap, name, None)
+        monkeypatch.setattr(triton_kernel_wrap, name, getattr(original, "__wrapped__", original), raising=False)
+    _compat.share_analysis("fp4compile")
+    _compat.share_analysis("fp4compile")
+
+    def written(rows, dtype=torch.bfloat16):
+        x = torch.empty(rows, 512, dtype=dtype, device="meta")
+        with on_paper(Target(90)) as found:
+            quantize.quantize(x, formats.get("mxfp8"), layout="swizzled")
+        (launch,) = found
+        arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
+                     for k, v in launch.args.items()}  # fmt: skip
+        constants = kernel_side_table.add_constant_args(launch.constants)
+        tuned = triton.autotune([triton.Config({}, num_warps=4)], key=[])(launch.kernel)  # as torch does
+        kernel = kernel_side_table.add_kernel(tuned)
+        return len(made), sorted(get_mutated_tensors(kernel, constants, arguments, {}))
+
+    (_, first), (one, again), (still_one, more_rows) = written(64), written(64), written(128)
+    assert first == again == more_rows == ["data_ptr", "scales_ptr"] and (one, still_one) == (1, 1)
+    assert written(64, torch.float32) == (2, first) and len(made) == 3  # another number of rows, another dtype

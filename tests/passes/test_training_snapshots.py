@@ -1,0 +1,452 @@
+"""Snapshots of training graphs, for each training recipe: a linear and an MLP, the joint graph after the rewrite, then
+forward (what it returns last is what is saved) and backward after the merge.
+
+Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
+"""
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+
+import fp4compile
+from fp4compile.passes.merge_quantize import merge
+from tests.helpers.graphs import Recorder, summary
+
+
+class Merged(Recorder):
+    """Keeps the graph as the merge leaves it."""
+
+    def __call__(self, graph):
+        merge(graph)
+        super().__call__(graph)
+
+
+def graphs(model, recipe):
+    """Text of the joint, the forward and the backward graph; bf16, 64 tokens of width 32."""
+    recorder, joint = Merged(), []
+    options = {
+        "post_grad_custom_pre_pass": recorder,
+        "joint_custom_post_pass": lambda graph: joint.append(summary(graph)),
+    }
+    compiled = torch.compile(model.bfloat16(), backend=fp4compile.backend(recipe, strict=True), options=options)
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    compiled(x).sum().backward()
+    forward, backward = recorder.graphs
+    return "\n".join(("joint", *joint, "forward", forward, "backward", backward))
+
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(32, 64, bias=False)
+        self.down = torch.nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Snapshots(TestCase):
+    maxDiff = None
+
+    def test_mxfp8_linear(self):
+        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "mxfp8"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, None, mxfp8, getitem_3, getitem_4, None, mxfp8, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(tangents_1, mxfp8, -2)
+quantize_default_3 = fp4compile.quantize(primals_2, mxfp8, -2)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, mxfp8, -1)
+quantize_default_5 = fp4compile.quantize(primals_1, mxfp8, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, mxfp8)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_11, getitem_12, None, mxfp8, getitem_3, getitem_4, None, mxfp8, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_14: float8_e4m3fn[32, 64], getitem_15: float8_e8m0fnu[32, 2]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, mxfp8)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_19, getitem_20, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(primals_1, mxfp8, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_17, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+
+    def test_mxfp8_mlp(self):
+        self.assertExpectedInline(graphs(MLP(), "mxfp8"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, None, mxfp8, getitem_3, getitem_4, None, mxfp8, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, mxfp8, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, mxfp8, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, mxfp8, -2)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, mxfp8, -2)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
+quantize_default_6 = fp4compile.quantize(tangents_1, mxfp8, -1)
+quantize_default_7 = fp4compile.quantize(primals_3, mxfp8, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, getitem_19, None, mxfp8, getitem_21, getitem_22, None, mxfp8, None, torch.bfloat16)
+quantize_default_8 = fp4compile.quantize(convert_element_type_12, mxfp8, -2)
+quantize_default_9 = fp4compile.quantize(primals_2, mxfp8, -2)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, getitem_25, None, mxfp8, getitem_27, getitem_28, None, mxfp8, None, torch.bfloat16)
+quantize_default_10 = fp4compile.quantize(convert_element_type_12, mxfp8, -1)
+quantize_default_11 = fp4compile.quantize(primals_1, mxfp8, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, getitem_31, None, mxfp8, getitem_33, getitem_34, None, mxfp8, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, mxfp8)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_29, getitem_30, None, mxfp8, getitem_3, getitem_4, None, mxfp8, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_3, mxfp8)
+quantize_default_3 = fp4compile.quantize(primals_3, mxfp8, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_35, getitem_36, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_38: float8_e4m3fn[64, 64], getitem_39: float8_e8m0fnu[64, 2], getitem_32: float8_e4m3fn[32, 64], getitem_33: float8_e8m0fnu[32, 2]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, mxfp8)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_37, getitem_38, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
+quantize_default_7 = fp4compile.quantize(primals_3, mxfp8, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_35, None, mxfp8, getitem_21, getitem_22, None, mxfp8, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, mxfp8)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_43, getitem_44, None, mxfp8, getitem_27, getitem_28, None, mxfp8, None, torch.bfloat16)
+quantize_default_11 = fp4compile.quantize(primals_1, mxfp8, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_40, getitem_41, None, mxfp8, getitem_33, getitem_34, None, mxfp8, None, torch.bfloat16)
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+
+    def test_mxfp8_32x32_linear(self):
+        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "mxfp8_32x32"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8_32x32, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, None, mxfp8, getitem_3, getitem_4, None, mxfp8_32x32, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(tangents_1, mxfp8, -2)
+quantize_default_3 = fp4compile.quantize(primals_2, mxfp8, -2)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, mxfp8, -1)
+quantize_default_5 = fp4compile.quantize(primals_1, mxfp8_32x32, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, None, mxfp8, getitem_15, getitem_16, None, mxfp8_32x32, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, mxfp8)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8_32x32, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_11, getitem_12, None, mxfp8, getitem_3, getitem_4, None, mxfp8_32x32, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_14: float8_e4m3fn[32, 64], getitem_15: float8_e8m0fnu[32, 2]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, mxfp8)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_19, getitem_20, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(primals_1, mxfp8_32x32, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_17, None, mxfp8, getitem_15, getitem_16, None, mxfp8_32x32, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+
+    def test_mxfp8_32x32_mlp(self):
+        self.assertExpectedInline(graphs(MLP(), "mxfp8_32x32"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8_32x32, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, None, mxfp8, getitem_3, getitem_4, None, mxfp8_32x32, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, mxfp8, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, mxfp8_32x32, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, None, mxfp8, getitem_9, getitem_10, None, mxfp8_32x32, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, mxfp8, -2)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, mxfp8, -2)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
+quantize_default_6 = fp4compile.quantize(tangents_1, mxfp8, -1)
+quantize_default_7 = fp4compile.quantize(primals_3, mxfp8_32x32, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, getitem_19, None, mxfp8, getitem_21, getitem_22, None, mxfp8_32x32, None, torch.bfloat16)
+quantize_default_8 = fp4compile.quantize(convert_element_type_12, mxfp8, -2)
+quantize_default_9 = fp4compile.quantize(primals_2, mxfp8, -2)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, getitem_25, None, mxfp8, getitem_27, getitem_28, None, mxfp8, None, torch.bfloat16)
+quantize_default_10 = fp4compile.quantize(convert_element_type_12, mxfp8, -1)
+quantize_default_11 = fp4compile.quantize(primals_1, mxfp8_32x32, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, getitem_31, None, mxfp8, getitem_33, getitem_34, None, mxfp8_32x32, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, mxfp8)
+quantize_default_1 = fp4compile.quantize(primals_1, mxfp8_32x32, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_29, getitem_30, None, mxfp8, getitem_3, getitem_4, None, mxfp8_32x32, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_3, mxfp8)
+quantize_default_3 = fp4compile.quantize(primals_3, mxfp8_32x32, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_35, getitem_36, None, mxfp8, getitem_9, getitem_10, None, mxfp8_32x32, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_38: float8_e4m3fn[64, 64], getitem_39: float8_e8m0fnu[64, 2], getitem_32: float8_e4m3fn[32, 64], getitem_33: float8_e8m0fnu[32, 2]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, mxfp8)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_37, getitem_38, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
+quantize_default_7 = fp4compile.quantize(primals_3, mxfp8_32x32, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_35, None, mxfp8, getitem_21, getitem_22, None, mxfp8_32x32, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, mxfp8)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_43, getitem_44, None, mxfp8, getitem_27, getitem_28, None, mxfp8, None, torch.bfloat16)
+quantize_default_11 = fp4compile.quantize(primals_1, mxfp8_32x32, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_40, getitem_41, None, mxfp8, getitem_33, getitem_34, None, mxfp8_32x32, None, torch.bfloat16)
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+
+    def test_nvfp4_linear(self):
+        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, nvfp4, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, getitem_3, getitem_4, getitem_5, nvfp4, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(tangents_1, nvfp4, -2)
+quantize_default_3 = fp4compile.quantize(primals_2, nvfp4, -2)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4, getitem_9, getitem_10, getitem_11, nvfp4, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4, -1)
+quantize_default_5 = fp4compile.quantize(primals_1, nvfp4, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4, getitem_15, getitem_16, getitem_17, nvfp4, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, nvfp4)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4, getitem_3, getitem_4, getitem_5, nvfp4, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_15: uint8[32, 32], getitem_16: float8_e4m3fn[32, 4], getitem_14: float32[]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_19, nvfp4, getitem_9, getitem_10, getitem_11, nvfp4, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(primals_1, nvfp4, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, nvfp4, getitem_15, getitem_16, getitem_17, nvfp4, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+
+    def test_nvfp4_mlp(self):
+        self.assertExpectedInline(graphs(MLP(), "nvfp4"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, nvfp4, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, getitem_3, getitem_4, getitem_5, nvfp4, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, nvfp4, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, nvfp4, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4, getitem_9, getitem_10, getitem_11, nvfp4, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4, -2)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, nvfp4, -2)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4, getitem_15, getitem_16, getitem_17, nvfp4, None, torch.bfloat16)
+quantize_default_6 = fp4compile.quantize(tangents_1, nvfp4, -1)
+quantize_default_7 = fp4compile.quantize(primals_3, nvfp4, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, getitem_19, getitem_20, nvfp4, getitem_21, getitem_22, getitem_23, nvfp4, None, torch.bfloat16)
+quantize_default_8 = fp4compile.quantize(convert_element_type_12, nvfp4, -2)
+quantize_default_9 = fp4compile.quantize(primals_2, nvfp4, -2)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, getitem_25, getitem_26, nvfp4, getitem_27, getitem_28, getitem_29, nvfp4, None, torch.bfloat16)
+quantize_default_10 = fp4compile.quantize(convert_element_type_12, nvfp4, -1)
+quantize_default_11 = fp4compile.quantize(primals_1, nvfp4, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, nvfp4, getitem_33, getitem_34, getitem_35, nvfp4, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, nvfp4)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, nvfp4, getitem_3, getitem_4, getitem_5, nvfp4, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_3, nvfp4)
+quantize_default_3 = fp4compile.quantize(primals_3, nvfp4, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_36, getitem_37, getitem_38, nvfp4, getitem_9, getitem_10, getitem_11, nvfp4, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_39: uint8[64, 32], getitem_40: float8_e4m3fn[64, 4], getitem_38: float32[], getitem_33: uint8[32, 32], getitem_34: float8_e4m3fn[32, 4], getitem_32: float32[]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_38, getitem_39, getitem_37, nvfp4, getitem_15, getitem_16, getitem_17, nvfp4, None, torch.bfloat16)
+quantize_default_7 = fp4compile.quantize(primals_3, nvfp4, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_36, getitem_37, nvfp4, getitem_21, getitem_22, getitem_23, nvfp4, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, nvfp4)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, getitem_45, getitem_43, nvfp4, getitem_27, getitem_28, getitem_29, nvfp4, None, torch.bfloat16)
+quantize_default_11 = fp4compile.quantize(primals_1, nvfp4, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, getitem_42, getitem_43, nvfp4, getitem_33, getitem_34, getitem_35, nvfp4, None, torch.bfloat16)
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+
+    def test_nvfp4_rowwise_linear(self):
+        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4_rowwise"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, nvfp4_rowwise, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4_rowwise, getitem_3, getitem_4, getitem_5, nvfp4_te, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(tangents_1, nvfp4_te, -2)
+quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, -2)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, -1)
+quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_te, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
+forward
+quantize_default = fp4compile.quantize(primals_2, nvfp4_rowwise, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4_rowwise, getitem_3, getitem_4, getitem_5, nvfp4_te, None, torch.bfloat16)
+quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, -2)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_9: uint8[32, 32], getitem_10: float8_e4m3fn[32, 4], getitem_11: float32[]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4_te)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_19, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_te, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+
+    def test_nvfp4_rowwise_mlp(self):
+        self.assertExpectedInline(graphs(MLP(), "nvfp4_rowwise"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, nvfp4_rowwise, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4_rowwise, getitem_3, getitem_4, getitem_5, nvfp4_te, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, nvfp4_rowwise, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, nvfp4_te, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4_rowwise, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, -2)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, nvfp4_te, -2)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
+quantize_default_6 = fp4compile.quantize(tangents_1, nvfp4_te, -1)
+quantize_default_7 = fp4compile.quantize(primals_3, nvfp4_te, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, getitem_19, getitem_20, nvfp4_te, getitem_21, getitem_22, getitem_23, nvfp4_te, None, torch.bfloat16)
+quantize_default_8 = fp4compile.quantize(convert_element_type_12, nvfp4_te, -2)
+quantize_default_9 = fp4compile.quantize(primals_2, nvfp4_te, -2)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, getitem_25, getitem_26, nvfp4_te, getitem_27, getitem_28, getitem_29, nvfp4_te, None, torch.bfloat16)
+quantize_default_10 = fp4compile.quantize(convert_element_type_12, nvfp4_te, -1)
+quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_te, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, nvfp4_te, getitem_33, getitem_34, getitem_35, nvfp4_te, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
+forward
+quantize_default = fp4compile.quantize(primals_2, nvfp4_rowwise, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4_rowwise, getitem_3, getitem_4, getitem_5, nvfp4_te, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, nvfp4_rowwise, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, nvfp4_te, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4_rowwise, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, nvfp4_te, -2)
+quantize_default_9 = fp4compile.quantize(primals_2, nvfp4_te, -2)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_15: uint8[64, 32], getitem_16: float8_e4m3fn[64, 4], getitem_17: float32[], getitem_27: uint8[32, 32], getitem_28: float8_e4m3fn[32, 4], getitem_29: float32[]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4_te)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_38, getitem_39, getitem_37, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
+quantize_default_7 = fp4compile.quantize(primals_3, nvfp4_te, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_36, getitem_37, nvfp4_te, getitem_21, getitem_22, getitem_23, nvfp4_te, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, nvfp4_te)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, getitem_45, getitem_43, nvfp4_te, getitem_27, getitem_28, getitem_29, nvfp4_te, None, torch.bfloat16)
+quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_te, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, getitem_42, getitem_43, nvfp4_te, getitem_33, getitem_34, getitem_35, nvfp4_te, None, torch.bfloat16)
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+
+    def test_nvfp4_train_linear(self):
+        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4_train"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, nvfp4_te, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_3, getitem_4, getitem_5, nvfp4_16x16, None, torch.bfloat16)
+inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
+quantize_default_2 = fp4compile.quantize(tangents_1, nvfp4_te, -2, seed=select_int, hadamard=True)
+quantize_default_3 = fp4compile.quantize(primals_2, nvfp4_te, -2, hadamard=True)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, -1, seed=select_int)
+quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_16x16, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, nvfp4_te, hadamard=True)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_3, getitem_4, getitem_5, nvfp4_16x16, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_15: uint8[32, 32], getitem_16: float8_e4m3fn[32, 4], getitem_17: float32[]
+backward
+inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
+quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4_te, seed=select_int, hadamard=True)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_22, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_16x16, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+
+    def test_nvfp4_train_mlp(self):
+        self.assertExpectedInline(graphs(MLP(), "nvfp4_train"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, nvfp4_te, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_3, getitem_4, getitem_5, nvfp4_16x16, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, nvfp4_te, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, nvfp4_16x16, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_16x16, None, torch.bfloat16)
+inductor_seeds_default: int64[2] = prims.inductor_seeds(2, cpu)
+quantize_default_4 = fp4compile.quantize(tangents_1, nvfp4_te, -2, seed=select_int, hadamard=True)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, nvfp4_te, -2, hadamard=True)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
+quantize_default_6 = fp4compile.quantize(tangents_1, nvfp4_te, -1, seed=select_int)
+quantize_default_7 = fp4compile.quantize(primals_3, nvfp4_16x16, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, getitem_19, getitem_20, nvfp4_te, getitem_21, getitem_22, getitem_23, nvfp4_16x16, None, torch.bfloat16)
+quantize_default_8 = fp4compile.quantize(convert_element_type_12, nvfp4_te, -2, seed=select_int_1, hadamard=True)
+quantize_default_9 = fp4compile.quantize(primals_2, nvfp4_te, -2, hadamard=True)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, getitem_25, getitem_26, nvfp4_te, getitem_27, getitem_28, getitem_29, nvfp4_te, None, torch.bfloat16)
+quantize_default_10 = fp4compile.quantize(convert_element_type_12, nvfp4_te, -1, seed=select_int_1)
+quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_16x16, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, nvfp4_te, getitem_33, getitem_34, getitem_35, nvfp4_16x16, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, nvfp4_te, hadamard=True)
+quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_30, getitem_31, getitem_32, nvfp4_te, getitem_3, getitem_4, getitem_5, nvfp4_16x16, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_3, nvfp4_te, hadamard=True)
+quantize_default_3 = fp4compile.quantize(primals_3, nvfp4_16x16, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_36, getitem_37, getitem_38, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_16x16, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_39: uint8[64, 32], getitem_40: float8_e4m3fn[64, 4], getitem_41: float32[], getitem_33: uint8[32, 32], getitem_34: float8_e4m3fn[32, 4], getitem_35: float32[]
+backward
+inductor_seeds_default: int64[2] = prims.inductor_seeds(2, cpu)
+quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4_te, seed=select_int, hadamard=True)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_38, getitem_39, getitem_40, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
+quantize_default_7 = fp4compile.quantize(primals_3, nvfp4_16x16, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, getitem_36, getitem_37, nvfp4_te, getitem_21, getitem_22, getitem_23, nvfp4_16x16, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, nvfp4_te, seed=select_int_1, hadamard=True)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, getitem_45, getitem_46, nvfp4_te, getitem_27, getitem_28, getitem_29, nvfp4_te, None, torch.bfloat16)
+quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_16x16, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, getitem_42, getitem_43, nvfp4_te, getitem_33, getitem_34, getitem_35, nvfp4_16x16, None, torch.bfloat16)
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+
+    def test_float8_rowwise_linear(self):
+        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "float8_rowwise"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, float8_rowwise, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, None, getitem_2, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(tangents_1, float8_rowwise, -2)
+quantize_default_3 = fp4compile.quantize(primals_2, float8_rowwise, -2)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, None, getitem_8, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, float8_rowwise, -1)
+quantize_default_5 = fp4compile.quantize(primals_1, float8_rowwise, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, float8_rowwise)
+quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default: bfloat16[64, 64], primals_1: bfloat16[64, 32], getitem_15: float8_e4m3fn[32, 64], getitem_17: float32[32, 1]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, float8_rowwise)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, None, getitem_22, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
+quantize_default_5 = fp4compile.quantize(primals_1, float8_rowwise, -2)
+scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, None, getitem_19, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+
+    def test_float8_rowwise_mlp(self):
+        self.assertExpectedInline(graphs(MLP(), "float8_rowwise"), """\
+joint
+quantize_default = fp4compile.quantize(primals_2, float8_rowwise, -1)
+quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, None, getitem_2, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
+quantize_default_2 = fp4compile.quantize(convert_element_type_3, float8_rowwise, -1)
+quantize_default_3 = fp4compile.quantize(primals_3, float8_rowwise, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_6, None, getitem_8, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
+quantize_default_4 = fp4compile.quantize(tangents_1, float8_rowwise, -2)
+quantize_default_5 = fp4compile.quantize(convert_element_type_3, float8_rowwise, -2)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_12, None, getitem_14, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
+quantize_default_6 = fp4compile.quantize(tangents_1, float8_rowwise, -1)
+quantize_default_7 = fp4compile.quantize(primals_3, float8_rowwise, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_18, None, getitem_20, float8_rowwise, getitem_21, None, getitem_23, float8_rowwise, None, torch.bfloat16)
+quantize_default_8 = fp4compile.quantize(convert_element_type_12, float8_rowwise, -2)
+quantize_default_9 = fp4compile.quantize(primals_2, float8_rowwise, -2)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_24, None, getitem_26, float8_rowwise, getitem_27, None, getitem_29, float8_rowwise, None, torch.bfloat16)
+quantize_default_10 = fp4compile.quantize(convert_element_type_12, float8_rowwise, -1)
+quantize_default_11 = fp4compile.quantize(primals_1, float8_rowwise, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_30, None, getitem_32, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]
+forward
+quantize_both_default = fp4compile.quantize_both(primals_2, float8_rowwise)
+quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
+scaled_mm_default: bfloat16[64, 64] = fp4compile.scaled_mm(getitem_30, None, getitem_32, float8_rowwise, getitem_3, None, getitem_5, float8_rowwise, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_3, float8_rowwise)
+quantize_default_3 = fp4compile.quantize(primals_3, float8_rowwise, -1)
+scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_36, None, getitem_38, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default_1: bfloat16[64, 32], primals_1: bfloat16[64, 32], primals_3: bfloat16[32, 64], scaled_mm_default: bfloat16[64, 64], getitem_39: float8_e4m3fn[64, 64], getitem_41: float32[64, 1], getitem_33: float8_e4m3fn[32, 64], getitem_35: float32[32, 1]
+backward
+quantize_both_default = fp4compile.quantize_both(tangents_1, float8_rowwise)
+scaled_mm_default_2: bfloat16[32, 64] = fp4compile.scaled_mm(getitem_38, None, getitem_40, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
+quantize_default_7 = fp4compile.quantize(primals_3, float8_rowwise, -2)
+scaled_mm_default_3: bfloat16[64, 64] = fp4compile.scaled_mm(getitem, None, getitem_37, float8_rowwise, getitem_21, None, getitem_23, float8_rowwise, None, torch.bfloat16)
+quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, float8_rowwise)
+scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, None, getitem_46, float8_rowwise, getitem_27, None, getitem_29, float8_rowwise, None, torch.bfloat16)
+quantize_default_11 = fp4compile.quantize(primals_1, float8_rowwise, -2)
+scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, None, getitem_43, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")

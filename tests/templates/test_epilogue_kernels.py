@@ -1,0 +1,290 @@
+"""Products with a pointwise tail: the kernels against the same operations after the kernels without one.
+
+As in test_scaled_mm_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
+"""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+
+from fp4compile import _compat, formats, ops
+from fp4compile.cli import check_sm100
+from fp4compile.templates.device.epilogue import OPERANDS, Tail, text_of
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
+from tests.passes.test_fuse_epilogue import fused_graph
+from tests.templates.test_gemm_kernels import (
+    DEVICE,
+    INTERPRETING,
+    OLD_TRITON,
+    for_gpus,
+    gpu,
+    launches,
+    part_by_part,
+    quantized,
+    spilled_bytes,
+)
+from tests.templates.test_machine_code import NEW_PTXAS
+
+if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates.gemm import dispatch as kernels
+
+# Kinds of operands, steps, and the same in PyTorch.
+TAILS = {
+    "relu": ((), [("relu", ("product",))], F.relu),
+    "silu and gate": (("matrix",), [("neg", ("product",)), ("exp", (0,)), ("add", (1, 1.0)), ("div", ("product", 2)),
+                                    ("mul", (3, "x0"))], lambda y, gate: F.silu(y) * gate),
+    "gelu, scale, residual": (("row", "matrix"), [
+        ("mul", ("product", 0.5)), ("mul", ("product", 0.7071067811865476)), ("erf", (1,)), ("add", (2, 1.0)),
+        ("mul", (0, 3)), ("mul", (4, "x0")), ("add", (5, "x1"))], lambda y, scale, x: F.gelu(y) * scale + x),
+    "gelu by tanh": ((), [
+        ("mul", ("product", 0.5)), ("cube", ("product",)), ("mul", (1, 0.044715)), ("add", ("product", 2)),
+        ("mul", (3, 0.7978845608028654)), ("tanh", (4,)), ("add", (5, 1.0)), ("mul", (0, 6))],
+        lambda y: F.gelu(y, approximate="tanh")),
+    "two matrices": (("matrix", "matrix"), [
+        ("sub", ("x0", "product")), ("sigmoid", (0,)), ("square", (1,)), ("sub", (2, "x1")), ("mul", (3, -2.5))],
+        lambda y, a, b: ((torch.sigmoid(a - y)) ** 2 - b) * -2.5),
+}  # fmt: skip
+EXACT = ("relu",)  # no function that two libraries compute differently
+
+
+def tail_of(name, product_dtype, operands, dtype):
+    kinds, steps, _ = TAILS[name]
+    return Tail(text_of(product_dtype, kinds, steps), tuple(operands), dtype)
+
+
+def operands_of(name, shape, dtype, device=DEVICE):
+    sizes = {"matrix": shape, "row": shape[-1:]}
+    return [torch.randn(sizes[kind], dtype=dtype, device=device) for kind in TAILS[name][0]]
+
+
+def check(name, a, b, bias=None, product_dtype=torch.bfloat16, dtype=torch.bfloat16, operand_dtype=torch.bfloat16):
+    """A product with a tail against the one without, and the tail in float32."""
+    there = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in (*a, *b, bias)]
+    product = kernels.scaled_mm(*there, product_dtype)
+    operands = operands_of(name, product.shape, operand_dtype)
+    got = kernels.scaled_mm(*there, product_dtype, tail_of(name, product_dtype, operands, dtype)).cpu()
+    values = [t.cpu().float() for t in (product, *operands)]
+    expected = TAILS[name][2](*values).to(dtype)
+    assert (got.shape, got.dtype) == (expected.shape, dtype)
+    got, expected = got.float(), expected.float()
+    assert torch.equal(got.isnan(), expected.isnan())
+    if name in EXACT:
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+        return
+    size = torch.stack(torch.broadcast_tensors(*(1 + value.abs() for value in values))).prod(0)
+    far = (got - expected).abs() > expected.abs() * torch.finfo(dtype).eps + size * 2.0**-18
+    assert not (far & expected.isfinite()).any()
+    assert not got[expected.isinf()].isfinite().any()
+
+
+M, N, K = (20, 18, 72) if INTERPRETING else (40, 200, 528)
+
+
+@gpu
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("mxfp8", "mxfp4"), (torch.bfloat16, "nvfp4_16x16")], ids=str)
+def test_tails(a, b, name):
+    """Tiles, and (the fewer rows) sums in several parts; dtypes of product, operands and result."""
+    a, b = a if isinstance(a, torch.dtype) else formats.get(a), formats.get(b)
+    x, w, bias = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
+    check(name, quantized(x, a), quantized(w, b), bias)
+    check(name, quantized(x, a), quantized(w, b), None, torch.float32, torch.float16, torch.float32)
+    check(name, quantized(x[:5], a), quantized(w, b), bias, torch.float16, torch.float32, torch.float16)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["relu", "silu and gate"])
+@pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
+def test_hard_inputs(hard, name):
+    for fmt in map(formats.get, ("nvfp4_rowwise", "mxfp8")):
+        x = hard_input(hard, (16, 104), torch.float32, fmt.block_cols)
+        check(name, quantized(x, fmt), quantized(torch.randn(16, 104), fmt), torch.randn(16))
+
+
+@gpu
+def test_batches():
+    fmt = formats.get("mxfp8")
+    x, w = torch.randn(3, 9, 40), torch.randn(3, 7, 40)
+    check("gelu, scale, residual", quantized(x, fmt), quantized(w, fmt))
+    check("gelu, scale, residual", quantized(x, fmt), quantized(w[0], fmt))
+
+
+# A linear layer's product p, and more: what the pass makes of it is what float32 arithmetic makes of the product.
+CHAINS = {
+    "gate": lambda p, x, w, same, row: F.silu(p(x, w)) * same,
+    "activation and residual": lambda p, x, w, same, row: same + F.gelu(p(x, w)),
+    "rows and numbers": lambda p, x, w, same, row: same - p(x, w) * row / 3.0,
+    "another shape": lambda p, x, w, same, row: F.relu(p(x, w).view(4, 5, 32)).square() + same.view(4, 5, 32),
+}
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="runs the graph on the CPU, and its kernels in the interpreter")
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_fused_graphs(chain, recipe):
+    shapes = ((20, 64), (32, 64), (20, 32), (32,))
+    values = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+
+    def function(x, w, same, row):
+        return CHAINS[chain](F.linear, x, w, same, row)
+
+    result = fused_graph(function, *shapes, recipe=recipe, sm=90)
+    assert result.fused == 1
+    got = OnTheCpu(torch.fx.GraphModule({}, result.graph)).run(*values)
+    product = fused_graph(lambda x, w: F.linear(x, w), *shapes[:2], recipe=recipe, sm=90)
+    plain = OnTheCpu(torch.fx.GraphModule({}, product.graph)).run(*values[:2])
+    floats = [value.float() for value in values]
+    expected = CHAINS[chain](lambda x, w: plain.float(), *floats).bfloat16()
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert ((got.float() - expected.float()).abs() <= 2.0**-8 * expected.float().abs()).all()  # erf and exp
+
+
+class OnTheCpu(torch.fx.Interpreter):
+    """Runs a graph with the kernels that it would be lowered to on a GPU."""
+
+    def call_function(self, target, args, kwargs):
+        kernels = {"scaled_mm_tail": ops.scaled_mm_tail_cuda, "scaled_mm": ops.scaled_mm_cuda}
+        return super().call_function(kernels.get(getattr(target, "_opname", ""), target), args, kwargs)
+
+
+@gpu
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("name", ["gelu, scale, residual", "two matrices"])
+def test_library_part_by_part(name, columns, monkeypatch):
+    m, n, k = part_by_part(monkeypatch, columns)
+    x, w = torch.randn(m, k), torch.randn(n, k)
+    check(name, quantized(x, formats.get("nvfp4")), quantized(w, formats.get("nvfp4")), torch.randn(n))
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@pytest.mark.parametrize("name", TAILS)
+def test_native_form(name, monkeypatch):
+    monkeypatch.setattr(kernels, "native", lambda *operands: True)
+    for a, b in (("nvfp4", "nvfp4"), ("mxfp8", "mxfp4")):
+        a, b = formats.get(a), formats.get(b)
+        x, w = torch.randn(140, 96), torch.randn(130, 96)
+        check(name, quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), torch.randn(130))
+        x, w = torch.randn(2, 5, 64), torch.randn(2, 6, 64)
+        check(name, quantized(x, a, "swizzled"), quantized(w, b, "swizzled"))
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("name", TAILS)
+def test_library_product(name):
+    """The product of large matrices is the library's; its rescale has the tail."""
+    fmt = formats.get("nvfp4")
+    check(name, quantized(torch.randn(300, 1024), fmt), quantized(torch.randn(777, 1024), fmt), torch.randn(777))
+
+
+@gpu
+def test_bad_tails():
+    fmt = formats.get("mxfp8")
+    a, b = quantized(torch.randn(M, 64), fmt), quantized(torch.randn(8, 64), fmt)
+    a, b = ([t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in operand] for operand in (a, b))
+    plain = torch.randn(M, 64, device=DEVICE)
+
+    def call(*operands, dtype=torch.bfloat16, a=a, b=b):
+        tail = Tail(text_of(torch.bfloat16, ["matrix"] * len(operands), [("relu", ("product",))]), operands, dtype)
+        kernels.scaled_mm(*a, *b, None, torch.bfloat16, tail)
+
+    with pytest.raises(ValueError, match="tail: expected floating-point operands of the product's size or of 8"):
+        call(torch.randn(M, 7, device=DEVICE))
+    with pytest.raises(ValueError, match="tail: expected floating-point operands"):
+        call(torch.ones(8, dtype=torch.int32, device=DEVICE))
+    with pytest.raises(ValueError, match="tail: at most 2 operands, got 3"):
+        call(*torch.randn(OPERANDS + 1, 8, device=DEVICE))
+    with pytest.raises(ValueError, match="tail: dtype torch.float64"):
+        call(dtype=torch.float64)
+    with pytest.raises(ValueError, match="tail: the product of two plain operands"):
+        call(a=(plain, None, None, None), b=(plain, None, None, None))
+
+
+def test_text():
+    kinds, steps, _ = TAILS["gelu, scale, residual"]
+    assert (
+        text_of(torch.bfloat16, kinds, steps)
+        == """\
+@triton.jit
+def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):
+    product = rounded(acc, tl.bfloat16, ISA)
+    x0 = tl.load(tail_0_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+    x1 = tl.load(tail_1_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    v0 = product * 0.5
+    v1 = product * 0.7071067811865476
+    v2 = erf(v1)
+    v3 = v2 + 1.0
+    v4 = v0 * v3
+    v5 = v4 * x0
+    v6 = v5 + x1
+    return v6
+"""
+    )
+    assert text_of(torch.float32, [], [("mul", ("product", -2.0))]).splitlines()[2:] == [
+        "    product = acc", "    v0 = product * (-2.0)", "    return v0",
+    ]  # fmt: skip
+
+
+def last_launch(sm, a, b, m, name, n=8192):
+    """The launch that has the tail."""
+    operands = operands_of(name, (m, n), torch.bfloat16, "meta")
+    return launches(sm, a, b, m, tail_of(name, torch.bfloat16, operands, torch.bfloat16), n)[-1]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize(("sm", "a", "b", "m", "n"), [
+    (90, "nvfp4", "nvfp4", 16, 8192), (90, "mxfp8", "mxfp8", 64, 8192), (90, torch.bfloat16, "nvfp4", 40, 32768),
+    (90, "nvfp4", "nvfp4", 512, 8192),
+    (100, "nvfp4", "nvfp4", 512, 8192), (100, "mxfp8", "mxfp8", 512, 8192), (100, "mxfp8", "mxfp4", 8, 8192),
+    *([(120, "nvfp4", "nvfp4", 512, 8192), (120, "mxfp8", "mxfp8", 512, 8192)] if NEW_PTXAS else []),
+], ids=str)  # fmt: skip
+def test_compiles_ahead(sm, a, b, m, n, name):
+    """With a tail, too, nothing spills."""
+    one = last_launch(sm, a, b, m, name, n)
+    compiled = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm)
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+    assert compiled.metadata.shared <= (101376 if sm >= 120 else 232448)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize(("kernel", "sm", "format", "m", "n"), [
+    ("scaled_mm_tiles", 90, "mxfp8", 16, 8192), ("scaled_mm_wgmma", 90, "nvfp4", 40, 32768),
+    ("reduce_splits", 90, "nvfp4", 512, 8192), ("scaled_mm_native", 100, "nvfp4", 512, 8192)])  # fmt: skip
+def test_inductor_writes_the_tail_into_its_wrapper(kernel, sm, format, m, n, tmp_path):
+    """The text that Inductor writes for the kernel stands alone: a file of it compiles to the same code."""
+    launch = last_launch(sm, format, format, m, "silu and gate", n)
+    path = tmp_path / "written.py"
+    text = user_defined_triton_kernel_transitive_closure_source_code(launch.kernel)
+    path.write_text(TritonKernel.gen_common_triton_imports() + "\n@triton.jit\n" + text)
+    spec = importlib.util.spec_from_file_location("written", path)
+    written = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(written)
+
+    def instructions(function):
+        compiled = _compat.compile_ahead(function, launch.args, launch.constants, launch.num_warps, sm)
+        return re.findall(r"/\*[0-9a-f]{4}\*/.*;", check_sm100._disassemble(compiled.asm["cubin"])[0])
+
+    own = instructions(launch.kernel)
+    assert instructions(getattr(written, kernel)) == own
+    assert any("MUFU.EX2" in line for line in own)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="has no cache keys")
+def test_one_tail_is_one_kernel():
+    """Layers that do the same share a kernel, so that it is written and compiled once; another tail is another."""
+    one, same, other = (last_launch(90, "nvfp4", "nvfp4", 16, name) for name in ("relu", "relu", "silu and gate"))
+    assert one.kernel is same.kernel and one.kernel is not other.kernel
+    assert one.kernel.cache_key != other.kernel.cache_key
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)

@@ -1,0 +1,421 @@
+"""The quantise and dequantise kernels against the reference, bit for bit.
+
+On a GPU (`-m gpu`), at sizes up to 16384 x 16384; without one in Triton's interpreter, which has to be chosen before
+Triton is imported: `test_in_the_interpreter` runs this file again in a process of its own.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+from fp4compile import formats, ops, reference
+from fp4compile.formats import BlockFormat
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETING else "cuda"
+
+if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates.quantize import dispatch as kernels
+
+ROWWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer != "tensor" and not fmt.square]
+TENSORWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer == "tensor" or fmt.square]
+MORE = [
+    BlockFormat("e2m1", (1, 16), "e4m3", None, "te"),
+    BlockFormat("e2m1", (1, 32), "e8m0", None, "floor"),
+    BlockFormat("e5m2", (1, 32), "e8m0", None, "even"),
+    BlockFormat("e5m2", (32, 32), "e8m0", None, "ceil"),
+]
+DTYPE_IDS = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+
+# Rows of every hard input, and their length.
+SHAPE = (4, 96) if INTERPRETING else (33, 1040)
+
+
+def gpu(function):
+    """Runs on a GPU, or in the interpreter where that has been chosen."""
+    return function if INTERPRETING else pytest.mark.gpu(function)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_same_bits(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.is_contiguous()
+        one, other = one.reshape(-1).cpu(), other.reshape(-1).cpu()
+        if one.dtype.itemsize > 1:  # a float: its NaNs are equal whatever their payload
+            one, other = one.nan_to_num(nan=torch.pi), other.nan_to_num(nan=torch.pi)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def check(x, fmt, outer=None, layout="linear"):
+    """Quantise x, on the CPU, by the reference and by the kernels; dequantise as well, and do both at once."""
+    expected = reference.quantize(x, fmt, outer, layout)
+    on_device = x.to(DEVICE) if x.is_contiguous() else _move_view(x)
+    given = None if outer is None else outer.to(DEVICE)
+    got = kernels.quantize(on_device, fmt, given, layout)
+    assert_same_bits(got, expected)
+    if ops.expands(fmt) and layout == "linear":
+        at_once = kernels.quantize_expanded(on_device, fmt, given)
+        assert_same_bits(at_once, [reference.expand(*expected[:2], fmt).half(), expected[2]])
+    values = kernels.dequantize(*got, fmt, x.shape[-1], x.dtype)
+    assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
+
+
+def _move_view(x):
+    """x on the device with its strides."""
+    base = torch.as_strided(x, (x.untyped_storage().size() // x.element_size(),), (1,), 0).to(DEVICE)
+    return torch.as_strided(base, x.shape, x.stride(), x.storage_offset())
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("fmt", [formats.get(f) for f in (*ROWWISE, *MORE)], ids=lambda fmt: fmt.name)
+def test_hard_inputs_at_once(fmt, dtype):
+    """Rows, or tiles of them, are independent: all hard inputs in one tensor."""
+    block = fmt.block_cols if fmt.block else 16
+    rows, cols = (32 if fmt.square else SHAPE[0]), 32 if fmt.square and INTERPRETING else SHAPE[1]
+    check(torch.cat([hard_input(name, (rows, cols), dtype, block) for name in NAMES]), fmt)
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", TENSORWISE)
+def test_hard_inputs_one_by_one(format, name):
+    fmt = formats.get(format)
+    for dtype in DTYPES[:1] if INTERPRETING else DTYPES:
+        check(hard_input(name, SHAPE, dtype, fmt.block_cols), fmt)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["ties_fp4", "one_neg_inf"] if INTERPRETING else NAMES)
+@pytest.mark.parametrize("format", list(formats.NAMED))
+def test_columns_and_both(format, name):
+    """A transposed view is read as it lies; rows and columns from one read."""
+    fmt = formats.get(format)
+    rows, cols = (40, 72) if INTERPRETING else (200, 1000)
+    layout = "swizzled" if name in ("one_nan", "ties_fp4") and fmt.block else "linear"
+    block = fmt.block_cols if fmt.block else 16
+    x = hard_input(name, (cols, rows), torch.bfloat16, block).mT  # structure down the columns
+    check(x, fmt, layout=layout)
+    x = x.contiguous()
+    check(x.mT, fmt, layout=layout)
+    along_rows, along_columns = kernels.quantize_both(x.to(DEVICE), fmt, None, layout)
+    assert_same_bits(along_rows, reference.quantize(x, fmt, None, layout))
+    assert_same_bits(along_columns, reference.quantize(x.mT, fmt, None, layout))
+
+
+def check_training(x, fmt, seed, transform, layout="linear"):
+    """Rows and columns, each for itself and together, stochastically rounded and transformed, against the reference."""
+    on_device = x.to(DEVICE)
+    # A seed comes as a view into a tensor of seeds.
+    seed_view = None if seed is None else torch.tensor([0, seed, 0], device=DEVICE)[1]
+    seed = None if seed is None else torch.tensor(seed)
+    expected = reference.quantize(x, fmt, None, layout, seed=seed)
+    expected_columns = reference.quantize(x.mT, fmt, None, layout, seed=seed, stream=1, transform=transform)
+    assert_same_bits(kernels.quantize(on_device, fmt, None, layout, seed=seed_view), expected)
+    columns = kernels.quantize(on_device.mT, fmt, None, layout, seed=seed_view, stream=1, transform=transform)
+    assert_same_bits(columns, expected_columns)
+    both = kernels.quantize_both(on_device, fmt, None, layout, seed=seed_view, transform=transform)
+    assert_same_bits(both[0], expected)
+    assert_same_bits(both[1], expected_columns)
+
+
+SEED = 0x123456789ABCDEF0
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("name", ["ties_fp4", "one_neg_inf"] if INTERPRETING else NAMES)
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_one_level", "nvfp4_rowwise", "mxfp4"])
+def test_training(format, name, dtype):
+    """Stochastic rounding, the Hadamard transform, both; the tokens end within a block."""
+    fmt = formats.get(format)
+    rows, cols = (24, 40) if INTERPRETING else (200, 1000)
+    x = hard_input(name, (cols, rows), dtype, fmt.block_cols).mT.contiguous()
+    for layout in ("linear",) if INTERPRETING and fmt.outer == "row" else ("linear", "swizzled"):
+        check_training(x, fmt, SEED, False, layout)
+        if fmt.scale == "e4m3":
+            check_training(x, fmt, -SEED, True, layout)
+            check_training(x, fmt, None, True, layout)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 31), (130, 16), (2, 17, 33), (2, 0, 32)], ids=str)
+def test_training_shapes(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for format in ("nvfp4_te", "mxfp4"):
+        check_training(x, formats.get(format), 7, format == "nvfp4_te", "swizzled")
+    if shape[0] < 100 or not INTERPRETING:  # a program a row is slow there
+        check_training(x, formats.get("nvfp4_rowwise"), 7, True)
+
+
+@gpu
+def test_transform_along_the_contiguous_dimension():
+    fmt = formats.get("nvfp4_te")
+    for x in (torch.randn(3, 40, 72).bfloat16(), torch.randn(100), torch.randn(1, 50)):
+        for outer in (None, torch.tensor(0.37)):
+            got = kernels.quantize(x.to(DEVICE), fmt, None if outer is None else outer.to(DEVICE), transform=True)
+            assert_same_bits(got, reference.quantize(x, fmt, outer, transform=True))
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(40, 72), (33, 50), (2, 64, 31), (1, 40)] if INTERPRETING else [(2, 1000, 264)])
+@pytest.mark.parametrize("format", ["nvfp4_rowwise", "float8_rowwise"])
+def test_scaled_columns(format, shape):
+    """Rows with their own scale, along the dimension that is not contiguous."""
+    fmt = formats.get(format)
+    for name in ("scaled_rows", "one_nan", "one_neg_inf", "zeros"):
+        for dtype in DTYPES[:1] if INTERPRETING else DTYPES:
+            x = hard_input(name, (*shape[:-2], shape[-1], shape[-2]), dtype).mT.contiguous()
+            check(x.mT, fmt)
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="CUDA graphs")
+def test_a_graph_reads_the_seed_at_every_replay():
+    fmt = formats.get("nvfp4_te")
+    x = torch.randn(256, 512, device="cuda").bfloat16()
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+    kernels.quantize_both(x, fmt, seed=seed, transform=True)  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows, columns = kernels.quantize_both(x, fmt, seed=seed, transform=True)
+    for value in (1, 2):
+        seed.fill_(value)
+        graph.replay()
+        assert_same_bits(rows, reference.quantize(x, fmt, seed=seed))
+        assert_same_bits(columns, reference.quantize(x.mT, fmt, seed=seed, stream=1, transform=True))
+
+
+SHAPES = [(0, 64), (1, 1), (3, 31), (130, 16), (2, 3, 33), (2, 0, 32), (2, 1, 5, 64)]
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, layout):
+    """Empty, tiny, odd and batched; padding of data and of swizzled scales is zero."""
+    gen = torch.Generator().manual_seed(0)
+    small = math.prod(shape) < 100 or not INTERPRETING  # a program a row is slow there
+    for format in ("nvfp4", "mxfp8", "mxfp4", "mxfp8_32x32", *(["nvfp4_rowwise", "float8_rowwise"] if small else [])):
+        x, fmt = torch.randn(shape, generator=gen).bfloat16(), formats.get(format)
+        if fmt.block is None and layout == "swizzled":
+            continue
+        check(x, fmt, layout=layout)
+        rows, columns = kernels.quantize_both(x.to(DEVICE), fmt, None, layout)
+        assert_same_bits(rows, reference.quantize(x, fmt, None, layout))
+        assert_same_bits(columns, reference.quantize(x.mT, fmt, None, layout))
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "float8_rowwise"])
+def test_given_outer_scale(format):
+    fmt = formats.get(format)
+    x = hard_input("scaled_rows", (40, 64))
+    x[7, 3] = torch.inf
+    outer = torch.rand(40, 1) + 0.1 if fmt.outer == "row" else torch.tensor(0.37)
+    for layout in ("linear", "swizzled") if fmt.block else ("linear",):
+        check(x, fmt, outer, layout)
+    if fmt.block:
+        check(x.t().contiguous().mT, fmt, outer)
+    if outer.dim() == 0:
+        for scale in (outer, torch.full_like(outer, 1e-42)):
+            both = kernels.quantize_both(x.to(DEVICE), fmt, scale.to(DEVICE))
+            for got, one in zip(both, (x, x.mT), strict=True):
+                assert_same_bits(got, reference.quantize(one, fmt, scale))
+    check(x, fmt, torch.full_like(outer, 3.4e38))
+    check(x, fmt, torch.full_like(outer, 1e-42))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"])
+def test_tiny_tensors(format, dtype):
+    """Factors at the end of float32's range, in each kernel that makes them."""
+    fmt = formats.get(format)
+    some = (1e-40, 1e-30) if fmt.contract == "te" else (1e-45, 1e-40, 7.9e-36, 4e-34)
+    for amax in some if INTERPRETING else TINY_AMAXES:
+        x = of_amax(amax, (18 if fmt.square else 4, 40), dtype)
+        check(x, fmt)
+        both = kernels.quantize_both(x.to(DEVICE), fmt)
+        assert_same_bits(both[0], reference.quantize(x, fmt))
+        assert_same_bits(both[1], reference.quantize(x.mT, fmt))
+    if not fmt.square:
+        check_training(of_amax(1e-40, (20, 34), dtype), fmt, SEED, True)
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "float8_rowwise"])
+def test_tiny_outer_scales(format):
+    """As `test_tiny_tensors`, the scale being given; an element may be of ordinary size all the same."""
+    fmt = formats.get(format)
+    x = of_amax(1e-38, (18 if fmt.square else 4, 40))
+    x[1, 8] = 1.0
+    if fmt.outer == "row":
+        x = x.repeat(-(-len(TINY_OUTERS) // 4), 1)[: len(TINY_OUTERS)]
+        scales = [torch.tensor(TINY_OUTERS)[:, None]]
+    else:
+        scales = [torch.tensor(outer) for outer in TINY_OUTERS]
+    for outer in scales:
+        check(x, fmt, outer)
+        check(x.t().contiguous().mT, fmt, outer)
+        if fmt.outer == "tensor":
+            for dtype in (torch.bfloat16, torch.float32):
+                one = x.to(dtype)
+                both = kernels.quantize_both(one.to(DEVICE), fmt, outer.to(DEVICE))
+                assert_same_bits(both[0], reference.quantize(one, fmt, outer))
+                assert_same_bits(both[1], reference.quantize(one.mT, fmt, outer))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_rowwise", "nvfp4_one_level"])
+def test_transforms_at_both_ends_of_the_range(format, dtype):
+    """Sums of sixteen that overflow without the quarter; float32 numbers without a quarter of their own."""
+    fmt = formats.get(format)
+    least, most = 2.0**-149 if dtype == torch.float32 else 2.0**-133, 8e37
+    odd = 1 + 2 * torch.randint(0, 16, (20, 18), generator=torch.Generator().manual_seed(0))
+    small = (least * odd.double()).to(dtype)
+    large = (most * (1 - (odd & 2)) * (odd.double() / 32) ** (odd % 3)).to(dtype)
+    large[:16, 3] = torch.where(torch.tensor([reference.HADAMARD_SIGNS >> i & 1 for i in range(16)]) > 0, -most, most)
+    for x in (small, large):
+        transformed = reference.hadamard(x.mT)
+        assert transformed.isfinite().all()
+        assert (transformed * 4).isinf().any() == (x is large)
+        check_training(x, fmt, None, True)
+        along = x.mT.contiguous().to(DEVICE)
+        assert_same_bits(kernels.quantize(along, fmt, transform=True), reference.quantize(x.mT, fmt, transform=True))
+
+
+@gpu
+def test_strides():
+    """Rows apart, rows at odd addresses, no contiguous dimension, one dimension."""
+    x = torch.randn(3, 2, 100).bfloat16()
+    views = (x[:, 0], x[:, :, :64], x[:, :, 1:65], x[:, 1, 2:66], x[:, :, ::2], x.permute(1, 2, 0), x[0, 0])
+    for fmt in map(formats.get, ("nvfp4_one_level", "mxfp8")):
+        for view in views:
+            check(view, fmt)
+    for view in views[1:3]:
+        check(view, formats.get("nvfp4_rowwise"))
+
+
+@gpu
+def test_long_rows():
+    """Rows that do not fit on the chip are walked twice."""
+    for fmt in map(formats.get, ("nvfp4_rowwise", "float8_rowwise")):
+        check(hard_input("outliers", (2, 40000), torch.bfloat16), fmt)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 8192), (3, 8200), (1, 16400), (5, 4112)], ids=str)
+def test_rows_in_parts(shape):
+    """Of few long rows, several programs write a row; the last of them may have little or nothing of it."""
+    for layout in ("linear", "swizzled") if shape[1] < 8200 or not INTERPRETING else ("linear",):
+        check(hard_input("outliers", shape, torch.bfloat16), formats.get("nvfp4_rowwise"), layout=layout)
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="CUDA graphs")
+@pytest.mark.parametrize("shape", [(1, 64), (16, 4096), (33, 4112), (128, 16384)], ids=str)
+def test_the_amax_is_awaited(shape):
+    """Of a small tensor, the quantise kernel starts before the amax is known. Each takes what the one before wrote."""
+    torch.use_deterministic_algorithms(False)  # filling what is allocated comes between the two kernels
+    fmt = formats.get("nvfp4")
+    x = torch.randn(shape, device="cuda").bfloat16()
+    scale = torch.ones((), device="cuda")
+    rounds = 20
+
+    def chain():
+        found, value = [], x * scale
+        for i in range(rounds):
+            found.append((value, kernels.quantize(value, fmt), kernels.quantize_expanded(value, fmt)))
+            value = value * (1.5 if i % 2 else 0.5)
+        return found
+
+    chain()  # compiled before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for factor in (1.0, 3.0, 0.01):
+        scale.fill_(factor)
+        graph.replay()
+        for found in (captured, chain()):
+            for value, codes, values in found:
+                assert_same_bits(codes, reference.quantize(value, fmt))
+                assert_same_bits(values, reference.quantize_expanded(value, fmt))
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
+@pytest.mark.parametrize("shape", [(16384, 16384), (8191, 4080), (1, 32768), (64, 65536)], ids=str)
+@pytest.mark.parametrize("format", list(formats.NAMED))
+def test_large(format, shape):
+    """Against the reference on the GPU."""
+    fmt = formats.get(format)
+    gen = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(shape, generator=gen, device="cuda").bfloat16()
+    x *= torch.exp2(-12 * torch.rand(shape[0], 1, generator=gen, device="cuda")).bfloat16()
+    layout = "swizzled" if fmt.block and shape[0] % 2 else "linear"
+    expected = reference.quantize(x, fmt, None, layout)
+    assert_same_bits(kernels.quantize(x, fmt, None, layout), expected)
+    if ops.expands(fmt):
+        values = reference.expand(*expected[:2], fmt).half(), expected[2]
+        assert_same_bits(kernels.quantize_expanded(x, fmt), values)
+    columns = reference.quantize(x.mT, fmt, None, layout)
+    assert_same_bits(kernels.quantize(x.mT, fmt, None, layout), columns)
+    both = kernels.quantize_both(x, fmt, None, layout)
+    assert_same_bits(both[0], expected)
+    assert_same_bits(both[1], columns)
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp8", "nvfp4_rowwise"])
+def test_beyond_32_bit_offsets(format):
+    fmt = formats.get(format)
+    x = torch.empty(70000, 32768, device="cuda", dtype=torch.bfloat16).normal_()
+    tail = x[-64:]
+    data, scales, outer = kernels.quantize(x, fmt, None, "linear")
+    expected = reference.quantize(tail, fmt, None, "linear")
+    assert_same_bits((data[-64:], scales[-64:], None if outer is None else outer[-64:]), expected)
+    assert_same_bits([kernels.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
+                     [reference.dequantize(*expected, fmt, x.shape[-1], torch.bfloat16)])  # fmt: skip
+    if ops.expands(fmt):
+        values, _ = kernels.quantize_expanded(x, fmt)
+        assert_same_bits([values[-64:]], [reference.expand(*expected[:2], fmt).half()])
+
+
+@gpu
+@pytest.mark.skipif(INTERPRETING, reason="the GPU's arithmetic")
+def test_every_element_rounding_and_every_scale():
+    """All bf16 numbers as elements, all as block maxima: the PTX forms against the reference."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for fmt in map(formats.get, (*ROWWISE, *MORE)):
+        n = fmt.block_cols if fmt.block else 16
+        maxima = torch.zeros(every.numel(), n, dtype=torch.bfloat16)
+        maxima[:, 0] = every
+        maxima[:, 1:] = every[:, None] * torch.linspace(-1, 1, n - 1).bfloat16()
+        check(maxima, fmt)
+        small = every[every.abs() <= 6].view(-1)
+        check(torch.cat([torch.full((small.numel(), 1), 6.0).bfloat16(), small[:, None].expand(-1, n - 1)], 1), fmt)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
