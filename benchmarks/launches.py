@@ -34,7 +34,7 @@ from fp4compile.templates.gemm.heuristics import (
     few_config,
     wgmma_config,
 )
-from fp4compile.templates.gemm.horizontal import products as siblings
+from fp4compile.templates.gemm.horizontal import products
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
 from fp4compile.templates.quantize import dispatch as quantize
 
@@ -87,19 +87,19 @@ def launches(m: int, k: int) -> list[Launch]:
     if m > DECODE_ROWS:
         rows = 16 if m <= 16 else 32 if m <= 32 else 64
         every = itertools.product((4, 8, 16), (2, 3, 4, 6), (1, 2, 4), (1, 2, 4, 8))
-        return [{"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
+        return [{"ROWS": rows, "WARPS": warps, "STAGES": stages, "STEPS_PER_STAGE": per, "SPLIT": split}
                 for warps, stages, per, split in every if (split == 1 or k >= 512 * split)
                 and reserved(wgmma_bytes(rows, warps, stages, per), 1, H200)]  # fmt: skip
     rows = triton.next_power_of_2(m)
     if few_config(m, 16, k, H200):
         every = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps in (4, 8, 16) for each in range(1, 8)]
-        found = [{"WARPS": warps, "STEPS": steps, "ROWS": rows, "PROGRAMS": each * MULTIPROCESSORS,
+        found = [{"WARPS": warps, "STEPS": steps, "ROWS": rows, "GRID": each * MULTIPROCESSORS,
                   "SHARED": reserved(needed_bytes(warps, steps, rows), each, H200)}
                  for warps, steps, each in every if steps <= 16 and 8 <= warps * each <= 32]  # fmt: skip
         return [launch for launch in found if launch["SHARED"]]
     every = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
     return [{"TILES": tiles, "WARPS": warps, "STAGES": stages, "CHAINS": chains, "ROWS": rows,
-             "PROGRAMS": each * MULTIPROCESSORS} for tiles, warps, stages, chains, each in every]  # fmt: skip
+             "GRID": each * MULTIPROCESSORS} for tiles, warps, stages, chains, each in every]  # fmt: skip
 
 
 def computes(m: int, launch: Launch):
@@ -112,7 +112,7 @@ def computes(m: int, launch: Launch):
 def product(x: torch.Tensor, weights: list[tuple]) -> list[torch.Tensor]:
     """Of activations [m, k] and packed weights, in one launch where there are several."""
     if len(weights) > 1:
-        return siblings(x, None, None, None, [(*w, None) for w in weights], NVFP4, x.dtype)
+        return products(x, None, None, None, [(*w, None) for w in weights], NVFP4, x.dtype)
     return [scaled_mm.scaled_mm(x, None, None, None, *weights[0], NVFP4, None, x.dtype)]
 
 

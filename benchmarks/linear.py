@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 import fp4compile.ops  # noqa: F401
-import fp4compile.sibling_ops  # noqa: F401
 from benchmarks import common
 from benchmarks.common import graph_times
 
@@ -66,7 +65,7 @@ def _together(name: str, m: int, replays: int) -> dict:
 
     def in_one(weights):
         own = map(list, zip(*weights, strict=True))
-        return ops.scaled_mm_siblings(x, None, None, None, *own, "nvfp4", [], torch.bfloat16)
+        return ops.scaled_mm_horizontal(x, None, None, None, *own, "nvfp4", [], torch.bfloat16)
 
     times = graph_times([[partial(how, weights) for weights in packed] for how in (apart, in_one)], replays)
     return {"products": name, "M": m, "apart us": times[0], "in one launch us": times[1]}
@@ -103,7 +102,7 @@ def _weight_only(m, n, k):
 
 def _expanded(x):
     """(values, no block scales, outer scale, no format): quantised activations as a compiled graph multiplies them."""
-    values, outer = torch.ops.fp4compile.quantize_expanded(x, "nvfp4")
+    values, outer = torch.ops.fp4compile.fake_quantize(x, "nvfp4")
     return values, None, outer, None
 
 

@@ -37,7 +37,7 @@ def interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def known(condition) -> bool:
+def statically_true(condition) -> bool:
     """A condition on sizes, False where a symbolic size leaves it open; never guards."""
     return statically_known_true(condition)
 
@@ -98,7 +98,7 @@ def _belongs(kernel, package: str) -> bool:
 
 
 def launch_dependents(package: str) -> None:
-    """Let Inductor launch the package's kernels whose constant DEPENDENT is set as `templates.dependent` says.
+    """Let Inductor launch the package's kernels whose constant PDL is set as `templates.device.dependent_launch` says.
 
     Inductor has this option for kernels of its own, and reads it from what it writes down with any kernel, but has no
     way to ask for it. Where this finds nothing to change, such a kernel is launched as usual, and as right.
@@ -109,7 +109,7 @@ def launch_dependents(package: str) -> None:
 
     @functools.wraps(define)
     def defined(self, kernel, configs, kwargs, *rest, **more):
-        if not (_belongs(kernel, package) and kwargs.get("DEPENDENT")):
+        if not (_belongs(kernel, package) and kwargs.get("PDL")):
             return define(self, kernel, configs, kwargs, *rest, **more)
         write = self.define_kernel
 

@@ -101,21 +101,21 @@ class Backend:
         Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model.
         """
         known = names.record(gm, example_inputs)
-        patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+        register_tile = {**(list_mode_options(mode) if mode else {}), **(options or {})}
         before_joint, before_lowering = (
-            as_passes(patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
+            as_passes(register_tile.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
-        if not patches.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
+        if not register_tile.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
             by = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
             self._record(known, [], f"{by} switches off those passes of Inductor that quantise")
-            return compile_fx(gm, example_inputs, config_patches=patches)
+            return compile_fx(gm, example_inputs, config_patches=register_tile)
         outcome: list[Outcome] = []
         kept: list[Saved] = []
         passes = JointPasses(self.recipe, known.inputs, lambda *one: outcome.append(one), before_joint)
-        patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
-        key = report_cache.key(gm, example_inputs, passes.uuid(), patches)
+        register_tile |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
+        key = report_cache.key(gm, example_inputs, passes.uuid(), register_tile)
         inner_compile = hoisting(compile_fx_inner, known.inputs, self.recipe.weight_cache)
-        compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+        compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=register_tile)
         if _trains(example_inputs):
             compiled = marking(compiled, [i for i, entry in enumerate(known.inputs) if entry.parameter is not None])
         if outcome:

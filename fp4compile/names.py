@@ -195,10 +195,10 @@ def _is_free(source: Any) -> bool:
 
 
 def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
-    """"layers.0.weight" below "L['self']", of "L['self']._modules['layers']._modules['0']._parameters['weight']"."""
+    """ "layers.0.weight" below "L['self']", of "L['self']._modules['layers']._modules['0']._parameters['weight']"."""
     start = _ROOT.match(text)
     steps = list(_STEP.finditer(text, start.end())) if start else []
-    if start is None or "".join(step.group() for step in steps) != text[start.end():]:
+    if start is None or "".join(step.group() for step in steps) != text[start.end() :]:
         return None
     first = next((i for i, step in enumerate(steps) if step.group(1)), len(steps))
     kinds = [step.group(1) for step in steps[first:]]

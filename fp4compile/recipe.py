@@ -121,9 +121,7 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
-        for name, kind in (
-            ("name", str), ("activation_scale", str), ("weight_cache", str), ("skip_lm_head", bool)
-        ):
+        for name, kind in (("name", str), ("activation_scale", str), ("weight_cache", str), ("skip_lm_head", bool)):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")

@@ -358,7 +358,7 @@ def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) ->
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)
 
 
-def quantize_expanded(
+def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantise along the last dimension, and `expand`: (values in float16 [..., padded K], outer scale).

@@ -22,15 +22,15 @@ from fp4compile.report import Row, rows_from_json, rows_to_json
 log = logging.getLogger("fp4compile")
 
 
-def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, patches: dict[str, Any]) -> str:
+def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, register_tile: dict[str, Any]) -> str:
     """Hash of what rows depend on.
 
     A Dynamo graph and those inside it, the metadata of its inputs, the passes' uuid, Inductor's and AOTAutograd's
-    configurations (patches: what the compilation adds to Inductor's), autocast and gradient modes.
+    configurations (register_tile: what the compilation adds to Inductor's), autocast and gradient modes.
     """
     bodies = [f"{name}\n{part.code}" for name, part in gm.named_modules() if isinstance(part, GraphModule)]
     parts = [*bodies, *(_describe(value) for value in example_inputs), repr(uuid), torch.__version__]
-    with inductor_config.patch(patches):  # both without the slots of passes, which have uuids
+    with inductor_config.patch(register_tile):  # both without the slots of passes, which have uuids
         parts += [_configuration(inductor_config), _configuration(functorch_config)]
     parts += [repr((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
     parts.append(repr((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))

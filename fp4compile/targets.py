@@ -21,7 +21,7 @@ class Target:
 
     @property
     def dependent_launch(self) -> bool:
-        """Whether a kernel can start before the one before it is done; see `templates.dependent`."""
+        """Whether a kernel can start before the one before it is done; see `templates.device.dependent_launch`."""
         return self.sm >= 90
 
     @property
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def isa(self) -> int:
-        """Which form of the device functions of `templates.codec` the GPU runs: 0, 90, 100 or 120."""
+        """Which form of the device functions of `templates.device.elements` the GPU runs: 0, 90, 100 or 120."""
         if self.sm >= 100:
             return 120 if self.sm >= 120 else 100
         return 90 if self.sm >= 89 else 0
@@ -112,7 +112,7 @@ def amax_launch(elements: int | None) -> Launch:
 
 
 def columns_amax_launch() -> Launch:
-    return _launch(4, BLOCK=16, STRIPS=8, WORDS=64)
+    return _launch(4, BLOCK=16, ROW_TILES=8, WORDS=64)
 
 
 def columns_launch(element: str, block: int, both: bool) -> Launch:
@@ -121,24 +121,24 @@ def columns_launch(element: str, block: int, both: bool) -> Launch:
     More words a thread would make loads of 16 bytes, and leave registers for fewer programs: slower as measured.
     """
     if element == "e2m1":
-        return _launch(4, STRIPS=128 // block, WORDS=32, PIECES=4)
+        return _launch(4, ROW_TILES=128 // block, WORDS=32, PIECES=4)
     if both:
-        return _launch(4, STRIPS=4, WORDS=64, PIECES=2)
-    return _launch(8, STRIPS=8, WORDS=64, PIECES=2)
+        return _launch(4, ROW_TILES=4, WORDS=64, PIECES=2)
+    return _launch(8, ROW_TILES=8, WORDS=64, PIECES=2)
 
 
 def both_launch(element: str) -> Launch:
     """The kernel of rows and columns from one read: a thread holds 16 rows of WORDS words."""
     if element == "e2m1":
-        return _launch(4, STRIPS=8, GROUPS=16, WORDS=4)
-    return _launch(8, STRIPS=8, GROUPS=32, WORDS=4)
+        return _launch(4, ROW_TILES=8, COL_TILES=16, WORDS=4)
+    return _launch(8, ROW_TILES=8, COL_TILES=32, WORDS=4)
 
 
 def squares_launch(element: str) -> Launch:
     """The kernel of square blocks. Lanes that share a block repeat its scale's arithmetic."""
     if element == "e2m1":
-        return _launch(4, STRIPS=4, LANES=2, WORDS=64)
-    return _launch(4, STRIPS=4, LANES=4, WORDS=32)
+        return _launch(4, ROW_TILES=4, LANES=2, WORDS=64)
+    return _launch(4, ROW_TILES=4, LANES=4, WORDS=32)
 
 
 def dequantize_launch(block: int) -> Launch:

@@ -19,10 +19,10 @@ import torch
 
 from fp4compile import _compat, formats
 from fp4compile.targets import Target
-from fp4compile.templates.device.epilogue import Tail, text_of
-from fp4compile.templates.gemm.dispatch import scaled_mm, takes_tail
+from fp4compile.templates.device.epilogue import Epilogue, text_of
+from fp4compile.templates.gemm.dispatch import scaled_mm, takes_epilogue
 from fp4compile.templates.gemm.horizontal import products
-from fp4compile.templates.launch import Launched, on_paper
+from fp4compile.templates.launch import Launched, dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 
 SIZE = 8192
@@ -39,7 +39,7 @@ class Configuration:
     dtype: torch.dtype = torch.bfloat16
 
     def launches(self, sm: int) -> list[Launched]:
-        with on_paper(Target(sm)) as launches:
+        with dry_run(Target(sm)) as launches:
             self.call(torch.empty(self.shape, dtype=self.dtype, device="meta"), formats.get(self.format))
         return launches
 
@@ -77,7 +77,7 @@ def _trained(x, fmt):
 
 
 def _dequantize(x, fmt):
-    with on_paper(Target(0)):  # only the dequantise kernel is of interest
+    with dry_run(Target(0)):  # only the dequantise kernel is of interest
         data, scales, outer = kernels.quantize(x, fmt)
     kernels.dequantize(data, scales, outer, fmt, x.shape[-1], x.dtype)
 
@@ -178,7 +178,7 @@ def _check(launched: Launched, label: str, format: str, sm: int) -> tuple[object
 class Product:
     """A product of M rows by N x K weights. a: format of the activations; None keeps them in bf16.
 
-    gated: with the tail silu(product) * another matrix. n: the library computes some products of a multiple of 16.
+    gated: with the epilogue silu(product) * another matrix. n: the library computes some products of a multiple of 16.
     weights: how many are multiplied by the same activations, in one launch.
     """
 
@@ -199,19 +199,23 @@ class Product:
     def formats(self) -> str:
         return f"{self.a or 'bf16'} x {self.b}"
 
-    def launched(self, sm: int) -> Launched | None:
-        """The launch of the product itself; None where the library computes it, or nothing with the tail."""
+    def launches(self, sm: int) -> list[Launched]:
+        """Every launch of the product; none where nothing computes it with the epilogue."""
         gate = torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta")
-        tail = Tail(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16) if self.gated else None
+        gated = Epilogue(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16)
         a, (*b, fmt) = _operand(self.a, self.m, self.k), _operand(self.b, self.n, self.k)
-        with on_paper(Target(sm)) as launches:
-            if tail is not None and not takes_tail(*a, *b, fmt, None, torch.bfloat16):
-                return None
+        with dry_run(Target(sm)) as launches:
+            if self.gated and not takes_epilogue(*a, *b, fmt, None, torch.bfloat16):
+                return []
             if self.weights > 1:
                 products(*a, [(*b, None)] * self.weights, fmt, torch.bfloat16)
             else:
-                scaled_mm(*a, *b, fmt, None, torch.bfloat16, tail)
-        return next((launch for launch in launches if launch.kernel.__name__.startswith("scaled_mm")), None)
+                scaled_mm(*a, *b, fmt, None, torch.bfloat16, gated if self.gated else None)
+        return launches
+
+    def launched(self, sm: int) -> Launched | None:
+        """The launch of the product itself; None where the library computes it, or nothing with the epilogue."""
+        return next((launch for launch in self.launches(sm) if launch.kernel.__name__.startswith("gem")), None)
 
 
 _GATED = [("neg", ["product"]), ("exp", [0]), ("add", [1, 1.0]), ("div", ["product", 2]), ("mul", [3, "x0"])]
@@ -232,14 +236,14 @@ def _operand(name: str | None, rows: int, k: int) -> tuple:
     x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
     if name is None:
         return x, None, None, None
-    with on_paper(Target(0)):  # only the product is of interest
+    with dry_run(Target(0)):  # only the product is of interest
         return *kernels.quantize(x, formats.get(name), layout="swizzled"), formats.get(name)
 
 
 def matrix_instruction(launched: Launched, sm: int) -> str:
     """The instruction that should make the sums, as a regular expression on the PTX."""
     constants = launched.constants
-    if launched.kernel.__name__ != "scaled_mm_native":
+    if launched.kernel.__name__ != "gemm_block_scaled_sm100":
         return r"(mma\.sync\.aligned\.m16n8k16|wgmma\.mma_async|tcgen05\.mma)\S*\.?(f16|bf16)?"
     packed = constants["A_ELEMENT"] == constants["B_ELEMENT"] == "e2m1"
     kind = "mxf8f6f4" if not packed else "mxf4nvf4" if constants["SCALE"] == "e4m3" or sm >= 120 else "mxf4"

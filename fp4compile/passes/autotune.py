@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
-from fp4compile.passes.fuse_epilogue import arguments_of
+from fp4compile.passes.graph import arguments_of
 
 log = logging.getLogger("fp4compile")
 _winners: dict[tuple, str] = {}

@@ -1,7 +1,7 @@
-"""Quantise activations and expand them again in one kernel, where products alone read them: `quantize_expanded`.
+"""Quantise activations and expand them again in one kernel, where products alone read them: `fake_quantize`.
 
-Entry: `round_trip(graph)`, on a forward, backward or inference graph after the partitioner, when quantises that do the
-same are one, and before products get tails and siblings: of what the pass changes, these see operands as others.
+Entry: `fake_quantize(graph)`, on a forward, backward or inference graph after the partitioner, when quantises that do the
+same are one, and before products get epilogues and siblings: of what the pass changes, these see operands as others.
 
 A GPU without FP4 matrix units multiplies 16-bit numbers: most of its products first expand the codes of A in memory,
 each for itself. Where nothing else reads codes and block scales (nor the backward, for which they are saved) they need
@@ -11,19 +11,14 @@ kernels. Products that expand codes in registers read less of them than of 16-bi
 
 import operator
 
-import torch
 from torch.fx import Graph, Node
 
 from fp4compile import formats, ops
-from fp4compile._compat import known
-from fp4compile.passes.fuse_epilogue import PRODUCT, arguments_of
-from fp4compile.passes.merge_quantize import QUANTIZE, Quantise, quantise_of
-from fp4compile.passes.rewrite import new_node
-
-EXPANDED = torch.ops.fp4compile.quantize_expanded.default
+from fp4compile._compat import statically_true
+from fp4compile.passes.graph import FAKE_QUANTIZE, QUANTIZE, SCALED_MM, Quantise, arguments_of, new_node, quantise_of
 
 
-def round_trip(graph: Graph) -> int:
+def fake_quantize(graph: Graph) -> int:
     """Replace quantises on CUDA tensors that only such products read; returns how many."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
@@ -36,10 +31,10 @@ def round_trip(graph: Graph) -> int:
 
 
 def _expandable(quantise: Quantise) -> bool:
-    """Whether `quantize_expanded` does what the node does, and its kernel reads the tensor as it lies."""
+    """Whether `fake_quantize` does what the node does, and its kernel reads the tensor as it lies."""
     x = quantise.source.meta["val"]
     plain = quantise.layout == "linear" and quantise.seed is None and not quantise.hadamard
-    along_rows = quantise.dim == -1 and known(x.stride(-1) == 1)
+    along_rows = quantise.dim == -1 and statically_true(x.stride(-1) == 1)
     return x.device.type == "cuda" and plain and along_rows and ops.expands(formats.get(quantise.format))
 
 
@@ -51,7 +46,7 @@ def _readers(quantise: Node) -> list[Node]:
 
 def _multiplies(reader: Node, quantise: Node) -> bool:
     """Whether a reader is a product that expands the codes first, as its A and nothing else."""
-    if reader.target is not PRODUCT:
+    if reader.target is not SCALED_MM:
         return False
     places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]
     if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
@@ -70,7 +65,7 @@ def _replace(quantise: Quantise, readers: list[Node]) -> None:
     node = quantise.node
     options = {} if quantise.outer is None else {"outer": quantise.outer}
     with node.graph.inserting_before(node):
-        expanded = new_node(node.graph, EXPANDED, (quantise.source, quantise.format), node.meta, **options)
+        expanded = new_node(node.graph, FAKE_QUANTIZE, (quantise.source, quantise.format), node.meta, **options)
         values, outer = (new_node(node.graph, operator.getitem, (expanded, i), node.meta) for i in range(2))
     for product in readers:
         product.args = (values, None, product.args[2], None, *product.args[4:])

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fp4compile import formats
-from fp4compile._compat import known
+from fp4compile._compat import statically_true
 from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
 from fp4compile.passes.selection import feeds_selection
 from fp4compile.passes.views import View, is_cast, source_of, swaps_last_two, view_of
@@ -158,7 +158,7 @@ class _Product:
     @property
     def of_one_weight(self) -> bool:
         """Whether the weight is one matrix for the whole batch, on a side where that can be said."""
-        return self.weight.view.matrix() is not None and (self.weight is self.b or known(self.batch == 1))
+        return self.weight.view.matrix() is not None and (self.weight is self.b or statically_true(self.batch == 1))
 
     @property
     def rows(self):
@@ -301,7 +301,7 @@ class _Scan:
         a, b = product.a, product.b
         if a.is_gradient and b.is_gradient:
             return _left_alone(product, "gradient x gradient")
-        if not known(product.batch == 1):
+        if not statically_true(product.batch == 1):
             return _left_alone(product, "batched product of a gradient")
         # dY^T @ X, or X^T @ dY: either is the gradient of a weight, or of its transpose.
         m, n, tokens = product.dims
@@ -381,7 +381,7 @@ def _same_autograd_node(forward: Node, backward: Node) -> bool:
 
 
 def _same_sizes(sizes: tuple, others: tuple) -> bool:
-    return all(known(size == other) for size, other in zip(sizes, others, strict=True))
+    return all(statically_true(size == other) for size, other in zip(sizes, others, strict=True))
 
 
 def _untransposed(node: Node, role: str, parameter: str | None = None) -> Operand:

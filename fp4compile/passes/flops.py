@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fp4compile import formats
-from fp4compile._compat import known
+from fp4compile._compat import statically_true
 from fp4compile.passes.find import Gemm, Input, parameters_of
 from fp4compile.passes.views import source_of
 
@@ -94,7 +94,7 @@ def _root(node: Node) -> Node:
 
 
 def _as_many(node: Node, other: Node) -> bool:
-    return known(node.meta["val"].numel() == other.meta["val"].numel())
+    return statically_true(node.meta["val"].numel() == other.meta["val"].numel())
 
 
 def _packet(target: Any) -> Any:

@@ -1,12 +1,12 @@
-"""Fuse the pointwise operations after a product into the product's kernel: a `scaled_mm` becomes a `scaled_mm_tail`.
+"""Fuse the pointwise operations after a product into the product's kernel: a `scaled_mm` becomes a `scaled_mm_epilogue`.
 
-Entry: `fuse_tails(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
+Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
 From a product on, the pass follows its users through reshapes, casts and the operations of `_OPERATIONS`, as long as
-every other tensor among the arguments can be an operand of a tail (`_Region.operand`). Of what it has gathered it
+every other tensor among the arguments can be an operand of an epilogue (`_Region.operand`). Of what it has gathered it
 takes the longest part that ends in one value: nothing else may use the product or what lies between (the backward
 pass, say, for which it is saved). It fuses where that saves a pass over memory: the kernel that will serve the product
-must have a tail, the result must not be wider than the product would have been, and every operand is in memory anyhow.
+must have an epilogue, the result must not be wider than the product would have been, and every operand is in memory anyhow.
 What the pass does not know, and all of it where Inductor is told to round otherwise than by default, is Inductor's.
 """
 
@@ -18,17 +18,13 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile import _compat, formats, ops
-from fp4compile._compat import known
-from fp4compile.passes.rewrite import new_node
+from fp4compile import _compat, ops
+from fp4compile._compat import statically_true
+from fp4compile.passes.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, arguments_of, new_node
 
 aten = torch.ops.aten
-PRODUCT = torch.ops.fp4compile.scaled_mm.default
-WITH_TAIL = torch.ops.fp4compile.scaled_mm_tail.default
 
 FLOAT32 = torch.finfo(torch.float32)
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-CAST = torch.ops.prims.convert_element_type.default
 _OPERATIONS = {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
     aten.neg.default: "neg", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
@@ -37,18 +33,18 @@ _OPERATIONS = {
 _POWERS = {2: "square", 3: "cube"}
 # Their results are in memory, whoever uses them.
 _STORED = (
-    operator.getitem, PRODUCT, WITH_TAIL, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
+    operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
 )  # fmt: skip
 
 
-def fuse_tails(graph: Graph) -> int:
-    """Fuse what follows the products of CUDA tensors into their kernels; returns how many got a tail."""
+def fuse_epilogue(graph: Graph) -> int:
+    """Fuse what follows the products of CUDA tensors into their kernels; returns how many got an epilogue."""
     if not _compat.pointwise_by_default():
         return 0
     fused = 0
-    for node in graph.find_nodes(op="call_function", target=PRODUCT):
-        if node.args[0].meta["val"].device.type == "cuda" and _takes_tail(node):
+    for node in graph.find_nodes(op="call_function", target=SCALED_MM):
+        if node.args[0].meta["val"].device.type == "cuda" and _takes_epilogue(node):
             region = _Region(node)
             last = region.end()
             if last is not None:
@@ -57,18 +53,10 @@ def fuse_tails(graph: Graph) -> int:
     return fused
 
 
-def arguments_of(product: Node) -> list:
-    """What `templates.scaled_mm` is asked about a `scaled_mm` node: its arguments, tensors fake, formats by value."""
-    arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
-    for i in (3, 7):
-        arguments[i] = None if arguments[i] is None else formats.get(arguments[i])
-    return arguments
+def _takes_epilogue(product: Node) -> bool:
+    from fp4compile.templates.gemm.dispatch import takes_epilogue  # here, so that the CPU needs no Triton
 
-
-def _takes_tail(product: Node) -> bool:
-    from fp4compile.templates.gemm.dispatch import takes_tail  # here, so that the CPU needs no Triton
-
-    return takes_tail(*arguments_of(product))
+    return takes_epilogue(*arguments_of(product))
 
 
 @dataclass
@@ -96,7 +84,7 @@ class _Region:
         return self.product.meta["val"]
 
     def _take(self, node: Node) -> bool:
-        """Add a user of the region to it, if it is something that a tail does."""
+        """Add a user of the region to it, if it is something that an epilogue does."""
         value = node.meta.get("val")
         if node.op != "call_function" or node.kwargs or not isinstance(value, torch.Tensor):
             return False
@@ -119,7 +107,7 @@ class _Region:
         return self._operand_kind(argument, shape) is not None
 
     def _operand_kind(self, node: Node, shape: torch.Size) -> str | None:
-        """How a tail reads a tensor outside of the region; None if it cannot."""
+        """How an epilogue reads a tensor outside of the region; None if it cannot."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in ops.FLOAT_DTYPES:
             return None
@@ -164,7 +152,7 @@ class _Region:
         return [argument for argument in self.operations.get(node, ("", ()))[1] if isinstance(argument, Node)]
 
     def operands(self, last: Node) -> dict[Node, str]:
-        """The tensors from outside that `last` depends on, and how a tail reads each."""
+        """The tensors from outside that `last` depends on, and how an epilogue reads each."""
         inside = self.leading_to(last)
         return {
             argument: self._operand_kind(argument, node.meta["val"].shape)
@@ -173,7 +161,7 @@ class _Region:
         }  # fmt: skip
 
     def steps(self, last: Node) -> list[tuple[str, list]]:
-        """The operations that lead to `last`, as `templates.tail.text_of` takes them."""
+        """The operations that lead to `last`, as `templates.epilogue.text_of` takes them."""
         inside, operands = self.leading_to(last), list(self.operands(last))
         taken = [node for node in self.operations if node in inside]
         places: dict[Node, int | str] = {self.product: "product", **{node: i for i, node in enumerate(taken)}}
@@ -193,7 +181,7 @@ class _Region:
 
 
 def _operation(node: Node) -> tuple[str, tuple] | None:
-    """(name, arguments) of an operation of a tail: nodes, and numbers as floats; None for anything else."""
+    """(name, arguments) of an operation of an epilogue: nodes, and numbers as floats; None for anything else."""
     if node.target is aten.pow.Tensor_Scalar:
         base, exponent = node.args
         return (_POWERS[exponent], (base,)) if exponent in _POWERS else None
@@ -207,22 +195,22 @@ def _operation(node: Node) -> tuple[str, tuple] | None:
 
 
 def _same(shape, other) -> bool:
-    return len(shape) == len(other) and all(known(a == b) for a, b in zip(shape, other, strict=True))
+    return len(shape) == len(other) and all(statically_true(a == b) for a, b in zip(shape, other, strict=True))
 
 
 def _contiguous(value: torch.Tensor) -> bool:
     step = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not known(size == 1) and not known(stride == step):
+        if not statically_true(size == 1) and not statically_true(stride == step):
             return False
         step = step * size
     return True
 
 
 def _in_memory(node: Node, inside: set[Node]) -> bool:
-    """Whether a tensor is written to memory even if no tail reads it.
+    """Whether a tensor is written to memory even if no epilogue reads it.
 
-    An operation that Inductor would compute in the same kernel as the tail, and nowhere else, is not: fused, it would
+    An operation that Inductor would compute in the same kernel as the epilogue, and nowhere else, is not: fused, it would
     cost a pass instead of saving one.
     """
     path = [node]
@@ -235,14 +223,14 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
 
 
 def _fuse(graph: Graph, region: _Region, last: Node) -> None:
-    """Put a product with a tail in the place of `last`, and take away what led there."""
+    """Put a product with an epilogue in the place of `last`, and take away what led there."""
     from fp4compile.templates.device.epilogue import text_of
 
     operands = region.operands(last)
     text = text_of(region.value.dtype, list(operands.values()), region.steps(last))
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]
     with graph.inserting_before(last):
-        fused = new_node(graph, WITH_TAIL, (*product.args, list(operands), text, value.dtype), product.meta)
+        fused = new_node(graph, SCALED_MM_EPILOGUE, (*product.args, list(operands), text, value.dtype), product.meta)
         if not _same(region.value.shape, value.shape):
             shape = next(n.args[1] for n in inside if n.target in RESHAPES and _same(n.meta["val"].shape, value.shape))
             fused = new_node(graph, aten.reshape.default, (fused, shape), last.meta)

@@ -1,34 +1,30 @@
-"""Let products that share their activations be one launch: `scaled_mm` nodes become one `scaled_mm_siblings`.
+"""Let products that share their activations be one launch: `scaled_mm` nodes become one `scaled_mm_horizontal`.
 
-Entry: `siblings(graph)`, on a forward, backward or inference graph after the partitioner, when products that take a
-tail have theirs, and before memory is written over: as long as nothing is, a node can be moved.
+Entry: `fuse_horizontal(graph)`, on a forward, backward or inference graph after the partitioner, when products that take a
+epilogue have theirs, and before memory is written over: as long as nothing is, a node can be moved.
 
 It is for the few rows of a decode step, where launching Q, K and V one after the other takes longer than reading their
-weights. The products' own kernel says which ones can be launched together (`templates.scaled_mm_siblings.common`).
+weights. The products' own kernel says which ones can be launched together (`templates.scaled_mm_horizontal.common`).
 They are put where the first one stands; what the others have of their own (weights, scales, bias) and is computed later
 is moved before it, which must not depend on a product of the launch.
 """
 
 import operator
 
-import torch
 from torch.fx import Graph, Node
 
-from fp4compile import sibling_ops  # noqa: F401 (defines the op)
-from fp4compile.passes.fuse_epilogue import PRODUCT, arguments_of
-from fp4compile.passes.rewrite import new_node
+from fp4compile.passes.graph import SCALED_MM, SCALED_MM_HORIZONTAL, arguments_of, new_node
 from fp4compile.passes.views import value_key
 
-SIBLINGS = torch.ops.fp4compile.scaled_mm_siblings.default
 _OWN = (4, 5, 6, 8)  # arguments of a product that the others do not share: B, its scales, its outer scale, the bias
 
 
-def siblings(graph: Graph) -> int:
+def fuse_horizontal(graph: Graph) -> int:
     """Replace products of the same activations by one node; returns how many nodes there are for several products."""
     alike: dict[tuple, list[Node]] = {}
     changes = 0  # nothing is moved past what changes a tensor or draws random numbers
     for node in graph.nodes:
-        if node.target is PRODUCT:
+        if node.target is SCALED_MM:
             key = _key(node)
             if key is not None:
                 alike.setdefault((changes, *key), []).append(node)
@@ -55,14 +51,14 @@ def _key(product: Node) -> tuple | None:
 
 def _merge(products: list[Node]) -> int:
     """Replace products that are alike, as many at a time as a launch can have."""
-    from fp4compile.templates.gemm.horizontal import MEMBERS
+    from fp4compile.templates.gemm.skinny import MOST_IN_GROUP
 
     merged = 0
     while products:
         first, *others = sorted(products)  # what was moved for others may have changed the order
         members, left = [first], []
         for product in others:
-            fits = len(members) < MEMBERS and _gather(product, members)
+            fits = len(members) < MOST_IN_GROUP and _gather(product, members)
             (members if fits else left).append(product)
         products = left
         if len(members) > 1:
@@ -96,7 +92,10 @@ def _replace(products: list[Node]) -> None:
     a = first.args[:4]
     with first.graph.inserting_before(first):
         together = new_node(
-            first.graph, SIBLINGS, (*a, b, b_scales, b_outer, first.args[7], bias, first.args[9]), first.meta
+            first.graph,
+            SCALED_MM_HORIZONTAL,
+            (*a, b, b_scales, b_outer, first.args[7], bias, first.args[9]),
+            first.meta,
         )
         outputs = [
             new_node(first.graph, operator.getitem, (together, i), product.meta) for i, product in enumerate(products)

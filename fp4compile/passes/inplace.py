@@ -1,6 +1,6 @@
 """Let one of several results that Inductor computes from a product be written over the product.
 
-Entry: `reuse(graph)`, on a forward or backward graph after the partitioner, before it is lowered.
+Entry: `inplace(graph)`, on a forward or backward graph after the partitioner, before it is lowered.
 
 In the backward of a gated MLP one kernel makes two gradients from the one that a product leaves behind. Inductor writes
 a result over an operand only if nothing else reads that operand, not even in the same kernel: so one of the two would
@@ -15,14 +15,13 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.passes.fuse_epilogue import CAST, PRODUCT, RESHAPES, WITH_TAIL
-from fp4compile.passes.rewrite import new_node
+from fp4compile.passes.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, new_node
 
 aten = torch.ops.aten
-_PRODUCTS = (PRODUCT, WITH_TAIL, aten.mm.default, aten.addmm.default)
+_PRODUCTS = (SCALED_MM, SCALED_MM_EPILOGUE, aten.mm.default, aten.addmm.default)
 
 
-def reuse(graph: Graph) -> int:
+def inplace(graph: Graph) -> int:
     """Write a result over each product from which several are computed; returns how many were."""
     count = 0
     for product in [node for node in graph.nodes if node.target in _PRODUCTS]:

@@ -16,17 +16,17 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fp4compile import _compat, ops, sibling_ops
+from fp4compile import _compat, ops
 from fp4compile.passes.autotune import fastest
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
     torch.ops.fp4compile.quantize_both.default: ops.quantize_both_cuda,
-    torch.ops.fp4compile.quantize_expanded.default: ops.quantize_expanded_cuda,
+    torch.ops.fp4compile.fake_quantize.default: ops.fake_quantize_cuda,
     torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
     torch.ops.fp4compile.scaled_mm.default: ops.scaled_mm_cuda,
-    torch.ops.fp4compile.scaled_mm_tail.default: ops.scaled_mm_tail_cuda,
-    torch.ops.fp4compile.scaled_mm_siblings.default: sibling_ops.scaled_mm_siblings_cuda,
+    torch.ops.fp4compile.scaled_mm_epilogue.default: ops.scaled_mm_epilogue_cuda,
+    torch.ops.fp4compile.scaled_mm_horizontal.default: ops.scaled_mm_horizontal_cuda,
 }
 
 

@@ -20,13 +20,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp4compile.passes import flops
-from fp4compile.passes.fake_quantize import round_trip
+from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import Gemm, Input, find
-from fp4compile.passes.fuse_epilogue import fuse_tails
-from fp4compile.passes.fuse_horizontal import siblings
-from fp4compile.passes.inplace import reuse
+from fp4compile.passes.fuse_epilogue import fuse_epilogue
+from fp4compile.passes.fuse_horizontal import fuse_horizontal
+from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
-from fp4compile.passes.merge_quantize import merge
+from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
@@ -74,7 +74,7 @@ class JointPasses(CustomGraphPass):
 
 @dataclass(frozen=True, eq=False)
 class LowerPasses(CustomGraphPass):
-    """merge -> round_trip -> tails -> siblings -> reuse -> lower on a forward, backward or inference graph.
+    """merge_quantize -> fake_quantize -> fuse_epilogue -> fuse_horizontal -> inplace -> lower on a forward, backward or inference graph.
 
     On a GPU, ops become kernel launches. sink: takes what a forward graph saves. user_passes: as in `JointPasses`.
     """
@@ -86,19 +86,19 @@ class LowerPasses(CustomGraphPass):
         for user_pass in self.user_passes:
             user_pass(graph)
         self.sink(saved(graph))
-        with dumped(graph, "merge"):
-            merged = merge(graph)
-        with dumped(graph, "round_trip"):
-            expanded = round_trip(graph)
-        with dumped(graph, "tails"):
-            tails = fuse_tails(graph)
-        with dumped(graph, "siblings"):
-            grouped = siblings(graph)
-        with dumped(graph, "reuse"):
-            reused = reuse(graph)
+        with dumped(graph, "merge_quantize"):
+            merged = merge_quantize(graph)
+        with dumped(graph, "fake_quantize"):
+            expanded = fake_quantize(graph)
+        with dumped(graph, "fuse_epilogue"):
+            epilogues = fuse_epilogue(graph)
+        with dumped(graph, "fuse_horizontal"):
+            grouped = fuse_horizontal(graph)
+        with dumped(graph, "inplace"):
+            reused = inplace(graph)
         with dumped(graph, "lower"):
             lowered = lower(graph)
-        counts = {"merge": merged, "round_trip": expanded, "tails": tails, "siblings": grouped, "reuse": reused,
+        counts = {"merge_quantize": merged, "fake_quantize": expanded, "fuse_epilogue": epilogues, "fuse_horizontal": grouped, "inplace": reused,
                   "lower": lowered}  # fmt: skip
         log.info("post-grad graph: %s", counts)
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
 from fp4compile.passes.find import Gemm, Operand
+from fp4compile.passes.graph import fake_value, new_node
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
 from fp4compile.passes.views import is_cast, source_of, value_key
@@ -57,7 +58,7 @@ class _Builder:
                 return self._scaled_mm(args, None, dtype, node.meta)
             bias = gemm.bias.meta["val"]
             # One element, to be broadcast, has one dimension as well.
-            one_a_column = bias.dim() == 1 and _compat.known(bias.shape[0] == node.meta["val"].shape[-1])
+            one_a_column = bias.dim() == 1 and _compat.statically_true(bias.shape[0] == node.meta["val"].shape[-1])
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta)
             return self._general_addmm(gemm, args, dtype)
@@ -131,7 +132,7 @@ class _Builder:
             drawn = self.drawn[device]
             index = drawn.args[0]
             drawn.args = (index + 1, device)
-            drawn.meta["val"] = _fake_value(drawn)
+            drawn.meta["val"] = fake_value(drawn)
             self.seeds[key] = self._call(aten.select.int, (drawn, 0, index), meta)
         return self.seeds[key]
 
@@ -158,24 +159,3 @@ def _casts_never_saved(node: Node) -> None:
         if is_cast(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node, source = source, source_of(source)
-
-
-def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
-    """A call, inserted where the graph stands, with the metadata of the node that it serves and a value of its own."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
-    node.meta["val"] = _fake_value(node)
-    return node
-
-
-def _fake_value(node: Node) -> Any:
-    def value(arg):
-        return arg.meta["val"] if isinstance(arg, Node) else arg
-
-    args, kwargs = torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    fake = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), None)
-    mode = getattr(fake, "fake_mode", None) or torch._guards.detect_fake_mode()
-    with mode:
-        return node.target(*args, **kwargs)

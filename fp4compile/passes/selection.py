@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from fp4compile._compat import known
+from fp4compile._compat import statically_true
 from fp4compile.passes.views import is_cast, source_of
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def _exponentiated(node: Node) -> bool:
 
 def _elementwise(node: Node, count: int | torch.SymInt) -> bool:
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not known(value.numel() == count):
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not statically_true(value.numel() == count):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise or is_cast(node) or source_of(node) is not None

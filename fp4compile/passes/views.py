@@ -307,7 +307,7 @@ def _inserted(values: Sequence[Size], place: int, value: Size) -> tuple[Size, ..
 
 
 def _known_equal(a: Size, b: Size) -> bool:
-    return _compat.known(a == b)
+    return _compat.statically_true(a == b)
 
 
 def _text(size: Size) -> str:

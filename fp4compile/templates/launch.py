@@ -26,7 +26,7 @@ _paper: ContextVar[tuple[Target, list[Launched]] | None] = ContextVar("paper", d
 
 
 @contextmanager
-def on_paper(target: Target):
+def dry_run(target: Target):
     """Collect launches instead of running them, as if every tensor were on `target`; tensors may be meta tensors."""
     launches: list[Launched] = []
     token = _paper.set((target, launches))
@@ -53,7 +53,7 @@ def _cuda_target(index: int | None) -> Target:
 def launch(kernel, programs, *args, num_warps: int, **constants) -> None:
     """Launch `programs` programs of a Triton kernel; at least one, which beyond the tensors writes nothing.
 
-    A kernel with the constant DEPENDENT set is launched as `dependent` says.
+    A kernel with the constant PDL set is launched as `device.dependent_launch` says.
     """
     paper = _paper.get()
     if paper is not None:
@@ -64,6 +64,6 @@ def launch(kernel, programs, *args, num_warps: int, **constants) -> None:
     options = {"num_warps": num_warps}
     if _compat.tracing():
         kernel = _compat.traceable(kernel)
-    elif constants.get("DEPENDENT"):
+    elif constants.get("PDL"):
         options["launch_pdl"] = True
     kernel[(programs,)](*args, **constants, **options)

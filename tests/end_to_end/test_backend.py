@@ -246,9 +246,7 @@ def test_nothing_matched_warns_once():
     assert sum("quantised nothing" in str(w.message) for w in caught) == 1
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.complex64, torch.int32], ids=["float64", "complex64", "int32"]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32], ids=["float64", "complex64", "int32"])
 def test_other_dtypes_are_left_alone_with_a_reason(dtype):
     reason = str(dtype).replace("torch.", "dtype ")
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype), requires_grad=False)

@@ -28,8 +28,7 @@ def test_summary_counts_flops():
     assert report.flops_share() == 0.25
     assert report.reasons() == {"output head": 1}
     assert report.summary() == (
-        "recipe mxfp8: 2 of 3 matrix products quantised, 25.0% of their FLOPs"
-        "; 1 of unknown size not counted"
+        "recipe mxfp8: 2 of 3 matrix products quantised, 25.0% of their FLOPs; 1 of unknown size not counted"
     )
 
 

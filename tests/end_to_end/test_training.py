@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
-from fp4compile.passes.merge_quantize import merge
+from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.recipe import named
 from tests.end_to_end.test_composed_by_hand import assert_rounds_to, by_hand, drawn
 from tests.helpers.graphs import Recorder
@@ -142,7 +142,7 @@ def merged(function, *args):
 
     class Count(Recorder):
         def __call__(self, graph):
-            counts.append(merge(graph))
+            counts.append(merge_quantize(graph))
 
         def uuid(self):
             return None

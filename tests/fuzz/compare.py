@@ -103,8 +103,9 @@ class Fuzzer:
                     finding = _products(program, q, by_graph)
                     if finding is not None:
                         return finding
-                wrong = wrong or self._difference(program, oracle, module, modules, values, by_graph, got, expected,
-                                                  exactly=draw == "grid")
+                wrong = wrong or self._difference(
+                    program, oracle, module, modules, values, by_graph, got, expected, exactly=draw == "grid"
+                )
             if wrong is None:
                 self.exact += attempt == 0
                 return None
@@ -121,9 +122,7 @@ class Fuzzer:
         wrong = self._difference(program, oracle, module, modules, values, [], got, expected)
         return None if wrong is None else Finding(program, "oracle", wrong)
 
-    def _difference(
-        self, program, oracle, module, modules, values, rows, got, expected, exactly=False
-    ) -> str | None:
+    def _difference(self, program, oracle, module, modules, values, rows, got, expected, exactly=False) -> str | None:
         """What differs by more than rounding; with `exactly`, by anything."""
         if all(_same(a, b) for a, b in zip(got, expected, strict=True)):
             return None

@@ -132,7 +132,7 @@ def _relax(d: Draft, layer: Layer) -> None:
 
 
 def _relaxed(line: str, call: str) -> str:
-    return line.replace(call, f"q.may.linear('{call[len('q.linear(') + 1:]}")
+    return line.replace(call, f"q.may.linear('{call[len('q.linear(') + 1 :]}")
 
 
 @kind(0.8)

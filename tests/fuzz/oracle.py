@@ -248,5 +248,3 @@ class _Attention(torch.autograd.Function):
 
 def _scaled(dy, scale):
     return dy if scale == 1 else dy * scale
-
-

@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4compile import formats
 from fp4compile.formats import NAMED, get
-from fp4compile.ops import BlockScaled, quantize, quantize_expanded_cuda, scaled_mm
+from fp4compile.functional import BlockScaled, quantize, scaled_mm
+from fp4compile.ops import fake_quantize_cuda
 from tests.helpers.hard_inputs import DTYPES, FINITE, hard_input
 
 NAMES = tuple(NAMED)
@@ -304,9 +305,9 @@ def opcheck_samples():
         yield "quantize", (x, name, dim), {"layout": layout}
     yield "quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
     yield "quantize", (x, "float8_rowwise"), {}
-    yield "quantize_expanded", (x[:, :37], "nvfp4"), {}
-    yield "quantize_expanded", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
-    yield "quantize_expanded", (x[0], "nvfp4_one_level"), {}
+    yield "fake_quantize", (x[:, :37], "nvfp4"), {}
+    yield "fake_quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
+    yield "fake_quantize", (x[0], "nvfp4_one_level"), {}
     yield "quantize_both", (x, "nvfp4"), {"layout": "swizzled"}
     yield "quantize_both", (x, "mxfp8_32x32"), {}
     yield "quantize_both", (x, "float8_rowwise"), {}
@@ -349,7 +350,7 @@ def test_expanded_values_are_a_plain_operand(name, outer, shape):
     x, w, bias = torch.randn(shape), torch.randn(9, shape[-1]), torch.randn(9)
     given = torch.rand((*shape[:-1], 1) if fmt.outer == "row" else ()) + 0.01 if outer else None
     data, scales, computed = ops.quantize(x, name, outer=given)
-    values, also_computed = ops.quantize_expanded(x, name, outer=given)
+    values, also_computed = ops.fake_quantize(x, name, outer=given)
     assert same_bits(computed, also_computed)
     factor = given if outer else computed if fmt.outer else None
     *weight, w_outer = ops.quantize(w, name)
@@ -361,11 +362,11 @@ def test_expanded_values_are_a_plain_operand(name, outer, shape):
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4_16x16", "float8_rowwise"])
 def test_formats_that_are_not_expanded(name):
     """By the reference, on a fake tensor and on CUDA: the same refusal."""
-    for run in (torch.ops.fp4compile.quantize_expanded, quantize_expanded_cuda):
+    for run in (torch.ops.fp4compile.fake_quantize, fake_quantize_cuda):
         with pytest.raises(ValueError, match=f"format: .* format {name} is another"):
             run(torch.randn(4, 32), name)
     with FakeTensorMode(), pytest.raises(ValueError, match="format: "):
-        torch.ops.fp4compile.quantize_expanded(torch.empty(4, 32), name)
+        torch.ops.fp4compile.fake_quantize(torch.empty(4, 32), name)
 
 
 # ---------------------------------------------------------------- dynamic shapes

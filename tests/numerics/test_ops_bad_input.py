@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp4compile import formats, layouts, ops, reference
-from fp4compile.ops import quantize, scaled_mm
+from fp4compile.functional import quantize, scaled_mm
 
 X = torch.randn(4, 64)
 A, B = quantize(X, "nvfp4"), quantize(torch.randn(6, 64), "nvfp4")
@@ -96,8 +96,11 @@ BAD_CALLS = [
     ),
     (ValueError, "batch dimensions differ", lambda: op_mm(X, None, X[None], None)),
     (ValueError, "formats nvfp4 and mxfp8 cannot be multiplied", lambda: op_mm(A.data, "nvfp4", MX.data, "mxfp8")),
-    (ValueError, "outer: in format float8_rowwise",
-     lambda: torch.ops.fp4compile.quantize_both(X, "float8_rowwise", outer=torch.ones(len(X), 1))),
+    (
+        ValueError,
+        "outer: in format float8_rowwise",
+        lambda: torch.ops.fp4compile.quantize_both(X, "float8_rowwise", outer=torch.ones(len(X), 1)),
+    ),
     (ValueError, "x: expected two dimensions or more", lambda: torch.ops.fp4compile.quantize_both(X[0], "nvfp4")),
     (ValueError, "unknown layout 'x'", lambda: torch.ops.fp4compile.quantize_both(X, "nvfp4", layout="x")),
 ]

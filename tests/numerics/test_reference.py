@@ -9,7 +9,7 @@ import torch
 
 from fp4compile import reference
 from fp4compile.formats import NAMED, BlockFormat, get
-from fp4compile.ops import quantize
+from fp4compile.functional import quantize
 from tests.helpers.codes import as_bytes, codes_of
 from tests.helpers.hard_inputs import DTYPES, FINITE, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 

@@ -14,10 +14,10 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as kernels
 from fp4compile.templates.gemm.problem import problem_of
-from fp4compile.templates.launch import on_paper
+from fp4compile.templates.launch import dry_run
 from tests.passes.test_lower import launched_on, recipe_of
 
-PRODUCT = torch.ops.fp4compile.scaled_mm.default
+SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 M, N, K = 6, 48, 64
 SHAPES = [(N,), (1,), (), (1, N), (M, 1), (M, N), (1, 1)]
 
@@ -40,7 +40,7 @@ def test_what_is_broadcast_is_added_after_the_product(recipe, shape, dtype):
     """In float32, rounded once: the same numbers as in the epilogue."""
     x, w, bias = (torch.randn(shape).to(dtype) for shape in ((M, K), (N, K), shape))
     graph_module = rewritten(x, w, bias, recipe)
-    (product,) = graph_module.graph.find_nodes(op="call_function", target=PRODUCT)
+    (product,) = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
     added = product.args[8]
     assert (added is not None) == (shape == (N,)) and (added is None or added.meta["val"].shape == (N,))
     a, b = map(formats.get, (recipe_of(recipe).fprop_x, recipe_of(recipe).fprop_w))
@@ -53,8 +53,8 @@ def test_what_is_broadcast_is_added_after_the_product(recipe, shape, dtype):
 @pytest.mark.parametrize("sm", [90, 100])
 def test_every_bias_is_lowered_for_a_gpu(sm, shape):
     _, launches = launched_on(sm, "nvfp4", (M, N, K), lambda x, w: torch.addmm(x.new_zeros(shape), x, w.t()))
-    products = [name for name, _ in launches if "scaled_mm" in name]
-    assert products == ["scaled_mm_native" if sm == 100 else "scaled_mm_decode"]
+    products = [name for name, _ in launches if name.startswith("gem")]
+    assert products == ["gemm_block_scaled_sm100" if sm == 100 else "gemm_skinny"]
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
@@ -79,7 +79,7 @@ def test_the_op_broadcasts_nothing(bias, fake):
 
 def operands(a, b, m, n, k, device="meta"):
     """Arguments of `scaled_mm` but bias and dtype, as the reference quantises random numbers (on meta: none)."""
-    with on_paper(Target(0)):
+    with dry_run(Target(0)):
         made = []
         for name, rows in ((a, m), (b, n)):
             x, fmt = torch.randn(rows, k), formats.get(name)
@@ -96,7 +96,7 @@ def operands(a, b, m, n, k, device="meta"):
 def test_the_fp8_units_take_a_bias_of_the_results_type(sm, bias, out_dtype, by_library):
     """The library's product of rows of FP8 has no other; the units are there from 8.9 on."""
     bias = None if bias is None else torch.empty(N, dtype=bias, device="meta")
-    with on_paper(Target(sm)):
+    with dry_run(Target(sm)):
         problem = problem_of(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype)
         assert (kernels._server(problem, False) is kernels._scaled_by_row) == by_library
 
@@ -110,7 +110,7 @@ def test_fp8_units_and_conversions_by_compute_capability():
 def test_a_bias_is_cut_where_the_product_is(a, b):
     """A part of the columns has that part of the bias; a part of the rows has all of it."""
     bias = torch.arange(320.0)
-    with on_paper(Target(90)):
+    with dry_run(Target(90)):
         problem = problem_of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32)
         for start, count in ((0, 128), (128, 128), (256, 64)):
             part = problem.columns(start, count)
@@ -123,9 +123,9 @@ def test_each_launch_of_a_product_in_parts_has_its_part_of_the_bias():
     n = 8192
     values, bias = torch.empty(n, 512, dtype=torch.float16, device="meta"), torch.empty(n, device="meta")
     *weights, fmt = operands("nvfp4", "nvfp4", 16, n, 512)[4:]
-    with on_paper(Target(90)) as launches:
+    with dry_run(Target(90)) as launches:
         kernels.scaled_mm(values, None, None, None, *weights, fmt, bias, torch.float32)
-    cut = [one.args["bias_ptr"] for one in launches if one.kernel.__name__ == "reduce_splits"]
+    cut = [one.args["bias_ptr"] for one in launches if one.kernel.__name__ == "split_k_reduction"]
     assert len(cut) > 1 and sum(part.numel() for part in cut) == n
     starts = [sum(part.numel() for part in cut[:i]) for i in range(len(cut))]
     assert [part.storage_offset() for part in cut] == starts

@@ -32,8 +32,8 @@ class Keyed:
         torch.compile(function, backend=keep, dynamic=False)(*arguments)
         ((self.gm, self.inputs),) = captured
 
-    def key(self, uuid="uuid", **patches):
-        return report_cache.key(self.gm, self.inputs, uuid, patches)
+    def key(self, uuid="uuid", **register_tile):
+        return report_cache.key(self.gm, self.inputs, uuid, register_tile)
 
 
 def double(x):
@@ -55,8 +55,8 @@ SQUARE = torch.ones(8, 8)
 FLAG = torch.tensor(True)
 
 
-def key_of(function, *arguments, **patches):
-    return Keyed(function, *arguments).key(**patches)
+def key_of(function, *arguments, **register_tile):
+    return Keyed(function, *arguments).key(**register_tile)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,7 @@ def test_the_passes_are_kept_by_the_gpu(available, capability, monkeypatch):
 SOURCE = Path(manager.__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-    "changed", ["backend.py", "passes/rewrite.py", "templates/quantize.py", "templates/new.py"]
-)
+@pytest.mark.parametrize("changed", ["backend.py", "passes/rewrite.py", "templates/quantize.py", "templates/new.py"])
 def test_the_passes_are_kept_by_the_whole_source(changed, tmp_path, monkeypatch):
     """An upgrade of the package must not run graphs that an older one made."""
     copied = tmp_path / "fp4compile"

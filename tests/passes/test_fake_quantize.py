@@ -15,18 +15,19 @@ import fp4compile
 from fp4compile import formats
 from fp4compile.cli import check_sm100
 from fp4compile.passes import manager
-from fp4compile.passes.fake_quantize import EXPANDED, round_trip
+from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import Input, find
-from fp4compile.passes.fuse_epilogue import PRODUCT, arguments_of, fuse_tails
-from fp4compile.passes.fuse_horizontal import siblings
+from fp4compile.passes.fuse_epilogue import fuse_epilogue
+from fp4compile.passes.fuse_horizontal import fuse_horizontal
+from fp4compile.passes.graph import FAKE_QUANTIZE, QUANTIZE, SCALED_MM, arguments_of
 from fp4compile.passes.lower import lower
-from fp4compile.passes.merge_quantize import QUANTIZE, merge
+from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as scaled_mm
-from fp4compile.templates.launch import on_paper
+from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 from tests.passes.test_fuse_epilogue import fused_graph
 from tests.passes.test_fuse_horizontal import BF16, K, on_the_cpu, packed, product, quantised, quantised_each, traced
@@ -141,12 +142,12 @@ LEFT = {
 
 def replaced(graph_module, sm=90):
     """How many quantises the pass replaces."""
-    with on_paper(Target(sm)):
-        merge(graph_module.graph)
-        count = round_trip(graph_module.graph)
+    with dry_run(Target(sm)):
+        merge_quantize(graph_module.graph)
+        count = fake_quantize(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
-    assert count == len(graph_module.graph.find_nodes(op="call_function", target=EXPANDED))
+    assert count == len(graph_module.graph.find_nodes(op="call_function", target=FAKE_QUANTIZE))
     return count
 
 
@@ -163,8 +164,8 @@ def test_which_ones(name):
     graph_module = traced(function, weights, rows=rows)
     x = torch.randn(rows, K).bfloat16()
     expected = on_the_cpu(graph_module, x, weights)
-    products = graph_module.graph.find_nodes(op="call_function", target=PRODUCT)
-    with on_paper(Target(90)):
+    products = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
+    with dry_run(Target(90)):
         assert scaled_mm.expands_first(*arguments_of(products[0])) == (name != "plain weights")
     count = replaced(graph_module)
     assert count == (name in REPLACED)
@@ -203,31 +204,31 @@ def test_weights_in_other_blocks_and_formats():
 def test_the_cpu_is_left_alone():
     x, (*w, _) = torch.randn(4, K).bfloat16(), packed(16)
     graph = make_fx(lambda x, *w: multiplied()(x, (*w, "nvfp4")), tracing_mode="fake")(x, *w).graph
-    assert round_trip(graph) == 0 and len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 1
+    assert fake_quantize(graph) == 0 and len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 1
 
 
 @pytest.mark.parametrize("function", [quantised, quantised_each], ids=lambda function: function.__name__)
-def test_siblings_come_after(function):
+def test_horizontal_fusion_comes_after(function):
     """Of plain activations with an outer scale, as of codes."""
     weights = [packed(64)] * 3
     graph_module = traced(function, weights)
     x = torch.randn(1, K).bfloat16()
     expected = on_the_cpu(graph_module, x, weights)
     assert replaced(graph_module) == 1
-    with on_paper(Target(90)):
-        assert siblings(graph_module.graph) == 1
+    with dry_run(Target(90)):
+        assert fuse_horizontal(graph_module.graph) == 1
     got = on_the_cpu(graph_module, x, weights)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [40, 300])
-def test_tails_come_after(rows):
-    """The gated product has its tail, and reads what the other one reads."""
+def test_epilogues_come_after(rows):
+    """The gated product has its epilogue, and reads what the other one reads."""
     counts = []
 
     def passes(graph):
-        merge(graph)
-        counts.extend(one(graph) for one in (round_trip, fuse_tails))
+        merge_quantize(graph)
+        counts.extend(one(graph) for one in (fake_quantize, fuse_epilogue))
         lower(graph)
 
     def gated(x, w, v):
@@ -235,8 +236,8 @@ def test_tails_come_after(rows):
 
     found = fused_graph(gated, (rows, 512), (1056, 512), (1056, 512), sm=90, fuse=False, then=passes)
     assert counts == [1, 1]
-    served = [one for one in found.launches if one.kernel.__name__ in ("scaled_mm_wgmma", "reduce_splits")]
-    assert ["return acc" in one.kernel.fn.__globals__["tail"].src for one in served] == [True, False]
+    served = [one for one in found.launches if one.kernel.__name__ in ("gemm_wgmma_sm90", "split_k_reduction")]
+    assert ["return acc" in one.kernel.fn.__globals__["epilogue"].src for one in served] == [True, False]
     assert [one.constants["A_OUTER"] for one in served] == ["tensor"] * 2
 
 
@@ -246,14 +247,14 @@ def test_tails_come_after(rows):
 def launched(recipe, m, n, k, sm=90):
     """(kernel, what it stores in place of codes or None) of each launch that a linear layer is lowered to."""
     inputs = (Input(), Input("weight"))
-    with FakeTensorMode(), on_paper(Target(sm)) as launches:
+    with FakeTensorMode(), dry_run(Target(sm)) as launches:
         x, w = (torch.empty(rows, k, device="cuda", dtype=BF16) for rows in (m, n))
         graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
         for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
             placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
         rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
-        merge(graph)
-        round_trip(graph)
+        merge_quantize(graph)
+        fake_quantize(graph)
         lower(graph)
     return [(one.kernel.__name__, one.args["data_ptr"].dtype if "data_ptr" in one.args else None) for one in launches]
 
@@ -266,8 +267,8 @@ VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", 
     ("nvfp4", [AMAX, VALUES], [AMAX, CODES]), ("nvfp4_one_level", [VALUES], [CODES]),
     ("nvfp4_rowwise", [ROW_VALUES], [AMAX, CODES])])  # fmt: skip
 @pytest.mark.parametrize(("m", "n", "served"), [
-    (1, 8192, ["scaled_mm_few"]), (40, 1024, ["activation_image", "scaled_mm_wgmma", "reduce_splits"]),
-    (256, 1024, ["expand_matrix", "reduce_splits"])])  # fmt: skip
+    (1, 8192, ["gemv"]), (40, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction"]),
+    (256, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
 def test_launches(m, n, served, recipe, activations, weights):
     """Activations are quantised and expanded, then multiplied; of large ones, the weights alone are expanded."""
     found = launched(recipe, m, n, 1024)
@@ -281,14 +282,14 @@ def test_a_product_in_parts_stays_an_op():
     assert launched("nvfp4", 8192, 8192, 8192) == [AMAX, CODES, AMAX, VALUES]
     values, outer = torch.empty(8192, 8192, dtype=torch.float16, device="meta"), torch.empty((), device="meta")
     fmt = formats.get("nvfp4")
-    with on_paper(Target(0)):  # only the product is of interest
+    with dry_run(Target(0)):  # only the product is of interest
         data, scales, b_outer = kernels.quantize(values, fmt)
-    with on_paper(Target(90)) as launches:
+    with dry_run(Target(90)) as launches:
         scaled_mm.scaled_mm(values, None, outer, None, data, scales, b_outer, fmt, None, BF16)
     names = [one.kernel.__name__ for one in launches]
-    assert names == ["expand_matrix", "reduce_splits"] * 4
+    assert names == ["dequant_operand", "split_k_reduction"] * 4
     for one in launches:
-        if one.kernel.__name__ == "reduce_splits":
+        if one.kernel.__name__ == "split_k_reduction":
             assert one.constants["A_OUTER"] == one.constants["B_OUTER"] == "tensor"
         else:
             assert one.args["data_ptr"].dtype == torch.uint8
@@ -302,7 +303,7 @@ def test_a_product_in_parts_stays_an_op():
 ])  # fmt: skip
 def test_compiles_ahead(name, shape, dtype, sm):
     """Nothing spills, and large tensors are read and written 16 bytes at a time."""
-    one = check_sm100.Configuration("rows, expanded", name, kernels.quantize_expanded, shape, dtype)
+    one = check_sm100.Configuration("rows, expanded", name, kernels.fake_quantize, shape, dtype)
     _, found = check_sm100._check(one.launches(sm)[-1], one.label, name, sm)
     assert found.local_accesses == 0
     assert shape[0] < 8192 or not found.problems(set())
@@ -329,12 +330,12 @@ def test_compiled(recipe, rows, monkeypatch):
         return got, re.findall(r"(?<!\w)((?:quantize|expand|scaled|reduce)_\w+?)_\d+\.run\(", code)
 
     got, names = run()
-    monkeypatch.setattr(manager, "round_trip", lambda graph: 0)
+    monkeypatch.setattr(manager, "fake_quantize", lambda graph: 0)
     with config.patch(force_disable_caches=True):
         expected, before = run()
     assert torch.equal(got, expected)
     by_image = 8 < rows <= 64  # for which codes are expanded as well
-    assert names.count("expand_matrix") == before.count("expand_matrix") - (not by_image)
+    assert names.count("dequant_operand") == before.count("dequant_operand") - (not by_image)
     if recipe.name != "nvfp4_static":
         assert_product(got, x, layer, recipe)
 
@@ -344,7 +345,7 @@ def test_any_number_of_rows(monkeypatch):
     """One graph, whose product stays an op, for few rows and for so many that the product is made in two parts."""
     layer = torch.nn.Linear(1024, 4112, device="cuda", dtype=BF16)
     counted = []
-    monkeypatch.setattr(manager, "round_trip", lambda graph: counted.append(round_trip(graph)) or counted[-1])
+    monkeypatch.setattr(manager, "fake_quantize", lambda graph: counted.append(fake_quantize(graph)) or counted[-1])
     with torch.no_grad(), config.patch(force_disable_caches=True):
         compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4", strict=True), dynamic=True)
         for rows in (40, 4, 130, 9000):
@@ -357,7 +358,7 @@ def test_any_number_of_rows(monkeypatch):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("rows", [1, 40, 300])
 def test_a_gated_mlp_of_packed_weights(rows, mode, monkeypatch):
-    """Shared activations, tails and siblings: the bits that are there without the pass."""
+    """Shared activations, epilogues and siblings: the bits that are there without the pass."""
 
     class Gated(torch.nn.Module):
         def __init__(self):
@@ -379,7 +380,7 @@ def test_a_gated_mlp_of_packed_weights(rows, mode, monkeypatch):
             return [compiled(x).clone() for _ in range(4)]
 
     got = run()
-    monkeypatch.setattr(manager, "round_trip", lambda graph: 0)
+    monkeypatch.setattr(manager, "fake_quantize", lambda graph: 0)
     with config.patch(force_disable_caches=True):
         expected = run()
     assert all(torch.equal(a, expected[0]) for a in (*got, *expected))

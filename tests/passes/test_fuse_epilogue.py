@@ -21,15 +21,16 @@ from triton.runtime import driver
 import fp4compile
 from fp4compile.passes import manager
 from fp4compile.passes.find import Input, find
-from fp4compile.passes.fuse_epilogue import WITH_TAIL, fuse_tails
+from fp4compile.passes.fuse_epilogue import fuse_epilogue
+from fp4compile.passes.graph import SCALED_MM_EPILOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates import launch
-from fp4compile.templates.gemm.block_scaled_sm100 import scaled_mm_native
-from fp4compile.templates.launch import on_paper
+from fp4compile.templates.gemm.block_scaled_sm100 import gemm_block_scaled_sm100
+from fp4compile.templates.launch import dry_run
 from tests.end_to_end.test_composed_by_hand import assert_rounds_to
 from tests.passes.test_lower import NoGpu
 
@@ -40,7 +41,7 @@ X, W, SAME, ROW = (2, 128, 512), (1024, 512), (2, 128, 1024), (1024,)
 
 @dataclass
 class Result:
-    """A graph after the pass: how many tails were fused, and what it was lowered to."""
+    """A graph after the pass: how many epilogues were fused, and what it was lowered to."""
 
     graph: torch.fx.Graph
     fused: int
@@ -48,9 +49,9 @@ class Result:
     mode: FakeTensorMode
 
 
-def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100, then=None, paper=on_paper, fuse=True):
+def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100, then=None, paper=dry_run, fuse=True):
     """The graph of a function of activations, weights (`w`, `v`) and more, quantised, decomposed as Inductor does it,
-    with its tails; on fake CUDA tensors."""
+    with its epilogues; on fake CUDA tensors."""
     names = function.__code__.co_varnames
     dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
     inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]
@@ -64,7 +65,7 @@ def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100
         for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
             placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
         rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
-        fused = fuse_tails(graph) if fuse else 0
+        fused = fuse_epilogue(graph) if fuse else 0
         graph.lint()
         if then is not None:
             then(graph)
@@ -76,9 +77,9 @@ def graph_of(function, *shapes, **options):
     return result.graph, result.fused
 
 
-def tail_of(graph):
-    """The body of the tail of a graph with one."""
-    (node,) = graph.find_nodes(op="call_function", target=WITH_TAIL)
+def epilogue_of(graph):
+    """The body of the epilogue of a graph with one."""
+    (node,) = graph.find_nodes(op="call_function", target=SCALED_MM_EPILOGUE)
     return [line.strip() for line in node.args[11].splitlines()[2:]], node
 
 
@@ -121,8 +122,8 @@ def test_fused(name, recipe):
         expected = function(*(torch.empty(shape, dtype=BF16) for shape in shapes))
     assert (result.meta["val"].shape, result.meta["val"].dtype) == (expected.shape, expected.dtype)
     launched = fused_graph(function, *shapes, recipe=recipe, then=lower).launches[-1]
-    assert launched.kernel.__name__ == "scaled_mm_native" and launched.kernel is not scaled_mm_native
-    assert launched.kernel.fn.__globals__["tail"].src.startswith("def tail(acc")
+    assert launched.kernel.__name__ == "gemm_block_scaled_sm100" and launched.kernel is not gemm_block_scaled_sm100
+    assert launched.kernel.fn.__globals__["epilogue"].src.startswith("def epilogue(acc")
 
 
 def kept(x, w):
@@ -142,7 +143,7 @@ def kept_between(x, w, same):
 
 LEFT = {
     "used elsewhere": (kept, (X, W)),
-    "no tail": (lambda x, w: (x @ w.t()).view(-1), (X, W)),
+    "no epilogue": (lambda x, w: (x @ w.t()).view(-1), (X, W)),
     "unknown operation": (lambda x, w: (x @ w.t()).sin(), (X, W)),
     "unknown overload": (lambda x, w, same: torch.add(x @ w.t(), same, alpha=2.0), (X, W, SAME)),
     "wider result": (lambda x, w: (x @ w.t()).float(), (X, W)),
@@ -173,7 +174,7 @@ def test_left_to_inductor(name):
 def test_the_part_that_ends_in_one_value():
     """Up to a value that is needed itself; the rest is Inductor's."""
     graph, fused = graph_of(kept_between, X, W, SAME)
-    body, _ = tail_of(graph)
+    body, _ = epilogue_of(graph)
     assert fused == 1 and body[1] == "v0 = tl.where(0.0 > product, 0.0, product)"
     assert pointwise_left(graph) == ["aten.mul.Tensor"]
     graph, fused = graph_of(lambda x, w: F.relu(x @ w.t()).sin(), X, W)
@@ -198,18 +199,18 @@ def test_an_operand_with_other_users():
 def test_gate_of_two_products():
     """The gate's product takes the other's as an operand, so that nothing is rounded on the way; once only."""
     graph, fused = graph_of(lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v), X, W, W)
-    body, node = tail_of(graph)
+    body, node = epilogue_of(graph)
     assert fused == 1
     assert body == [
         "product = rounded(acc, tl.bfloat16, ISA)",
-        "x0 = tl.load(tail_0_ptr + at, mask=inside, other=0.0).to(tl.float32)",
+        "x0 = tl.load(epilogue_0_ptr + at, mask=inside, other=0.0).to(tl.float32)",
         "v0 = -product", "v1 = exp(v0)", "v2 = v1 + 1.0", "v3 = product / v2", "v4 = v3 * x0", "return v4",
     ]  # fmt: skip
     assert str(node.args[10][0]).startswith("view") and not pointwise_left(graph)
 
 
 def test_residual_stream():
-    """Each product of a chain of layers has its tail; the one before is the operand of the next."""
+    """Each product of a chain of layers has its epilogue; the one before is the operand of the next."""
 
     def layers(x, w, v):
         x = x + F.linear(x, w)
@@ -220,9 +221,9 @@ def test_residual_stream():
 
 
 def test_dtypes():
-    """A float32 product is not rounded before its tail; its cast is in the tail."""
+    """A float32 product is not rounded before its epilogue; its cast is in the epilogue."""
     graph, fused = graph_of(lambda x, w: F.relu(x @ w.t()).to(BF16), X, W, dtype=F32)
-    body, node = tail_of(graph)
+    body, node = epilogue_of(graph)
     assert fused == 1 and body[0] == "product = acc" and node.args[9] == F32 and node.args[12] == BF16
     graph, fused = graph_of(lambda x, w, r: x @ w.t() + r, X, W, SAME, dtypes=(BF16, BF16, F32))
     assert fused == 0  # the sum is float32, twice the product's bytes
@@ -235,7 +236,7 @@ def test_symbolic_sizes():
     shapes = ((ANY, 128, 512), W, (ANY, 128, 1024), ROW)
     result = fused_graph(FUSED["layer scale"], *shapes, then=lower)
     assert result.fused == 1 and not pointwise_left(result.graph)
-    assert result.launches[-1].kernel.__name__ == "scaled_mm_native"
+    assert result.launches[-1].kernel.__name__ == "gemm_block_scaled_sm100"
     assert not result.mode.shape_env.guards
     _, fused = graph_of(FUSED["relu"], (ANY, 512), W)
     assert fused == 0
@@ -250,7 +251,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("sm", "recipe", "rows", "expected"), SERVED)
-def test_where_the_kernel_has_a_tail(sm, recipe, rows, expected):
+def test_where_the_kernel_has_a_epilogue(sm, recipe, rows, expected):
     """Not where the products of whole matrices, FP8 or streamed weights are somebody else's."""
     _, fused = graph_of(lambda x, w: F.relu(x @ w.t()), (rows, 512), (1024, 512), sm=sm, recipe=recipe)
     assert fused == int(expected)
@@ -273,7 +274,7 @@ def test_launched_as_a_node(monkeypatch):
     wrapper = torch.ops.higher_order.triton_kernel_wrapper_functional
     *_, node = graph.find_nodes(op="call_function", target=wrapper)
     arguments = node.kwargs["kwargs"]
-    assert {str(arguments[f"tail_{i}_ptr"]) for i in (0, 1)} == {"same_1", "row_1"}
+    assert {str(arguments[f"epilogue_{i}_ptr"]) for i in (0, 1)} == {"same_1", "row_1"}
     assert node.kwargs["tensors_to_clone"] == ["out_ptr"]
 
 
@@ -331,7 +332,7 @@ def test_mlp_fused_equals_unfused(recipe, monkeypatch):
     x = torch.randn(40, 512, device="cuda", dtype=BF16)
     fused, code = compiled_code(model, fp4compile.backend(recipe, strict=True), x)
     assert code.count("product = rounded(acc") == 2  # the gate's and the residual's
-    monkeypatch.setattr(manager, "fuse_tails", lambda graph: 0)
+    monkeypatch.setattr(manager, "fuse_epilogue", lambda graph: 0)
     with config.patch(force_disable_caches=True):
         unfused, code = compiled_code(model, fp4compile.backend(recipe, strict=True), x)
     assert "product = rounded(acc" not in code
@@ -343,11 +344,11 @@ def test_training_saves_the_product():
     """silu's backward needs the product, relu's does not."""
     layer = torch.nn.Linear(512, 512, device="cuda", dtype=BF16)
     x = torch.randn(40, 512, device="cuda", dtype=BF16, requires_grad=True)
-    for activation, tails in ((torch.nn.SiLU(), 0), (torch.nn.ReLU(), 1)):
+    for activation, epilogues in ((torch.nn.SiLU(), 0), (torch.nn.ReLU(), 1)):
         torch._dynamo.reset()
         model = torch.nn.Sequential(layer, activation)
         y, code = run_and_get_code(torch.compile(model, backend=fp4compile.backend("mxfp8", strict=True)), x)
-        assert code[0].count("tl.where(0.0 > product") == tails
+        assert code[0].count("tl.where(0.0 > product") == epilogues
         x.grad = None
         y.sum().backward()
         assert x.grad.isfinite().all() and x.grad.any()

@@ -16,13 +16,14 @@ import fp4compile
 from fp4compile import formats, reference
 from fp4compile.cli import check_sm100
 from fp4compile.passes import manager
-from fp4compile.passes.fuse_horizontal import SIBLINGS, siblings
+from fp4compile.passes.fuse_horizontal import fuse_horizontal
+from fp4compile.passes.graph import SCALED_MM_HORIZONTAL
 from fp4compile.passes.lower import lower
-from fp4compile.passes.merge_quantize import merge
+from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as scaled_mm
-from fp4compile.templates.gemm import horizontal as scaled_mm_siblings
-from fp4compile.templates.launch import on_paper
+from fp4compile.templates.gemm import horizontal as scaled_mm_horizontal
+from fp4compile.templates.launch import dry_run
 from tests.templates.test_gemm_kernels import OLD_TRITON
 
 TARGETS = [sm for sm in (90, 100, 120) if sm < 120 or not OLD_TRITON]
@@ -137,7 +138,7 @@ def traced(function, weights, rows=1):
     def of_tensors(x, *flat):
         return function(x, *((*flat[3 * i : 3 * i + 3], fmt) for i, fmt in enumerate(names)))
 
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, on_paper(Target(90)):
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, dry_run(Target(90)):
         if rows is None:
             symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
             rows = mode.shape_env.create_symintnode(symbol, hint=4)
@@ -148,12 +149,12 @@ def traced(function, weights, rows=1):
 
 def merged(graph_module, sm=90):
     """How many products each launch has, after the pass."""
-    with on_paper(Target(sm)):
-        merge(graph_module.graph)
-        count = siblings(graph_module.graph)
+    with dry_run(Target(sm)):
+        merge_quantize(graph_module.graph)
+        count = fuse_horizontal(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
-    found = graph_module.graph.find_nodes(op="call_function", target=SIBLINGS)
+    found = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM_HORIZONTAL)
     assert len(found) == count
     return [len(node.args[4]) for node in found]
 
@@ -203,7 +204,7 @@ def test_few_rows(rows, sm, function, expected):
 def test_the_cpu_is_left_alone():
     x, (*w, fmt) = torch.randn(1, K).bfloat16(), packed(16)
     graph = make_fx(lambda x, *w: (product(x, (*w, fmt)), product(x, (*w, fmt)) + 1), tracing_mode="fake")(x, *w).graph
-    assert siblings(graph) == 0
+    assert fuse_horizontal(graph) == 0
 
 
 def test_traced_once():
@@ -211,11 +212,11 @@ def test_traced_once():
     graph_module = traced(quantised, [packed(n) for n in (64, 24, 24)], rows=4)
     merged(graph_module)
     (x, *_) = graph_module.graph.find_nodes(op="placeholder")
-    with x.meta["val"].fake_mode, on_paper(Target(90)) as launches:
+    with x.meta["val"].fake_mode, dry_run(Target(90)) as launches:
         lower(graph_module.graph)
     graph_module.graph.lint()
-    assert [one.kernel.__name__ for one in launches][-2:] == ["expand_matrix", "scaled_mm_decode"]
-    assert (launches[-1].constants["MEMBERS"], launches[-1].constants["EVEN"]) == (3, 0)
+    assert [one.kernel.__name__ for one in launches][-2:] == ["dequant_operand", "gemm_skinny"]
+    assert (launches[-1].constants["GROUP_SIZE"], launches[-1].constants["EVEN"]) == (3, 0)
 
 
 # ---------------------------------------------------------------- the op
@@ -237,12 +238,12 @@ def samples():
 @pytest.mark.parametrize("sample", list(samples()), ids=["bias", "one", "row scales"])
 def test_op_is_as_many_products(sample):
     x, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype = sample
-    got = torch.ops.fp4compile.scaled_mm_siblings(*sample)
+    got = torch.ops.fp4compile.scaled_mm_horizontal(*sample)
     for i, out in enumerate(got):
         w = b[i], b_scales[i], b_outer[i] if b_outer else None, b_format
         assert torch.equal(out, product(x, w, bias[i] if bias else None, out_dtype, (a_scales, a_outer, a_format)))
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
-    torch.library.opcheck(SIBLINGS, sample, test_utils=checks)
+    torch.library.opcheck(SCALED_MM_HORIZONTAL, sample, test_utils=checks)
 
 
 def test_bad_arguments():
@@ -250,22 +251,22 @@ def test_bad_arguments():
     one_bias = arguments(x, two, [torch.randn(16)])
     for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad()):
         with mode, pytest.raises(ValueError, match="bias: expected none or one for each of 2 products, got 1"):
-            SIBLINGS(*one_bias)
+            SCALED_MM_HORIZONTAL(*one_bias)
     x_, *rest = arguments(x, two)
     with pytest.raises(ValueError, match="b_outer: expected none or one"):
-        SIBLINGS(x_, *rest[:5], rest[5][:1], *rest[6:])
+        SCALED_MM_HORIZONTAL(x_, *rest[:5], rest[5][:1], *rest[6:])
     with pytest.raises(ValueError, match="unknown format"):
-        SIBLINGS(x_, *rest[:6], "fp3", *rest[7:])
+        SCALED_MM_HORIZONTAL(x_, *rest[:6], "fp3", *rest[7:])
     with pytest.raises(ValueError, match="contraction dimensions"):
-        SIBLINGS(x[:, :64], *rest)
+        SCALED_MM_HORIZONTAL(x[:, :64], *rest)
     meta = [packed(n, k=K)[:3] for n in (16, 24)]
     on_meta = [tuple(t.to("meta") for t in w) for w in meta]
     members = [(*w, None) for w in on_meta]
-    with on_paper(Target(90)), pytest.raises(ValueError, match="bias: expected"):
-        scaled_mm_siblings.products(x.to("meta").bfloat16(), None, None, None, [(*on_meta[0], torch.empty(3))],
+    with dry_run(Target(90)), pytest.raises(ValueError, match="bias: expected"):
+        scaled_mm_horizontal.products(x.to("meta").bfloat16(), None, None, None, [(*on_meta[0], torch.empty(3))],
                                     formats.get("nvfp4"), BF16)  # fmt: skip
-    with on_paper(Target(90)), pytest.raises(TypeError, match="b: data of format mxfp8"):
-        scaled_mm_siblings.products(x.to("meta").bfloat16(), None, None, None, members, formats.get("mxfp8"), BF16)
+    with dry_run(Target(90)), pytest.raises(TypeError, match="b: data of format mxfp8"):
+        scaled_mm_horizontal.products(x.to("meta").bfloat16(), None, None, None, members, formats.get("mxfp8"), BF16)
 
 
 # ---------------------------------------------------------------- the kernel
@@ -283,8 +284,10 @@ def launches(sm, sizes, m, k=4096, a=None, bias=False, outer="nvfp4"):
 
     left = (torch.empty(m, k, dtype=BF16, device="meta"), None, None, None) if a is None else (*quantized(m), fmt)
     biases = [torch.empty(n, dtype=BF16, device="meta") if bias else None for n in sizes]
-    with on_paper(Target(sm)) as found:
-        scaled_mm_siblings.products(*left, [(*quantized(n), b) for n, b in zip(sizes, biases, strict=True)], fmt, BF16)
+    with dry_run(Target(sm)) as found:
+        scaled_mm_horizontal.products(
+            *left, [(*quantized(n), b) for n, b in zip(sizes, biases, strict=True)], fmt, BF16
+        )
     return found
 
 
@@ -294,19 +297,19 @@ QKV, GATE_UP = (4096, 1024, 1024), (14336, 14336)
 def test_one_configuration_for_all():
     """That of a product as large as all together; the expansion of A comes first."""
     (one,) = launches(90, QKV, 1)
-    assert (one.kernel.__name__, one.constants["EVEN"], one.programs) == ("scaled_mm_few", 1, 384)
+    assert (one.kernel.__name__, one.constants["EVEN"], one.programs) == ("gemv", 1, 384)
     assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "chunks")] == [1, *QKV, 128]
     (one,) = launches(90, QKV, 5)
-    assert (one.kernel.__name__, one.constants["TILES"], one.constants["EVEN"]) == ("scaled_mm_decode", 1, 1)
+    assert (one.kernel.__name__, one.constants["TILES"], one.constants["EVEN"]) == ("gemm_skinny", 1, 1)
     assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "chunks")] == [5, *QKV, 128]
     (one,) = launches(90, (1024, 1000), 2)
-    assert (one.programs, one.constants["EVEN"], one.constants["MEMBERS"]) == (127, 0, 2)
+    assert (one.programs, one.constants["EVEN"], one.constants["GROUP_SIZE"]) == (127, 0, 2)
     (one,) = launches(90, GATE_UP, 8)
     assert (one.constants["TILES"], one.constants["CHAINS"]) == (2, 1)
     found = launches(90, QKV, 8, a="nvfp4")
-    assert [one.kernel.__name__ for one in found] == ["expand_matrix", "scaled_mm_decode"]
+    assert [one.kernel.__name__ for one in found] == ["dequant_operand", "gemm_skinny"]
     for sizes, m in (((64,) * 4, 1), ((64,), 1), ((64, 64), 9)):  # too many, too few, too many rows
-        assert all(one.constants.get("MEMBERS", 1) == 1 for one in launches(90, sizes, m))
+        assert all(one.constants.get("GROUP_SIZE", 1) == 1 for one in launches(90, sizes, m))
 
 
 @pytest.mark.parametrize("sm", TARGETS)
@@ -316,7 +319,7 @@ def test_one_configuration_for_all():
 def test_compiles_ahead(sizes, m, options, sm):
     """Nothing spills, and of one row and whole steps registers are for as many programs as shared memory is."""
     (launched,) = launches(sm, sizes, m, **options)
-    _, found = check_sm100._check(launched, "siblings", "nvfp4", sm)
+    _, found = check_sm100._check(launched, "fuse_horizontal", "nvfp4", sm)
     assert found.local_accesses == 0
     if m == 1 and not options:
         programs = (Target(sm).shared_memory + 1024) // (launched.constants["SHARED"] + 1024)
@@ -350,7 +353,7 @@ def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layou
         torch.ops.fp4compile.quantize(torch.randn(n, k, device="cuda", dtype=BF16), b, layout=layout) for n in sizes
     ]
     biases = [torch.randn(n, device="cuda") for n in sizes] if bias else []
-    got = SIBLINGS(*left, *map(list, zip(*weights, strict=True)), b, biases, out_dtype)
+    got = SCALED_MM_HORIZONTAL(*left, *map(list, zip(*weights, strict=True)), b, biases, out_dtype)
     config_of = scaled_mm.decode_config  # that of other kernels does not depend on n
     monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: config_of(m, sum(sizes), k))
     for i, w in enumerate(weights):
@@ -359,7 +362,7 @@ def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layou
         assert torch.equal(got[i], expected)
 
 
-FOUR_WARPS = {"TILES": 1, "WARPS": 4, "STAGES": 3, "ROWS": 4, "CHAINS": 2, "PROGRAMS": 5}
+FOUR_WARPS = {"TILES": 1, "WARPS": 4, "STAGES": 3, "ROWS": 4, "CHAINS": 2, "GRID": 5}
 
 
 class Block(torch.nn.Module):
@@ -399,9 +402,9 @@ def test_compiled(recipe, bias, mode, monkeypatch):
         return outputs, re.findall(r"(?<!\w)(scaled_mm_\w+?)_\d+\.run\(", code)
 
     got, names = run()
-    assert names == ["scaled_mm_decode"] * 4
-    monkeypatch.setattr(manager, "siblings", lambda graph: 0)
+    assert names == ["gemm_skinny"] * 4
+    monkeypatch.setattr(manager, "fuse_horizontal", lambda graph: 0)
     with config.patch(force_disable_caches=True):
         expected, names = run()
-    assert names == ["scaled_mm_decode"] * 7
+    assert names == ["gemm_skinny"] * 7
     assert all(torch.equal(a, expected[0]) for a in (*got, *expected))

@@ -20,27 +20,35 @@ class Snapshots(TestCase):
     maxDiff = None
 
     def test_users_between(self):
-        self.assertExpectedInline(before_and_after(users_between), """\
+        self.assertExpectedInline(
+            before_and_after(users_between),
+            """\
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, None, None, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
 scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
 return add: bfloat16[1, 64]
 ---
-scaled_mm_siblings_default = fp4compile.scaled_mm_siblings(arg0_1, None, None, None, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4, [], torch.bfloat16)
-return add: bfloat16[1, 64]""")
+scaled_mm_horizontal_default = fp4compile.scaled_mm_horizontal(arg0_1, None, None, None, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4, [], torch.bfloat16)
+return add: bfloat16[1, 64]""",
+        )
 
     def test_operands_that_are_made_late(self):
-        self.assertExpectedInline(before_and_after(made_late), """\
+        self.assertExpectedInline(
+            before_and_after(made_late),
+            """\
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(arg0_1, None, None, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg4_1, arg5_1, mul, nvfp4, None, torch.bfloat16)
 scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(arg0_1, None, None, None, arg7_1, arg8_1, exp, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
 ---
-scaled_mm_siblings_default = fp4compile.scaled_mm_siblings(arg0_1, None, None, None, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, mul, exp], nvfp4, [], torch.bfloat16)
-return getitem: bfloat16[1, 64], getitem_1: bfloat16[1, 24], getitem_2: bfloat16[1, 24]""")
+scaled_mm_horizontal_default = fp4compile.scaled_mm_horizontal(arg0_1, None, None, None, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, mul, exp], nvfp4, [], torch.bfloat16)
+return getitem: bfloat16[1, 64], getitem_1: bfloat16[1, 24], getitem_2: bfloat16[1, 24]""",
+        )
 
     def test_packed_layers(self):
-        self.assertExpectedInline(before_and_after(quantised_each), """\
+        self.assertExpectedInline(
+            before_and_after(quantised_each),
+            """\
 quantize = fp4compile.quantize(view_1, nvfp4)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 quantize_1 = fp4compile.quantize(view_3, nvfp4)
@@ -50,5 +58,6 @@ scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_6, getitem_7, getite
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
 ---
 quantize = fp4compile.quantize(view_1, nvfp4)
-scaled_mm_siblings_default = fp4compile.scaled_mm_siblings(getitem, getitem_1, getitem_2, nvfp4, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4, [], torch.bfloat16)
-return getitem_9: bfloat16[1, 64], getitem_10: bfloat16[1, 24], getitem_11: bfloat16[1, 24]""")
+scaled_mm_horizontal_default = fp4compile.scaled_mm_horizontal(getitem, getitem_1, getitem_2, nvfp4, [arg1_1, arg4_1, arg7_1], [arg2_1, arg5_1, arg8_1], [arg3_1, arg6_1, arg9_1], nvfp4, [], torch.bfloat16)
+return getitem_9: bfloat16[1, 64], getitem_10: bfloat16[1, 24], getitem_11: bfloat16[1, 24]""",
+        )

@@ -22,10 +22,10 @@ from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fp4compile.passes.fake_quantize import round_trip
-from fp4compile.passes.fuse_epilogue import fuse_tails
-from fp4compile.passes.fuse_horizontal import siblings
-from fp4compile.passes.inplace import reuse
+from fp4compile.passes.fake_quantize import fake_quantize
+from fp4compile.passes.fuse_epilogue import fuse_epilogue
+from fp4compile.passes.fuse_horizontal import fuse_horizontal
+from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.targets import Target
 from fp4compile.templates import launch
@@ -64,10 +64,10 @@ def pretend(monkeypatch, sm):
 
 
 def wrapper_of(graph_module, mode):
-    """The text for a post-grad graph on fake CUDA tensors, with tails and lowered."""
+    """The text for a post-grad graph on fake CUDA tensors, with epilogues and lowered."""
     inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module.recompile()
-    ours = round_trip, fuse_tails, siblings, reuse, lower
+    ours = fake_quantize, fuse_epilogue, fuse_horizontal, inplace, lower
     passes = {"post_grad_custom_post_pass": lambda graph: [one(graph) for one in ours]}
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
         post_grad_passes(graph_module, is_inference=True)
@@ -95,9 +95,9 @@ def mlp_wrapper(monkeypatch, sm, recipe, rows):
     return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or "_mm(" in line]
 
 
-def tails_in(kernels):
-    """Of each kernel with a tail that changes something: its name, and what it returns."""
-    found = {name: re.search(r"def tail\(.*?return (\w+)", text, re.DOTALL) for name, text in kernels.items()}
+def epilogues_in(kernels):
+    """Of each kernel with an epilogue that changes something: its name, and what it returns."""
+    found = {name: re.search(r"def epilogue\(.*?return (\w+)", text, re.DOTALL) for name, text in kernels.items()}
     return {name: match[1] for name, match in found.items() if match and match[1] != "acc"}
 
 
@@ -107,18 +107,18 @@ def tails_in(kernels):
 def test_generated_wrapper(recipe, rows, monkeypatch):
     """Whole, without a GPU: the gate takes the other product, the residual the input, and Inductor computes nothing."""
     kernels, calls = mlp_wrapper(monkeypatch, 90, recipe, rows)
-    tails = tails_in(kernels)
+    epilogues = epilogues_in(kernels)
     if (recipe, rows) == ("mxfp8", 300):  # by the library, and written twice
-        assert not tails
+        assert not epilogues
         return
-    assert sorted(tails.values()) == ["v0", "v4"]  # the sum, and silu times the other
-    gate, residual = (next(name for name in tails if tails[name] == value) for value in ("v4", "v0"))
+    assert sorted(epilogues.values()) == ["v0", "v4"]  # the sum, and silu times the other
+    gate, residual = (next(name for name in epilogues if epilogues[name] == value) for value in ("v4", "v0"))
     # Nor does it fill anything but what maxima of large tensors are added up in.
     assert not [name for name in kernels if name.startswith("triton_") and "zeros" not in name]
     assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]
     assert sum(call.startswith(f"{gate}.run(") for call in calls) == 1
-    tiles = [call.split(".")[0] for call in calls if call.startswith("scaled_mm_tiles")]
-    # Sums in parts have no tail: gate and up share their kernel.
+    tiles = [call.split(".")[0] for call in calls if call.startswith("gemm_dequant_tiles")]
+    # Sums in parts have no epilogue: gate and up share their kernel.
     assert (recipe, rows) != ("mxfp8", 40) or tiles[0] == tiles[1]
 
 
@@ -127,22 +127,22 @@ def test_what_starts_early(monkeypatch):
     """The kernels that await the amax and the image of the activations, and no others, are launched as dependents."""
     kernels, calls = mlp_wrapper(monkeypatch, 90, "nvfp4", 16)
     early = [name for name, text in kernels.items() if "'launch_pdl': True" in text]
-    assert {re.sub(r"_\d+$", "", name) for name in early} == {"quantize_rows", "scaled_mm_wgmma"}
-    assert all("'DEPENDENT': True" in kernels[name] for name in early)
-    assert len(early) == sum("'DEPENDENT': True" in text for text in kernels.values())
-    products = [index for index, call in enumerate(calls) if call.startswith("scaled_mm_wgmma")]
-    assert len(products) == 2 and all(calls[index - 1].startswith("activation_image") for index in products)
+    assert {re.sub(r"_\d+$", "", name) for name in early} == {"quantize_rows", "gemm_wgmma_sm90"}
+    assert all("'PDL': True" in kernels[name] for name in early)
+    assert len(early) == sum("'PDL': True" in text for text in kernels.values())
+    products = [index for index, call in enumerate(calls) if call.startswith("gemm_wgmma_sm90")]
+    assert len(products) == 2 and all(calls[index - 1].startswith("swizzle_a_sm90") for index in products)
 
 
 @pretending
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
 def test_generated_wrapper_on_sm100(recipe, monkeypatch):
-    """The up product is the library's, the other two have tails."""
+    """The up product is the library's, the other two have epilogues."""
     kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
-    assert sorted(tails_in(kernels).values()) == ["v0", "v4"]
+    assert sorted(epilogues_in(kernels).values()) == ["v0", "v4"]
     (library,) = [call for call in calls if "_scaled_mm(" in call]
     assert library.startswith("extern_kernels._scaled_mm(")
-    products = [call for call in calls if call.startswith("scaled_mm_native")]
+    products = [call for call in calls if call.startswith("gemm_block_scaled_sm100")]
     assert len(products) == 2
 
 
@@ -177,7 +177,7 @@ def attention(x, wq, wk, wv, wo):
 @pretending
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])
-def test_siblings_are_one_launch(recipe, rows, monkeypatch):
+def test_horizontal_fusion_is_one_launch(recipe, rows, monkeypatch):
     """Q, K and V; gate and up. Each has memory of its own, that nobody copies or fills, and is read from there."""
     pretend(monkeypatch, 90)
     of_attention = (rows, 1, 256), (256, 256), (128, 256), (128, 256), (256, 256)
@@ -185,8 +185,8 @@ def test_siblings_are_one_launch(recipe, rows, monkeypatch):
     for function, shapes, sizes in ((attention, of_attention, (256, 128, 128)), (mlp, of_mlp, (1088, 1088))):
         found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
         text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-        launches = re.findall(r"^ *(scaled_mm_\w+?|expand_matrix)_\d+\.run\((.*)\)", text, re.M)
-        assert [name for name, _ in launches] == ["scaled_mm_few" if rows == 1 else "scaled_mm_decode"] * 2
+        launches = re.findall(r"^ *(scaled_mm_\w+?|dequant_operand)_\d+\.run\((.*)\)", text, re.M)
+        assert [name for name, _ in launches] == ["gemv" if rows == 1 else "gemm_skinny"] * 2
         together = launches[0][1]
         before, after = text.split(f"({together})")
         outs = [(name, int(size)) for name, size in re.findall(

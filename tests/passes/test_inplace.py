@@ -11,7 +11,7 @@ import fp4compile
 from fp4compile.cli.demo import MLP, Shape
 from fp4compile.passes import inplace as module
 from fp4compile.passes import manager
-from fp4compile.passes.inplace import reuse
+from fp4compile.passes.inplace import inplace
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ def test_results(function, count, monkeypatch):
     write over it: the pass takes it that it may.)"""
     graph_module, args = traced(function, monkeypatch)
     expected = graph_module(*args)
-    found = reuse(graph_module.graph)
+    found = inplace(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
     assert found == len(graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default))
@@ -105,7 +105,7 @@ def test_same_bits_in_less_memory(recipe, monkeypatch):
         return [tensor.grad for tensor in (x, *block.parameters())], torch.cuda.max_memory_allocated()
 
     got, peak = step()
-    monkeypatch.setattr(manager, "reuse", lambda graph: 0)
+    monkeypatch.setattr(manager, "inplace", lambda graph: 0)
     with config.patch(force_disable_caches=True):
         expected, before = step()
     for a, b in zip(got, expected, strict=True):

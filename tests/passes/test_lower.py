@@ -25,8 +25,8 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as scaled_mm
-from fp4compile.templates.gemm import horizontal as scaled_mm_siblings
-from fp4compile.templates.launch import on_paper
+from fp4compile.templates.gemm import horizontal as scaled_mm_horizontal
+from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as quantize
 from tests.end_to_end.test_composed_by_hand import FP8_UNITS_ERROR, assert_rounds_to, values
 
@@ -50,9 +50,9 @@ def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
     assert "def quantize_rows(" in code and "def quantize_columns(" in code
 
 
-PRODUCTS = [("nvfp4", 7, "def scaled_mm_decode("), ("nvfp4_weight_only", 1, "def scaled_mm_few("),
-            ("nvfp4", 40, "def scaled_mm_wgmma("), ("nvfp4", 130, "def expand_matrix("),
-            ("mxfp8", 130, "def scaled_mm_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
+PRODUCTS = [("nvfp4", 7, "def gemm_skinny("), ("nvfp4_weight_only", 1, "def gemv("),
+            ("nvfp4", 40, "def gemm_wgmma_sm90("), ("nvfp4", 130, "def dequant_operand("),
+            ("mxfp8", 130, "def gemm_dequant_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -131,7 +131,7 @@ def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.
     library's product, which a node of the graph calls, at their end."""
     m, n, k = shape
     inputs = (Input(), Input("weight"))
-    with FakeTensorMode(), on_paper(Target(sm)) as launches:
+    with FakeTensorMode(), dry_run(Target(sm)) as launches:
         x, w = (torch.empty(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
         graph = make_fx(function)(x, w).graph
         for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
@@ -148,7 +148,7 @@ def test_block_scaled_matrix_units_get_swizzled_scales(recipe):
     """On SM100 every operand is quantised with swizzled scales, for the block-scaled kernel or the library's."""
     tier, launches = launched_on(100, recipe)
     assert tier == "native"
-    assert launches[-1][0] in ("scaled_mm_native", "_scaled_mm")
+    assert launches[-1][0] in ("gemm_block_scaled_sm100", "_scaled_mm")
     quantised = [swizzled for kernel, swizzled in launches if kernel.startswith("quantize")]
     assert len(quantised) == 2 and all(quantised)
 
@@ -165,15 +165,15 @@ BLOCK_SCALED = [
     ("mxfp8", WHOLE, {"function": with_bias(torch.bfloat16)}, "_scaled_mm"),
     ("mxfp8", WHOLE, {"dtype": torch.float32}, "_scaled_mm"), ("mxfp8", WHOLE, {"dtype": torch.float16}, "_scaled_mm"),
     # An outer scale would be a pass of its own.
-    ("nvfp4", WHOLE, {}, "scaled_mm_native"), ("nvfp4_rowwise", WHOLE, {}, "scaled_mm_native"),
-    ("nvfp4_train", WHOLE, {}, "scaled_mm_native"),
+    ("nvfp4", WHOLE, {}, "gemm_block_scaled_sm100"), ("nvfp4_rowwise", WHOLE, {}, "gemm_block_scaled_sm100"),
+    ("nvfp4_train", WHOLE, {}, "gemm_block_scaled_sm100"),
     # What the library does not take: formats, rows that are no whole 16 bytes (an odd K is padded), bias in float32.
-    ("mxfp4", WHOLE, {}, "scaled_mm_native"), ("mixed", WHOLE, {}, "scaled_mm_native"),
-    ("e5m2", WHOLE, {}, "scaled_mm_native"),
-    ("nvfp4_one_level", (256, 520, 1024), {}, "scaled_mm_native"), ("mxfp8", (256, 520, 1024), {}, "scaled_mm_native"),
-    ("nvfp4_one_level", (256, 512, 1040), {}, "scaled_mm_native"),
+    ("mxfp4", WHOLE, {}, "gemm_block_scaled_sm100"), ("mixed", WHOLE, {}, "gemm_block_scaled_sm100"),
+    ("e5m2", WHOLE, {}, "gemm_block_scaled_sm100"),
+    ("nvfp4_one_level", (256, 520, 1024), {}, "gemm_block_scaled_sm100"), ("mxfp8", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
+    ("nvfp4_one_level", (256, 512, 1040), {}, "gemm_block_scaled_sm100"),
     ("nvfp4_one_level", (256, 512, 1017), {}, "_scaled_mm"), ("mxfp8", (256, 512, 1001), {}, "_scaled_mm"),
-    ("mxfp8", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "scaled_mm_native"),
+    ("mxfp8", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "gemm_block_scaled_sm100"),
 ]  # fmt: skip
 
 
@@ -182,14 +182,14 @@ def test_library_or_kernel_on_sm100(recipe, shape, options, expected):
     """The library where it does all of the product in one pass, and what torch checks of its arguments holds."""
     _, launches = launched_on(100, recipe, shape, **options)
     assert launches[-1][0] == expected
-    products = [name for name, _ in launches if name in ("scaled_mm_native", "_scaled_mm", "scaled_mm_tiles")]
+    products = [name for name, _ in launches if name in ("gemm_block_scaled_sm100", "_scaled_mm", "gemm_dequant_tiles")]
     assert products == [expected]
     _, elsewhere = launched_on(120, recipe, shape, **options)
     assert "_scaled_mm" not in dict(elsewhere)
 
 
 @pytest.mark.parametrize(("library", "kernel", "expected"), [
-    (1.0, 2.0, "_scaled_mm"), (2.0, 1.0, "scaled_mm_native"), (float("inf"), 1.0, "scaled_mm_native")
+    (1.0, 2.0, "_scaled_mm"), (2.0, 1.0, "gemm_block_scaled_sm100"), (float("inf"), 1.0, "gemm_block_scaled_sm100")
 ])  # fmt: skip
 def test_time_decides_under_max_autotune(library, kernel, expected, monkeypatch):
     """Where both can compute the product, once for equal ones; elsewhere nothing is timed."""
@@ -233,7 +233,7 @@ def test_what_is_timed_is_the_product(monkeypatch):
 def test_who_computes_other_products(sm, recipe, expected):
     tier, launches = launched_on(sm, recipe)
     assert tier == expected
-    assert "scaled_mm_native" not in dict(launches)
+    assert "gemm_block_scaled_sm100" not in dict(launches)
     assert not any(swizzled for _, swizzled in launches)
 
 
@@ -242,7 +242,7 @@ def test_products_that_would_fill_the_memory_stay_ops(recipe):
     """Expanding all of a large A, and all its sums, is left to the op, which does it part by part."""
     for rows, columns, lowered in ((1024, 1024, True), (4096, 1024, True), (16384, 1024, False), (4096, 8192, False)):
         _, launches = launched_on(90, recipe, (rows, columns, 16384))
-        assert ("expand_matrix" in dict(launches)) == lowered
+        assert ("dequant_operand" in dict(launches)) == lowered
         assert len([name for name, _ in launches if name.startswith("quantize")]) == 2
 
 
@@ -260,8 +260,11 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
     counts = []
 
     def backend(graph_module, inputs):
-        patches = {"post_grad_custom_pre_pass": lambda graph: counts.append(lower(graph)), "fx_graph_cache": False}
-        return compile_fx(graph_module, inputs, config_patches=patches)
+        register_tile = {
+            "post_grad_custom_pre_pass": lambda graph: counts.append(lower(graph)),
+            "fx_graph_cache": False,
+        }
+        return compile_fx(graph_module, inputs, config_patches=register_tile)
 
     compiled = torch.compile(quantizes, backend=backend, dynamic=dynamic)
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
@@ -286,7 +289,7 @@ def launches():
     """One of every kernel, in each of the ways that change what it writes."""
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     seed = torch.empty((), dtype=torch.int64, device="meta")
-    with on_paper(Target(90)) as found:
+    with dry_run(Target(90)) as found:
         for name in ("nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "float8_rowwise"):
             fmt = formats.get(name)
             quantize.quantize(x, fmt)
@@ -294,7 +297,7 @@ def launches():
             if fmt.outer != "row":
                 quantize.quantize_both(x, fmt)
             if ops.expands(fmt):
-                quantize.quantize_expanded(x, fmt)
+                quantize.fake_quantize(x, fmt)
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
         quantize.quantize_both(x, te, seed=seed, transform=True)
@@ -311,7 +314,7 @@ def launches():
                             torch.bfloat16)  # fmt: skip
         for weights in (2, 3):
             data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
-            scaled_mm_siblings.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
+            scaled_mm_horizontal.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
                                         torch.bfloat16)  # fmt: skip
     return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
 
@@ -330,18 +333,18 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
-        if launch.kernel.__name__ in ("activation_image", "scaled_mm_wgmma"):
-            assert written == {"image_ptr" if launch.kernel.__name__ == "activation_image" else "out_ptr"}
-        if launch.kernel.__name__ in ("scaled_mm_few", "scaled_mm_decode"):
+        if launch.kernel.__name__ in ("swizzle_a_sm90", "gemm_wgmma_sm90"):
+            assert written == {"image_ptr" if launch.kernel.__name__ == "swizzle_a_sm90" else "out_ptr"}
+        if launch.kernel.__name__ in ("gemv", "gemm_skinny"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
-            assert written == set(outs[: launch.constants["MEMBERS"]])
+            assert written == set(outs[: launch.constants["GROUP_SIZE"]])
         if dtypes.get("data_ptr") == torch.float16:
             expanded += 1
             assert written == {"data_ptr", "outer_ptr"}
         kernels.add(launch.kernel.__name__)
-    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "scaled_mm_few",
-                       "scaled_mm_decode", "activation_image", "scaled_mm_wgmma", "reduce_splits",
-                       "scaled_mm_tiles"}  # fmt: skip
+    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
+                       "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
+                       "gemm_dequant_tiles"}  # fmt: skip
     assert expanded == 2
     assert "assuming every input is mutated" not in caplog.text
 
@@ -359,7 +362,7 @@ def test_a_signature_is_analysed_once(monkeypatch):
 
     def written(rows, dtype=torch.bfloat16):
         x = torch.empty(rows, 512, dtype=dtype, device="meta")
-        with on_paper(Target(90)) as found:
+        with dry_run(Target(90)) as found:
             quantize.quantize(x, formats.get("mxfp8"), layout="swizzled")
         (launch,) = found
         arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v

@@ -214,8 +214,20 @@ def one_model():
         (all_of, [Block(), Block()], ["models.0.up", "models.0.down", "models.1.up", "models.1.down"]),
         (functools.partial(both, Block(), Block()), [x()], ["args.0.up", "args.0.down", "args.1.up", "args.1.down"]),
     ],
-    ids=["closure", "list", "attribute", "one", "model", "argument", "partial", "layer", "two", "uneven", "args",
-         "partials"],
+    ids=[
+        "closure",
+        "list",
+        "attribute",
+        "one",
+        "model",
+        "argument",
+        "partial",
+        "layer",
+        "two",
+        "uneven",
+        "args",
+        "partials",
+    ],
 )
 def test_every_layer_has_a_name_of_its_own(function, arguments, expected):
     assert [seen for _, seen in modules(function, *arguments)] == expected

@@ -157,7 +157,7 @@ class TwiceTheGradient(torch.autograd.Function):
 
 W = weight()
 BESIDE_A_LAYER = {
-    "x @ x^T": lambda x, linear: (linear(x, W).sum(1) + (x @ x.t()).sum(1)),
+    "x @ x^T": lambda x, linear: linear(x, W).sum(1) + (x @ x.t()).sum(1),
     "a scaled weight": lambda x, linear: linear(x, W) + F.linear(x, W * 0.5),
     "a flipped weight": lambda x, linear: linear(x, W) + F.linear(x, W.flip(0)),
     "W @ x and another product": lambda x, linear: linear(x, W).t().sum(0) + (x @ x.t() @ x).sum(1),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from expecttest import TestCase
 
 import fp4compile
-from fp4compile.passes.merge_quantize import merge
+from fp4compile.passes.merge_quantize import merge_quantize
 from tests.helpers.graphs import Recorder, summary
 
 
@@ -17,7 +17,7 @@ class Merged(Recorder):
     """Keeps the graph as the merge leaves it."""
 
     def __call__(self, graph):
-        merge(graph)
+        merge_quantize(graph)
         super().__call__(graph)
 
 
@@ -49,7 +49,9 @@ class Snapshots(TestCase):
     maxDiff = None
 
     def test_mxfp8_linear(self):
-        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "mxfp8"), """\
+        self.assertExpectedInline(
+            graphs(torch.nn.Linear(32, 64, bias=False), "mxfp8"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, -1)
@@ -71,10 +73,13 @@ quantize_both_default = fp4compile.quantize_both(tangents_1, mxfp8)
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_19, getitem_20, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, mxfp8, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_17, None, mxfp8, getitem_15, getitem_16, None, mxfp8, None, torch.bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""",
+        )
 
     def test_mxfp8_mlp(self):
-        self.assertExpectedInline(graphs(MLP(), "mxfp8"), """\
+        self.assertExpectedInline(
+            graphs(MLP(), "mxfp8"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, mxfp8, -1)
@@ -112,10 +117,13 @@ quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, mxfp
 scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_43, getitem_44, None, mxfp8, getitem_27, getitem_28, None, mxfp8, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, mxfp8, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_40, getitem_41, None, mxfp8, getitem_33, getitem_34, None, mxfp8, None, torch.bfloat16)
-return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )
 
     def test_mxfp8_32x32_linear(self):
-        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "mxfp8_32x32"), """\
+        self.assertExpectedInline(
+            graphs(torch.nn.Linear(32, 64, bias=False), "mxfp8_32x32"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, mxfp8_32x32, -1)
@@ -137,10 +145,13 @@ quantize_both_default = fp4compile.quantize_both(tangents_1, mxfp8)
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_19, getitem_20, None, mxfp8, getitem_9, getitem_10, None, mxfp8, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, mxfp8_32x32, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_17, None, mxfp8, getitem_15, getitem_16, None, mxfp8_32x32, None, torch.bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""",
+        )
 
     def test_mxfp8_32x32_mlp(self):
-        self.assertExpectedInline(graphs(MLP(), "mxfp8_32x32"), """\
+        self.assertExpectedInline(
+            graphs(MLP(), "mxfp8_32x32"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, mxfp8, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, mxfp8_32x32, -1)
@@ -178,10 +189,13 @@ quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, mxfp
 scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_43, getitem_44, None, mxfp8, getitem_27, getitem_28, None, mxfp8, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, mxfp8_32x32, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_40, getitem_41, None, mxfp8, getitem_33, getitem_34, None, mxfp8_32x32, None, torch.bfloat16)
-return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )
 
     def test_nvfp4_linear(self):
-        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4"), """\
+        self.assertExpectedInline(
+            graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, nvfp4, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4, -1)
@@ -203,10 +217,13 @@ quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4)
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_19, nvfp4, getitem_9, getitem_10, getitem_11, nvfp4, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, nvfp4, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, nvfp4, getitem_15, getitem_16, getitem_17, nvfp4, None, torch.bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""",
+        )
 
     def test_nvfp4_mlp(self):
-        self.assertExpectedInline(graphs(MLP(), "nvfp4"), """\
+        self.assertExpectedInline(
+            graphs(MLP(), "nvfp4"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, nvfp4, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4, -1)
@@ -244,10 +261,13 @@ quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, nvfp
 scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, getitem_45, getitem_43, nvfp4, getitem_27, getitem_28, getitem_29, nvfp4, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, nvfp4, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, getitem_42, getitem_43, nvfp4, getitem_33, getitem_34, getitem_35, nvfp4, None, torch.bfloat16)
-return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )
 
     def test_nvfp4_rowwise_linear(self):
-        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4_rowwise"), """\
+        self.assertExpectedInline(
+            graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4_rowwise"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, nvfp4_rowwise, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, -1)
@@ -270,10 +290,13 @@ quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4_te)
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_19, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_te, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_te, None, torch.bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""",
+        )
 
     def test_nvfp4_rowwise_mlp(self):
-        self.assertExpectedInline(graphs(MLP(), "nvfp4_rowwise"), """\
+        self.assertExpectedInline(
+            graphs(MLP(), "nvfp4_rowwise"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, nvfp4_rowwise, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_te, -1)
@@ -313,10 +336,13 @@ quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, nvfp
 scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, getitem_45, getitem_43, nvfp4_te, getitem_27, getitem_28, getitem_29, nvfp4_te, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_te, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, getitem_42, getitem_43, nvfp4_te, getitem_33, getitem_34, getitem_35, nvfp4_te, None, torch.bfloat16)
-return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )
 
     def test_nvfp4_train_linear(self):
-        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4_train"), """\
+        self.assertExpectedInline(
+            graphs(torch.nn.Linear(32, 64, bias=False), "nvfp4_train"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, nvfp4_te, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, -1)
@@ -340,10 +366,13 @@ quantize_both_default = fp4compile.quantize_both(tangents_1, nvfp4_te, seed=sele
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, getitem_21, getitem_22, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, nvfp4_16x16, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, getitem_18, getitem_19, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, None, torch.bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""",
+        )
 
     def test_nvfp4_train_mlp(self):
-        self.assertExpectedInline(graphs(MLP(), "nvfp4_train"), """\
+        self.assertExpectedInline(
+            graphs(MLP(), "nvfp4_train"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, nvfp4_te, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, nvfp4_16x16, -1)
@@ -383,10 +412,13 @@ quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, nvfp
 scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, getitem_45, getitem_46, nvfp4_te, getitem_27, getitem_28, getitem_29, nvfp4_te, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, nvfp4_16x16, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, getitem_42, getitem_43, nvfp4_te, getitem_33, getitem_34, getitem_35, nvfp4_16x16, None, torch.bfloat16)
-return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )
 
     def test_float8_rowwise_linear(self):
-        self.assertExpectedInline(graphs(torch.nn.Linear(32, 64, bias=False), "float8_rowwise"), """\
+        self.assertExpectedInline(
+            graphs(torch.nn.Linear(32, 64, bias=False), "float8_rowwise"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, float8_rowwise, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
@@ -408,10 +440,13 @@ quantize_both_default = fp4compile.quantize_both(tangents_1, float8_rowwise)
 scaled_mm_default_1: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_20, None, getitem_22, float8_rowwise, getitem_9, None, getitem_11, float8_rowwise, None, torch.bfloat16)
 quantize_default_5 = fp4compile.quantize(primals_1, float8_rowwise, -2)
 scaled_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_mm(getitem, None, getitem_19, float8_rowwise, getitem_15, None, getitem_17, float8_rowwise, None, torch.bfloat16)
-return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""")
+return scaled_mm_default_1: bfloat16[64, 32], scaled_mm_default_2: bfloat16[64, 32]""",
+        )
 
     def test_float8_rowwise_mlp(self):
-        self.assertExpectedInline(graphs(MLP(), "float8_rowwise"), """\
+        self.assertExpectedInline(
+            graphs(MLP(), "float8_rowwise"),
+            """\
 joint
 quantize_default = fp4compile.quantize(primals_2, float8_rowwise, -1)
 quantize_default_1 = fp4compile.quantize(primals_1, float8_rowwise, -1)
@@ -449,4 +484,5 @@ quantize_both_default_1 = fp4compile.quantize_both(convert_element_type_12, floa
 scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, None, getitem_46, float8_rowwise, getitem_27, None, getitem_29, float8_rowwise, None, torch.bfloat16)
 quantize_default_11 = fp4compile.quantize(primals_1, float8_rowwise, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, None, getitem_43, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
-return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""")
+return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )

@@ -1,4 +1,4 @@
-"""Products with a pointwise tail: the kernels against the same operations after the kernels without one.
+"""Products with a pointwise epilogue: the kernels against the same operations after the kernels without one.
 
 As in test_scaled_mm_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
 """
@@ -14,7 +14,7 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 
 from fp4compile import _compat, formats, ops
 from fp4compile.cli import check_sm100
-from fp4compile.templates.device.epilogue import OPERANDS, Tail, text_of
+from fp4compile.templates.device.epilogue import OPERANDS, Epilogue, text_of
 from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.passes.test_fuse_epilogue import fused_graph
@@ -53,9 +53,9 @@ TAILS = {
 EXACT = ("relu",)  # no function that two libraries compute differently
 
 
-def tail_of(name, product_dtype, operands, dtype):
+def epilogue_of(name, product_dtype, operands, dtype):
     kinds, steps, _ = TAILS[name]
-    return Tail(text_of(product_dtype, kinds, steps), tuple(operands), dtype)
+    return Epilogue(text_of(product_dtype, kinds, steps), tuple(operands), dtype)
 
 
 def operands_of(name, shape, dtype, device=DEVICE):
@@ -64,11 +64,11 @@ def operands_of(name, shape, dtype, device=DEVICE):
 
 
 def check(name, a, b, bias=None, product_dtype=torch.bfloat16, dtype=torch.bfloat16, operand_dtype=torch.bfloat16):
-    """A product with a tail against the one without, and the tail in float32."""
+    """A product with an epilogue against the one without, and the epilogue in float32."""
     there = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in (*a, *b, bias)]
     product = kernels.scaled_mm(*there, product_dtype)
     operands = operands_of(name, product.shape, operand_dtype)
-    got = kernels.scaled_mm(*there, product_dtype, tail_of(name, product_dtype, operands, dtype)).cpu()
+    got = kernels.scaled_mm(*there, product_dtype, epilogue_of(name, product_dtype, operands, dtype)).cpu()
     values = [t.cpu().float() for t in (product, *operands)]
     expected = TAILS[name][2](*values).to(dtype)
     assert (got.shape, got.dtype) == (expected.shape, dtype)
@@ -89,7 +89,7 @@ M, N, K = (20, 18, 72) if INTERPRETING else (40, 200, 528)
 @gpu
 @pytest.mark.parametrize("name", TAILS)
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("mxfp8", "mxfp4"), (torch.bfloat16, "nvfp4_16x16")], ids=str)
-def test_tails(a, b, name):
+def test_epilogues(a, b, name):
     """Tiles, and (the fewer rows) sums in several parts; dtypes of product, operands and result."""
     a, b = a if isinstance(a, torch.dtype) else formats.get(a), formats.get(b)
     x, w, bias = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
@@ -149,7 +149,7 @@ class OnTheCpu(torch.fx.Interpreter):
     """Runs a graph with the kernels that it would be lowered to on a GPU."""
 
     def call_function(self, target, args, kwargs):
-        kernels = {"scaled_mm_tail": ops.scaled_mm_tail_cuda, "scaled_mm": ops.scaled_mm_cuda}
+        kernels = {"scaled_mm_epilogue": ops.scaled_mm_epilogue_cuda, "scaled_mm": ops.scaled_mm_cuda}
         return super().call_function(kernels.get(getattr(target, "_opname", ""), target), args, kwargs)
 
 
@@ -178,31 +178,33 @@ def test_native_form(name, monkeypatch):
 @for_gpus
 @pytest.mark.parametrize("name", TAILS)
 def test_library_product(name):
-    """The product of large matrices is the library's; its rescale has the tail."""
+    """The product of large matrices is the library's; its rescale has the epilogue."""
     fmt = formats.get("nvfp4")
     check(name, quantized(torch.randn(300, 1024), fmt), quantized(torch.randn(777, 1024), fmt), torch.randn(777))
 
 
 @gpu
-def test_bad_tails():
+def test_bad_epilogues():
     fmt = formats.get("mxfp8")
     a, b = quantized(torch.randn(M, 64), fmt), quantized(torch.randn(8, 64), fmt)
     a, b = ([t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in operand] for operand in (a, b))
     plain = torch.randn(M, 64, device=DEVICE)
 
     def call(*operands, dtype=torch.bfloat16, a=a, b=b):
-        tail = Tail(text_of(torch.bfloat16, ["matrix"] * len(operands), [("relu", ("product",))]), operands, dtype)
-        kernels.scaled_mm(*a, *b, None, torch.bfloat16, tail)
+        epilogue = Epilogue(
+            text_of(torch.bfloat16, ["matrix"] * len(operands), [("relu", ("product",))]), operands, dtype
+        )
+        kernels.scaled_mm(*a, *b, None, torch.bfloat16, epilogue)
 
-    with pytest.raises(ValueError, match="tail: expected floating-point operands of the product's size or of 8"):
+    with pytest.raises(ValueError, match="epilogue: expected floating-point operands of the product's size or of 8"):
         call(torch.randn(M, 7, device=DEVICE))
-    with pytest.raises(ValueError, match="tail: expected floating-point operands"):
+    with pytest.raises(ValueError, match="epilogue: expected floating-point operands"):
         call(torch.ones(8, dtype=torch.int32, device=DEVICE))
-    with pytest.raises(ValueError, match="tail: at most 2 operands, got 3"):
+    with pytest.raises(ValueError, match="epilogue: at most 2 operands, got 3"):
         call(*torch.randn(OPERANDS + 1, 8, device=DEVICE))
-    with pytest.raises(ValueError, match="tail: dtype torch.float64"):
+    with pytest.raises(ValueError, match="epilogue: dtype torch.float64"):
         call(dtype=torch.float64)
-    with pytest.raises(ValueError, match="tail: the product of two plain operands"):
+    with pytest.raises(ValueError, match="epilogue: the product of two plain operands"):
         call(a=(plain, None, None, None), b=(plain, None, None, None))
 
 
@@ -212,10 +214,10 @@ def test_text():
         text_of(torch.bfloat16, kinds, steps)
         == """\
 @triton.jit
-def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):
+def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):
     product = rounded(acc, tl.bfloat16, ISA)
-    x0 = tl.load(tail_0_ptr + col, mask=col < n, other=0.0).to(tl.float32)
-    x1 = tl.load(tail_1_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x0 = tl.load(epilogue_0_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+    x1 = tl.load(epilogue_1_ptr + at, mask=inside, other=0.0).to(tl.float32)
     v0 = product * 0.5
     v1 = product * 0.7071067811865476
     v2 = erf(v1)
@@ -232,9 +234,9 @@ def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):
 
 
 def last_launch(sm, a, b, m, name, n=8192):
-    """The launch that has the tail."""
+    """The launch that has the epilogue."""
     operands = operands_of(name, (m, n), torch.bfloat16, "meta")
-    return launches(sm, a, b, m, tail_of(name, torch.bfloat16, operands, torch.bfloat16), n)[-1]
+    return launches(sm, a, b, m, epilogue_of(name, torch.bfloat16, operands, torch.bfloat16), n)[-1]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -246,7 +248,7 @@ def last_launch(sm, a, b, m, name, n=8192):
     *([(120, "nvfp4", "nvfp4", 512, 8192), (120, "mxfp8", "mxfp8", 512, 8192)] if NEW_PTXAS else []),
 ], ids=str)  # fmt: skip
 def test_compiles_ahead(sm, a, b, m, n, name):
-    """With a tail, too, nothing spills."""
+    """With an epilogue, too, nothing spills."""
     one = last_launch(sm, a, b, m, name, n)
     compiled = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm)
     assert spilled_bytes(compiled.asm["cubin"]) == 0
@@ -255,9 +257,9 @@ def test_compiles_ahead(sm, a, b, m, n, name):
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize(("kernel", "sm", "format", "m", "n"), [
-    ("scaled_mm_tiles", 90, "mxfp8", 16, 8192), ("scaled_mm_wgmma", 90, "nvfp4", 40, 32768),
-    ("reduce_splits", 90, "nvfp4", 512, 8192), ("scaled_mm_native", 100, "nvfp4", 512, 8192)])  # fmt: skip
-def test_inductor_writes_the_tail_into_its_wrapper(kernel, sm, format, m, n, tmp_path):
+    ("gemm_dequant_tiles", 90, "mxfp8", 16, 8192), ("gemm_wgmma_sm90", 90, "nvfp4", 40, 32768),
+    ("split_k_reduction", 90, "nvfp4", 512, 8192), ("gemm_block_scaled_sm100", 100, "nvfp4", 512, 8192)])  # fmt: skip
+def test_inductor_writes_the_epilogue_into_its_wrapper(kernel, sm, format, m, n, tmp_path):
     """The text that Inductor writes for the kernel stands alone: a file of it compiles to the same code."""
     launch = last_launch(sm, format, format, m, "silu and gate", n)
     path = tmp_path / "written.py"
@@ -277,8 +279,8 @@ def test_inductor_writes_the_tail_into_its_wrapper(kernel, sm, format, m, n, tmp
 
 
 @pytest.mark.skipif(INTERPRETING, reason="has no cache keys")
-def test_one_tail_is_one_kernel():
-    """Layers that do the same share a kernel, so that it is written and compiled once; another tail is another."""
+def test_one_epilogue_is_one_kernel():
+    """Layers that do the same share a kernel, so that it is written and compiled once; another epilogue is another."""
     one, same, other = (last_launch(90, "nvfp4", "nvfp4", 16, name) for name in ("relu", "relu", "silu and gate"))
     assert one.kernel is same.kernel and one.kernel is not other.kernel
     assert one.kernel.cache_key != other.kernel.cache_key

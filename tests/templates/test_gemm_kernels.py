@@ -56,7 +56,7 @@ def quantized(x, fmt, layout="linear"):
 
 def values(data, scales, outer, fmt, k):
     """Without the outer scale, in float64."""
-    return data.double() if fmt is None else reference.expand(data, scales, fmt)[..., :k].double()
+    return data.double() if fmt is None else reference.dequantize_blocks(data, scales, fmt)[..., :k].double()
 
 
 def check(a, b, k, bias=None, out_dtype=torch.float32):
@@ -234,7 +234,7 @@ def test_shared_memory_is_reserved(m):
     from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 
     (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
-    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "PER")))
+    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "STEPS_PER_STAGE")))
     assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == found.constants["SHARED"] >= needed + 1023
 
 
@@ -265,12 +265,12 @@ def test_weights_are_expanded_while_wgmma_runs():
     assert len(awaited) > 2
 
 
-def launches(sm, a, b, m, tail=None, n=8192):
+def launches(sm, a, b, m, epilogue=None, n=8192):
     """The launches of one product of m x n x 4096, on a GPU that need not be there."""
     import fp4compile.ops  # noqa: F401
     from fp4compile.targets import Target
     from fp4compile.templates.gemm import dispatch as scaled_mm
-    from fp4compile.templates.launch import on_paper
+    from fp4compile.templates.launch import dry_run
 
     def operand(format, rows):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
@@ -280,8 +280,8 @@ def launches(sm, a, b, m, tail=None, n=8192):
         data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
         return data, scales, outer if fmt.outer else None, fmt
 
-    with on_paper(Target(sm)) as found:
-        scaled_mm.scaled_mm(*operand(a, m), *operand(b, n), None, torch.bfloat16, tail)
+    with dry_run(Target(sm)) as found:
+        scaled_mm.scaled_mm(*operand(a, m), *operand(b, n), None, torch.bfloat16, epilogue)
     return found
 
 
@@ -289,7 +289,7 @@ def compile_ahead(sm, a, b, m, n=8192):
     """The kernel of a product, compiled."""
     from fp4compile import _compat
 
-    product = next(one for one in launches(sm, a, b, m, n=n) if one.kernel.__name__.startswith("scaled_mm"))
+    product = next(one for one in launches(sm, a, b, m, n=n) if one.kernel.__name__.startswith("gem"))
     return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
 
 
@@ -400,7 +400,7 @@ def test_decode(a, b, layout):
     check_streamed(shapes, a, b, layout)
 
 
-# ROWS, TILES, WARPS, STAGES, CHAINS, PROGRAMS: see `decode_config`.
+# ROWS, TILES, WARPS, STAGES, CHAINS, GRID: see `decode_config`.
 FORMS = [(2, 1, 4, 3, 2, 99), (2, 2, 4, 3, 1, 2), (2, 1, 8, 2, 1, 1), (4, 2, 4, 3, 2, 2), (8, 1, 4, 2, 1, 5),
          (8, 2, 4, 1, 2, 99)]  # fmt: skip
 
@@ -413,7 +413,7 @@ FORMS = [(2, 1, 4, 3, 2, 99), (2, 2, 4, 3, 1, 2), (2, 1, 8, 2, 1, 1), (4, 2, 4, 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_forms_of_decode(form, a, b, layout, monkeypatch):
     """Each, with whole steps and ragged ends, also where a launch would be of another form."""
-    config = dict(zip(("ROWS", "TILES", "WARPS", "STAGES", "CHAINS", "PROGRAMS"), form, strict=True))
+    config = dict(zip(("ROWS", "TILES", "WARPS", "STAGES", "CHAINS", "GRID"), form, strict=True))
     monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: dict(config))
     monkeypatch.setattr(kernels, "few_config", lambda *_: None)
     rows = config["ROWS"]
@@ -421,7 +421,7 @@ def test_forms_of_decode(form, a, b, layout, monkeypatch):
     check_streamed(shapes, a, b, layout)
 
 
-# ROWS, WARPS, PROGRAMS: see `few_config`.
+# ROWS, WARPS, GRID: see `few_config`.
 FORMS_OF_FEW = [(1, 4, 99), (2, 8, 1), (1, 8, 2), (2, 4, 2), (1, 16, 1), (2, 16, 99)]
 
 
@@ -436,7 +436,7 @@ def test_forms_of_few_rows(form, a, b, layout, monkeypatch):
     rows, warps, programs = form
 
     def config(m, n, k, target):
-        return {"ROWS": rows, "WARPS": warps, "STEPS": ceil_div(k, 256 * warps), "PROGRAMS": programs,
+        return {"ROWS": rows, "WARPS": warps, "STEPS": ceil_div(k, 256 * warps), "GRID": programs,
                 "SHARED": target.shared_memory // 4096 * 4096}  # fmt: skip
 
     monkeypatch.setattr(kernels, "few_config", config)
@@ -467,7 +467,7 @@ SHARED = [(16, 4, 3, 1, 1), (16, 8, 3, 2, 4), (32, 8, 3, 2, 1), (32, 4, 2, 1, 8)
 def test_forms_of_shared_activations(form, a, monkeypatch):
     """Each, with fewer phases than there are buffers, and with so many that every buffer is used again and again."""
     rows, warps, stages, per, split = form
-    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "PER": per, "SPLIT": split}
+    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "STEPS_PER_STAGE": per, "SPLIT": split}
     monkeypatch.setattr(kernels, "wgmma_config", lambda *sizes: dict(config))
     shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * per * turns) for turns in range(1, 10))]
     check_streamed(shapes, a, "nvfp4", "linear")

@@ -97,9 +97,9 @@ def test_every_shipped_product_on_sm90(monkeypatch):
     assert not [wrong for _, wrong in found.values() if wrong]
     for (_, configuration), (kernel, _) in found.items():
         rows = int(re.search(r"(\d+)x", configuration)[1])
-        expected = "scaled_mm_few" if rows <= 2 else "scaled_mm_decode" if rows <= 8 else "scaled_mm_wgmma"
+        expected = "gemv" if rows <= 2 else "gemm_skinny" if rows <= 8 else "gemm_wgmma_sm90"
         assert kernel == expected, configuration
-    assert {kernel for kernel, _ in found.values()} == {"scaled_mm_few", "scaled_mm_decode", "scaled_mm_wgmma"}
+    assert {kernel for kernel, _ in found.values()} == {"gemv", "gemm_skinny", "gemm_wgmma_sm90"}
 
 
 @pytest.mark.parametrize("sm", [sm for sm in TARGETS if sm in (100, 120)])
@@ -107,7 +107,7 @@ def test_every_shipped_product(sm):
     """The block-scaled matrix instruction where there is one; nothing spills, shared and tensor memory suffice."""
     found = {(row.format, row.configuration): (row.kernel, wrong) for row, wrong in check_sm100.check_products(sm)}
     assert not [wrong for _, wrong in found.values() if wrong]
-    native = [formats for (formats, _), (kernel, _) in found.items() if kernel == "scaled_mm_native"]
+    native = [formats for (formats, _), (kernel, _) in found.items() if kernel == "gemm_block_scaled_sm100"]
     mixed = ["mxfp8 x mxfp4"] if sm < 120 else []  # Triton has no mixed block-scaled product on SM120
     assert set(native) == {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", *mixed}
 
@@ -158,4 +158,4 @@ def test_the_command(capsys, monkeypatch):
     header, row, product = capsys.readouterr().out.splitlines()
     assert header.split()[:4] == ["kernel", "configuration", "format", "sm"]
     assert "quantize_rows" in row and "E2M1" in row
-    assert "scaled_mm_native" in product and "kind::mxf4nvf4" in product
+    assert "gemm_block_scaled_sm100" in product and "kind::mxf4nvf4" in product

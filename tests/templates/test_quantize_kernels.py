@@ -69,8 +69,8 @@ def check(x, fmt, outer=None, layout="linear"):
     got = kernels.quantize(on_device, fmt, given, layout)
     assert_same_bits(got, expected)
     if ops.expands(fmt) and layout == "linear":
-        at_once = kernels.quantize_expanded(on_device, fmt, given)
-        assert_same_bits(at_once, [reference.expand(*expected[:2], fmt).half(), expected[2]])
+        at_once = kernels.fake_quantize(on_device, fmt, given)
+        assert_same_bits(at_once, [reference.dequantize_blocks(*expected[:2], fmt).half(), expected[2]])
     values = kernels.dequantize(*got, fmt, x.shape[-1], x.dtype)
     assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
 
@@ -343,7 +343,7 @@ def test_the_amax_is_awaited(shape):
     def chain():
         found, value = [], x * scale
         for i in range(rounds):
-            found.append((value, kernels.quantize(value, fmt), kernels.quantize_expanded(value, fmt)))
+            found.append((value, kernels.quantize(value, fmt), kernels.fake_quantize(value, fmt)))
             value = value * (1.5 if i % 2 else 0.5)
         return found
 
@@ -358,7 +358,7 @@ def test_the_amax_is_awaited(shape):
         for found in (captured, chain()):
             for value, codes, values in found:
                 assert_same_bits(codes, reference.quantize(value, fmt))
-                assert_same_bits(values, reference.quantize_expanded(value, fmt))
+                assert_same_bits(values, reference.fake_quantize(value, fmt))
 
 
 @gpu
@@ -375,8 +375,8 @@ def test_large(format, shape):
     expected = reference.quantize(x, fmt, None, layout)
     assert_same_bits(kernels.quantize(x, fmt, None, layout), expected)
     if ops.expands(fmt):
-        values = reference.expand(*expected[:2], fmt).half(), expected[2]
-        assert_same_bits(kernels.quantize_expanded(x, fmt), values)
+        values = reference.dequantize_blocks(*expected[:2], fmt).half(), expected[2]
+        assert_same_bits(kernels.fake_quantize(x, fmt), values)
     columns = reference.quantize(x.mT, fmt, None, layout)
     assert_same_bits(kernels.quantize(x.mT, fmt, None, layout), columns)
     both = kernels.quantize_both(x, fmt, None, layout)
@@ -390,15 +390,15 @@ def test_large(format, shape):
 def test_beyond_32_bit_offsets(format):
     fmt = formats.get(format)
     x = torch.empty(70000, 32768, device="cuda", dtype=torch.bfloat16).normal_()
-    tail = x[-64:]
+    epilogue = x[-64:]
     data, scales, outer = kernels.quantize(x, fmt, None, "linear")
-    expected = reference.quantize(tail, fmt, None, "linear")
+    expected = reference.quantize(epilogue, fmt, None, "linear")
     assert_same_bits((data[-64:], scales[-64:], None if outer is None else outer[-64:]), expected)
     assert_same_bits([kernels.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
                      [reference.dequantize(*expected, fmt, x.shape[-1], torch.bfloat16)])  # fmt: skip
     if ops.expands(fmt):
-        values, _ = kernels.quantize_expanded(x, fmt)
-        assert_same_bits([values[-64:]], [reference.expand(*expected[:2], fmt).half()])
+        values, _ = kernels.fake_quantize(x, fmt)
+        assert_same_bits([values[-64:]], [reference.dequantize_blocks(*expected[:2], fmt).half()])
 
 
 @gpu

@@ -34,7 +34,7 @@ def image_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
 
 def check(a, rows: int, steps: int):
     """The image of an operand, as `quantized` gives it, in memory in which every bit was set."""
-    x = a[0] if a[3] is None else reference.expand(*a[:2], a[3]).half()
+    x = a[0] if a[3] is None else reference.dequantize_blocks(*a[:2], a[3]).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
     there = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in (*a, *b, None)]
     got = kernels._image(problem_of(*there, torch.float32), rows, steps).cpu()
@@ -86,12 +86,12 @@ def test_image_of_every_16_bits():
 def test_launches(a, m, rows):
     """The product is launched early, behind the image, which the weights are an argument of."""
     image, product, *_ = launches(90, a, "nvfp4", m)
-    assert [image.kernel.__name__, product.kernel.__name__] == ["activation_image", "scaled_mm_wgmma"]
-    assert image.constants["RELEASE"] and product.constants["DEPENDENT"]
+    assert [image.kernel.__name__, product.kernel.__name__] == ["swizzle_a_sm90", "gemm_wgmma_sm90"]
+    assert image.constants["LAUNCH_DEPENDENTS"] and product.constants["PDL"]
     assert image.args["image_ptr"] is product.args["image_ptr"]
     for name in ("b_ptr", "b_scales_ptr"):
         assert image.args[name] is product.args[name]
-    per = product.constants["PER"]
+    per = product.constants["STEPS_PER_STAGE"]
     assert tuple(image.args["image_ptr"].shape) == (2 * per * -(-4096 // (128 * per)), rows, 64)
     assert image.programs == len(image.args["image_ptr"])
 
@@ -115,7 +115,7 @@ def test_weights_are_on_their_way_before_the_image_is_awaited(n, m):
     assert "LDGSTS" in before and not re.search(r"UBLKCP|\bLDG\b|\bSTG\b", before)
     assert after.count("UBLKCP") == 3  # two phases at first, then one a phase
 
-    size = product.constants["PER"] * product.constants["ROWS"] * 256
+    size = product.constants["STEPS_PER_STAGE"] * product.constants["ROWS"] * 256
     for brought in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
         assert re.findall(brought, multiplied["ptx"]) == [str(size)] * 3
     assert image.args["image_ptr"].numel() * 2 % size == 0

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
-MEET = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
-SYNC_WARP = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+BARRIER = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
+WARP_BARRIER = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
 
 
 @triton.constexpr_function

@@ -1,6 +1,6 @@
 """Device functions of the quantise kernels: block scales and outer scales, and the factors that encode elements.
 
-Amaxes come as the bits of float32 magnitudes, scales leave as bytes in an int32. `ISA`: see `codec`.
+Amaxes come as the bits of float32 magnitudes, scales leave as bytes in an int32. `ISA`: see `elements`.
 """
 
 import triton

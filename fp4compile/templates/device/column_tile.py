@@ -1,6 +1,6 @@
-"""A tile read for work down its columns: strips of BLOCK rows, whose rows are tensors of their own.
+"""A tile read for work down its columns: tile of BLOCK rows, whose rows are tensors of their own.
 
-The rows of a strip are a tuple of BLOCK tensors [STRIPS, WORDS] of words, so that a thread holds whole blocks of its
+The rows of a strip are a tuple of BLOCK tensors [ROW_TILES, WORDS] of words, so that a thread holds whole blocks of its
 columns: what runs down a column (maxima, the Hadamard transform, packing) stays in its registers by construction.
 """
 
@@ -15,15 +15,15 @@ HADAMARD_SIGNS = tl.constexpr(reference.HADAMARD_SIGNS)
 
 
 @triton.jit
-def load_strips(
+def load_column_tile(
     ptr, row0, rows, cols, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, STRIPS: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """The words of the rows from row0 on, each from `ptr` on; zero beyond `rows` rows and `cols` elements."""
-    row = row0 + tl.arange(0, STRIPS)[:, None] * BLOCK
+    row = row0 + tl.arange(0, ROW_TILES)[:, None] * BLOCK
     word = tl.arange(0, WORDS)[None, :]
     x_row = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
-    strips = ()
+    tile = ()
     if ALIGN > 0:
         # As `load_words`; a pointer walks down the rows.
         word_type: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 16 else tl.int64
@@ -31,21 +31,21 @@ def load_strips(
         word_ptr = ptr.to(tl.pointer_type(word_type), bitcast=True) + row * stride + word
         inside = word // ALIGN < cols // 2 // ALIGN
         for i in tl.static_range(BLOCK):
-            strips = strips + (tl.load(word_ptr, mask=(row < rows - i) & inside, other=0),)
+            tile = tile + (tl.load(word_ptr, mask=(row < rows - i) & inside, other=0),)
             word_ptr += stride
     else:
         for i in tl.static_range(BLOCK):
-            strips = strips + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
-    return strips
+            tile = tile + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
+    return tile
 
 
 @triton.jit
-def unpack_strips(strips, dtype: tl.constexpr):
+def unpack_column_tile(tile, dtype: tl.constexpr):
     """Rows of words -> rows of the even and rows of the odd columns, in float32."""
     first = ()
     second = ()
-    for i in tl.static_range(len(strips)):
-        even, odd = unpack(strips[i], dtype)
+    for i in tl.static_range(len(tile)):
+        even, odd = unpack(tile[i], dtype)
         first = first + (even,)
         second = second + (odd,)
     return first, second
@@ -86,14 +86,14 @@ def values_amax(values):
 
 
 @triton.jit
-def strips_amax(strips, ISA: tl.constexpr, dtype: tl.constexpr):
+def column_tile_amax(tile, ISA: tl.constexpr, dtype: tl.constexpr):
     """Bits of the largest magnitudes of the even and of the odd columns, along a tuple of words."""
     if ISA == 0 or dtype == tl.float32:
-        first, second = unpack_strips(strips, dtype)
+        first, second = unpack_column_tile(tile, dtype)
         return values_amax(first), values_amax(second)
     else:
-        words = strips[0]
-        for i in tl.static_range(1, len(strips)):
-            words = max_words(words, strips[i], dtype)
+        words = tile[0]
+        for i in tl.static_range(1, len(tile)):
+            words = max_words(words, tile[i], dtype)
         first, second = unpack(words, dtype)
         return magnitude_bits(first), magnitude_bits(second)

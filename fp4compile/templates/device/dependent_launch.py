@@ -1,7 +1,7 @@
 """Starting a kernel before the one whose result it reads is done: programmatic dependent launch, from sm_90 on.
 
-The first kernel lets the second one start (`release`) when all of its own programs have started. The second loads what
-was complete before the first began, and waits for the first, and for all before it, to be done (`arrived`), before it
+The first kernel lets the second one start (`launch_dependents`) when all of its own programs have started. The second loads what
+was complete before the first began, and waits for the first, and for all before it, to be done (`wait`), before it
 reads what that wrote or writes anything. Where the second is launched as usual, both instructions do nothing. It may
 be the first one of a third: all of its programs wait, so what waits for it waits for all that it has waited for.
 
@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def release(ptr):
+def launch_dependents(ptr):
     """ptr, and the next kernel in the stream may start."""
     zero = tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True,
@@ -24,7 +24,7 @@ def release(ptr):
 
 
 @triton.jit
-def arrived(ptr):
+def wait(ptr):
     """ptr, once the kernels before this one are done."""
     zero = tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1

@@ -47,7 +47,7 @@ def compute_dtype(COMPUTE, interpreting):
 _SELECT = "0xE4"  # lop3: the first operand where the third is set, else the second
 
 
-def _expand_e2m1_f16_ptx():
+def _dequantize_e2m1_f16_ptx():
     steps = []
     for second, source in ((1, "$4"), (0, "v")):
         select = f"lop3.b32 u, u, {source}, 0x0E0E0E0E, {_SELECT};"
@@ -58,7 +58,7 @@ def _expand_e2m1_f16_ptx():
     return "{ .reg .b32 u, v; shl.b32 v, $4, 4; " + " ".join(steps) + " }"
 
 
-def _expand_e2m1_bf16_ptx():
+def _dequantize_e2m1_bf16_ptx():
     steps = []
     for i, spread in enumerate(("0x1100", "0x3322")):
         steps.append(
@@ -69,12 +69,12 @@ def _expand_e2m1_bf16_ptx():
     return "{ .reg .b32 u, v, z; mov.b32 z, 0x80008000; " + " ".join(steps) + " }"
 
 
-_E2M1_F16 = tl.constexpr(_expand_e2m1_f16_ptx())
-_E2M1_BF16 = tl.constexpr(_expand_e2m1_bf16_ptx())
+_E2M1_F16 = tl.constexpr(_dequantize_e2m1_f16_ptx())
+_E2M1_BF16 = tl.constexpr(_dequantize_e2m1_bf16_ptx())
 
 
 @triton.jit
-def expand_e2m1(units, scale, COMPUTE: tl.constexpr):
+def dequantize_e2m1(units, scale, COMPUTE: tl.constexpr):
     """uint8 units, scales in the compute type -> code * scale, times 2^-14 (fp16) or 2^-126 (bf16)."""
     dtype: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
     first, second = tl.inline_asm_elementwise(
@@ -85,7 +85,7 @@ def expand_e2m1(units, scale, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def spread_scales(scale, TIMES: tl.constexpr):
+def repeat_scales(scale, TIMES: tl.constexpr):
     """[..., blocks] -> [..., blocks * TIMES], every scale TIMES times."""
     if len(scale.shape) == 2:
         wide: tl.constexpr = (scale.shape[0], scale.shape[1], TIMES)
@@ -156,14 +156,14 @@ def expand(
     elif SCALE == "e4m3":
         shift: tl.constexpr = shift_of(ELEMENT, SCALE, COMPUTE)
         if ISA == 0 or COMPUTE == "fp32":
-            scale = spread_scales(decode_scale(byte, SCALE, ISA) * 2.0 ** -shift, BLOCK // 2)
+            scale = repeat_scales(decode_scale(byte, SCALE, ISA) * 2.0**-shift, BLOCK // 2)
             codes = units.to(tl.int32)
             return (e2m1_value(codes) * scale).to(out), (e2m1_value(codes >> 4) * scale).to(out)
         else:
             scale = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             if COMPUTE == "bf16":
                 scale = (scale.to(tl.float32) * 2.0 ** (126 - shift)).to(tl.bfloat16)
-            return expand_e2m1(units, spread_scales(scale, BLOCK // 2), COMPUTE)
+            return dequantize_e2m1(units, repeat_scales(scale, BLOCK // 2), COMPUTE)
     else:
         code = byte.to(tl.int32)
         if COMPUTE != "fp32":
@@ -172,7 +172,7 @@ def expand(
         scale = tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
         scale = tl.where(code == -1, 0.0, tl.where(code == 255, float("nan"), scale))
         if ISA == 0 or COMPUTE == "fp32":
-            scale = spread_scales(scale, BLOCK // 2)
+            scale = repeat_scales(scale, BLOCK // 2)
             if ELEMENT == "e2m1":
                 codes = units.to(tl.int32)
                 first = e2m1_value(codes)
@@ -181,10 +181,10 @@ def expand(
                 first, second = fp8_pair(units, ELEMENT, ISA)
             return (first * scale).to(out), (second * scale).to(out)
         else:
-            scale = spread_scales(scale.to(out), BLOCK // 2)
+            scale = repeat_scales(scale.to(out), BLOCK // 2)
             if ELEMENT == "e2m1":
                 power = tl.full(units.shape, 2.0**126, out)
-                first, second = expand_e2m1(units, power, COMPUTE)
+                first, second = dequantize_e2m1(units, power, COMPUTE)
             else:
                 first, second = fp8_pair(units, ELEMENT, ISA)
             return first.to(out) * scale, second.to(out) * scale

@@ -1,14 +1,14 @@
-"""The pointwise tail of a product: what happens to it in its own kernel, after the bias and before it is stored.
+"""The pointwise epilogue of a product: what happens to it in its own kernel, after the bias and before it is stored.
 
-A tail is the text of a Triton device function named `tail`, which `text_of` writes. `with_tail(kernel, text)` is the
-kernel with that function in the place of the one below, which changes nothing: a copy of it whose global name `tail`
+An epilogue is the text of a Triton device function named `epilogue`, which `text_of` writes. `with_epilogue(kernel, text)` is the
+kernel with that function in the place of the one below, which changes nothing: a copy of it whose global name `epilogue`
 means another function. Inductor follows the global names of a kernel and writes the text of what it calls into its
 wrapper, and Triton's cache keys cover it; a kernel that is handed a function as a constexpr would not get through
 Dynamo. One text for one chain of operations: what is cached under it, on disk too, serves other processes.
 
 The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored; from there on all is
 float32, in the operations that Inductor generates, until the result is stored. Casts in between round nothing. So a
-tail has the bits of the kernel that Inductor would have made of the same operations, if it had made one kernel of
+epilogue has the bits of the kernel that Inductor would have made of the same operations, if it had made one kernel of
 them and read the other operands from memory. Two things can differ in a last bit: an operand that Inductor would have
 kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
 """
@@ -28,7 +28,7 @@ from triton.language.extra import libdevice
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
 
-OPERANDS = 2  # tensors that a tail reads, at most: each is an argument of every launch, and takes registers
+OPERANDS = 2  # tensors that an epilogue reads, at most: each is an argument of every launch, and takes registers
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def tanh(x):
 
 
 @triton.jit
-def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):
+def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):
     """float32 values acc at the offsets `at`, in the columns `col` of n, those `inside` of the result -> the same."""
     return acc
 
@@ -87,22 +87,22 @@ OPERATIONS = {
 }
 _DTYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 _LOADS = {
-    "matrix": "tl.load(tail_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
-    "row": "tl.load(tail_{0}_ptr + col, mask=col < n, other=0.0).to(tl.float32)",
+    "matrix": "tl.load(epilogue_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
+    "row": "tl.load(epilogue_{0}_ptr + col, mask=col < n, other=0.0).to(tl.float32)",
 }
 
 
 def text_of(
     dtype: torch.dtype, operands: Sequence[str], steps: Iterable[tuple[str, Sequence[int | str | float]]]
 ) -> str:
-    """The text of a tail.
+    """The text of an epilogue.
 
     dtype: what the product is rounded to first. operands: "matrix" (the product's elements, in its order) or "row"
     (one value for each column), of each tensor that is read.
     steps: (name of an operation, its arguments). An argument is a number, or the index of a step, or "product", or
     "x0" for the first operand.
     """
-    lines = ["@triton.jit", "def tail(acc, at, col, inside, n, tail_0_ptr, tail_1_ptr, ISA: tl.constexpr):"]
+    lines = ["@triton.jit", "def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):"]
     lines.append(f"    product = rounded(acc, {_DTYPES[dtype]}, ISA)" if dtype in _DTYPES else "    product = acc")
     lines += [f"    x{i} = " + _LOADS[kind].format(i) for i, kind in enumerate(operands)]
     result = "product"
@@ -121,26 +121,26 @@ def _argument(value: int | str | float) -> str:
 @cache
 def device_function(text: str):
     """The device function of a text of `text_of`."""
-    name = f"<fp4compile tail {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    name = f"<fp4compile epilogue {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # Triton reads the source there
     names = dict(globals())
     exec(compile(text, name, "exec"), names)
-    return names["tail"]
+    return names["epilogue"]
 
 
 @cache
-def with_tail(kernel, text: str):
-    """The kernel with another tail than the one that changes nothing."""
+def with_epilogue(kernel, text: str):
+    """The kernel with another epilogue than the one that changes nothing."""
     function = kernel.fn
-    names = {**function.__globals__, "tail": device_function(text)}
+    names = {**function.__globals__, "epilogue": device_function(text)}
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__annotations__ = function.__annotations__
     return triton.jit(copy)
 
 
 @dataclass(frozen=True)
-class Tail:
-    """A tail as a launch has it: its text, the tensors that it reads, the dtype of its result."""
+class Epilogue:
+    """An epilogue as a launch has it: its text, the tensors that it reads, the dtype of its result."""
 
     text: str
     operands: tuple[torch.Tensor, ...]

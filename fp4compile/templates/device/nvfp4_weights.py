@@ -7,7 +7,7 @@ from fp4compile.templates.device.async_copy import do_ptx
 from fp4compile.templates.device.memory import swizzle
 
 
-def expand_word(kind: str, word: str, out: str) -> str:
+def dequantize_word(kind: str, word: str, out: str) -> str:
     """Eight E2M1 codes -> four registers of two 16-bit floats, {out}0 to {out}3: register j has codes j and j + 4.
 
     A code is its value times 2^-14 where its magnitude lies at bit 9 and its sign at bit 15 of an fp16, times 2^-126
@@ -53,6 +53,8 @@ def after(tile, step, steps):
     """The program's step after a step of a tile, of the same tile or of its next one: (tile, step)."""
     last = step + 1 == steps
     return tl.where(last, tile + tl.num_programs(0), tile), tl.where(last, 0, step + 1)
+
+
 # Bytes of 16 rows of weights in a slot of the ring, which holds a warp's step: codes of the upper eight rows, of the
 # lower ones, scales of both in the same way. Behind the last 16 rows follow rows of activations.
 TILE = tl.constexpr(1152)
@@ -84,7 +86,7 @@ _TAKE = tl.constexpr(
 
 
 @triton.jit
-def start_weights(
+def copy_weights(
     slot, part, there, token, lane, row, codes_ptr, scales_ptr, n, chunks,
     SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +126,7 @@ def start_weights(
 
 
 @triton.jit
-def take_weights(slot, tile: tl.constexpr, token, lane):
+def read_weights(slot, tile: tl.constexpr, token, lane):
     """A step's weights of 16 rows as the step's PTX takes them, from the slot where they have arrived; and a token."""
     g = lane % 32 // 4
     q = lane % 4

@@ -1,6 +1,6 @@
 """E2M1 codes and E4M3 scales for Hopper, two in one instruction where that is exact.
 
-Made for `quantize_both`. The plain forms are in `codec`; `packed_rounding` says where these may stand in for them.
+Made for `quantize_both`. The plain forms are in `elements`; `packed_rounding` says where these may stand in for them.
 """
 
 import struct

@@ -34,7 +34,7 @@ def philox(index, seed, STREAM: tl.constexpr):
 
 
 @triton.jit
-def beside(index, words):
+def in_layout_of(index, words):
     """index, spread over the threads as `words` is, so that random words are made where they are used.
 
     Triton gives a tensor the layout of what it is computed with. `words | 1` is never 0, but only LLVM sees that.

@@ -1,6 +1,6 @@
 """Patches of a tile: what one thread holds of it, and the maxima along their rows and down their columns.
 
-A patch has DEPTH rows of WORDS words (pairs of columns), each word a tensor [STRIPS, GROUPS] of its own: so whatever
+A patch has DEPTH rows of WORDS words (pairs of columns), each word a tensor [ROW_TILES, COL_TILES] of its own: so whatever
 combines words of a patch stays in registers by construction, along rows as down columns.
 """
 
@@ -15,7 +15,7 @@ DEPTH = tl.constexpr(16)
 
 @triton.jit
 def tile_index(index, AXIS: tl.constexpr):
-    """An index vector of strips (0) or groups (1), along the axis of a load that gives lanes to the groups first."""
+    """An index vector of tile (0) or groups (1), along the axis of a load that gives lanes to the groups first."""
     axis: tl.constexpr = 1 - AXIS if FIRST_AXIS_FASTEST else AXIS
     return index[:, None, None] if axis == 0 else index[None, :, None]
 
@@ -27,7 +27,7 @@ def split_last(words):
 
 @triton.jit
 def split_words(words):
-    """[STRIPS, GROUPS, n] -> n tensors [STRIPS, GROUPS], in order."""
+    """[ROW_TILES, COL_TILES, n] -> n tensors [ROW_TILES, COL_TILES], in order."""
     count: tl.constexpr = words.shape[2]
     parts = (words,)
     for _ in tl.static_range(log2(count)):
@@ -73,20 +73,20 @@ def stacked(tensors):
 
 
 @triton.jit
-def load_patches(
+def load_register_tile(
     ptr, row0, rows, cols, x_row, dtype: tl.constexpr,
-    STRIPS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The words of the rows from row0 on, each from `ptr` on; zero beyond `rows` rows and `cols` elements.
 
     WHOLE: nothing lies beyond them.
 
-    The word j of row i of the patches is number i * WORDS + j.
+    The word j of row i of the register_tile is number i * WORDS + j.
     """
-    row = tile_index(row0 + tl.arange(0, STRIPS) * DEPTH, 0)
-    word = tile_index(tl.arange(0, GROUPS) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
+    row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
+    word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
     x_row = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
-    patches = ()
+    register_tile = ()
     if ALIGN > 0:
         stride = x_row // (2 * ALIGN) * ALIGN  # the same in words; the compiler sees how wide it may load
         word_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * stride + word
@@ -103,8 +103,8 @@ def load_patches(
         for i in tl.static_range(DEPTH):
             loads = loads + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
     for i in tl.static_range(DEPTH):
-        patches = patches + split_words(tl.permute(loads[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else loads[i])
-    return patches
+        register_tile = register_tile + split_words(tl.permute(loads[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else loads[i])
+    return register_tile
 
 
 @triton.jit
@@ -125,25 +125,25 @@ def gate(word, VALUE: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
-def max_of(patches, least, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
+def max_of(register_tile, least, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
            dtype: tl.constexpr):  # fmt: skip
     """Largest magnitudes of both halves of COUNT words from START on, STEP apart, and of `least`: a pair of amaxes.
 
     A pair is a word whose signs mean nothing or, in the portable form, two tensors of bits.
     """
     if ISA == 0:
-        first, second = unpack(patches[START], dtype)
+        first, second = unpack(register_tile[START], dtype)
         first = magnitude_bits(first)
         second = magnitude_bits(second)
         for i in tl.static_range(1, COUNT):
-            one, other = unpack(patches[START + i * STEP], dtype)
+            one, other = unpack(register_tile[START + i * STEP], dtype)
             first = tl.maximum(first, magnitude_bits(one))
             second = tl.maximum(second, magnitude_bits(other))
         return (first, second)
     else:
         words = least
         for i in tl.static_range(COUNT):
-            words = max_words(words, patches[START + i * STEP], dtype)
+            words = max_words(words, register_tile[START + i * STEP], dtype)
         return (words,)
 
 
@@ -166,22 +166,22 @@ def reduce_pair(amaxes, SHAPE: tl.constexpr, AXIS: tl.constexpr, dtype: tl.const
 
 
 @triton.jit
-def max_along_row(amaxes, GROUPS_A_BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """[STRIPS, GROUPS] -> [STRIPS, blocks]."""
-    strips: tl.constexpr = amaxes[0].shape[0]
+def max_along_row(amaxes, COL_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """[ROW_TILES, COL_TILES] -> [ROW_TILES, blocks]."""
+    row_tiles: tl.constexpr = amaxes[0].shape[0]
     groups: tl.constexpr = amaxes[0].shape[1]
-    return reduce_pair(amaxes, (strips, groups // GROUPS_A_BLOCK, GROUPS_A_BLOCK), 2, dtype)
+    return reduce_pair(amaxes, (row_tiles, groups // COL_TILES_PER_BLOCK, COL_TILES_PER_BLOCK), 2, dtype)
 
 
 @triton.jit
-def max_down_column(amaxes, STRIPS_A_BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """[STRIPS, GROUPS] -> [blocks, GROUPS]."""
-    if STRIPS_A_BLOCK == 1:
+def max_down_column(amaxes, ROW_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """[ROW_TILES, COL_TILES] -> [blocks, COL_TILES]."""
+    if ROW_TILES_PER_BLOCK == 1:
         return amaxes
     else:
-        strips: tl.constexpr = amaxes[0].shape[0]
+        row_tiles: tl.constexpr = amaxes[0].shape[0]
         groups: tl.constexpr = amaxes[0].shape[1]
-        return reduce_pair(amaxes, (strips // STRIPS_A_BLOCK, STRIPS_A_BLOCK, groups), 1, dtype)
+        return reduce_pair(amaxes, (row_tiles // ROW_TILES_PER_BLOCK, ROW_TILES_PER_BLOCK, groups), 1, dtype)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from fp4compile.targets import Target
 _TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of `reserve`
 MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
 
+
 def reserved(size: int, programs: int, target: Target) -> int | None:
     """What to reserve for `size` bytes that begin at whole 1024 bytes, where so many programs share a multiprocessor.
 

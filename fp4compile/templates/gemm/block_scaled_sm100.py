@@ -7,12 +7,12 @@ quantise kernels write them so, square blocks too). The epilogue is that of the 
 import triton
 import triton.language as tl
 
-from fp4compile._compat import known
+from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
 from fp4compile.templates.device.dequantize import INTERPRETING, expand
-from fp4compile.templates.device.epilogue import rescale, store_rounded, tail
+from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 
 
 @triton.constexpr_function
@@ -49,12 +49,12 @@ def _values(units, byte, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scaled_mm_native(
+def gemm_block_scaled_sm100(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    tail_0_ptr, tail_1_ptr, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
+    epilogue_0_ptr, epilogue_1_ptr, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of out [batch, m, n]. *_per_row: bytes of a row of codes; `steps` of BK elements along it."""
@@ -63,10 +63,10 @@ def scaled_mm_native(
     program = tl.program_id(0)
     batch = program // (tiles_m * tiles_n)
     program = program % (tiles_m * tiles_n)
-    group = program // (GROUP * tiles_n)
-    in_group = tl.minimum(tiles_m - group * GROUP, GROUP)
-    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % in_group
-    tile_n = (program % (GROUP * tiles_n)) // in_group
+    group = program // (GROUP_M * tiles_n)
+    in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    tile_m = group * GROUP_M + (program % (GROUP_M * tiles_n)) % in_group
+    tile_n = (program % (GROUP_M * tiles_n)) // in_group
     row = (tile_m * BM + tl.arange(0, BM))[:, None]
     col = (tile_n * BN + tl.arange(0, BN))[:, None]
 
@@ -101,7 +101,7 @@ def scaled_mm_native(
     acc = rescale(acc, row, out_col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
     at = (batch * m + row) * n + out_col
     mask = (row < m) & (out_col < n)
-    acc = tail(acc, at, out_col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+    acc = epilogue(acc, at, out_col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
     store_rounded(out_ptr, at, acc, mask, ISA)
 
 
@@ -112,22 +112,22 @@ def native(a: BlockFormat | None, b: BlockFormat | None, swizzled: bool, target:
     return target.sm < 120 or a.packed == b.packed
 
 
-def native_launch(a: BlockFormat, b: BlockFormat, target: Target, tail: bool) -> dict:
-    """Tile and launch of `scaled_mm_native`. A tail needs registers: more warps share a tile, or steps are shorter."""
+def native_launch(a: BlockFormat, b: BlockFormat, target: Target, epilogue: bool) -> dict:
+    """Tile and launch of `gemm_block_scaled_sm100`. An epilogue needs registers: more warps share a tile, or steps are shorter."""
     wide = a.packed and b.packed
-    warps = 4 if wide and not tail and target.sm < 120 else 8
-    step = 256 if wide and not (tail and target.sm >= 120) else 128
-    return {"BM": 128, "BN": 128, "BK": step, "GROUP": 8, "STAGES": 3 if wide else 4, "num_warps": warps}
+    warps = 4 if wide and not epilogue and target.sm < 120 else 8
+    step = 256 if wide and not (epilogue and target.sm >= 120) else 128
+    return {"BM": 128, "BN": 128, "BK": step, "GROUP_M": 8, "STAGES": 3 if wide else 4, "num_warps": warps}
 
 
-def native_arguments(m, n, k, a: BlockFormat, b: BlockFormat, target: Target, tail: bool) -> tuple[list, dict]:
+def native_arguments(m, n, k, a: BlockFormat, b: BlockFormat, target: Target, epilogue: bool) -> tuple[list, dict]:
     """The integer arguments of the kernel and its constants, for operands of K elements (padded to whole blocks)."""
-    tile = native_launch(a, b, target, tail)
+    tile = native_launch(a, b, target, epilogue)
     blocks = ceil_div(k, a.block_cols)
     a_per_row, b_per_row = (blocks * fmt.block_cols // (2 if fmt.packed else 1) for fmt in (a, b))
     integers = [m, n, a_per_row, b_per_row, ceil_div(k, tile["BK"]), ceil_div(m, 128), ceil_div(n, 128),
                 ceil_div(blocks, 4)]  # fmt: skip
-    even = known(blocks * a.block_cols % tile["BK"] == 0)
+    even = statically_true(blocks * a.block_cols % tile["BK"] == 0)
     constants = {"A_ELEMENT": a.element, "B_ELEMENT": b.element, "SCALE": a.scale, "BLOCK": a.block_cols,
                  "EVEN_K": int(even), **tile}  # fmt: skip
     return integers, constants

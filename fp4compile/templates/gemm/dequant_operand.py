@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.block_scales import decode_scale
-from fp4compile.templates.device.dequantize import load_scales, load_units, spread_scales
+from fp4compile.templates.device.dequantize import load_scales, load_units, repeat_scales
 from fp4compile.templates.device.elements import decode_pair, float_bits
 
 
 @triton.jit
-def expand_matrix(
+def dequant_operand(
     data_ptr, scales_ptr, out_ptr, inexact_ptr, rows, blocks, per_row, tiles,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, ISA: tl.constexpr,
@@ -27,7 +27,7 @@ def expand_matrix(
         half: tl.constexpr = BLOCK // 2
         block = program % tiles * (UNITS // half) + tl.arange(0, UNITS // half)[None, :]
         byte = load_scales(scales_ptr, row, block, rows, blocks, SCALE, SQUARE, BLOCK, SWIZZLED, ALIGN)
-        scale = spread_scales(decode_scale(byte, SCALE, ISA), half)
+        scale = repeat_scales(decode_scale(byte, SCALE, ISA), half)
         first = first * scale
         second = second * scale
         if SCALE == "e8m0":

@@ -3,15 +3,15 @@
 The weights (B) are the left factor: a tile of the transposed product [BN, BM] is made from B's rows times A's. So a
 few tokens fill the narrow side of the matrix instruction, and the weights go from their codes to its registers.
 `WARPS` > 1 cuts the contraction dimension among the warps of a program (as a batch of products, summed at the end),
-`SPLIT` > 1 among programs, whose partial sums `reduce_splits` adds in a fixed order.
+`SPLIT` > 1 among programs, whose partial sums `split_k_reduction` adds in a fixed order.
 """
 
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.dependent_launch import arrived
-from fp4compile.templates.device.dequantize import TINY, expand, load_scales, load_units, shift_of, spread_scales
-from fp4compile.templates.device.epilogue import rescale, store_rounded, tail
+from fp4compile.templates.device.dependent_launch import wait
+from fp4compile.templates.device.dequantize import TINY, expand, load_scales, load_units, repeat_scales, shift_of
+from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 
 
 @triton.jit
@@ -42,16 +42,16 @@ def _load(
 def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """Whether a block that `expand` counts as zero is not."""
     if SCALE == "e8m0":
-        found = (spread_scales(byte.to(tl.int32), BLOCK // 2) < TINY) & (units != 0)
+        found = (repeat_scales(byte.to(tl.int32), BLOCK // 2) < TINY) & (units != 0)
         return tl.max(tl.reshape(found.to(tl.int32), (found.numel,)), 0) > 0
     else:
         return False
 
 
 @triton.jit
-def scaled_mm_tiles(
+def gemm_dequant_tiles(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
-    tail_0_ptr, tail_1_ptr, wanted_ptr,
+    epilogue_0_ptr, epilogue_1_ptr, wanted_ptr,
     m, n, units, blocks, a_per_row, b_per_row, a_scales_batch, b_scales_batch,
     A_ELEMENT: tl.constexpr, A_SCALE: tl.constexpr, A_SQUARE: tl.constexpr, A_SWIZZLED: tl.constexpr,
     A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
@@ -59,12 +59,12 @@ def scaled_mm_tiles(
     B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr, B_BATCHED: tl.constexpr,
     BLOCK: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of out [batch, m, n], or (SPLIT > 1) of the partial sums [SPLIT, batch, m, n] in float32.
 
     a, b: [batch, m, .] and [batch or 1, n, .] of `units` units; they lie `*_per_row` units (plain: elements) apart.
-    UNITS: units of a step of a warp's share. GROUP: row tiles that are walked together for the sake of the L2 cache.
+    UNITS: units of a step of a warp's share. GROUP_M: row tiles that are walked together for the sake of the L2 cache.
     GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
     if GUARD:  # noqa: SIM102 (the pointer is read only then)
@@ -77,10 +77,10 @@ def scaled_mm_tiles(
     program = program // SPLIT
     batch = program // (tiles_m * tiles_n)
     program = program % (tiles_m * tiles_n)
-    group = program // (GROUP * tiles_n)
-    in_group = tl.minimum(tiles_m - group * GROUP, GROUP)
-    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % in_group
-    tile_n = (program % (GROUP * tiles_n)) // in_group
+    group = program // (GROUP_M * tiles_n)
+    in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    tile_m = group * GROUP_M + (program % (GROUP_M * tiles_n)) % in_group
+    tile_n = (program % (GROUP_M * tiles_n)) // in_group
     row_m = tile_m * BM + tl.arange(0, BM)
     row_n = tile_n * BN + tl.arange(0, BN)
 
@@ -171,7 +171,7 @@ def scaled_mm_tiles(
     else:
         acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-        acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
         store_rounded(out_ptr, at, acc, mask, ISA)
 
 
@@ -187,15 +187,15 @@ def block_shape(warps, rows, blocks):
 
 
 @triton.jit
-def reduce_splits(
-    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr, batches, m, n, out_row,
+def split_k_reduction(
+    sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, batches, m, n, out_row,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
-    SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, DEPENDENT: tl.constexpr,
+    SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum over the first axis of [SPLIT, batches, m, n] in float32, rescaled: COLS columns of one row.
 
-    out_row: elements from one row of out, and of the tail's operands, to the next. DEPENDENT: the kernel of the sums
-    starts this one early (see `dependent`).
+    out_row: elements from one row of out, and of the epilogue's operands, to the next. PDL: the kernel of the sums
+    starts this one early (see `device.dependent_launch`).
     """
     tiles = tl.cdiv(n, COLS)
     program = tl.program_id(0)
@@ -207,11 +207,11 @@ def reduce_splits(
     at = flat_row.to(tl.int64) * n + col
     stride = tl.cast(batches, tl.int64) * m * n
     acc = tl.zeros((COLS,), tl.float32)
-    if DEPENDENT:
-        sums_ptr = arrived(sums_ptr)
+    if PDL:
+        sums_ptr = wait(sums_ptr)
     for split in tl.static_range(SPLIT):
         acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
     at = flat_row.to(tl.int64) * out_row + col
-    acc = tail(acc, at, col, mask, n, tail_0_ptr, tail_1_ptr, ISA)
+    acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
     store_rounded(out_ptr, at, acc, mask, ISA)

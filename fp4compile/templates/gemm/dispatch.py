@@ -13,15 +13,15 @@ from dataclasses import replace
 import torch
 
 from fp4compile import reference
-from fp4compile._compat import known, tracing
+from fp4compile._compat import statically_true, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
-from fp4compile.templates.device.epilogue import OPERANDS, Tail
-from fp4compile.templates.gemm.block_scaled_sm100 import native, native_arguments, scaled_mm_native
-from fp4compile.templates.gemm.dequant_operand import expand_matrix
-from fp4compile.templates.gemm.dequant_tiles import reduce_splits, scaled_mm_tiles
-from fp4compile.templates.gemm.gemv import WIDTH, scaled_mm_few
+from fp4compile.templates.device.epilogue import OPERANDS, Epilogue
+from fp4compile.templates.gemm.block_scaled_sm100 import gemm_block_scaled_sm100, native, native_arguments
+from fp4compile.templates.gemm.dequant_operand import dequant_operand
+from fp4compile.templates.gemm.dequant_tiles import gemm_dequant_tiles, split_k_reduction
+from fp4compile.templates.gemm.gemv import WIDTH, gemv
 from fp4compile.templates.gemm.heuristics import (
     DECODE_ROWS,
     WGMMA_ROWS,
@@ -32,9 +32,9 @@ from fp4compile.templates.gemm.heuristics import (
     wgmma_shared,
 )
 from fp4compile.templates.gemm.problem import FLOATS, Operand, Problem, compute_type, problem_of
-from fp4compile.templates.gemm.skinny import MEMBERS, scaled_mm_decode
-from fp4compile.templates.gemm.swizzled_a_sm90 import activation_image
-from fp4compile.templates.gemm.wgmma_sm90 import scaled_mm_wgmma
+from fp4compile.templates.gemm.skinny import MOST_IN_GROUP, gemm_skinny
+from fp4compile.templates.gemm.swizzled_a_sm90 import swizzle_a_sm90
+from fp4compile.templates.gemm.wgmma_sm90 import gemm_wgmma_sm90
 from fp4compile.templates.launch import launch, target_of
 
 # Rows of A from which on the library's product of expanded operands is the faster one. On an H200 with N = K = 8192,
@@ -55,32 +55,32 @@ class ChosenWhenRun(Exception):
 
 
 def scaled_mm(
-    a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype, tail: Tail | None = None
+    a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype, epilogue: Epilogue | None = None
 ) -> torch.Tensor:
     """`reference.scaled_mm` on the GPU: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
 
-    tail: what happens to the product, in out_dtype, before it is stored; only where `takes_tail`.
-    Raises ValueError or TypeError, naming the argument, for operands, scales, a bias or a tail that do not fit.
+    epilogue: what happens to the product, in out_dtype, before it is stored; only where `takes_epilogue`.
+    Raises ValueError or TypeError, naming the argument, for operands, scales, a bias or an epilogue that do not fit.
     """
     arguments = a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype
     if a_fmt is None and b_fmt is None:
-        if tail is not None:
-            raise ValueError("tail: the product of two plain operands is the library's, which takes none")
+        if epilogue is not None:
+            raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
         return reference.scaled_mm(*arguments)
     problem = problem_of(*arguments)
-    if tail is not None:
-        problem = replace(problem, tail=_checked(tail, problem))
-    if known(problem.m * problem.n * problem.batches == 0):
+    if epilogue is not None:
+        problem = replace(problem, epilogue=_checked(epilogue, problem))
+    if statically_true(problem.m * problem.n * problem.batches == 0):
         return a.new_empty(problem.shape, dtype=problem.stored_dtype)
     return _product(problem).view(problem.shape)
 
 
-def takes_tail(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> bool:
-    """Whether the kernel that serves these arguments of `scaled_mm` is known, and has a tail. Launches nothing."""
+def takes_epilogue(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> bool:
+    """Whether the kernel that serves these arguments of `scaled_mm` is known, and has an epilogue. Launches nothing."""
     if a_fmt is None and b_fmt is None:
         return False
     problem = problem_of(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
-    return _settled(problem) and _takes_tail(problem)
+    return _settled(problem) and _takes_epilogue(problem)
 
 
 def expands_first(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> bool:
@@ -95,25 +95,25 @@ def expands_first(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias
     return {_server(replace(p, m=m), False) for m in rows} <= {_decode, _wgmma, _library}
 
 
-def _checked(tail: Tail, p: Problem) -> Tail:
-    """The tail with operands as the kernels read them. Raises ValueError where it does not go with the problem."""
-    if not _takes_tail(p):
-        raise ValueError("tail: the kernel that serves this product takes none")
-    if len(tail.operands) > OPERANDS:
-        raise ValueError(f"tail: at most {OPERANDS} operands, got {len(tail.operands)}")
-    for x in tail.operands:
-        whole = known(x.numel() == p.batches * p.m * p.n)
-        if not (whole or known(x.numel() == p.n)) or x.dtype not in FLOATS or x.device != p.left.data.device:
-            raise ValueError(f"tail: expected floating-point operands of the product's size or of {p.n} elements on "
+def _checked(epilogue: Epilogue, p: Problem) -> Epilogue:
+    """The epilogue with operands as the kernels read them. Raises ValueError where it does not go with the problem."""
+    if not _takes_epilogue(p):
+        raise ValueError("epilogue: the kernel that serves this product takes none")
+    if len(epilogue.operands) > OPERANDS:
+        raise ValueError(f"epilogue: at most {OPERANDS} operands, got {len(epilogue.operands)}")
+    for x in epilogue.operands:
+        whole = statically_true(x.numel() == p.batches * p.m * p.n)
+        if not (whole or statically_true(x.numel() == p.n)) or x.dtype not in FLOATS or x.device != p.left.data.device:
+            raise ValueError(f"epilogue: expected floating-point operands of the product's size or of {p.n} elements on "
                              f"{p.left.data.device}, got {x.dtype} of {tuple(x.shape)} on {x.device}")  # fmt: skip
-    if tail.dtype not in FLOATS:
-        raise ValueError(f"tail: dtype {tail.dtype}; allowed are bfloat16, float16, float32")
-    return replace(tail, operands=tuple(x.contiguous() for x in tail.operands))
+    if epilogue.dtype not in FLOATS:
+        raise ValueError(f"epilogue: dtype {epilogue.dtype}; allowed are bfloat16, float16, float32")
+    return replace(epilogue, operands=tuple(x.contiguous() for x in epilogue.operands))
 
 
 def _product(p: Problem) -> torch.Tensor:
     """[batches, m, n] by the kernel that serves the problem."""
-    return _server(p, p.tail is not None)(p)
+    return _server(p, p.epilogue is not None)(p)
 
 
 _preferred: ContextVar[str] = ContextVar("preferred", default="library")
@@ -144,13 +144,13 @@ def _on_block_scaled_units(p: Problem) -> bool:
     return native(p.left.fmt, p.right.fmt, p.left.swizzled and p.right.swizzled, p.target)
 
 
-def _server(p: Problem, tail: bool) -> Callable[[Problem], torch.Tensor]:
-    """Who computes the product, with a tail or without.
+def _server(p: Problem, epilogue: bool) -> Callable[[Problem], torch.Tensor]:
+    """Who computes the product, with an epilogue or without.
 
     Raises `ChosenWhenRun` while tracing, where a symbolic number of rows leaves that open.
     """
     if _on_block_scaled_units(p):
-        by_library = _preferred.get() == "library" and not tail and _library_scales(p)
+        by_library = _preferred.get() == "library" and not epilogue and _library_scales(p)
         return _scaled_by_block if by_library else _native
     if _float8(p):
         return _scaled_by_row
@@ -167,10 +167,10 @@ def _server(p: Problem, tail: bool) -> Callable[[Problem], torch.Tensor]:
 
 def _settled(p: Problem) -> bool:
     """Whether it is known which kernel serves so many rows of A: not for every symbolic number."""
-    return known(p.m < LIBRARY_ROWS) or known(p.m >= LIBRARY_ROWS)
+    return statically_true(p.m < LIBRARY_ROWS) or statically_true(p.m >= LIBRARY_ROWS)
 
 
-def _takes_tail(p: Problem) -> bool:
+def _takes_epilogue(p: Problem) -> bool:
     """Whether a kernel of ours writes the result, and does not write it again where the first one was inexact."""
     server = _server(p, True)
     return server in (_native, _tiles, _wgmma) or (server is _library and not _plain(p) and not _watched(p))
@@ -182,14 +182,14 @@ def _library_scales(p: Problem) -> bool:
     It takes two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales, in rows of whole 16 bytes, and a bias of the
     result's type if that has 16 bits. It has no outer scale: its `scale_result` is for FP8 results alone, and the one
     that has a factor (`aten._scaled_mm_v2`) does not compile with swizzled scales. Two-level operands would need the
-    sums in float32 and another pass over them, which costs more than the library can win; a tail likewise is a pass of
-    its own there. Both are the epilogue of `scaled_mm_native`. Nothing of this was timed on such a GPU.
+    sums in float32 and another pass over them, which costs more than the library can win; an epilogue likewise is a pass of
+    its own there. Both are the epilogue of `gemm_block_scaled_sm100`. Nothing of this was timed on such a GPU.
     """
     formats = {(x.element, x.scale) for x in (p.left, p.right)} <= {("e2m1", "e4m3"), ("e4m3", "e8m0")}
     plain = p.left.outer is None and p.right.outer is None
     bias = p.bias is None or (p.bias.dtype == p.out_dtype and p.out_dtype != torch.float32)
-    aligned = known(p.n % 16 == 0) and known(p.left.data.shape[-1] % 16 == 0)
-    filled = known(p.m > 0) and known(p.n > 0) and known(p.k > 0)
+    aligned = statically_true(p.n % 16 == 0) and statically_true(p.left.data.shape[-1] % 16 == 0)
+    filled = statically_true(p.m > 0) and statically_true(p.n > 0) and statically_true(p.k > 0)
     here = 100 <= p.target.sm < 120 and p.batches == 1
     return here and formats and plain and bias and aligned and filled
 
@@ -204,13 +204,13 @@ def _scaled_by_block(p: Problem) -> torch.Tensor:
 
 def _native(p: Problem) -> torch.Tensor:
     """The product by the matrix units' own block-scaled instruction."""
-    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target, p.tail is not None)
+    integers, constants = native_arguments(p.m, p.n, p.k, p.left.fmt, p.right.fmt, p.target, p.epilogue is not None)
     out = p.empty()
-    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    a_outer, b_outer, bias = p.rescale_pointers(out)
     launch(
-        p.with_tail(scaled_mm_native), ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
+        p.with_epilogue(gemm_block_scaled_sm100), ceil_div(p.m, constants["BM"]) * ceil_div(p.n, constants["BN"]) * p.batches,
         p.left.data, p.left.scales, a_outer, p.right.data, p.right.scales, b_outer, bias, out,
-        *p.tail_pointers(out), *integers, **constants, **p.epilogue, ISA=p.target.isa,
+        *p.epilogue_pointers(out), *integers, **constants, **p.rescale_constants, ISA=p.target.isa,
     )  # fmt: skip
     return out
 
@@ -219,8 +219,8 @@ def float8_native(a: BlockFormat | None, b: BlockFormat | None, n, k, out_dtype,
     """Whether the library's row-scaled FP8 product serves float8_rowwise operands of these sizes."""
     if a is None or b is None or a.scale is not None or b.scale is not None:
         return False
-    return (target.float8_matrix_units and out_dtype == torch.bfloat16 and known(n % 16 == 0) and known(k % 16 == 0)
-            and known(n > 0) and known(k > 0))  # fmt: skip
+    return (target.float8_matrix_units and out_dtype == torch.bfloat16 and statically_true(n % 16 == 0) and statically_true(k % 16 == 0)
+            and statically_true(n > 0) and statically_true(k > 0))  # fmt: skip
 
 
 def on_matrix_units(a, b, n, k, out_dtype, device: torch.device) -> bool:
@@ -249,18 +249,18 @@ def _scaled_by_row(p: Problem) -> torch.Tensor:
 
 def _streams(p: Problem) -> bool:
     """Whether the kernel for a few rows and NVFP4 weights serves the problem."""
-    return known(p.m <= DECODE_ROWS) and p.target.isa > 0 and _streamed(p)
+    return statically_true(p.m <= DECODE_ROWS) and p.target.isa > 0 and _streamed(p)
 
 
 def _shares(p: Problem) -> bool:
     """Whether the kernel for a few dozen rows and NVFP4 weights serves the problem."""
-    return known(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and _streamed(p)
+    return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and _streamed(p)
 
 
 def _streamed(p: Problem) -> bool:
-    """Whether the weights are as `start_weights` reads them, and the activations can be given in 16 bits."""
+    """Whether the weights are as `copy_weights` reads them, and the activations can be given in 16 bits."""
     weights = p.right.element == "e2m1" and p.right.scale == "e4m3"
-    whole = known(p.k % 64 == 0) and known(p.k > 0) and p.batches == 1
+    whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and compute_type(p.left, p.right) != "fp32"
 
 
@@ -275,20 +275,20 @@ def _decode(p: Problem) -> torch.Tensor:
 
 
 def decode(problems: list[Problem]) -> list[torch.Tensor]:
-    """`_decode` of up to MEMBERS problems that have all but the weights in common, in one launch."""
+    """`_decode` of up to MOST_IN_GROUP problems that have all but the weights in common, in one launch."""
     p = problems[0]
-    a = expanded(p.left, p.left.data, p, torch.float16)
+    a = dequantized(p.left, p.left.data, p, torch.float16)
     outs = [each.empty() for each in problems]
     pointers = [pointer for each, out in zip(problems, outs, strict=True) for pointer in _decoded(each, out)]
-    unused = MEMBERS - len(problems)
+    unused = MOST_IN_GROUP - len(problems)
     sizes = [each.n for each in problems]
     kernel, config, rows, width = _decoder(p, sum(sizes))
-    programs = config.pop("PROGRAMS")
-    whole = all(known(n % rows == 0) for n in sizes) and known(p.k % (width * config["WARPS"]) == 0)
+    programs = config.pop("GRID")
+    whole = all(statically_true(n % rows == 0) for n in sizes) and statically_true(p.k % (width * config["WARPS"]) == 0)
     launch(
         kernel, torch.sym_min(sum(ceil_div(n, rows) for n in sizes), programs),
         a, a if p.left.outer is None else p.left.outer, *pointers, *[p.right.data] * 5 * unused,
-        p.m, *sizes, *[1] * unused, p.k // 32, num_warps=config["WARPS"], MEMBERS=len(problems),
+        p.m, *sizes, *[1] * unused, p.k // 32, num_warps=config["WARPS"], GROUP_SIZE=len(problems),
         A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind, BIAS=int(p.bias is not None),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), EVEN=int(whole),
         COMPUTE=compute_type(p.left, p.right), ISA=p.target.isa, **config,
@@ -300,10 +300,10 @@ def _decoder(p: Problem, n) -> tuple:
     """What streams `n` rows of weights in all: kernel, launch, rows of a tile, elements of a step."""
     config = few_config(p.m, n, p.k, p.target)
     if config is not None:
-        config["WIDE"] = int(known(p.k % 256 == 0) and not p.right.swizzled)
-        return scaled_mm_few, config, 16, WIDTH.value
+        config["WIDE"] = int(statically_true(p.k % 256 == 0) and not p.right.swizzled)
+        return gemv, config, 16, WIDTH.value
     config = decode_config(p.m, n, p.k)
-    return scaled_mm_decode, config, 16 * config["TILES"], 128
+    return gemm_skinny, config, 16 * config["TILES"], 128
 
 
 def _decoded(p: Problem, out: torch.Tensor) -> tuple:
@@ -315,41 +315,41 @@ def _decoded(p: Problem, out: torch.Tensor) -> tuple:
 
 def _wgmma(p: Problem) -> torch.Tensor:
     """The product of a few dozen rows, expanded to 16 bits if they are quantised."""
-    config = wgmma_config(p.m, p.n, p.k, p.tail is not None)
+    config = wgmma_config(p.m, p.n, p.k, p.epilogue is not None)
     warps, split = config["WARPS"], config.pop("SPLIT")
-    image = _image(p, config["ROWS"], config["PER"])
+    image = _image(p, config["ROWS"], config["STEPS_PER_STAGE"])
     out = p.empty() if split == 1 else p.empty_sums(split)
-    tailed = p if split == 1 else replace(p, tail=None)
-    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    fused = p if split == 1 else replace(p, epilogue=None)
+    a_outer, b_outer, bias = p.rescale_pointers(out)
     rows = 16 * warps
     programs = ceil_div(p.n, rows) * split
-    even = known(p.n % rows == 0 and p.k % (128 * config["PER"]) == 0)
+    even = statically_true(p.n % rows == 0 and p.k % (128 * config["STEPS_PER_STAGE"]) == 0)
     launch(
-        tailed.with_tail(scaled_mm_wgmma), programs,
-        image, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *tailed.tail_pointers(out),
+        fused.with_epilogue(gemm_wgmma_sm90), programs,
+        image, a_outer, p.right.data, p.right.scales, b_outer, bias, out, *fused.epilogue_pointers(out),
         p.m, p.n, p.k // 32, split, A_OUTER=p.left.outer_kind, B_OUTER=p.right.outer_kind,
         BIAS=int(p.bias is not None), PARTIAL=int(split > 1),
         B_SQUARE=int(p.right.fmt.square), B_SWIZZLED=int(p.right.swizzled), COMPUTE=compute_type(p.left, p.right),
-        EVEN=int(even), DEPENDENT=p.target.dependent_launch, ISA=p.target.isa, num_warps=warps, **config,
+        EVEN=int(even), PDL=p.target.dependent_launch, ISA=p.target.isa, num_warps=warps, **config,
         SHARED=wgmma_shared(config, programs, p.target),
     )  # fmt: skip
     return out if split == 1 else _rescale(p, out, split, dependent=1)
 
 
 def _image(p: Problem, rows: int, steps: int) -> torch.Tensor:
-    """A for `scaled_mm_wgmma` of so many rows, in whole phases of so many steps."""
+    """A for `gemm_wgmma_sm90` of so many rows, in whole phases of so many steps."""
     a = p.left
     matrices = 2 * steps * ceil_div(p.k, 128 * steps)
-    image = a.data.new_empty((matrices, rows, 64), dtype=_expanded_dtype(p))
-    launch(activation_image, matrices, a.data, a.data if a.scales is None else a.scales, p.right.data, p.right.scales,
-           image, p.m, p.k // 16, a.per_row, num_warps=rows // 16, ROWS=rows, RELEASE=p.target.dependent_launch,
+    image = a.data.new_empty((matrices, rows, 64), dtype=_dequantized_dtype(p))
+    launch(swizzle_a_sm90, matrices, a.data, a.data if a.scales is None else a.scales, p.right.data, p.right.scales,
+           image, p.m, p.k // 16, a.per_row, num_warps=rows // 16, ROWS=rows, LAUNCH_DEPENDENTS=p.target.dependent_launch,
            ISA=p.target.isa, **_read_as(a, 64 * steps))  # fmt: skip
     return image
 
 
 def _use_library(p: Problem) -> bool:
     """Whether both operands are expanded to 16 bits first: of large matrices the library's product is faster."""
-    large = known(p.m >= LIBRARY_ROWS) and known(p.n >= 512)
+    large = statically_true(p.m >= LIBRARY_ROWS) and statically_true(p.n >= 512)
     return p.target.sm > 0 and compute_type(p.left, p.right) != "fp32" and p.batches == 1 and large
 
 
@@ -358,15 +358,17 @@ def _library(p: Problem) -> torch.Tensor:
 
     Where values may be too small for bf16 the expansion notes it on the device; the tiles are then computed again.
     """
-    by_columns = _expanded_bytes(p.left, p) < _expanded_bytes(p.right, p)
+    by_columns = _dequantized_bytes(p.left, p) < _dequantized_bytes(p.right, p)
     count, others, cut = (p.n, p.m, p.right) if by_columns else (p.m, p.n, p.left)
     each = (0 if cut.fmt is None else 2 * p.k) + (0 if _plain(p) else 4 * others)
-    at_once = known(count * each <= (4 * WHOLE_BYTES if known(others <= FEW_LINES) else WHOLE_BYTES))
+    at_once = statically_true(
+        count * each <= (4 * WHOLE_BYTES if statically_true(others <= FEW_LINES) else WHOLE_BYTES)
+    )
     if tracing() and not at_once:
         raise ChosenWhenRun  # a loop that would fill the graph with launches
     watch = _watched(p)
     inexact = p.left.data.new_zeros((), dtype=torch.int32) if watch else p.left.data  # or not read
-    whole = expanded(p.left if by_columns else p.right, inexact, p)
+    whole = dequantized(p.left if by_columns else p.right, inexact, p)
     if at_once:
         out = _library_part(p, whole, by_columns, inexact)
     else:
@@ -377,7 +379,7 @@ def _library(p: Problem) -> torch.Tensor:
     return _tiles(p, out, wanted=inexact) if watch else out
 
 
-def _expanded_bytes(x: Operand, p: Problem):
+def _dequantized_bytes(x: Operand, p: Problem):
     """What expanding an operand takes, as far as it is known: a symbolic number of rows counts as few."""
     rows = p.m if x is p.left else p.n
     return 0 if x.fmt is None else 2 * p.k * (rows if isinstance(rows, int) else LIBRARY_ROWS)
@@ -393,7 +395,7 @@ def _library_part(
     p: Problem, whole: torch.Tensor, by_columns: bool, inexact, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[m, n] of A and B, of which one is given expanded, into `out` if it is given."""
-    part = expanded(p.right if by_columns else p.left, inexact, p)
+    part = dequantized(p.right if by_columns else p.left, inexact, p)
     left, right = (whole, part.t()) if by_columns else (part, whole.t())
     with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
         if not _plain(p):
@@ -403,7 +405,7 @@ def _library_part(
         return torch.addmm(p.bias, left, right, out=out)
 
 
-def _expanded_dtype(p: Problem) -> torch.dtype:
+def _dequantized_dtype(p: Problem) -> torch.dtype:
     return torch.float16 if compute_type(p.left, p.right) == "fp16" else torch.bfloat16
 
 
@@ -414,14 +416,14 @@ def _watched(p: Problem) -> bool:
 
 def _plain(p: Problem) -> bool:
     """Whether the library's product of expanded operands needs no rescale."""
-    dtype = _expanded_dtype(p)
+    dtype = _dequantized_dtype(p)
     unscaled = p.left.outer is None and p.right.outer is None and dtype == p.out_dtype
     return unscaled and (p.bias is None or p.bias.dtype == dtype)
 
 
-def expanded(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[rows, k] in dtype (`_expanded_dtype` where not given), without the outer scale."""
-    dtype = dtype or _expanded_dtype(p)
+def dequantized(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[rows, k] in dtype (`_dequantized_dtype` where not given), without the outer scale."""
+    dtype = dtype or _dequantized_dtype(p)
     rows = p.m if x is p.left else p.n
     data = x.data.view(rows, -1)
     if x.fmt is None:
@@ -429,7 +431,7 @@ def expanded(x: Operand, inexact, p: Problem, dtype: torch.dtype | None = None) 
     tiles = ceil_div(x.per_row, 2048)
     out = data.new_empty((rows, 2 * x.per_row), dtype=dtype)
     block = x.fmt.block_cols if x.fmt.block else 32
-    launch(expand_matrix, rows * tiles, data, out if x.scales is None else x.scales, out, inexact, rows,
+    launch(dequant_operand, rows * tiles, data, out if x.scales is None else x.scales, out, inexact, rows,
            ceil_div(x.k, block), x.per_row, tiles, num_warps=4, BLOCK=block, ROWS=1, UNITS=2048,
            ISA=p.target.isa, **_read_as(x, 2048))  # fmt: skip
     return out.narrow(1, 0, p.k)
@@ -450,18 +452,18 @@ def _tiles(p: Problem, out: torch.Tensor | None = None, wanted: torch.Tensor | N
     split = tile.pop("SPLIT")
     num_warps = tile.pop("num_warps")
     step = tile["UNITS"] * tile["WARPS"]
-    constants = {**p.left.constants("A", step), **p.right.constants("B", step), **p.epilogue, **tile, "SPLIT": split,
+    constants = {**p.left.constants("A", step), **p.right.constants("B", step), **p.rescale_constants, **tile, "SPLIT": split,
                  "BLOCK": p.block, "COMPUTE": compute, "GUARD": int(wanted is not None),
                  "ISA": p.target.isa}  # fmt: skip
     if out is None:
         out = p.empty() if split == 1 else p.empty_sums(split)
-    a_outer, b_outer, bias = p.epilogue_pointers(out)
+    a_outer, b_outer, bias = p.rescale_pointers(out)
     a_scales, b_scales = (out if x.scales is None else x.scales for x in (p.left, p.right))  # `out`: not read
-    tailed = p if split == 1 else replace(p, tail=None)
+    fused = p if split == 1 else replace(p, epilogue=None)
     launch(
-        tailed.with_tail(scaled_mm_tiles), ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
+        fused.with_epilogue(gemm_dequant_tiles), ceil_div(p.m, tile["BM"]) * ceil_div(p.n, tile["BN"]) * p.batches * split,
         p.left.data, a_scales, a_outer, p.right.data, b_scales, b_outer, bias, out,
-        *tailed.tail_pointers(out), out if wanted is None else wanted,
+        *fused.epilogue_pointers(out), out if wanted is None else wanted,
         p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block), p.left.per_row, p.right.per_row,
         p.left.scales_batch, p.right.scales_batch,
         num_warps=num_warps, **constants,
@@ -474,12 +476,12 @@ def _rescale(
 ) -> torch.Tensor:
     """[batches, m, n] from float32 sums [split, batches, m, n]; in `out` if it is given.
 
-    dependent: whether the kernel that makes the sums starts the next one early, as `dependent` says.
+    dependent: whether the kernel that makes the sums starts the next one early, as `device.dependent_launch` says.
     """
     cols = 512
     out_row = p.n if out is None else out.stride(0)
     out = p.empty() if out is None else out
-    launch(p.with_tail(reduce_splits), p.batches * p.m * ceil_div(p.n, cols), sums, *p.epilogue_pointers(out), out,
-           *p.tail_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
-           DEPENDENT=dependent, **p.epilogue)  # fmt: skip
+    launch(p.with_epilogue(split_k_reduction), p.batches * p.m * ceil_div(p.n, cols), sums, *p.rescale_pointers(out), out,
+           *p.epilogue_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4, SPLIT=split, COLS=cols, ISA=p.target.isa,
+           PDL=dependent, **p.rescale_constants)  # fmt: skip
     return out

@@ -1,6 +1,6 @@
 """The product of one or two rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
 
-What decode steps are made of. As in `scaled_mm_decode`, each warp has the weights that are next on their way into
+What decode steps are made of. As in `gemm_skinny`, each warp has the weights that are next on their way into
 shared memory of its own, by asynchronous copies, and goes on from one tile of 16 rows to the next, of the next weight,
 too, where several are multiplied by the same activations. But here all of the activations stay in shared memory:
 
@@ -20,16 +20,16 @@ taken is replaced at once by the warp's next chunk. Two of them on their way at 
 then arrives later, and there is nothing to multiply meanwhile.
 
 The kernel is written for one lane at a time: tensors have one dimension and one element for each lane. Inline PTX does
-the rest; it is pure, and its order is kept by a token (see `scaled_mm_decode_ring`).
+the rest; it is pure, and its order is kept by a token (see `skinny_pipeline`).
 """
 
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.async_copy import COMMIT, MEET, SYNC_WARP, do_ptx, wait_ptx
+from fp4compile.templates.device.async_copy import BARRIER, COMMIT, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
 from fp4compile.templates.device.memory import swizzle
-from fp4compile.templates.device.nvfp4_weights import add_ptx, after, expand_word
+from fp4compile.templates.device.nvfp4_weights import add_ptx, after, dequantize_word
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 
 WIDTH = tl.constexpr(256)  # elements of a chunk's rows
@@ -133,7 +133,7 @@ def _start(
     to, tile, step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
     n, n_1, n_2, chunks, tiles, tiles_1, total,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Start to copy the chunk of a warp's step of a tile; nothing where there is no such tile.
 
@@ -141,13 +141,13 @@ def _start(
     """
     there = (tile < total) & (lane >= 0)
     # Selects here and in `_finish`: torch takes a pointer that goes through a function's result for written.
-    if MEMBERS > 2:
+    if GROUP_SIZE > 2:
         last = tile >= tiles_1
         tiles = tl.where(last, tiles_1, tiles)
         b_1_ptr = tl.where(last, b_2_ptr, b_1_ptr)
         b_scales_1_ptr = tl.where(last, b_scales_2_ptr, b_scales_1_ptr)
         n_1 = tl.where(last, n_2, n_1)
-    if MEMBERS > 1:
+    if GROUP_SIZE > 1:
         later = tile >= tiles
         tile = tl.where(later, tile - tiles, tile)
         b_ptr = tl.where(later, b_1_ptr, b_ptr)
@@ -177,7 +177,7 @@ _LARGEST = tl.constexpr(
     + " }"
 )
 # From the largest of each lane: the power of two, in both halves, that brings the largest of the warp to about 2^125,
-# and what makes the sums of products with `expand_word`'s codes the same as without it, but times 2^-7.
+# and what makes the sums of products with `dequantize_word`'s codes the same as without it, but times 2^-7.
 _POWERS = tl.constexpr(
     "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
     " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
@@ -240,7 +240,7 @@ def _put_activations(
             words = (x[2 * step], x[2 * step + 1], power, token)
             token = do_ptx(text, "r,l,l,r,r", (to + step * (ROWS * _ROW),) + words)
     token = do_ptx(_PUT_ZERO, "r,r", (at + unit * 8, token))
-    return factors, do_ptx(SYNC_WARP, "r", (token,))
+    return factors, do_ptx(WARP_BARRIER, "r", (token,))
 
 
 @triton.jit
@@ -308,7 +308,7 @@ def _multiply_ptx(compute: str, half: int, rows: int) -> str:
                 text.append(f"xor.b32 x, $14, {64 * half + 32 * block + 16 * word}; ld.shared.v4.b32 {{{words}}}, [x];")
         for word in range(2):
             codes = 4 + 2 * block + word
-            text += [expand_word(kind, f"${codes}", "a"), expand_word(kind, f"${codes + 4}", "b")]
+            text += [dequantize_word(kind, f"${codes}", "a"), dequantize_word(kind, f"${codes + 4}", "b")]
             for j in (0, 2):
                 start = "c0, c1, c2, c3" if word + j else "z, z, z, z"
                 text.append(
@@ -376,18 +376,18 @@ def _put_sums(at, c, factors, token, lane, ROWS: tl.constexpr):
 
 
 @triton.jit
-def scaled_mm_few(
+def gemv(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr, SHARED: tl.constexpr,
+    WIDE: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
-    MEMBERS: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
+    GROUP_SIZE: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
     is not are not read.
     chunks: even. A program takes 16 rows of b at a time, and goes on with those that lie as many programs on; its WARPS
     warps (as many as the launch has) cut the contraction dimension among themselves, by WIDTH elements, STEPS times.
@@ -403,10 +403,10 @@ def scaled_mm_few(
     steps = tl.cdiv(chunks, WARPS * 8)  # STEPS; as a constant it would have the loop unrolled
     tiles = tl.cdiv(n, 16)
     tiles_1 = tiles
-    if MEMBERS > 1:
+    if GROUP_SIZE > 1:
         tiles_1 = tiles + tl.cdiv(n_1, 16)
     total = tiles_1
-    if MEMBERS > 2:
+    if GROUP_SIZE > 2:
         total = tiles_1 + tl.cdiv(n_2, 16)
     memory = do_ptx(MEMORY, "r", (lane,))
     beside = memory + lane // 32 * beside_size  # zeros first: where they lie, 256 bytes begin
@@ -414,7 +414,7 @@ def scaled_mm_few(
     here = sums + WARPS * (batch * sums_size) + lane // 32 * _CHUNK
     token = _start(here, tl.program_id(0), 0, lane, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr,
                    b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
-                   B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, MEMBERS)  # fmt: skip
+                   B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, GROUP_SIZE)  # fmt: skip
     factors, token = _put_activations(beside, token, lane, a_ptr, m, chunks, COMPUTE, WARPS, STEPS, ROWS, EVEN)
     activations, further = _lane_activations(beside, lane, ROWS)
 
@@ -428,19 +428,19 @@ def scaled_mm_few(
             for step in tl.range(steps):
                 token = do_ptx(wait_ptx(0), "r", (token,))
                 taken, token = _take(here, token, lane)
-                token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has its part: the next chunk may come
+                token = do_ptx(WARP_BARRIER, "r", (token,))  # every lane has its part: the next chunk may come
                 next_tile, next_step = after(tile, step, steps)
                 token = _start(here, next_tile, next_step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr,
                                b_2_ptr, b_scales_2_ptr, n, n_1, n_2, chunks, tiles, tiles_1, total,
-                               B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, MEMBERS)  # fmt: skip
+                               B_SQUARE, B_SWIZZLED, WARPS, WIDE, EVEN, GROUP_SIZE)  # fmt: skip
                 c = _multiply(taken, activations + step * further, c, COMPUTE, ROWS)
             token = _put_sums(sums + (i * WARPS + lane // 32) * sums_size, c, factors, token, lane, ROWS)
-        token = do_ptx(MEET, "r", (token,))
+        token = do_ptx(BARRIER, "r", (token,))
         token = _finish(sums, first, count, token, lane, m, n, n_1, n_2, tiles, tiles_1,
                         a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
                         b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-                        A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, ROWS, ISA, MEMBERS)  # fmt: skip
-        token = do_ptx(MEET, "r", (token,))  # sums may be written over
+                        A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, ROWS, ISA, GROUP_SIZE)  # fmt: skip
+        token = do_ptx(BARRIER, "r", (token,))  # sums may be written over
 
 
 @triton.jit
@@ -448,7 +448,7 @@ def _finish(
     sums, first, count, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
-    ROWS: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Add the warps' sums of the program's tiles from `first` on, a lane for each; rescale; store. -> a token."""
     place = lane // (16 * ROWS)
@@ -462,14 +462,14 @@ def _finish(
     )  # fmt: skip
     token = do_ptx("mov.b32 $0, 0;", "f,r", (acc, token))  # what is read before the warps meet again
     tile = first + place * tl.num_programs(0)
-    if MEMBERS > 2:
+    if GROUP_SIZE > 2:
         last = tile >= tiles_1
         tiles = tl.where(last, tiles_1, tiles)
         b_outer_1_ptr = tl.where(last, b_outer_2_ptr, b_outer_1_ptr)
         bias_1_ptr = tl.where(last, bias_2_ptr, bias_1_ptr)
         out_1_ptr = tl.where(last, out_2_ptr, out_1_ptr)
         n_1 = tl.where(last, n_2, n_1)
-    if MEMBERS > 1:
+    if GROUP_SIZE > 1:
         later = tile >= tiles
         tile = tl.where(later, tile - tiles, tile)
         b_outer_ptr = tl.where(later, b_outer_1_ptr, b_outer_ptr)
@@ -478,7 +478,7 @@ def _finish(
         n = tl.where(later, n_1, n)
     col = tile * 16 + of_tile // ROWS
     ok = ok & (at_m < m) & (col < n)
-    acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `_POWERS`
+    acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `_POWERS`
     acc = rescale(acc, at_m, tl.where(ok, col, 0), m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr,
                   A_OUTER, B_OUTER, BIAS, 0)  # fmt: skip
     store_rounded(out_ptr, at_m.to(tl.int64) * n + col, acc, ok, ISA)

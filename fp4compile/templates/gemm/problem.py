@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile import reference
-from fp4compile._compat import known
+from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.reference import FLOATS
 from fp4compile.targets import Target
-from fp4compile.templates.device.epilogue import OPERANDS, Tail, with_tail
+from fp4compile.templates.device.epilogue import OPERANDS, Epilogue, with_epilogue
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.dispatch import power_of_two
 
@@ -83,7 +83,7 @@ class Operand:
     def align(self, step: int) -> int:
         """See `expand.load_units`: -1 where rows are whole steps of `step` units; of plain rows, words that touch."""
         if self.fmt is not None:
-            return -1 if known(self.per_row % step == 0) else 0
+            return -1 if statically_true(self.per_row % step == 0) else 0
         limit = 16 // self.data.element_size()
         return power_of_two(self.data.shape[-1], limit) // 2
 
@@ -119,7 +119,7 @@ def operand_of(name: str, data, scales, outer, fmt: BlockFormat | None) -> Opera
         outer = outer.contiguous()
     if fmt is not None and not fmt.packed:
         data = data.view(torch.uint8)
-        if not known(width % 2 == 0):  # two codes make a unit
+        if not statically_true(width % 2 == 0):  # two codes make a unit
             data = F.pad(data, (0, width % 2))
     data = data.contiguous()
     return Operand(_aligned(data), scales, outer, fmt, swizzled, tuple(batch), rows, k)
@@ -127,7 +127,7 @@ def operand_of(name: str, data, scales, outer, fmt: BlockFormat | None) -> Opera
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """x, where need be copied to where 16 bytes can be read at a time."""
-    return x if known(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
+    return x if statically_true(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
 
 
 def _check_scales(name: str, scales, fmt: BlockFormat, batch, rows, k) -> bool:
@@ -168,11 +168,11 @@ class Problem:
     k: int
     b_batched: bool
     shape: tuple
-    tail: Tail | None = None
+    epilogue: Epilogue | None = None
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        return self.out_dtype if self.tail is None else self.tail.dtype
+        return self.out_dtype if self.epilogue is None else self.epilogue.dtype
 
     def empty(self) -> torch.Tensor:
         return self.left.data.new_empty((self.batches, self.m, self.n), dtype=self.stored_dtype)
@@ -181,39 +181,39 @@ class Problem:
         return self.left.data.new_empty((split, self.batches, self.m, self.n), dtype=torch.float32)
 
     @property
-    def epilogue(self) -> dict:
+    def rescale_constants(self) -> dict:
         return {"A_OUTER": self.left.outer_kind, "B_OUTER": self.right.outer_kind,
                 "BIAS": int(self.bias is not None), "B_BATCHED": int(self.b_batched)}  # fmt: skip
 
-    def epilogue_pointers(self, unused: torch.Tensor) -> list:
+    def rescale_pointers(self, unused: torch.Tensor) -> list:
         return [unused if t is None else t for t in (self.left.outer, self.right.outer, self.bias)]
 
     def rows(self, start: int, count: int) -> "Problem":
         """The product of some rows of A, of one matrix; start: a multiple of 128."""
-        return replace(self, left=self.left.part(start, count), m=count, tail=self._tail_of(0, start, count))
+        return replace(self, left=self.left.part(start, count), m=count, epilogue=self._epilogue_of(0, start, count))
 
     def columns(self, start: int, count: int) -> "Problem":
         """The product with some rows of B, of one matrix: columns of the result; start: a multiple of 128."""
         bias = None if self.bias is None else self.bias.narrow(0, start, count)
         right = self.right.part(start, count)
-        return replace(self, right=right, bias=bias, n=count, tail=self._tail_of(1, start, count))
+        return replace(self, right=right, bias=bias, n=count, epilogue=self._epilogue_of(1, start, count))
 
-    def _tail_of(self, dim: int, start: int, count: int) -> Tail | None:
-        """The tail with those parts of its operands, [m, n] or [n], that belong to a part of the result."""
+    def _epilogue_of(self, dim: int, start: int, count: int) -> Epilogue | None:
+        """The epilogue with those parts of its operands, [m, n] or [n], that belong to a part of the result."""
 
         def cut(x):
             if x.numel() == self.n:
                 return x.view(-1).narrow(0, start, count) if dim == 1 else x
             return x.view(self.m, self.n).narrow(dim, start, count)
 
-        tail = self.tail
-        return None if tail is None else replace(tail, operands=tuple(map(cut, tail.operands)))
+        epilogue = self.epilogue
+        return None if epilogue is None else replace(epilogue, operands=tuple(map(cut, epilogue.operands)))
 
-    def with_tail(self, kernel):
-        return kernel if self.tail is None else with_tail(kernel, self.tail.text)
+    def with_epilogue(self, kernel):
+        return kernel if self.epilogue is None else with_epilogue(kernel, self.epilogue.text)
 
-    def tail_pointers(self, unused: torch.Tensor) -> list:
-        operands = () if self.tail is None else self.tail.operands
+    def epilogue_pointers(self, unused: torch.Tensor) -> list:
+        operands = () if self.epilogue is None else self.epilogue.operands
         return [*operands, *[unused] * (OPERANDS - len(operands))]
 
     @property
@@ -246,7 +246,7 @@ def problem_of(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, o
     for size in left.batch:
         batches = batches * size
     linear_rows = not (left.swizzled or (a_fmt is not None and a_fmt.square))
-    if shared and (linear_rows or known(batches == 1)):  # one product of all rows
+    if shared and (linear_rows or statically_true(batches == 1)):  # one product of all rows
         batches, m = 1, batches * m
     shape = (*left.batch, left.rows, n)
     return Problem(left, right, bias, out_dtype, target_of(a.device), batches, m, n, k, not shared, shape)

@@ -1,6 +1,6 @@
 """The product of up to eight rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
 
-For those that `scaled_mm_few` cannot keep in shared memory: three to eight, or longer ones.
+For those that `gemv` cannot keep in shared memory: three to eight, or longer ones.
 
 A decode step reads every weight once and does little else, so what counts is that enough of them are on their way.
 Loads into registers do not do: where one is used, ptxas waits for the newest of them, and only one step is prefetched.
@@ -10,7 +10,7 @@ with others, of the next weight, too, where several are multiplied by the same a
 
 A step of a warp is 128 elements of 16 or 32 rows of weights and of the rows of activations. With 32, activations are
 taken once for all of them, and more of the weights are on their way; with 16 there are twice as many programs, which
-small weights need. `scaled_mm_decode_ring` has the copies, and what is taken from them into registers.
+small weights need. `skinny_pipeline` has the copies, and what is taken from them into registers.
 
 The kernel is written for one lane at a time: tensors have one dimension and one element for each lane, the only layout
 that Triton can give them. Inline PTX does the rest.
@@ -19,19 +19,26 @@ that Triton can give them. Inline PTX does the rest.
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.async_copy import MEET, SYNC_WARP, do_ptx, wait_ptx
+from fp4compile.templates.device.async_copy import BARRIER, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
-from fp4compile.templates.device.nvfp4_weights import TILE, add_ptx, after, expand_word, scale_registers, take_weights
-from fp4compile.templates.gemm.skinny_pipeline import arranged, ring_ptx, slot_bytes, start_step, take_activations
+from fp4compile.templates.device.nvfp4_weights import (
+    TILE,
+    add_ptx,
+    after,
+    dequantize_word,
+    read_weights,
+    scale_registers,
+)
+from fp4compile.templates.gemm.skinny_pipeline import arranged, buffer_ptx, copy_step, read_activations, stage_bytes
 
-MEMBERS = 3  # weights of a launch, at most
+MOST_IN_GROUP = 3  # weights of a launch, at most
 
 
 def _step_ptx(compute: str, chains: int) -> str:
     """16 rows of weights times 8 rows of activations, over 128 elements, added to the sums.
 
     Operands: 4 sums out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight words of
-    64 bits of activations (see `scaled_mm_decode_ring`); the sums.
+    64 bits of activations (see `skinny_pipeline`); the sums.
     chains: 1 or 2 sums that are made at a time, each product waiting for the one before it in its own.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
@@ -43,7 +50,7 @@ def _step_ptx(compute: str, chains: int) -> str:
     text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
     text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
     for word in (0, 2, 1, 3) if chains == 2 else range(4):  # of 8 codes in each row
-        text += [expand_word(kind, f"w{word}", "a"), expand_word(kind, f"w{4 + word}", "b")]
+        text += [dequantize_word(kind, f"w{word}", "a"), dequantize_word(kind, f"w{4 + word}", "b")]
         for j in range(4):
             for register, scale in (("a", "s"), ("b", "t")):
                 product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
@@ -92,29 +99,29 @@ def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
     for i in tl.static_range(2 * TILES):
         to = at + ((lane % 32 // 4 + i * 8) * ROWS + row_m) * 4
         token = do_ptx(_PUT_TWO, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
-    return do_ptx(MEET, "r", (token,))
+    return do_ptx(BARRIER, "r", (token,))
 
 
 @triton.jit
-def scaled_mm_decode(
+def gemm_skinny(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     m, n, n_1, n_2, chunks,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS <= 8) and b [n, 16 * chunks] (bytes of codes).
 
-    MEMBERS: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
+    GROUP_SIZE: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
     is not are not read.
     chunks: even. A program takes 16 * TILES rows of b at a time, and goes on with those that lie as many programs on;
     its WARPS warps (as many as the launch has) cut the contraction dimension among themselves. STAGES: steps of a warp
     that are on their way, of the next rows, too. ROWS: 2, 4 or 8. CHAINS: see `_step_ptx`. EVEN: no program and no warp
     has a row or a step beyond the end.
     """
-    slot_size: tl.constexpr = slot_bytes(TILES, ROWS)
+    slot_size: tl.constexpr = stage_bytes(TILES, ROWS)
     stage: tl.constexpr = WARPS * slot_size
     sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; those of the last rows are read beside the next ones
     size: tl.constexpr = STAGES * stage + WARPS * 2 * sums_size
@@ -123,21 +130,21 @@ def scaled_mm_decode(
     steps = tl.cdiv(chunks, 4 * WARPS)
     tiles = tl.cdiv(n, 16 * TILES)
     tiles_1 = tiles
-    if MEMBERS > 1:
+    if GROUP_SIZE > 1:
         tiles_1 = tiles + tl.cdiv(n_1, 16 * TILES)
     total = tiles_1
-    if MEMBERS > 2:
+    if GROUP_SIZE > 2:
         total = tiles_1 + tl.cdiv(n_2, 16 * TILES)
-    memory = do_ptx(ring_ptx(size), "r", (lane,))
+    memory = do_ptx(buffer_ptx(size), "r", (lane,))
     ring = memory + lane // 32 * slot_size
     sums_there = memory + STAGES * stage
     token = lane
     next_tile = tl.program_id(0)
     next_step = 0
     for early in tl.static_range(STAGES):
-        token = start_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
+        token = copy_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
                            b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
-                           total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, MEMBERS)  # fmt: skip
+                           total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
         next_tile, next_step = after(next_tile, next_step, steps)
     if B_OUTER == "tensor":
         token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # it then is in the cache
@@ -150,15 +157,15 @@ def scaled_mm_decode(
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
         for _ in tl.range(steps):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            x, token = take_activations(slot + TILES * TILE, token, lane, m)
+            x, token = read_activations(slot + TILES * TILE, token, lane, m)
             sums = ()
             for part in tl.static_range(TILES):
-                w, token = take_weights(slot, part, token, lane)
+                w, token = read_weights(slot, part, token, lane)
                 if part == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
-                    token = do_ptx(SYNC_WARP, "r", (token,))
-                    token = start_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
+                    token = do_ptx(WARP_BARRIER, "r", (token,))
+                    token = copy_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
                                        b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
-                                       total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, MEMBERS)  # fmt: skip
+                                       total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
                     next_tile, next_step = after(next_tile, next_step, steps)
                 if part == 0:
                     x = arranged(x)
@@ -168,7 +175,7 @@ def scaled_mm_decode(
         token = _put_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
         token = _finish(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr,
                         out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-                        A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA, MEMBERS)  # fmt: skip
+                        A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA, GROUP_SIZE)  # fmt: skip
         sums_at = tl.where(sums_at == sums_there, sums_there + WARPS * sums_size, sums_there)
 
 
@@ -177,19 +184,19 @@ def _finish(
     sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, MEMBERS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Add the warps' sums of a tile, rescale and store. Returns a token."""
     # Selects, not branches: where torch finds out what a kernel writes, a size is a constant, which none may change.
-    # Here and in `start_step`: it takes a pointer that goes through a function's result for written.
-    if MEMBERS > 2:
+    # Here and in `copy_step`: it takes a pointer that goes through a function's result for written.
+    if GROUP_SIZE > 2:
         last = tile >= tiles_1
         tiles = tl.where(last, tiles_1, tiles)
         b_outer_1_ptr = tl.where(last, b_outer_2_ptr, b_outer_1_ptr)
         bias_1_ptr = tl.where(last, bias_2_ptr, bias_1_ptr)
         out_1_ptr = tl.where(last, out_2_ptr, out_1_ptr)
         n_1 = tl.where(last, n_2, n_1)
-    if MEMBERS > 1:
+    if GROUP_SIZE > 1:
         later = tile >= tiles
         tile = tl.where(later, tile - tiles, tile)
         b_outer_ptr = tl.where(later, b_outer_1_ptr, b_outer_ptr)
@@ -206,7 +213,7 @@ def _finish(
             is_pure=True, pack=1,
         )  # fmt: skip
         token = do_ptx("mov.b32 $0, 0;", "f,r", (acc, token))  # what is read before the warps meet again
-        acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `scale_registers`
+        acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
         acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
         here = (at_m < m) & (at_n < n) & (place < count)
         store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, acc, here, ISA)

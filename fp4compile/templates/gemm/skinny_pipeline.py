@@ -1,4 +1,4 @@
-"""How the operands of `scaled_mm_decode` come: copies into a warp's shared memory, and what a lane takes from there.
+"""How the operands of `gemm_skinny` come: copies into a warp's shared memory, and what a lane takes from there.
 
 A step of a warp is 128 elements of TILES times 16 rows of weights and of the rows of activations. As `mma.sync` has it,
 lane 4 * g + q takes rows g and g + 8 of 16 rows of weights, and row g of the activations. Of the eight blocks of 16
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, do_ptx
-from fp4compile.templates.device.nvfp4_weights import TILE, start_weights
+from fp4compile.templates.device.nvfp4_weights import TILE, copy_weights
 
 
 def _arrange_ptx() -> str:
@@ -48,13 +48,15 @@ _TAKE_X = tl.constexpr(
     + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [b];"
     " @p ld.shared.v2.b64 {$4, $5}, [$9 + 128]; @p ld.shared.v2.b64 {$6, $7}, [b + 128]; }"
 )
+
+
 @triton.constexpr_function
-def ring_ptx(size):
+def buffer_ptx(size):
     return f"{{ .shared .align 128 .b8 ring[{size}]; mov.u32 $0, ring; }}"
 
 
 @triton.constexpr_function
-def slot_bytes(tiles, rows):
+def stage_bytes(tiles, rows):
     return 1152 * tiles + 256 * rows
 
 
@@ -80,31 +82,31 @@ def _start_activations(
 
 
 @triton.jit
-def start_step(
+def copy_step(
     slot, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
     m, n, n_1, n_2, chunks, tiles, tiles_1, total,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, EVEN: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step of a tile into a slot of the ring; of none where there is no such tile.
 
     tiles, tiles_1, total: how many there are up to the end of each weight.
     """
     there = tile < total
-    if MEMBERS > 2:
+    if GROUP_SIZE > 2:
         last = tile >= tiles_1
         tiles = tl.where(last, tiles_1, tiles)
         b_1_ptr = tl.where(last, b_2_ptr, b_1_ptr)
         b_scales_1_ptr = tl.where(last, b_scales_2_ptr, b_scales_1_ptr)
         n_1 = tl.where(last, n_2, n_1)
-    if MEMBERS > 1:
+    if GROUP_SIZE > 1:
         later = tile >= tiles
         tile = tl.where(later, tile - tiles, tile)
         b_ptr = tl.where(later, b_1_ptr, b_ptr)
         b_scales_ptr = tl.where(later, b_scales_1_ptr, b_scales_ptr)
         n = tl.where(later, n_1, n)
     for part in tl.static_range(TILES):
-        token = start_weights(slot + part * TILE, step * WARPS + lane // 32, there, token, lane,
+        token = copy_weights(slot + part * TILE, step * WARPS + lane // 32, there, token, lane,
                               tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, chunks,
                               B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     token = _start_activations(slot + TILES * TILE, step, there, token, lane, a_ptr, m, chunks,
@@ -113,7 +115,7 @@ def start_step(
 
 
 @triton.jit
-def take_activations(at, token, lane, m):
+def read_activations(at, token, lane, m):
     """A step's activations, from where they have arrived; and a token."""
     g = lane % 32 // 4
     at = at + g * _ACTIVATIONS_ROW + lane % 4 * 32 + g % 2 * 16

@@ -1,4 +1,4 @@
-"""Arrange 16-bit activations as `scaled_mm_wgmma` has them in shared memory, so that one copy brings many of them.
+"""Arrange 16-bit activations as `gemm_wgmma_sm90` has them in shared memory, so that one copy brings many of them.
 
 The image is one matrix after another, each of 64 elements of every row of activations: ROWS lines of 128 bytes. Of a
 line's eight units of 16 bytes, unit 4 * p + j has elements j and j + 4 of half p of each of the four blocks of 16
@@ -10,32 +10,32 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.block_scales import decode_scale
-from fp4compile.templates.device.dependent_launch import release
-from fp4compile.templates.device.dequantize import load_scales, load_units, spread_scales
+from fp4compile.templates.device.dependent_launch import launch_dependents
+from fp4compile.templates.device.dequantize import load_scales, load_units, repeat_scales
 from fp4compile.templates.device.elements import decode_pair, pack
 
 
 @triton.jit
-def activation_image(
+def swizzle_a_sm90(
     a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, image_ptr, m, blocks, per_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, RELEASE: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One matrix of the image [matrices, ROWS, 64], bf16 or fp16, of a [m, per_row units], plain or E2M1 codes.
 
     What is quantised is expanded, without its outer scale. blocks: of 16 elements in a row. ROWS: 16, 32 or 64, at
-    least m. RELEASE: the product may start early, and then reads the weights b at once (see `dependent`). This kernel
+    least m. LAUNCH_DEPENDENTS: the product may start early, and then reads the weights b at once (see `device.dependent_launch`). This kernel
     does not read them: they are arguments so that Inductor puts nothing that writes them between the two.
     """
-    if RELEASE:
-        image_ptr = release(image_ptr)
+    if LAUNCH_DEPENDENTS:
+        image_ptr = launch_dependents(image_ptr)
     matrix = tl.program_id(0)
     row = tl.arange(0, ROWS)[:, None]
     words = load_units(a_ptr, row, matrix * 32 + tl.arange(0, 32)[None, :], m, per_row, ELEMENT, ALIGN)
     if ELEMENT != "plain":
         block = matrix * 4 + tl.arange(0, 4)[None, :]
         byte = load_scales(a_scales_ptr, row, block, m, blocks, SCALE, SQUARE, 16, SWIZZLED, ALIGN)
-        scale = spread_scales(decode_scale(byte, SCALE, ISA), 8)
+        scale = repeat_scales(decode_scale(byte, SCALE, ISA), 8)
         first, second = decode_pair(words, ELEMENT, ISA)
         words = pack(first * scale, second * scale, image_ptr.dtype.element_ty, ISA)
     # Of a block: halves, quarters, words of a quarter. What quarters have in the same place goes into one word.

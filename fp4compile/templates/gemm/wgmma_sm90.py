@@ -1,13 +1,13 @@
 """The product of a few dozen rows of 16-bit activations and NVFP4 weights, on SM90.
 
-Weights come as in `scaled_mm_decode`: each warp keeps 16 rows of them on their way into a ring of its own, 128 elements
+Weights come as in `gemm_skinny`: each warp keeps 16 rows of them on their way into a ring of its own, 128 elements
 a step, and expands them in registers, which are the left operand of `wgmma`. So many activations are read from the
 cache more often than they may be, unless the warps of a program share them. They lie in shared memory, the right
-operand, by phases of PER steps, as `activation_image` has arranged them: one lane copies a phase at once, into the
+operand, by phases of STEPS_PER_STAGE steps, as `swizzle_a_sm90` has arranged them: one lane copies a phase at once, into the
 buffer that all warps are done with, and no warp waits for another one before that. While the matrix units multiply some
 of the weights, the next ones are expanded.
 
-The kernel starts before `activation_image` is done (see `dependent`): the first weights are on their way by then.
+The kernel starts before `swizzle_a_sm90` is done (see `device.dependent_launch`): the first weights are on their way by then.
 
 This, too, is written for one lane at a time, and the PTX is pure, its order kept by tokens. Shared memory is more than
 inline PTX may declare, so it is Triton's: see `shared_memory`.
@@ -18,10 +18,10 @@ import itertools
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.async_copy import COMMIT, MEET, SYNC_WARP, do_ptx, wait_ptx
-from fp4compile.templates.device.dependent_launch import arrived, release
-from fp4compile.templates.device.epilogue import rescale, store_rounded, tail
-from fp4compile.templates.device.nvfp4_weights import expand_word, scale_registers, start_weights, take_weights
+from fp4compile.templates.device.async_copy import BARRIER, COMMIT, WARP_BARRIER, do_ptx, wait_ptx
+from fp4compile.templates.device.dependent_launch import launch_dependents, wait
+from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
+from fp4compile.templates.device.nvfp4_weights import copy_weights, dequantize_word, read_weights, scale_registers
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
@@ -40,7 +40,11 @@ def _words_ptx(compute: str, words: range) -> list[str]:
     text = []
     for word in words:
         a, b = f"a{word}_", f"b{word}_"
-        text += [f".reg .b32 {a}<4>, {b}<4>;", expand_word(kind, f"w{word}", a), expand_word(kind, f"w{4 + word}", b)]
+        text += [
+            f".reg .b32 {a}<4>, {b}<4>;",
+            dequantize_word(kind, f"w{word}", a),
+            dequantize_word(kind, f"w{4 + word}", b),
+        ]
         for j in range(4):
             for register, scale in ((a, "s"), (b, "t")):
                 product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
@@ -167,15 +171,15 @@ def _start(
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
-    token = start_weights(slot, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
+    token = copy_weights(slot, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
                           B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
-def _multiply(w, c, at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr):
+def _multiply(w, c, at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
     """The sums c, 128 elements further, with the activations in shared memory at `at`; and a token."""
-    group: tl.constexpr = 4 if ROWS == 16 and PER > 1 else 2  # as many as registers allow
+    group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
     text: tl.constexpr = _chosen(_PTX, COMPUTE, ROWS, group)
     found = tl.inline_asm_elementwise(
         text, _multiply_operands(ROWS // 2), w + ((at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
@@ -200,36 +204,36 @@ def _place(row, lane, i: tl.constexpr):
 
 
 @triton.jit
-def scaled_mm_wgmma(
-    image_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, tail_0_ptr, tail_1_ptr,
+def gemm_wgmma_sm90(
+    image_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
     m, n, chunks, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    PER: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, DEPENDENT: tl.constexpr, ISA: tl.constexpr,
+    STEPS_PER_STAGE: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] of `activation_image` of a [m, 32 * chunks] (m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
+    """out [m, n] of `swizzle_a_sm90` of a [m, 32 * chunks] (m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
 
     PARTIAL: partial sums [splits, m, n] in float32, each program's of a part of the contraction dimension; the kernel
-    that adds them may start early. DEPENDENT: this one does (see `dependent`).
+    that adds them may start early. PDL: this one does (see `device.dependent_launch`).
     chunks: even. WARPS: of a program and of the launch, a multiple of 4; each has 16 rows of b. ROWS: 16, 32 or 64.
-    STAGES: steps of a warp that are on their way. PER: steps of a phase; the image has whole phases. EVEN: no program
+    STAGES: steps of a warp that are on their way. STEPS_PER_STAGE: steps of a phase; the image has whole phases. EVEN: no program
     has a row, and no phase a step, beyond the end. SHARED: bytes of shared memory to reserve, at least for
     `needed_bytes`.
     """
     reserve(image_ptr, out_ptr, chunks, SHARED)
     if PARTIAL:
-        image_ptr = release(image_ptr)
+        image_ptr = launch_dependents(image_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
     row = (tl.program_id(0) // splits * WARPS + lane // 32) * 16
-    phases = tl.cdiv(chunks, 4 * PER)
+    phases = tl.cdiv(chunks, 4 * STEPS_PER_STAGE)
     start = split * tl.cdiv(phases, splits)
     turns = tl.minimum(tl.cdiv(phases, splits), phases - start)
-    step = start * PER
-    stop = (start + turns) * PER
+    step = start * STEPS_PER_STAGE
+    stop = (start + turns) * STEPS_PER_STAGE
 
-    phase_bytes: tl.constexpr = PER * ROWS * 256
+    phase_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
     buffers = do_ptx(MEMORY, "r", (lane,))
     rings = buffers + _BUFFERS * phase_bytes
     ring = rings + lane // 32 * (STAGES * _SLOT)
@@ -238,15 +242,15 @@ def scaled_mm_wgmma(
     for early in tl.static_range(STAGES):
         token = _start(ring + early * _SLOT, step + early, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
                        B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-    token = do_ptx(MEET, "r", (token,))
-    if DEPENDENT:  # nothing but weights is read before, and nothing written
-        image_ptr = arrived(image_ptr)
-        a_outer_ptr = arrived(a_outer_ptr)
-        b_outer_ptr = arrived(b_outer_ptr)
-        bias_ptr = arrived(bias_ptr)
-        out_ptr = arrived(out_ptr)
-        tail_0_ptr = arrived(tail_0_ptr)
-        tail_1_ptr = arrived(tail_1_ptr)
+    token = do_ptx(BARRIER, "r", (token,))
+    if PDL:  # nothing but weights is read before, and nothing written
+        image_ptr = wait(image_ptr)
+        a_outer_ptr = wait(a_outer_ptr)
+        b_outer_ptr = wait(b_outer_ptr)
+        bias_ptr = wait(bias_ptr)
+        out_ptr = wait(out_ptr)
+        epilogue_0_ptr = wait(epilogue_0_ptr)
+        epilogue_1_ptr = wait(epilogue_1_ptr)
     image_ptr += start * (phase_bytes // 2)
     for early in tl.static_range(_AHEAD):
         token = _bring(image_ptr, early, turns, buffers, barriers, token, lane, phase_bytes)
@@ -262,14 +266,16 @@ def scaled_mm_wgmma(
     for turn in tl.range(0, turns):
         buffer, parity = _buffer(turn)
         token = do_ptx(_FULL, "r,r,r", (barriers + buffer * 16, parity, token))
-        for i in tl.static_range(PER):
+        for i in tl.static_range(STEPS_PER_STAGE):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            w, token = take_weights(slot, 0, token, lane)
-            token = do_ptx(SYNC_WARP, "r", (token,))  # every lane has what it needs of the slot, which is filled again
+            w, token = read_weights(slot, 0, token, lane)
+            token = do_ptx(
+                WARP_BARRIER, "r", (token,)
+            )  # every lane has what it needs of the slot, which is filled again
             token = _start(slot, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
                            B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
             at = buffers + (buffer * phase_bytes + i * (ROWS * 256))
-            c, token = _multiply(w, c, at, token, COMPUTE, ROWS, PER)
+            c, token = _multiply(w, c, at, token, COMPUTE, ROWS, STEPS_PER_STAGE)
             if i == 0:  # only from now on the phase before is not read any more
                 token = _leave(turn - 1, barriers, token, lane)
                 token = _bring(image_ptr, turn + _AHEAD, turns, buffers, barriers, token, lane, phase_bytes)
@@ -280,11 +286,11 @@ def scaled_mm_wgmma(
     values = ()  # all loads first, as none may pass a store
     for i in tl.static_range(count):
         at_m, at_n = _place(row, lane, i)
-        acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `expand_word`, `scale_registers`
+        acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
         if not PARTIAL:
             acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
             inside = (at_m < m) & (at_n < n)
-            acc = tail(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, tail_0_ptr, tail_1_ptr, ISA)
+            acc = epilogue(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
         values = values + (acc,)
     for i in tl.static_range(count):
         at_m, at_n = _place(row, lane, i)

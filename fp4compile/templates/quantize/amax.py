@@ -3,8 +3,14 @@
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.column_tile import hadamard, load_strips, strips_amax, unpack_strips, values_amax
-from fp4compile.templates.device.dependent_launch import release
+from fp4compile.templates.device.column_tile import (
+    column_tile_amax,
+    hadamard,
+    load_column_tile,
+    unpack_column_tile,
+    values_amax,
+)
+from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
 from fp4compile.templates.device.memory import load_tile, tile_of
 from fp4compile.templates.quantize.both import max_of_rows, stacked
@@ -13,16 +19,16 @@ from fp4compile.templates.quantize.both import max_of_rows, stacked
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    FLAT: tl.constexpr, PARTIAL: tl.constexpr, RELEASE: tl.constexpr, ALIGN: tl.constexpr,
+    FLAT: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32 at amax_ptr (0 before) to the bits of x's largest magnitude; a NaN lies above infinity.
 
-    PARTIAL: store the largest of each program, [programs]. Programs beyond the tensor store 0. RELEASE: the next kernel
-    may start early, see `dependent`.
+    PARTIAL: store the largest of each program, [programs]. Programs beyond the tensor store 0. LAUNCH_DEPENDENTS: the next kernel
+    may start early, see `device.dependent_launch`.
     """
-    if RELEASE:
-        x_ptr = release(x_ptr)
+    if LAUNCH_DEPENDENTS:
+        x_ptr = launch_dependents(x_ptr)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.cdiv(cols, BLOCKS * BLOCK).to(tl.int32)
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT)
@@ -42,7 +48,7 @@ def tensor_amax(
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
     PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr, STRIPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32s at amax_ptr as `tensor_amax` does, x being transformed down its columns (TRANSFORM).
 
@@ -51,20 +57,20 @@ def columns_amax(
     order two that a kernel writes in one tensor.)
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row_count: tl.constexpr = STRIPS * BLOCK
+    row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     left = tl.minimum(cols - col0, col_count)
-    strips = load_strips(ptr, row0, rows, left, x_row, dtype, BLOCK, STRIPS, WORDS, ALIGN)
+    tile = load_column_tile(ptr, row0, rows, left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
     if PLAIN or not TRANSFORM:
-        plain_first, plain_second = strips_amax(strips, ISA, dtype)
+        plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:
         tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(plain_first, plain_second), 1), 0), sem="relaxed")
     if TRANSFORM:
-        first, second = unpack_strips(strips, dtype)
+        first, second = unpack_column_tile(tile, dtype)
         first_amax = values_amax(hadamard(first))
         second_amax = values_amax(hadamard(second))
     else:
@@ -76,7 +82,7 @@ def columns_amax(
         bits = tl.reshape(tl.join(tl.max(first_amax, 0), tl.max(second_amax, 0)), (col_count,))
         if ROWS:
             rows_amax_ptr = column_amax_ptr + batch.to(tl.int64) * (rows + cols)
-            raise_rows(rows_amax_ptr, strips, row0, rows, dtype, ISA)
+            raise_rows(rows_amax_ptr, tile, row0, rows, dtype, ISA)
             column_amax_ptr = rows_amax_ptr + rows
         else:
             column_amax_ptr += batch.to(tl.int64) * cols
@@ -87,17 +93,17 @@ def columns_amax(
 
 
 @triton.jit
-def raise_rows(amax_ptr, strips, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
+def raise_rows(amax_ptr, tile, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
     """Raise the int32s of the rows to the bits of their largest magnitudes in a tile of words."""
     bits = ()
-    for i in tl.static_range(0, len(strips), 2):
+    for i in tl.static_range(0, len(tile), 2):
         if ISA == 0 or dtype == tl.float32:
-            bits = bits + (word_amax(strips[i], 1, ISA, dtype)[:, None],)
-            bits = bits + (word_amax(strips[i + 1], 1, ISA, dtype)[:, None],)
+            bits = bits + (word_amax(tile[i], 1, ISA, dtype)[:, None],)
+            bits = bits + (word_amax(tile[i + 1], 1, ISA, dtype)[:, None],)
         else:  # both rows in one word
-            (words,) = max_of_rows((strips[i],), (strips[i + 1],), dtype)
+            (words,) = max_of_rows((tile[i],), (tile[i + 1],), dtype)
             first, second = unpack(reduce_words(words, 1, dtype), dtype)
             bits = bits + (magnitude_bits(first)[:, None], magnitude_bits(second)[:, None])
-    count: tl.constexpr = strips[0].shape[0] * len(strips)
+    count: tl.constexpr = tile[0].shape[0] * len(tile)
     row = row0 + tl.arange(0, count)
     tl.atomic_max(amax_ptr + row, tl.reshape(stacked(bits), (count,)), mask=row < rows, sem="relaxed")

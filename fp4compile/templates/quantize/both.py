@@ -2,7 +2,7 @@
 
 The only outer scale is that of a bf16 tensor, contract "torchao"; with others ptxas spills (see `quantize_columns`).
 
-A thread holds a patch of the tile (`patches`). Rows and columns take turns, some rows at a time, so that what one
+A thread holds a patch of the tile (`register_tile`). Rows and columns take turns, some rows at a time, so that what one
 unpacks serves the other, and no more than the registers of four programs on a multiprocessor are needed.
 """
 
@@ -29,7 +29,7 @@ from fp4compile.templates.device.register_tile import (
     DEPTH,
     gate,
     halves_of,
-    load_patches,
+    load_register_tile,
     max_along_row,
     max_down_column,
     max_of,
@@ -107,49 +107,49 @@ def long_units(runs):
 
 
 @triton.jit
-def rows_of(patches, most, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
+def rows_of(register_tile, most, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
     """Some of the words, clamped if asked (`clamp_packed`)."""
     words = ()
     for i in tl.static_range(START, START + COUNT):
         if CLAMP:
-            words = words + (clamp_packed(patches[i], most),)
+            words = words + (clamp_packed(register_tile[i], most),)
         else:
-            words = words + (patches[i],)
+            words = words + (register_tile[i],)
     return words
 
 
 @triton.jit
-def encode_row(patches, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
+def encode_row(register_tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
                ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT words side by side, as int32 tensors."""
     words: tl.constexpr = 4 if ELEMENT == "e2m1" else 2
     runs = ()
     for i in tl.static_range(START, START + COUNT, words):
         if ROUNDING != "":
-            run = (patches[i], patches[i + 1], patches[i + 2], patches[i + 3])
+            run = (register_tile[i], register_tile[i + 1], register_tile[i + 2], register_tile[i + 3])
             runs = runs + (encode_packed_row(run, factor, ROUNDING, dtype),)
         else:
-            values = unpack(patches[i], dtype)
+            values = unpack(register_tile[i], dtype)
             for j in tl.static_range(1, words):
-                values = values + unpack(patches[i + j], dtype)
+                values = values + unpack(register_tile[i + j], dtype)
             runs = runs + (encode_run(values, factor, (), ELEMENT, ISA),)
     return runs
 
 
 @triton.jit
-def encode_columns(patches, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
+def encode_columns(register_tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
                    dtype: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT rows of the two columns of a word: an int32 each, or one of both (COUNT 4, E2M1)."""
     if ROUNDING != "":
         words = ()
         for i in tl.static_range(ROW, ROW + COUNT):
-            words = words + (patches[i * WORDS + WORD],)
+            words = words + (register_tile[i * WORDS + WORD],)
         return (encode_packed_columns(words, factors[2 * WORD], factors[2 * WORD + 1], ROUNDING, dtype),)
     else:
         first = ()
         second = ()
         for i in tl.static_range(ROW, ROW + COUNT):
-            one, other = unpack(patches[i * WORDS + WORD], dtype)
+            one, other = unpack(register_tile[i * WORDS + WORD], dtype)
             first = first + (one,)
             second = second + (other,)
         return (
@@ -205,25 +205,25 @@ def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: 
 
 @triton.jit
 def encode_turn(
-    patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row,
+    register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row,
     ROW: tl.constexpr, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
-    GROUPS_A_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
+    COL_TILES_PER_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
     WHOLE: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the patches from ROW on, for every pair of which there are amaxes; stores their codes.
+    """Rows of the register_tile from ROW on, for every pair of which there are amaxes; stores their codes.
 
     Returns (scales of the pairs, codes of the columns).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
     bytes, factors = scales_of(row_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ROUNDING, CLAMP,
                                dtype, ISA)  # fmt: skip
-    words = rows_of(patches, most, ROW * WORDS, turn * WORDS, CLAMP)
+    words = rows_of(register_tile, most, ROW * WORDS, turn * WORDS, CLAMP)
     column_runs = ()
     for j in tl.static_range(WORDS):
         column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, ROUNDING,
                                                    ISA)  # fmt: skip
     for k in tl.static_range(turn):
-        factor = repeat_along_row(factors[k], GROUPS_A_BLOCK)
+        factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
         codes = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, ROUNDING, ISA)
         store_row(row_ptr, codes, row < rows - (ROW + k), group, per_row, WHOLE)
         row_ptr += per_row
@@ -232,16 +232,16 @@ def encode_turn(
 
 @triton.jit
 def encode_tile(
-    patches, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
+    register_tile, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
     batch, row_tile, col_tile, rows, cols, dtype: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr,
     ROUNDING: tl.constexpr, CLAMP: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     COLUMN_UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    STRIPS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Scales and codes of a tile's patches."""
-    row_count: tl.constexpr = STRIPS * DEPTH
-    col_count: tl.constexpr = 2 * GROUPS * WORDS
+    """Scales and codes of a tile's register_tile."""
+    row_count: tl.constexpr = ROW_TILES * DEPTH
+    col_count: tl.constexpr = 2 * COL_TILES * WORDS
     groups_a_block: tl.constexpr = BLOCK // (2 * WORDS)
     strips_a_block: tl.constexpr = BLOCK // DEPTH
     row0 = row_tile * row_count
@@ -249,7 +249,7 @@ def encode_tile(
 
     column_amaxes = ()
     for j in tl.static_range(WORDS):
-        amaxes = max_of(patches, least, j, DEPTH, WORDS, ISA, dtype)
+        amaxes = max_of(register_tile, least, j, DEPTH, WORDS, ISA, dtype)
         column_amaxes = column_amaxes + (max_down_column(amaxes, strips_a_block, dtype),)
     if ROUNDING == "bounded":
         if ordinary(decode):
@@ -265,8 +265,8 @@ def encode_tile(
     for j in tl.static_range(2 * WORDS):
         column_factors = column_factors + (repeat_down_column(factors[j], strips_a_block),)
 
-    strip0 = row_tile * (STRIPS // strips_a_block)
-    pairs = tl.reshape(tl.permute(stacked(column_bytes), (1, 2, 0)), (col_count // 2, STRIPS // strips_a_block))
+    strip0 = row_tile * (ROW_TILES // strips_a_block)
+    pairs = tl.reshape(tl.permute(stacked(column_bytes), (1, 2, 0)), (col_count // 2, ROW_TILES // strips_a_block))
     store_pairs(column_scales_ptr, pairs, batch, col0, strip0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
                 COLUMN_SCALE_ALIGN)  # fmt: skip
 
@@ -275,32 +275,32 @@ def encode_tile(
     turn: tl.constexpr = 8 if ELEMENT == "e2m1" and ROUNDING == "" else 4
     row_runs: tl.constexpr = 2 * WORDS // run
     per_row = tl.cdiv(cols, BLOCK) * (groups_a_block * tl.cdiv(row_runs, 2))
-    row = row0 + tl.arange(0, STRIPS)[:, None] * DEPTH
-    group = col0 // (2 * WORDS) + tl.arange(0, GROUPS)[None, :]
+    row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
+    group = col0 // (2 * WORDS) + tl.arange(0, COL_TILES)[None, :]
     row_ptr = row_pointer(data_ptr, batch * rows + row, group, per_row, row_runs)
     row_bytes = ()
     column_runs = ()
     for i in tl.static_range(0, DEPTH, turn):
         row_amaxes = ()
         for k in tl.static_range(i, i + turn, 2):
-            amaxes = max_of_rows(max_of(patches, least, k * WORDS, WORDS, 1, ISA, dtype),
-                                 max_of(patches, least, (k + 1) * WORDS, WORDS, 1, ISA, dtype), dtype)  # fmt: skip
+            amaxes = max_of_rows(max_of(register_tile, least, k * WORDS, WORDS, 1, ISA, dtype),
+                                 max_of(register_tile, least, (k + 1) * WORDS, WORDS, 1, ISA, dtype), dtype)  # fmt: skip
             row_amaxes = row_amaxes + (max_along_row(amaxes, groups_a_block, dtype),)
         if ROUNDING == "bounded":
             # Each turn has this branch: one around all of them takes 200 registers.
             if ordinary(decode):
                 bytes, runs = encode_turn(
-                    patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
                     dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
                 )  # fmt: skip
             else:
                 bytes, runs = encode_turn(
-                    patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
                     dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, "float32", False, WHOLE, WORDS, ISA,
                 )  # fmt: skip
         else:
             bytes, runs = encode_turn(
-                patches, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
+                register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
                 dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
             )  # fmt: skip
         row_bytes = row_bytes + bytes
@@ -326,16 +326,16 @@ def quantize_both(
     OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    STRIPS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of STRIPS * DEPTH rows by 2 * GROUPS * WORDS columns; x: [batch, rows, cols], strides x_batch, x_row, 1.
+    """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns; x: [batch, rows, cols], strides x_batch, x_row, 1.
 
     Codes and scales of x go to data_ptr, scales_ptr; those of x transposed to columns_ptr, column_scales_ptr.
     OUTER: as in `outer_scales`, one of both. WHOLE: tiles divide each matrix, and nothing needs a mask.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row_count: tl.constexpr = STRIPS * DEPTH
-    col_count: tl.constexpr = 2 * GROUPS * WORDS
+    row_count: tl.constexpr = ROW_TILES * DEPTH
+    col_count: tl.constexpr = 2 * COL_TILES * WORDS
     rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, OUTER, dtype, ISA)
 
     # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
@@ -344,35 +344,35 @@ def quantize_both(
     col_tiles = tl.cdiv(padded_cols, col_count)
     program = tl.program_id(0)
     if OUTER == "amax":
-        # The tail of the tensor is what the amax kernel has left in the cache.
+        # The epilogue of the tensor is what the amax kernel has left in the cache.
         program = tl.num_programs(0) - 1 - program
     batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, row_count, False)
     batch = batch.to(tl.int64)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     left = tl.minimum(cols - col0, col_count)
-    patches = load_patches(x_ptr + batch * x_batch + col0, row0, rows, left, x_row, dtype, STRIPS, GROUPS, WORDS,
+    register_tile = load_register_tile(x_ptr + batch * x_batch + col0, row0, rows, left, x_row, dtype, ROW_TILES, COL_TILES, WORDS,
                            ALIGN, WHOLE)  # fmt: skip
-    least = gate(patches[0], LEAST_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
+    least = gate(register_tile[0], LEAST_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
     clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"
     most = MOST if OUTER == "none" else most_packed(decode)
-    encode_tile(patches, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
+    encode_tile(register_tile, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
                 batch, row_tile, col_tile, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
                 rounding, clamp, SWIZZLED, WHOLE, COLUMN_UNIT_ALIGN, SCALE_ALIGN, COLUMN_SCALE_ALIGN,
-                STRIPS, GROUPS, WORDS, ISA)  # fmt: skip
+                ROW_TILES, COL_TILES, WORDS, ISA)  # fmt: skip
 
 
 @triton.jit
 def store_columns(columns_ptr, runs, row, unit0, per_row, row_mask, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
-    """Store the int32 runs [STRIPS, GROUPS] of a tile's columns, COLUMNS in a group, whose first runs come first."""
+    """Store the int32 runs [ROW_TILES, COL_TILES] of a tile's columns, COLUMNS in a group, whose first runs come first."""
     n: tl.constexpr = len(runs) // (2 * COLUMNS)
     units = ()
     for j in tl.static_range(COLUMNS):
         for k in tl.static_range(n):
             units = units + long_units((runs[2 * k * COLUMNS + j], runs[(2 * k + 1) * COLUMNS + j]))
     both = stacked(units)
-    strips: tl.constexpr = both.shape[0]
+    row_tiles: tl.constexpr = both.shape[0]
     groups: tl.constexpr = both.shape[1]
-    both = tl.permute(tl.reshape(both, (strips, groups, COLUMNS, n)), (1, 2, 0, 3))
-    store_units(columns_ptr, tl.reshape(both, (groups * COLUMNS, strips * n)), row, unit0, per_row, row_mask, ALIGN)
+    both = tl.permute(tl.reshape(both, (row_tiles, groups, COLUMNS, n)), (1, 2, 0, 3))
+    store_units(columns_ptr, tl.reshape(both, (groups * COLUMNS, row_tiles * n)), row, unit0, per_row, row_mask, ALIGN)

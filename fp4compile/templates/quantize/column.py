@@ -1,6 +1,6 @@
 """Quantise down the columns, with the Hadamard transform if asked, and along the rows of the same tile.
 
-The tile is read twice, as strips and, for the rows, as blocks of a row; the second time it comes from the cache.
+The tile is read twice, as tile and, for the rows, as blocks of a row; the second time it comes from the cache.
 """
 
 import triton
@@ -13,16 +13,22 @@ from fp4compile.templates.device.block_scales import (
     outer_from_amax,
     outer_scales,
 )
-from fp4compile.templates.device.column_tile import hadamard, load_strips, strips_amax, unpack_strips, values_amax
+from fp4compile.templates.device.column_tile import (
+    column_tile_amax,
+    hadamard,
+    load_column_tile,
+    unpack_column_tile,
+    values_amax,
+)
 from fp4compile.templates.device.elements import encode_run, infinity_to_nan, word_amax
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
-from fp4compile.templates.device.philox import beside, philox
+from fp4compile.templates.device.philox import in_layout_of, philox
 from fp4compile.templates.quantize.row import encode_and_store
 
 
 @triton.jit
 def interleave_columns(first, second):
-    """[STRIPS, WORDS, n] of the even and of the odd columns -> [columns, STRIPS * n]."""
+    """[ROW_TILES, WORDS, n] of the even and of the odd columns -> [columns, ROW_TILES * n]."""
     both = tl.permute(tl.join(first, second), (1, 3, 0, 2))
     return tl.reshape(both, (both.shape[0] * 2, both.shape[2] * both.shape[3]))
 
@@ -44,13 +50,13 @@ def stack(runs):
 
 
 @triton.jit
-def encode_strips(
+def encode_column_tile(
     values, factor, seed_ptr, run0,
     ELEMENT: tl.constexpr, HIDES: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a column's blocks, 8 bytes an int64: [STRIPS, WORDS, n].
+    """Codes of a column's blocks, 8 bytes an int64: [ROW_TILES, WORDS, n].
 
-    run0: the number of the first run of 8 codes, [STRIPS, WORDS] (int64); it counts the random words.
+    run0: the number of the first run of 8 codes, [ROW_TILES, WORDS] (int64); it counts the random words.
     HIDES: no scale shows an infinity, and saturation would hide it.
     """
     count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
@@ -70,9 +76,7 @@ def encode_strips(
 
 
 @triton.jit
-def each_outer(
-    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
-):
+def each_outer(amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
     """(encode, decode) outer scales of some rows or columns, from the bits at the pointers amax_ptr.
 
     `first`: of the programs that make the same ones this one stores them, at outer_ptr + at.
@@ -97,9 +101,9 @@ def quantize_columns(
     OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    STRIPS: tl.constexpr, WORDS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
+    ROW_TILES: tl.constexpr, WORDS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of STRIPS * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
+    """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
 
     Codes and scales of x transposed go to columns_ptr, column_scales_ptr; ALONG_ROWS: those of x to data_ptr,
     scales_ptr, rounded by stream 0 where the columns are by stream 1.
@@ -108,7 +112,7 @@ def quantize_columns(
     amax": bits of rows and columns, [batch, rows + cols], and factors of the rows at outer_ptr.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row_count: tl.constexpr = STRIPS * BLOCK
+    row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
 
@@ -138,15 +142,15 @@ def quantize_columns(
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
                          OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
-    strips = load_strips(tile_ptr, row0, rows, left, x_row, dtype, BLOCK, STRIPS, WORDS, ALIGN)
-    first, second = unpack_strips(strips, dtype)
+    tile = load_column_tile(tile_ptr, row0, rows, left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
+    first, second = unpack_column_tile(tile, dtype)
     if TRANSFORM:
         first = hadamard(first)
         second = hadamard(second)
         first_amax = values_amax(first)
         second_amax = values_amax(second)
     else:
-        first_amax, second_amax = strips_amax(strips, ISA, dtype)
+        first_amax, second_amax = column_tile_amax(tile, ISA, dtype)
 
     column = col0 + tl.arange(0, col_count)
     if OUTER == "row" or OUTER == "row amax":
@@ -175,13 +179,13 @@ def quantize_columns(
     )
 
     blocks = tl.cdiv(rows, BLOCK)
-    strip0 = row_tile * STRIPS
+    strip0 = row_tile * ROW_TILES
     # Runs of 8 codes before this one, for the random words.
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
-    run0 = beside((even_column * blocks + strip0 + tl.arange(0, STRIPS)[:, None]) * (BLOCK // 8), strips[0])
+    run0 = in_layout_of((even_column * blocks + strip0 + tl.arange(0, ROW_TILES)[:, None]) * (BLOCK // 8), tile[0])
     hides: tl.constexpr = SCALE == "none" and OUTER == "row"
-    first_units = encode_strips(first, first_factor, seed_ptr, run0, ELEMENT, hides, SEEDED, STREAM, ISA)
-    second_units = encode_strips(
+    first_units = encode_column_tile(first, first_factor, seed_ptr, run0, ELEMENT, hides, SEEDED, STREAM, ISA)
+    second_units = encode_column_tile(
         second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, hides, SEEDED, STREAM, ISA
     )
     # An int64 holds 16 codes of four bits, or 8 of eight.

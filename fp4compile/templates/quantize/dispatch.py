@@ -1,6 +1,6 @@
 """Quantise CUDA tensors: which kernel, on what view of the tensor, with what launch.
 
-`quantize`, `quantize_both` and `quantize_expanded` allocate their outputs and launch kernels; they run eagerly and
+`quantize`, `quantize_both` and `fake_quantize` allocate their outputs and launch kernels; they run eagerly and
 under tracing, on concrete and on symbolic sizes. All bits are those of `reference`.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fp4compile import reference
-from fp4compile._compat import known, tracing
+from fp4compile._compat import statically_true, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.targets import (
@@ -55,8 +55,8 @@ class Matrices:
 
     def flat(self) -> "Matrices | None":
         """The same elements as one row, if they lie so."""
-        one_matrix = known(self.batch == 1) or known(self.batch_stride == self.rows * self.cols)
-        one_row = known(self.rows == 1) or known(self.row_stride == self.cols)
+        one_matrix = statically_true(self.batch == 1) or statically_true(self.batch_stride == self.rows * self.cols)
+        one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)
         if not (one_matrix and one_row):
             return None
         return Matrices(self.tensor, 1, 1, self.numel, 0, 0)
@@ -66,7 +66,7 @@ class Matrices:
         """Words (element pairs) that divide a row's length and every row's address; 0 if not even one does."""
         size = self.tensor.element_size()
         divisor = power_of_two(self.cols, 16 // size)
-        if not known(self.rows == 1):
+        if not statically_true(self.rows == 1):
             divisor = power_of_two(self.row_stride, divisor)
         divisor = power_of_two(self.batch_stride, divisor)
         return power_of_two(_address(self.tensor) // size, divisor) // 2
@@ -74,18 +74,18 @@ class Matrices:
 
 def matrices(x: torch.Tensor) -> Matrices:
     """x with its last dimension contiguous, as matrices; copied only where its strides leave no other way."""
-    if not (known(x.stride(-1) == 1) or known(x.shape[-1] == 1)):
+    if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
         x = x.contiguous()
     while x.dim() < 3:
         x = x.unsqueeze(0)
     if x.dim() > 3:
         x = x.flatten(0, -3)
-    return Matrices(x, *x.shape, 0 if known(x.shape[0] == 1) else x.stride(0), x.stride(1))
+    return Matrices(x, *x.shape, 0 if statically_true(x.shape[0] == 1) else x.stride(0), x.stride(1))
 
 
 def power_of_two(n, limit: int) -> int:
     """The largest power of two up to `limit` that is known to divide n."""
-    while limit > 1 and not known(n % limit == 0):
+    while limit > 1 and not statically_true(n % limit == 0):
         limit //= 2
     return limit
 
@@ -162,10 +162,10 @@ def quantize_both(
     return (*_typed(*rows, x.shape[-1], fmt), outer), (*_typed(*columns, x.shape[-2], fmt), column_outer)
 
 
-def quantize_expanded(
+def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`reference.quantize_expanded` on the GPU, bit for bit; same arguments and results.
+    """`reference.fake_quantize` on the GPU, bit for bit; same arguments and results.
 
     Neither codes nor block scales are written. What does not lie along its last dimension is copied before.
     """
@@ -184,8 +184,8 @@ def _each(outer: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _lies_transposed(x: torch.Tensor) -> bool:
-    along_last = known(x.stride(-1) == 1) or known(x.shape[-1] == 1)
-    return not along_last and known(x.stride(-2) == 1)
+    along_last = statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)
+    return not along_last and statically_true(x.stride(-2) == 1)
 
 
 def _empty(
@@ -213,7 +213,7 @@ def _units(cols, fmt: BlockFormat):
 def _typed(data: torch.Tensor, scales: torch.Tensor | None, cols, fmt: BlockFormat):
     """The bytes as codes and scales; a row without blocks loses the bytes that fill its last store."""
     data = data.view(fmt.data_dtype)
-    if fmt.block is None and not known(data.shape[-1] == cols):
+    if fmt.block is None and not statically_true(data.shape[-1] == cols):
         data = data[..., :cols].contiguous()
     return data, None if scales is None else scales.view(fmt.scale_dtype)
 
@@ -252,7 +252,7 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     target = target_of(device)
     launch(
         tensor_amax, programs, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small,
-        RELEASE=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa, num_warps=config.num_warps,
+        LAUNCH_DEPENDENTS=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa, num_warps=config.num_warps,
         **config.kwargs,
     )  # fmt: skip
     return bits
@@ -268,7 +268,7 @@ def columns_amax_bits(source: Matrices, plain: str | None, transform: bool, each
     count = (source.batch * lanes if each else 1) + int(plain == "all")
     bits = torch.zeros(count, dtype=torch.int32, device=source.tensor.device)
     config = columns_amax_launch()
-    height, width = config.kwargs["STRIPS"] * config.kwargs["BLOCK"], 2 * config.kwargs["WORDS"]
+    height, width = config.kwargs["ROW_TILES"] * config.kwargs["BLOCK"], 2 * config.kwargs["WORDS"]
     programs = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
     launch(
         columns_amax, programs, source.tensor, bits, *source.args,
@@ -312,7 +312,7 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str =
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
     block = constants["BLOCK"]
-    flat = source.flat() if layout == "linear" and mode != "row" and known(source.cols % block == 0) else None
+    flat = source.flat() if layout == "linear" and mode != "row" and statically_true(source.cols % block == 0) else None
     source = flat or source
     config = rows_launch(fmt.element, block, None if flat is None else source.cols)
     rows, blocks = _scale_grid(source.rows, ceil_div(source.cols, block), layout)
@@ -324,7 +324,7 @@ def _rows(source: Matrices, fmt: BlockFormat, data, scales, outer, layout: str =
         quantize_rows, programs, source.tensor, data, _or(scales, data), _or(outer, data),
         _or(amax, data), _or(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
         OUTER=mode, MAXIMA=_maxima(amax, mode), FLAT=flat is not None,
-        SWIZZLED=layout == "swizzled", DEPENDENT=dependent, ALIGN=source.align, **store_aligns(source.cols, fmt),
+        SWIZZLED=layout == "swizzled", PDL=dependent, ALIGN=source.align, **store_aligns(source.cols, fmt),
         ISA=target.isa, num_warps=config.num_warps, **config.kwargs,
     )  # fmt: skip
     return _scalar(outer, mode)
@@ -342,7 +342,7 @@ def _squares(source: Matrices, fmt: BlockFormat, outer, layout: str, rows=None, 
     outer, amax, mode = outer_of(source, fmt, outer)
     constants = format_constants(fmt)
     config = squares_launch(fmt.element)
-    programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
+    programs = _tiles(source, config.kwargs["ROW_TILES"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
     some = rows or columns
     launch(
         quantize_squares, programs, source.tensor, *(rows or some), *(columns or some),
@@ -384,7 +384,7 @@ def _columns(
         _both(source, fmt, layout, rows, columns, outer, amax, mode)
         return _scalar(outer, mode), _scalar(outer, mode)
     config = columns_launch(fmt.element, constants["BLOCK"], rows is not None)
-    programs = _tiles(source, config.kwargs["STRIPS"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
+    programs = _tiles(source, config.kwargs["ROW_TILES"] * constants["BLOCK"], 2 * config.kwargs["WORDS"], layout)
     data, scales = columns
     aligns = store_aligns(source.rows, fmt, "COLUMN_")
     aligns["COLUMN_UNIT_ALIGN"] = 2 if fmt.block is None else power_of_two(_units(source.rows, fmt) // 8, 2)
@@ -404,10 +404,12 @@ def _both(source: Matrices, fmt: BlockFormat, layout: str, rows, columns, outer,
     """Launch the kernel of rows and columns from one read: (data, scales) of each."""
     isa = target_of(source.tensor.device).isa
     config = both_launch(fmt.element)
-    height, width = config.kwargs["STRIPS"] * DEPTH.value, 2 * config.kwargs["GROUPS"] * config.kwargs["WORDS"]
+    height, width = config.kwargs["ROW_TILES"] * DEPTH.value, 2 * config.kwargs["COL_TILES"] * config.kwargs["WORDS"]
     aligns = store_aligns(source.rows, fmt, "COLUMN_")
     aligns["COLUMN_UNIT_ALIGN"] = power_of_two(_units(source.rows, fmt) // 8, 2)
-    whole = known(source.rows % height == 0) and known(source.cols % width == 0) and source.align > 0
+    whole = (
+        statically_true(source.rows % height == 0) and statically_true(source.cols % width == 0) and source.align > 0
+    )
     launch(
         quantize_both_kernel, _tiles(source, height, width, layout), source.tensor, *rows, *columns,
         _or(outer, rows[0]), _or(amax, rows[0]), *source.args, **format_constants(fmt), OUTER=mode,
@@ -449,10 +451,12 @@ def dequantize(
     del constants["CONTRACT"]
     block = constants["BLOCK"]
     blocks = ceil_div(cols, block)
-    swizzled = scales is not None and not (scales.dim() == data.dim() and (lead or known(scales.numel() == blocks)))
+    swizzled = scales is not None and not (
+        scales.dim() == data.dim() and (lead or statically_true(scales.numel() == blocks))
+    )
     mode = "none" if outer is None else "tensor" if outer.dim() == 0 else "row"
     codes = data.contiguous().view(torch.uint8)
-    if fmt.block is None and not known(cols % 2 == 0):
+    if fmt.block is None and not statically_true(cols % 2 == 0):
         codes = torch.nn.functional.pad(codes, (0, 1))  # the kernel reads pairs
     scale_bytes = codes if scales is None else scales.contiguous().view(torch.uint8)
     config = dequantize_launch(block)

@@ -17,7 +17,7 @@ from fp4compile.templates.device.block_scales import (
     outer_from_amax,
     outer_scales,
 )
-from fp4compile.templates.device.dependent_launch import arrived
+from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import (
     encode_pair,
     encode_run,
@@ -28,7 +28,7 @@ from fp4compile.templates.device.elements import (
     word_amax,
 )
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
-from fp4compile.templates.device.philox import beside, philox
+from fp4compile.templates.device.philox import in_layout_of, philox
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def encode_seeded(
     word1, word3 = tl.split(odd)
     values = unpack(word0, dtype) + unpack(word1, dtype) + unpack(word2, dtype) + unpack(word3, dtype)
     run = block[:, :, None] * runs + tl.arange(0, runs)[None, None, :]
-    noise = philox(beside(run, word0), tl.load(seed_ptr), STREAM)
+    noise = philox(in_layout_of(run, word0), tl.load(seed_ptr), STREAM)
     codes = encode_run(values, tl.broadcast_to(factor[:, :, None], shape), noise, ELEMENT, ISA)
     return tl.reshape(codes, (words.shape[0], words.shape[1] * runs))
 
@@ -94,22 +94,22 @@ def quantize_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, MAXIMA: tl.constexpr,
-    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, DEPENDENT: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of blocks along the row. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
     data_ptr: bytes for codes, or fp16, see `encode_and_store`. FLAT: x is one row, perhaps of more than 2^31 elements.
-    OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr. DEPENDENT: the kernel of the amax
-    may not be done yet, see `dependent`.
+    OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr. PDL: the kernel of the amax
+    may not be done yet, see `device.dependent_launch`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     program = tl.program_id(0)
     if OUTER == "amax":
-        # The tail of the tensor is what the amax kernel has left in the cache.
+        # The epilogue of the tensor is what the amax kernel has left in the cache.
         program = tl.num_programs(0) - 1 - program
     batch, row_tile, col_tile = tile_of(program, padded_rows, tl.cdiv(padded_cols, BLOCKS * BLOCK), ROWS, FLAT)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -118,8 +118,8 @@ def quantize_rows(
     left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     words = load_tile(x_row_ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
 
-    if DEPENDENT:
-        amax_ptr = arrived(amax_ptr)
+    if PDL:
+        amax_ptr = wait(amax_ptr)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]

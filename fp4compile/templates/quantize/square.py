@@ -1,6 +1,6 @@
 """Quantise in square blocks: along rows, columns or both, whose codes are the same.
 
-A tile of x is read as words (pairs of neighbours in a row), its even and its odd rows apart: [DEPTH, STRIPS, LANES,
+A tile of x is read as words (pairs of neighbours in a row), its even and its odd rows apart: [DEPTH, ROW_TILES, LANES,
 words], where a strip is BLOCK rows, a lane DEPTH neighbouring pairs of rows. So a thread holds 2x2 neighbours: pairs
 along the row are a word's two halves, pairs down the column the same half of two words. The maximum over a column's
 block runs over a thread's registers and the lanes of its warp; only the finished codes are transposed.
@@ -16,14 +16,14 @@ from fp4compile.templates.device.memory import load_index, load_words, loaded, s
 
 @triton.jit
 def interleave_rows(even, odd):
-    """Even and odd rows of a tile, [DEPTH, STRIPS, LANES, n] each -> [rows, n]."""
+    """Even and odd rows of a tile, [DEPTH, ROW_TILES, LANES, n] each -> [rows, n]."""
     both = tl.permute(tl.join(even, odd), (1, 2, 0, 4, 3))
     return tl.reshape(both, (both.shape[0] * both.shape[1] * both.shape[2] * 2, both.shape[4]))
 
 
 @triton.jit
 def interleave_columns(first, second):
-    """Units of the even and the odd columns of a tile, [DEPTH, STRIPS, LANES, words] each -> [columns, units]."""
+    """Units of the even and the odd columns of a tile, [DEPTH, ROW_TILES, LANES, words] each -> [columns, units]."""
     both = tl.permute(tl.join(first, second), (3, 4, 1, 2, 0))
     return tl.reshape(both, (both.shape[0] * 2, both.shape[2] * both.shape[3] * both.shape[4]))
 
@@ -75,9 +75,9 @@ def quantize_squares(
     OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    STRIPS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    ROW_TILES: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of STRIPS * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
+    """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
 
     ALONG_ROWS: codes and scales of x at data_ptr, scales_ptr. ALONG_COLUMNS: those of x transposed, at columns_ptr,
     column_scales_ptr. OUTER: as in `outer_scales`.
@@ -85,7 +85,7 @@ def quantize_squares(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     half: tl.constexpr = BLOCK // 2
     depth: tl.constexpr = half // LANES
-    row_count: tl.constexpr = STRIPS * BLOCK
+    row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
 
     # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
@@ -96,7 +96,7 @@ def quantize_squares(
     row0 = row_tile * row_count
     col0 = col_tile * col_count
 
-    strip = load_index(tl.arange(0, STRIPS), 1)
+    strip = load_index(tl.arange(0, ROW_TILES), 1)
     lane = load_index(tl.arange(0, LANES), 2)
     even_row = row0 + strip * BLOCK + (lane * depth + load_index(tl.arange(0, depth), 0)) * 2
     odd_row = even_row + 1
@@ -110,7 +110,7 @@ def quantize_squares(
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
 
     first_amax, second_amax = column_amax(even, odd, ISA, dtype)
-    amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (STRIPS, WORDS // half, half)), 2)
+    amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (ROW_TILES, WORDS // half, half)), 2)
     byte, factor = block_scale(amax, encode, decode, OUTER != "none", ELEMENT, SCALE, CONTRACT, ISA)
     factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
     even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
@@ -120,7 +120,7 @@ def quantize_squares(
         row = row0 + tl.arange(0, row_count)
         store_units(data_ptr, interleave_rows(even_units, odd_units), batch.to(tl.int64) * rows + row,
                     col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, UNIT_ALIGN)  # fmt: skip
-        store_square_scales(scales_ptr, byte, batch, row_tile * STRIPS, col0 // BLOCK, rows, cols,
+        store_square_scales(scales_ptr, byte, batch, row_tile * ROW_TILES, col0 // BLOCK, rows, cols,
                             BLOCK, SWIZZLED, SCALE_ALIGN)  # fmt: skip
     if ALONG_COLUMNS:
         if ELEMENT == "e2m1":
@@ -130,7 +130,7 @@ def quantize_squares(
             second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
         column = col0 + tl.arange(0, col_count)
         store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
-                    row_tile * (STRIPS * half), tl.cdiv(rows, BLOCK) * half, column < cols,
+                    row_tile * (ROW_TILES * half), tl.cdiv(rows, BLOCK) * half, column < cols,
                     COLUMN_UNIT_ALIGN)  # fmt: skip
-        store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * STRIPS, cols, rows,
+        store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * ROW_TILES, cols, rows,
                             BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip

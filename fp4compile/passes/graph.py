@@ -1,0 +1,95 @@
+"""What passes share: the ops as graphs name them, new nodes, and what a quantise or a product node is asked for."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+import fp4compile.ops  # noqa: F401 (defines the ops below)
+from fp4compile import formats
+from fp4compile.passes.views import value_key
+
+aten = torch.ops.aten
+QUANTIZE = torch.ops.fp4compile.quantize.default
+QUANTIZE_BOTH = torch.ops.fp4compile.quantize_both.default
+FAKE_QUANTIZE = torch.ops.fp4compile.fake_quantize.default
+SCALED_MM = torch.ops.fp4compile.scaled_mm.default
+SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
+SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+CAST = torch.ops.prims.convert_element_type.default
+
+
+def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
+    """A call, inserted where the graph stands, with the metadata of the node that it serves and a value of its own."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
+    node.meta["val"] = fake_value(node)
+    return node
+
+
+def fake_value(node: Node) -> Any:
+    """What the node yields, by the fake implementation of its operator."""
+
+    def value(arg):
+        return arg.meta["val"] if isinstance(arg, Node) else arg
+
+    args, kwargs = torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    fake = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), None)
+    mode = getattr(fake, "fake_mode", None) or torch._guards.detect_fake_mode()
+    with mode:
+        return node.target(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Quantise:
+    """A quantise node, its arguments by name; dim: from the end."""
+
+    node: Node
+    source: Node
+    format: str
+    dim: int
+    outer: Node | None
+    layout: str
+    seed: Node | None
+    hadamard: bool
+
+    @property
+    def along_rows(self) -> bool:
+        return self.dim == -1 and not self.hadamard and not self.given_each
+
+    @property
+    def along_columns(self) -> bool:
+        return self.dim == -2 and not (self.hadamard and self.outer is not None) and not self.given_each
+
+    @property
+    def given_each(self) -> bool:
+        """Whether an outer scale is given for each row: rows and columns then have nothing in common."""
+        return self.outer is not None and formats.get(self.format).outer == "row"
+
+    @property
+    def key(self) -> tuple:
+        """What a pair has in common."""
+        return value_key(self.source), self.format, self.outer, self.layout, self.seed
+
+
+def quantise_of(node: Node) -> Quantise:
+    """What a quantise node is asked for."""
+    source, fmt, *dim = node.args
+    rank = source.meta["val"].dim()
+    given = dim[0] if dim else -1
+    kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False, **node.kwargs}
+    return Quantise(node, source, fmt, given if given < 0 else given - rank, **kwargs)
+
+
+def arguments_of(product: Node) -> list:
+    """What `templates.scaled_mm` is asked about a `scaled_mm` node: its arguments, tensors fake, formats by value."""
+    arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
+    for i in (3, 7):
+        arguments[i] = None if arguments[i] is None else formats.get(arguments[i])
+    return arguments
