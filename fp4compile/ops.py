@@ -6,8 +6,8 @@
     fp4compile::fake_quantize(x, format, *, outer) -> (values, outer)
     fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
-    fp4compile::scaled_mm_epilogue(the same, operands, epilogue, dtype) -> epilogue(product), on CUDA: see `templates.epilogue`
-    fp4compile::scaled_mm_horizontal(..., several b, ...) -> products of the same a: see `passes.fuse_horizontal`
+    fp4compile::scaled_mm_epilogue(the same, operands, epilogue, dtype) -> product after the steps of `epilogue`
+    fp4compile::scaled_mm_horizontal(..., several b, ...) -> products of the same a; see `passes.fuse_horizontal`
 
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
 and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale
@@ -21,8 +21,10 @@ Random bits come from a seed, which is an input: a product that is recomputed ge
 import torch
 
 from fp4compile import formats, reference
+from fp4compile.epilogue import Epilogue, apply
 from fp4compile.formats import BlockFormat, unknown_name
 from fp4compile.layouts import LAYOUTS, ceil_div, swizzled_numel
+from fp4compile.operand import Operand
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,7 +56,7 @@ _lib.define(
 _lib.define(
     "scaled_mm_epilogue(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
     " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype,"
-    " Tensor[] operands, str epilogue, ScalarType dtype) -> Tensor",
+    " Tensor[] operands, str[] epilogue, ScalarType dtype) -> Tensor",
     tags=_tags,
 )
 _lib.define(
@@ -195,7 +197,7 @@ def _check_both(format: str, x: torch.Tensor, outer: torch.Tensor | None, hadama
 
 @torch.library.impl(_lib, "fake_quantize", "CompositeExplicitAutograd")
 def _fake_quantize(x, format, *, outer=None):
-    fmt = _expandable(format)
+    fmt = _fake_quantizable_format(format)
     values, computed = reference.fake_quantize(x, fmt, outer)
     return values, _fresh(x, outer, computed)
 
@@ -205,27 +207,27 @@ def fake_quantize_cuda(x, format, *, outer=None):
     """`fake_quantize` by the Triton kernels that quantise rows; what a graph is lowered to."""
     from fp4compile.templates.quantize import dispatch as kernels
 
-    fmt = _expandable(format)
+    fmt = _fake_quantizable_format(format)
     values, computed = kernels.fake_quantize(x, fmt, outer)
     return values, _fresh(x, outer, computed)
 
 
 @torch.library.register_fake("fp4compile::fake_quantize", lib=_lib)
 def _fake_quantize_fake(x, format, *, outer=None):
-    fmt = _expandable(format)
+    fmt = _fake_quantizable_format(format)
     *_, fresh = _quantize_fake(x, format, outer=outer)
     padded = ceil_div(x.shape[-1], fmt.block_cols) * fmt.block_cols
     return x.new_empty((*x.shape[:-1], padded), dtype=torch.float16), fresh
 
 
-def expands(fmt: BlockFormat) -> bool:
+def fake_quantizable(fmt: BlockFormat) -> bool:
     """Whether `fake_quantize` takes the format: float16 holds all E2M1 elements times E4M3 scales."""
     return fmt.scale == "e4m3" and not fmt.square
 
 
-def _expandable(format: str) -> BlockFormat:
+def _fake_quantizable_format(format: str) -> BlockFormat:
     fmt = formats.get(format)
-    if not expands(fmt):
+    if not fake_quantizable(fmt):
         raise ValueError(f"format: fake_quantize takes NVFP4 in blocks of 1x16, format {fmt.name} is another")
     return fmt
 
@@ -256,39 +258,52 @@ def _dequantize_fake(data, scales, outer, format, cols, dtype):
 
 @torch.library.impl(_lib, "scaled_mm", "CompositeExplicitAutograd")
 def _scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
-    a_fmt = None if a_format is None else formats.get(a_format)
-    b_fmt = None if b_format is None else formats.get(b_format)
-    return reference.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
+    return reference.scaled_mm(
+        operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format), bias, out_dtype
+    )  # fmt: skip
 
 
 @torch.library.impl(_lib, "scaled_mm", "CUDA")
-def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
-    """`scaled_mm` by the Triton kernels; what a graph is lowered to."""
-    from fp4compile.templates.gemm import dispatch as kernels
+def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, choice=None):
+    """`scaled_mm` by the kernel of a `Choice`; what a graph is lowered to."""
+    from fp4compile.templates.gemm.dispatch import scaled_mm  # here, so that the CPU needs no Triton
 
-    a_fmt = None if a_format is None else formats.get(a_format)
-    b_fmt = None if b_format is None else formats.get(b_format)
-    return kernels.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype)
-
-
-@torch.library.impl(_lib, "scaled_mm_epilogue", "CUDA")
-def scaled_mm_epilogue_cuda(
-    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype
-):
-    """`scaled_mm` and the pointwise operations of `epilogue`, in dtype; what a graph is lowered to."""
-    from fp4compile.templates.device.epilogue import Epilogue
-    from fp4compile.templates.gemm import dispatch as kernels
-
-    a_fmt = None if a_format is None else formats.get(a_format)
-    b_fmt = None if b_format is None else formats.get(b_format)
-    epilogue = Epilogue(epilogue, tuple(operands), dtype)
-    return kernels.scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype, epilogue)
+    a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return scaled_mm(a, b, bias, out_dtype, choice=choice)
 
 
 @torch.library.register_fake("fp4compile::scaled_mm", lib=_lib)
 def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     reference.check_bias(bias, b.shape[-2])
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
+
+
+def operand(data, scales, outer, format: str | None) -> Operand:
+    """An operand of its arguments in the schema."""
+    return Operand(data, scales, outer, None if format is None else formats.get(format))
+
+
+# ---------------------------------------------------------------- scaled_mm_epilogue
+
+
+@torch.library.impl(_lib, "scaled_mm_epilogue", "CompositeExplicitAutograd")
+def _scaled_mm_epilogue(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype
+):
+    product = _scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype)
+    return apply(product, Epilogue.parse(epilogue, out_dtype, dtype), operands)
+
+
+@torch.library.impl(_lib, "scaled_mm_epilogue", "CUDA")
+def scaled_mm_epilogue_cuda(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
+    choice=None,
+):  # fmt: skip
+    """`scaled_mm` and the steps of `epilogue` in one kernel; what a graph is lowered to."""
+    from fp4compile.templates.gemm.dispatch import scaled_mm
+
+    a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return scaled_mm(a, b, bias, out_dtype, Epilogue.parse(epilogue, out_dtype, dtype), operands, choice)
 
 
 @torch.library.register_fake("fp4compile::scaled_mm_epilogue", lib=_lib)
@@ -303,36 +318,30 @@ def _scaled_mm_epilogue_fake(
 
 @torch.library.impl(_lib, "scaled_mm_horizontal", "CompositeExplicitAutograd")
 def _scaled_mm_horizontal(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
-    a_fmt = None if a_format is None else formats.get(a_format)
-    b_fmt = formats.get(b_format)
-    return [
-        reference.scaled_mm(a, a_scales, a_outer, a_fmt, *member, b_fmt, bias, out_dtype)
-        for *member, bias in _members(b, b_scales, b_outer, bias)
-    ]
+    a = operand(a, a_scales, a_outer, a_format)
+    group = _group(b, b_scales, b_outer, b_format, bias)
+    return [reference.scaled_mm(a, each, each_bias, out_dtype) for each, each_bias in group]
 
 
 @torch.library.impl(_lib, "scaled_mm_horizontal", "CUDA")
 def scaled_mm_horizontal_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     """`scaled_mm_horizontal` by the Triton kernels; what a graph is lowered to."""
-    from fp4compile.templates.gemm.horizontal import products  # here, so that the CPU needs no Triton
+    from fp4compile.templates.gemm.dispatch import scaled_mm_group
 
-    a_fmt = None if a_format is None else formats.get(a_format)
-    members = _members(b, b_scales, b_outer, bias)
-    return products(a, a_scales, a_outer, a_fmt, members, formats.get(b_format), out_dtype)
+    group = _group(b, b_scales, b_outer, b_format, bias)
+    return scaled_mm_group(operand(a, a_scales, a_outer, a_format), group, out_dtype)
 
 
 @torch.library.register_fake("fp4compile::scaled_mm_horizontal", lib=_lib)
 def _scaled_mm_horizontal_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
-    members = _members(b, b_scales, b_outer, bias)
-    return [a.new_empty((*a.shape[:-1], member[0].shape[-2]), dtype=out_dtype) for member in members]
+    group = _group(b, b_scales, b_outer, b_format, bias)
+    return [a.new_empty((*a.shape[:-1], each.data.shape[-2]), dtype=out_dtype) for each, _ in group]
 
 
-def _members(b, b_scales, b_outer, bias) -> list[tuple]:
-    """(b, b_scales, b_outer, bias) of each product, None for what no product has.
-
-    Raises ValueError where some have what others have not.
-    """
+def _group(b, b_scales, b_outer, b_format: str, bias) -> list[tuple[Operand, torch.Tensor | None]]:
+    """(B, bias) of each product. Raises ValueError where some products have what others have not."""
     for name, given in (("b_scales", b_scales), ("b_outer", b_outer), ("bias", bias)):
         if given and len(given) != len(b):
             raise ValueError(f"{name}: expected none or one for each of {len(b)} products, got {len(given)}")
-    return list(zip(b, *(given or [None] * len(b) for given in (b_scales, b_outer, bias)), strict=True))
+    each = zip(b, *(given or [None] * len(b) for given in (b_scales, b_outer, bias)), strict=True)
+    return [(operand(data, scales, outer, b_format), own_bias) for data, scales, outer, own_bias in each]

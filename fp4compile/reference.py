@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fp4compile.formats import ELEMENT_MAX, BlockFormat, compatible
 from fp4compile.layouts import ceil_div, from_swizzled, to_swizzled
+from fp4compile.operand import Operand
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLT_MAX = torch.finfo(torch.float32).max
@@ -341,7 +342,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
 # ---------------------------------------------------------------- dequantise and multiply
 
 
-def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
+def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
     """Codes times block scales in float32, without the outer scale: [..., R, padded K]. Every product is exact.
 
     scales: linear (as many dimensions as data) or swizzled (one fewer).
@@ -361,13 +362,13 @@ def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) ->
 def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantise along the last dimension, and `expand`: (values in float16 [..., padded K], outer scale).
+    """Quantise along the last dimension, and `dequantize_blocks`: (values in float16 [..., padded K], outer scale).
 
     x, outer, and the outer scale that is returned: as in `quantize`. fmt: one with E4M3 block scales of rows, of which
     float16 holds every value.
     """
     data, scales, outer = quantize(x, fmt, outer)
-    return expand(data, scales, fmt).half(), outer
+    return dequantize_blocks(data, scales, fmt).half(), outer
 
 
 def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -376,11 +377,11 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
         if scales is not None and scales.numel() == ceil_div(cols, fmt.block_cols):  # linear, not swizzled
             scales = scales.unsqueeze(0)
         return dequantize(data.unsqueeze(0), scales, outer, fmt, cols, dtype).squeeze(0)
-    values = expand(data, scales, fmt)[..., :cols]
+    values = dequantize_blocks(data, scales, fmt)[..., :cols]
     return (values if outer is None else values * outer).to(dtype).contiguous()
 
 
-def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, out_dtype) -> torch.Tensor:
+def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
 
     A B of two dimensions serves every batch of A.
@@ -391,22 +392,27 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
 
     Raises ValueError for formats, batch or contraction dimensions that do not go together, and for another bias.
     """
-    check_bias(bias, b.shape[-2])
-    if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
-        raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
-    left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
-    right = b.float() if b_fmt is None else expand(b, b_scales, b_fmt)
+    check_bias(bias, b.data.shape[-2])
+    if a.format is not None and b.format is not None and not compatible(a.format, b.format):
+        raise ValueError(f"formats {a.format.name} and {b.format.name} cannot be multiplied: "
+                         "scale types or blocks differ")  # fmt: skip
+    left, right = _values(a), _values(b)
     if right.dim() > 2 and left.shape[:-2] != right.shape[:-2]:
         raise ValueError(f"batch dimensions differ: a has {tuple(left.shape[:-2])}, b has {tuple(right.shape[:-2])}")
-    k = contraction(left.shape[-1], a_fmt, right.shape[-1], b_fmt)
+    k = contraction(left.shape[-1], a.format, right.shape[-1], b.format)
     with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context
         out = left[..., :k] @ right[..., :k].transpose(-2, -1)
-    outer = _outer_product(a_outer, b_outer)
+    outer = _outer_product(a.outer, b.outer)
     if outer is not None:
         out = out * outer
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def _values(x: Operand) -> torch.Tensor:
+    """An operand in float32, without its outer scale."""
+    return x.data.float() if x.format is None else dequantize_blocks(x.data, x.scales, x.format)
 
 
 def check_bias(bias: torch.Tensor | None, n) -> None:

@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp4compile import _compat, formats
+from fp4compile.epilogue import Epilogue
+from fp4compile.operand import Operand
 from fp4compile.targets import Target
-from fp4compile.templates.device.epilogue import Epilogue, text_of
-from fp4compile.templates.gemm.dispatch import scaled_mm, takes_epilogue
-from fp4compile.templates.gemm.horizontal import products
+from fp4compile.templates.gemm.choose import choose
+from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
+from fp4compile.templates.gemm.problem import problem_of
 from fp4compile.templates.launch import Launched, dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 
@@ -201,16 +203,18 @@ class Product:
 
     def launches(self, sm: int) -> list[Launched]:
         """Every launch of the product; none where nothing computes it with the epilogue."""
-        gate = torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta")
-        gated = Epilogue(text_of(torch.bfloat16, ["matrix"], _GATED), (gate,), torch.bfloat16)
-        a, (*b, fmt) = _operand(self.a, self.m, self.k), _operand(self.b, self.n, self.k)
+        a, b = _operand(self.a, self.m, self.k), _operand(self.b, self.n, self.k)
+        epilogue, gate = None, ()
+        if self.gated:
+            epilogue = Epilogue.parse(_GATED, torch.bfloat16, torch.bfloat16)
+            gate = (torch.empty(self.m, self.n, dtype=torch.bfloat16, device="meta"),)
         with dry_run(Target(sm)) as launches:
-            if self.gated and not takes_epilogue(*a, *b, fmt, None, torch.bfloat16):
+            if self.gated and not choose(problem_of(a, b, None, torch.bfloat16, Target(sm))).takes_epilogue:
                 return []
             if self.weights > 1:
-                products(*a, [(*b, None)] * self.weights, fmt, torch.bfloat16)
+                scaled_mm_group(a, [(b, None)] * self.weights, torch.bfloat16)
             else:
-                scaled_mm(*a, *b, fmt, None, torch.bfloat16, gated if self.gated else None)
+                scaled_mm(a, b, None, torch.bfloat16, epilogue, gate)
         return launches
 
     def launched(self, sm: int) -> Launched | None:
@@ -218,7 +222,7 @@ class Product:
         return next((launch for launch in self.launches(sm) if launch.kernel.__name__.startswith("gem")), None)
 
 
-_GATED = [("neg", ["product"]), ("exp", [0]), ("add", [1, 1.0]), ("div", ["product", 2]), ("mul", [3, "x0"])]
+_GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
 PRODUCTS = (
     Product("nvfp4", "nvfp4"), Product("mxfp4", "mxfp4"), Product("mxfp8", "mxfp8", n=SIZE - 8),
     Product("mxfp8", "mxfp4"), Product(None, "nvfp4", 1), Product("nvfp4", "nvfp4", 8), Product(None, "nvfp4", 16),
@@ -231,13 +235,13 @@ PRODUCTS = (
 )  # fmt: skip
 
 
-def _operand(name: str | None, rows: int, k: int) -> tuple:
-    """(data, scales, outer, format) on paper, with swizzled scales."""
+def _operand(name: str | None, rows: int, k: int) -> Operand:
+    """An operand of meta tensors, with swizzled scales."""
     x = torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
     if name is None:
-        return x, None, None, None
+        return Operand(x)
     with dry_run(Target(0)):  # only the product is of interest
-        return *kernels.quantize(x, formats.get(name), layout="swizzled"), formats.get(name)
+        return Operand(*kernels.quantize(x, formats.get(name), layout="swizzled"), formats.get(name))
 
 
 def matrix_instruction(launched: Launched, sm: int) -> str:

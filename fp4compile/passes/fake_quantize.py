@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from fp4compile import formats, ops
 from fp4compile._compat import statically_true
-from fp4compile.passes.graph import FAKE_QUANTIZE, QUANTIZE, SCALED_MM, Quantise, arguments_of, new_node, quantise_of
+from fp4compile.passes.graph import FAKE_QUANTIZE, QUANTIZE, SCALED_MM, Quantise, new_node, quantise_of, scaled_mm_of
 
 
 def fake_quantize(graph: Graph) -> int:
@@ -35,7 +35,7 @@ def _expandable(quantise: Quantise) -> bool:
     x = quantise.source.meta["val"]
     plain = quantise.layout == "linear" and quantise.seed is None and not quantise.hadamard
     along_rows = quantise.dim == -1 and statically_true(x.stride(-1) == 1)
-    return x.device.type == "cuda" and plain and along_rows and ops.expands(formats.get(quantise.format))
+    return x.device.type == "cuda" and plain and along_rows and ops.fake_quantizable(formats.get(quantise.format))
 
 
 def _readers(quantise: Node) -> list[Node]:
@@ -51,9 +51,8 @@ def _multiplies(reader: Node, quantise: Node) -> bool:
     places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]
     if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
         return False
-    from fp4compile.templates.gemm.dispatch import expands_first  # here, so that the CPU needs no Triton
-
-    return expands_first(*arguments_of(reader))
+    product = scaled_mm_of(reader)
+    return None not in (product.a.format, product.b.format) and product.choice().dequantizes_a
 
 
 def _comes_from(arg, quantise: Node) -> bool:

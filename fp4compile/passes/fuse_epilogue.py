@@ -1,13 +1,15 @@
-"""Fuse the pointwise operations after a product into the product's kernel: a `scaled_mm` becomes a `scaled_mm_epilogue`.
+"""Fuse the pointwise operations after a product into its kernel: `scaled_mm` becomes `scaled_mm_epilogue`.
 
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
 From a product on, the pass follows its users through reshapes, casts and the operations of `_OPERATIONS`, as long as
-every other tensor among the arguments can be an operand of an epilogue (`_Region.operand`). Of what it has gathered it
-takes the longest part that ends in one value: nothing else may use the product or what lies between (the backward
-pass, say, for which it is saved). It fuses where that saves a pass over memory: the kernel that will serve the product
-must have an epilogue, the result must not be wider than the product would have been, and every operand is in memory anyhow.
-What the pass does not know, and all of it where Inductor is told to round otherwise than by default, is Inductor's.
+an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). Of what it has gathered it takes
+the longest part that ends in one value. Nothing else may use the product or what lies between: the backward pass, for
+example, for which a value is saved.
+
+The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
+result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps
+the operations that the pass does not know, and all of them where Inductor is told to round otherwise than by default.
 """
 
 import heapq
@@ -20,7 +22,17 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat, ops
 from fp4compile._compat import statically_true
-from fp4compile.passes.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, arguments_of, new_node
+from fp4compile.epilogue import PRODUCT, Epilogue, Step
+from fp4compile.passes.graph import (
+    CAST,
+    RESHAPES,
+    SCALED_MM,
+    SCALED_MM_EPILOGUE,
+    ScaledMM,
+    new_node,
+    scaled_mm_of,
+)
+from fp4compile.templates.device.epilogue import AUXILIARIES
 
 aten = torch.ops.aten
 
@@ -44,7 +56,7 @@ def fuse_epilogue(graph: Graph) -> int:
         return 0
     fused = 0
     for node in graph.find_nodes(op="call_function", target=SCALED_MM):
-        if node.args[0].meta["val"].device.type == "cuda" and _takes_epilogue(node):
+        if _takes_epilogue(scaled_mm_of(node)):
             region = _Region(node)
             last = region.end()
             if last is not None:
@@ -53,10 +65,9 @@ def fuse_epilogue(graph: Graph) -> int:
     return fused
 
 
-def _takes_epilogue(product: Node) -> bool:
-    from fp4compile.templates.gemm.dispatch import takes_epilogue  # here, so that the CPU needs no Triton
-
-    return takes_epilogue(*arguments_of(product))
+def _takes_epilogue(product: ScaledMM) -> bool:
+    """Whether it is known that the kernel that will serve the product has an epilogue."""
+    return product.on_gpu and not product.plain and product.choice().takes_epilogue
 
 
 @dataclass
@@ -114,7 +125,7 @@ class _Region:
         if value.device != self.value.device or not _contiguous(value):
             return None
         if _same(value.shape, shape):
-            return "matrix"
+            return "aux"
         row = (*[1] * (value.dim() - 1), self.value.shape[-1])
         return "row" if 0 < value.dim() <= len(shape) and _same(value.shape, row) else None
 
@@ -126,15 +137,13 @@ class _Region:
         return None
 
     def _worth(self, last: Node) -> bool:
-        from fp4compile.templates.device.epilogue import OPERANDS
-
         inside = self.leading_to(last)
         if any(user not in inside for node in inside if node is not last for user in node.users):
             return False
         if last.meta["val"].dtype.itemsize > self.value.dtype.itemsize:
             return False
         operands = self.operands(last)
-        return len(operands) <= OPERANDS and all(_in_memory(node, inside) for node in operands)
+        return len(operands) <= AUXILIARIES and all(_in_memory(node, inside) for node in operands)
 
     def leading_to(self, last: Node) -> set[Node]:
         """The part of the region that `last` depends on, with the product."""
@@ -160,24 +169,21 @@ class _Region:
             for argument in self._arguments(node) if argument not in self
         }  # fmt: skip
 
-    def steps(self, last: Node) -> list[tuple[str, list]]:
-        """The operations that lead to `last`, as `templates.epilogue.text_of` takes them."""
-        inside, operands = self.leading_to(last), list(self.operands(last))
+    def epilogue(self, last: Node) -> Epilogue:
+        """The operations that lead to `last`; auxiliary tensors are numbered as `operands` has them."""
+        inside, kinds = self.leading_to(last), self.operands(last)
         taken = [node for node in self.operations if node in inside]
-        places: dict[Node, int | str] = {self.product: "product", **{node: i for i, node in enumerate(taken)}}
+        names = {self.product: PRODUCT, **{node: f"s{i}" for i, node in enumerate(taken)}}
+        names |= {node: f"{kind}{i}" for i, (node, kind) in enumerate(kinds.items())}
 
-        def place(argument: Node | float) -> int | str | float:
-            if isinstance(argument, float):
-                return argument
-            if argument not in self:
-                return f"x{operands.index(argument)}"
-            while argument in self.renamed:
-                argument = self.renamed[argument]
-            return places[argument]
+        def argument(value: Node | float) -> str | float:
+            while value in self.renamed:
+                value = self.renamed[value]
+            return value if isinstance(value, float) else names[value]
 
-        return [
-            (name, [place(argument) for argument in arguments]) for name, arguments in map(self.operations.get, taken)
-        ]
+        chosen = (self.operations[node] for node in taken)
+        steps = tuple(Step(name, tuple(map(argument, arguments))) for name, arguments in chosen)
+        return Epilogue(steps, self.value.dtype, last.meta["val"].dtype)
 
 
 def _operation(node: Node) -> tuple[str, tuple] | None:
@@ -224,13 +230,11 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
 
 def _fuse(graph: Graph, region: _Region, last: Node) -> None:
     """Put a product with an epilogue in the place of `last`, and take away what led there."""
-    from fp4compile.templates.device.epilogue import text_of
-
-    operands = region.operands(last)
-    text = text_of(region.value.dtype, list(operands.values()), region.steps(last))
+    operands, epilogue = list(region.operands(last)), region.epilogue(last)
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]
     with graph.inserting_before(last):
-        fused = new_node(graph, SCALED_MM_EPILOGUE, (*product.args, list(operands), text, value.dtype), product.meta)
+        arguments = (*product.args, operands, epilogue.strings(), epilogue.dtype)
+        fused = new_node(graph, SCALED_MM_EPILOGUE, arguments, product.meta)
         if not _same(region.value.shape, value.shape):
             shape = next(n.args[1] for n in inside if n.target in RESHAPES and _same(n.meta["val"].shape, value.shape))
             fused = new_node(graph, aten.reshape.default, (fused, shape), last.meta)

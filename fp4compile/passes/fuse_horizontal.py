@@ -13,8 +13,9 @@ import operator
 
 from torch.fx import Graph, Node
 
-from fp4compile.passes.graph import SCALED_MM, SCALED_MM_HORIZONTAL, arguments_of, new_node
+from fp4compile.passes.graph import SCALED_MM, SCALED_MM_HORIZONTAL, new_node, scaled_mm_of
 from fp4compile.passes.views import value_key
+from fp4compile.templates.gemm.streaming import MOST_IN_GROUP
 
 _OWN = (4, 5, 6, 8)  # arguments of a product that the others do not share: B, its scales, its outer scale, the bias
 
@@ -32,27 +33,21 @@ def fuse_horizontal(graph: Graph) -> int:
     return sum(map(_merge, alike.values()))
 
 
-def _key(product: Node) -> tuple | None:
-    """Equal for products that can be launched together; None for one that cannot be launched so."""
-    if product.args[0].meta["val"].device.type != "cuda":
+def _key(node: Node) -> tuple | None:
+    """Equal for products that can be one launch; None for a product that cannot be part of one."""
+    product = scaled_mm_of(node)
+    if not product.on_gpu or product.b.format is None:
         return None
-    from fp4compile.templates.gemm.horizontal import common
-    from fp4compile.templates.gemm.problem import problem_of  # here, so that the CPU needs no Triton
-
-    a, a_scales, a_outer, a_format, *_, b_format, _, out_dtype = product.args
-    if b_format is None:
+    choice = product.choice()
+    if choice.group is None:
         return None
-    shared = common(problem_of(*arguments_of(product)))
-    if shared is None:
-        return None
-    of_a = [None if node is None else value_key(node) for node in (a, a_scales, a_outer)]
-    return *of_a, a_format, b_format, out_dtype, shared
+    a = product.a
+    of_a = [None if part is None else value_key(part) for part in (a.data, a.scales, a.outer)]
+    return *of_a, a.format, product.out_dtype, choice.kernel, choice.group
 
 
 def _merge(products: list[Node]) -> int:
     """Replace products that are alike, as many at a time as a launch can have."""
-    from fp4compile.templates.gemm.skinny import MOST_IN_GROUP
-
     merged = 0
     while products:
         first, *others = sorted(products)  # what was moved for others may have changed the order

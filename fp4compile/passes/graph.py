@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-import fp4compile.ops  # noqa: F401 (defines the ops below)
 from fp4compile import formats
+from fp4compile.operand import Operand
+from fp4compile.ops import operand  # (the module defines the ops below)
 from fp4compile.passes.views import value_key
+from fp4compile.templates.gemm.choose import Choice, choose
+from fp4compile.templates.gemm.problem import Problem, problem_of
+from fp4compile.templates.launch import target_of
 
 aten = torch.ops.aten
 QUANTIZE = torch.ops.fp4compile.quantize.default
@@ -87,9 +91,46 @@ def quantise_of(node: Node) -> Quantise:
     return Quantise(node, source, fmt, given if given < 0 else given - rank, **kwargs)
 
 
-def arguments_of(product: Node) -> list:
-    """What `templates.scaled_mm` is asked about a `scaled_mm` node: its arguments, tensors fake, formats by value."""
-    arguments = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in product.args]
-    for i in (3, 7):
-        arguments[i] = None if arguments[i] is None else formats.get(arguments[i])
-    return arguments
+@dataclass(frozen=True)
+class ScaledMM:
+    """What a `scaled_mm` node is asked for. Its operands hold nodes in the place of tensors."""
+
+    node: Node
+    a: Operand
+    b: Operand
+    bias: Node | None
+    out_dtype: torch.dtype
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.a.data.meta["val"].device.type == "cuda"
+
+    @property
+    def plain(self) -> bool:
+        """Whether neither operand is quantised: the product is then the library's, and there is nothing to choose."""
+        return self.a.format is None and self.b.format is None
+
+    def values(self) -> tuple[Operand, Operand, torch.Tensor | None]:
+        """A, B and bias with their (fake) tensors."""
+        a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
+        return a, b, _value(self.bias)
+
+    def problem(self, epilogue: bool = False) -> Problem:
+        """What the kernel is chosen by; sizes may be symbolic. epilogue: whether the product has one."""
+        a, b, bias = self.values()
+        return problem_of(a, b, bias, self.out_dtype, target_of(a.data.device), epilogue)
+
+    def choice(self, epilogue: bool = False) -> Choice | None:
+        """The kernel that will serve the node, as far as that is known now; None for two plain operands."""
+        return None if self.plain else choose(self.problem(epilogue))
+
+
+def scaled_mm_of(node: Node) -> ScaledMM:
+    """The arguments of a `scaled_mm` node, or the same ones of a `scaled_mm_epilogue` node."""
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype = node.args[:10]
+    operands = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return ScaledMM(node, *operands, bias, out_dtype)
+
+
+def _value(node: Node | None):
+    return None if node is None else node.meta["val"]

@@ -4,29 +4,43 @@ Each op node becomes what its CUDA implementation does: allocations and Triton l
 into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a launch would be a
 mutation whose node nobody uses, and be dropped as dead code. On other devices the op stays: a call of the reference.
 
-A product stays an op, too, where the number of A's rows is symbolic and may be small or large: no one kernel serves
-both, and the op chooses by the number that comes; two guarded launches would cost more on the GPU than the op. And
-where it is computed part by part, for the sake of memory.
+A model has hundreds of such nodes, and few that differ: nodes of one signature share one trace, which is copied.
+
+A product stays an op, too, where its `Choice` is not settled or not traceable. Where the number of A's rows is
+symbolic and may be small or large, no one kernel serves both: the op chooses by the number that comes. Two guarded
+launches would cost more on the GPU than the op. Where a product is computed part by part, a graph would fill with
+launches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
-from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
-from torch.fx import Graph, Node
+from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match, fwd_only
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from fp4compile import _compat, ops
 from fp4compile.passes.autotune import fastest
+from fp4compile.passes.graph import (
+    FAKE_QUANTIZE,
+    QUANTIZE,
+    QUANTIZE_BOTH,
+    SCALED_MM,
+    SCALED_MM_EPILOGUE,
+    SCALED_MM_HORIZONTAL,
+    scaled_mm_of,
+)
+from fp4compile.templates.gemm.choose import Choice
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
-    torch.ops.fp4compile.quantize.default: ops.quantize_cuda,
-    torch.ops.fp4compile.quantize_both.default: ops.quantize_both_cuda,
-    torch.ops.fp4compile.fake_quantize.default: ops.fake_quantize_cuda,
+    QUANTIZE: ops.quantize_cuda,
+    QUANTIZE_BOTH: ops.quantize_both_cuda,
+    FAKE_QUANTIZE: ops.fake_quantize_cuda,
     torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
-    torch.ops.fp4compile.scaled_mm.default: ops.scaled_mm_cuda,
-    torch.ops.fp4compile.scaled_mm_epilogue.default: ops.scaled_mm_epilogue_cuda,
-    torch.ops.fp4compile.scaled_mm_horizontal.default: ops.scaled_mm_horizontal_cuda,
+    SCALED_MM: ops.scaled_mm_cuda,
+    SCALED_MM_EPILOGUE: ops.scaled_mm_epilogue_cuda,
+    SCALED_MM_HORIZONTAL: ops.scaled_mm_horizontal_cuda,
 }
 
 
@@ -35,22 +49,27 @@ def lower(graph: Graph) -> int:
     _compat.share_analysis("fp4compile")
     _compat.launch_dependents("fp4compile")
     lowered = 0
+    traces: dict[Hashable, GraphModule] = {}
     for op, implementation in _KERNELS.items():
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
             if node.args[0].meta["val"].device.type == "cuda":
-                lowered += _replace(pattern.match(node), implementation)
+                lowered += _replace(pattern.match(node), implementation, traces)
     return lowered
 
 
-def _replace(match: Match, implementation: Callable) -> bool:
-    """Trace the implementation on the node's tensors and sizes; strings and numbers are fixed in it.
+def _replace(match: Match, implementation: Callable, traces: dict[Hashable, GraphModule]) -> bool:
+    """Replace a node by the trace of its implementation; strings and numbers are fixed in it.
 
-    Returns whether the node was replaced: not where the choice among kernels is better made when the graph runs.
+    traces: what was traced in this graph, by signature. Returns whether the node was replaced.
     """
-    from fp4compile.templates.gemm.dispatch import ChosenWhenRun, preferring  # here, so that the CPU needs no Triton
-
+    node, options = match.output_node(), {}
+    if node.target in (SCALED_MM, SCALED_MM_EPILOGUE):
+        choice = _choice(node)
+        if choice is not None and not (choice.settled and choice.traceable):
+            return False
+        options = {"choice": choice}
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     for place in places:
@@ -63,13 +82,40 @@ def _replace(match: Match, implementation: Callable) -> bool:
         for place, value in zip(places, nodes, strict=True):
             values[place] = value
         call_args, call_kwargs = pytree.tree_unflatten(values, spec)
-        return implementation(*call_args, **call_kwargs)
+        return implementation(*call_args, **call_kwargs, **options)
 
-    node = match.output_node()
-    contender = fastest(node) if node.target is torch.ops.fp4compile.scaled_mm.default else "library"
-    try:
-        with preferring(contender):
-            match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places])
-    except ChosenWhenRun:
-        return False
+    key = (node.target, spec, str(options.get("choice")), *_signature(flat))
+
+    def trace(function: Callable, values: list) -> GraphModule:
+        if key not in traces:
+            traces[key] = fwd_only(function, values)
+        else:  # every copy has tensors of its own: two nodes whose values share memory would count as aliases
+            FakeTensorProp(traces[key], mode=_fake_mode(values)).propagate_dont_convert_inputs(*values)
+        return traces[key]
+
+    match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places], trace_fn=trace)
     return True
+
+
+def _choice(node: Node) -> Choice | None:
+    product = scaled_mm_of(node)
+    return fastest(product) if node.target is SCALED_MM else product.choice(epilogue=True)
+
+
+def _signature(flat: list) -> tuple:
+    """Equal for nodes whose traces are equal: what they read looks alike, and is the same tensor in the same places."""
+    first: dict[Node, int] = {}
+    return tuple((first.setdefault(value, i), *_seen(value.meta["val"])) if isinstance(value, Node) else value
+                 for i, value in enumerate(flat))  # fmt: skip
+
+
+def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
+    """What an implementation can ask of an argument while it is traced. Symbolic numbers count by their expressions."""
+    if not isinstance(value, torch.Tensor):
+        return (str(value),)
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    return value.device, value.dtype, value.dim(), tuple(map(str, numbers))
+
+
+def _fake_mode(values: list):
+    return next(value.fake_mode for value in values if isinstance(value, torch.Tensor))

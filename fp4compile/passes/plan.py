@@ -11,6 +11,9 @@ from fp4compile import formats
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.find import Gemm, Input, Operand
 from fp4compile.recipe import Recipe, named
+from fp4compile.templates.gemm.choose import choose
+from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.launch import target_of
 
 # What models call the layer that yields their outputs.
 _HEADS = (
@@ -161,17 +164,20 @@ def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
 
 
 def _tier(gemm: Gemm, left: Treatment | None, right: Treatment | None) -> str:
-    """Who computes the product. Kernels serve CUDA tensors, the reference all others."""
+    """Who computes the product: the reference on a CPU, else the kernel that `choose` names, native or emulated."""
     out = gemm.node.meta["val"]
     if out.device.type != "cuda":
         return "reference"
-    if left is None or right is None:
-        return "emulated"
-    from fp4compile.templates.gemm.dispatch import on_matrix_units  # here, so that the CPU needs no Triton
+    m, n, k = gemm.dims
+    types = (_operand_type(*pair) for pair in ((gemm.left, left), (gemm.right, right)))
+    return choose(Problem(*types, m, n, k, out.dtype, target_of(out.device))).tier
 
-    operands = [(formats.get(t.format), t.layout == "swizzled") for t in (left, right)]
-    _, n, k = gemm.dims
-    return "native" if on_matrix_units(*operands, n, k, out.dtype, out.device) else "emulated"
+
+def _operand_type(operand: Operand, treatment: Treatment | None) -> OperandType:
+    if treatment is None:
+        return OperandType(None, operand.source.meta["val"].dtype)
+    fmt = formats.get(treatment.format)
+    return OperandType(fmt, fmt.data_dtype, treatment.layout == "swizzled", fmt.outer or "none")
 
 
 def _unfit(gemm: Gemm) -> str | None:

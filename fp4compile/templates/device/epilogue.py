@@ -1,23 +1,21 @@
-"""The pointwise epilogue of a product: what happens to it in its own kernel, after the bias and before it is stored.
+"""The end of a product's kernel: outer scales, bias, the pointwise epilogue, the store.
 
-An epilogue is the text of a Triton device function named `epilogue`, which `text_of` writes. `with_epilogue(kernel, text)` is the
-kernel with that function in the place of the one below, which changes nothing: a copy of it whose global name `epilogue`
-means another function. Inductor follows the global names of a kernel and writes the text of what it calls into its
-wrapper, and Triton's cache keys cover it; a kernel that is handed a function as a constexpr would not get through
-Dynamo. One text for one chain of operations: what is cached under it, on disk too, serves other processes.
+`source` prints an `epilogue.Epilogue` as a Triton device function named `epilogue`. `with_epilogue(kernel, steps)` is a
+copy of the kernel in which the global name `epilogue` means that function; in the kernel as it is written, it means the
+function below, which changes nothing. Inductor follows the global names of a kernel and writes the source of what it
+calls into its wrapper, and Triton's cache keys cover it; a function that a kernel takes as a constexpr argument would
+not get through Dynamo. Equal steps print equal source, so that caches on disk serve other processes.
 
-The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored; from there on all is
-float32, in the operations that Inductor generates, until the result is stored. Casts in between round nothing. So a
-epilogue has the bits of the kernel that Inductor would have made of the same operations, if it had made one kernel of
-them and read the other operands from memory. Two things can differ in a last bit: an operand that Inductor would have
-kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
+The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored. All that follows is
+float32, in the operations that Inductor generates, until the result is stored; casts in between round nothing. So an
+epilogue has the bits of the kernel that Inductor would generate for the same operations, if Inductor made one kernel
+of them and read the other operands from memory. Two things can differ in a last bit: an operand that Inductor would
+have kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
 """
 
 import hashlib
 import linecache
 import types
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -25,10 +23,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from fp4compile.epilogue import Argument, Epilogue
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
 
-OPERANDS = 2  # tensors that an epilogue reads, at most: each is an argument of every launch, and takes registers
+AUXILIARIES = 2  # tensors that an epilogue reads, at most: each is an argument of every launch, and takes registers
 
 
 @triton.jit
@@ -70,8 +69,8 @@ def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.co
     return acc
 
 
-# What Inductor computes (torch._inductor.codegen.triton), of float32 values.
-OPERATIONS = {
+# What Inductor computes (torch._inductor.codegen.triton) of float32 values, by the names of `epilogue.OPERATIONS`.
+_TRITON = {
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul": "{} * {}",
@@ -87,40 +86,33 @@ OPERATIONS = {
 }
 _DTYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 _LOADS = {
-    "matrix": "tl.load(epilogue_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
-    "row": "tl.load(epilogue_{0}_ptr + col, mask=col < n, other=0.0).to(tl.float32)",
+    "aux": "aux{0} = tl.load(epilogue_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
+    "row": "row{0} = tl.load(epilogue_{0}_ptr + col, mask=col < n, other=0.0).to(tl.float32)",
 }
 
 
-def text_of(
-    dtype: torch.dtype, operands: Sequence[str], steps: Iterable[tuple[str, Sequence[int | str | float]]]
-) -> str:
-    """The text of an epilogue.
-
-    dtype: what the product is rounded to first. operands: "matrix" (the product's elements, in its order) or "row"
-    (one value for each column), of each tensor that is read.
-    steps: (name of an operation, its arguments). An argument is a number, or the index of a step, or "product", or
-    "x0" for the first operand.
-    """
+def source(epilogue: Epilogue) -> str:
+    """The source of the device function `epilogue`."""
+    dtype = epilogue.product_dtype
     lines = ["@triton.jit", "def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):"]
     lines.append(f"    product = rounded(acc, {_DTYPES[dtype]}, ISA)" if dtype in _DTYPES else "    product = acc")
-    lines += [f"    x{i} = " + _LOADS[kind].format(i) for i, kind in enumerate(operands)]
+    lines += ["    " + _LOADS[kind].format(i) for i, kind in sorted(epilogue.kinds.items())]
     result = "product"
-    for i, (name, arguments) in enumerate(steps):
-        result = f"v{i}"
-        lines.append(f"    {result} = " + OPERATIONS[name].format(*map(_argument, arguments)))
+    for i, step in enumerate(epilogue.steps):
+        result = f"s{i}"
+        lines.append(f"    {result} = " + _TRITON[step.operation].format(*map(_printed, step.arguments)))
     return "\n".join([*lines, f"    return {result}"]) + "\n"
 
 
-def _argument(value: int | str | float) -> str:
-    if isinstance(value, float):
-        return f"({value!r})" if value < 0 else repr(value)
-    return f"v{value}" if isinstance(value, int) else value
+def _printed(argument: Argument) -> str:
+    if isinstance(argument, str):
+        return argument
+    return f"({argument!r})" if argument < 0 else repr(argument)
 
 
 @cache
-def device_function(text: str):
-    """The device function of a text of `text_of`."""
+def _device_function(text: str):
+    """The device function of a text of `source`."""
     name = f"<fp4compile epilogue {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # Triton reads the source there
     names = dict(globals())
@@ -129,22 +121,13 @@ def device_function(text: str):
 
 
 @cache
-def with_epilogue(kernel, text: str):
-    """The kernel with another epilogue than the one that changes nothing."""
+def with_epilogue(kernel, steps: Epilogue):
+    """The kernel with these steps in the place of the epilogue that changes nothing."""
     function = kernel.fn
-    names = {**function.__globals__, "epilogue": device_function(text)}
+    names = {**function.__globals__, "epilogue": _device_function(source(steps))}
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__annotations__ = function.__annotations__
     return triton.jit(copy)
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """An epilogue as a launch has it: its text, the tensors that it reads, the dtype of its result."""
-
-    text: str
-    operands: tuple[torch.Tensor, ...]
-    dtype: torch.dtype
 
 
 @triton.jit

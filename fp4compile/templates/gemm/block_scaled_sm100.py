@@ -4,15 +4,19 @@ Codes go to the matrix units as they are stored; block scales in the swizzled la
 quantise kernels write them so, square blocks too). The epilogue is that of the emulated tier.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
-from fp4compile.targets import Target
 from fp4compile.templates.device.dequantize import INTERPRETING, expand
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_config
+from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.launch import launch
 
 
 @triton.constexpr_function
@@ -105,29 +109,31 @@ def gemm_block_scaled_sm100(
     store_rounded(out_ptr, at, acc, mask, ISA)
 
 
-def native(a: BlockFormat | None, b: BlockFormat | None, swizzled: bool, target: Target) -> bool:
-    """Whether the kernel serves a product of these formats. Triton has no mixed block-scaled product on SM120."""
-    if not target.block_scaled_matrix_units or not swizzled or a is None or b is None or a.scale is None:
+def _serves(p: Problem) -> bool:
+    """Two block-scaled operands with swizzled scales. Triton has no block-scaled product of mixed widths on SM120."""
+    if not p.target.block_scaled_matrix_units or p.a.format is None or p.b.format is None or p.a.format.scale is None:
         return False
-    return target.sm < 120 or a.packed == b.packed
+    mixed = p.a.format.packed != p.b.format.packed
+    return p.a.swizzled and p.b.swizzled and not (mixed and p.target.sm >= 120)
 
 
-def native_launch(a: BlockFormat, b: BlockFormat, target: Target, epilogue: bool) -> dict:
-    """Tile and launch of `gemm_block_scaled_sm100`. An epilogue needs registers: more warps share a tile, or steps are shorter."""
-    wide = a.packed and b.packed
-    warps = 4 if wide and not epilogue and target.sm < 120 else 8
-    step = 256 if wide and not (epilogue and target.sm >= 120) else 128
-    return {"BM": 128, "BN": 128, "BK": step, "GROUP_M": 8, "STAGES": 3 if wide else 4, "num_warps": warps}
+def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor:
+    p = call.problem
+    blocks = ceil_div(p.k, p.a.format.block_cols)
+    even = statically_true(blocks * p.a.format.block_cols % config.bk == 0)
+    out = call.empty()
+    a_outer, b_outer, bias = call.rescale_pointers(out)
+    launch(
+        call.with_epilogue(gemm_block_scaled_sm100), ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches,
+        call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out,
+        *call.epilogue_pointers(out), p.m, p.n, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
+        ceil_div(p.m, 128), ceil_div(p.n, 128), ceil_div(blocks, 4), num_warps=config.num_warps,
+        A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
+        EVEN_K=int(even), **config.constants, **call.rescale_constants, ISA=p.target.isa,
+    )  # fmt: skip
+    return out
 
 
-def native_arguments(m, n, k, a: BlockFormat, b: BlockFormat, target: Target, epilogue: bool) -> tuple[list, dict]:
-    """The integer arguments of the kernel and its constants, for operands of K elements (padded to whole blocks)."""
-    tile = native_launch(a, b, target, epilogue)
-    blocks = ceil_div(k, a.block_cols)
-    a_per_row, b_per_row = (blocks * fmt.block_cols // (2 if fmt.packed else 1) for fmt in (a, b))
-    integers = [m, n, a_per_row, b_per_row, ceil_div(k, tile["BK"]), ceil_div(m, 128), ceil_div(n, 128),
-                ceil_div(blocks, 4)]  # fmt: skip
-    even = statically_true(blocks * a.block_cols % tile["BK"] == 0)
-    constants = {"A_ELEMENT": a.element, "B_ELEMENT": b.element, "SCALE": a.scale, "BLOCK": a.block_cols,
-                 "EVEN_K": int(even), **tile}  # fmt: skip
-    return integers, constants
+CANDIDATE = Candidate(
+    "block_scaled_sm100", "native", _serves, block_scaled_config, _run, takes_epilogue=lambda p: True, any_rows=True
+)

@@ -6,12 +6,18 @@ few tokens fill the narrow side of the matrix instruction, and the weights go fr
 `SPLIT` > 1 among programs, whose partial sums `split_k_reduction` adds in a fixed order.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.dequantize import TINY, expand, load_scales, load_units, repeat_scales, shift_of
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.heuristics import DequantTilesConfig, dequant_tiles_config
+from fp4compile.templates.launch import launch
 
 
 @triton.jit
@@ -215,3 +221,47 @@ def split_k_reduction(
     at = flat_row.to(tl.int64) * out_row + col
     acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
     store_rounded(out_ptr, at, acc, mask, ISA)
+
+
+def run(
+    call: Call, config: DequantTilesConfig, out: torch.Tensor | None = None, wanted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product in one kernel, in two where K is split; into `out`, and only if the int32 at `wanted` is set."""
+    p = call.problem
+    if out is None:
+        out = call.empty() if config.split_k == 1 else call.empty_sums(config.split_k)
+    a_outer, b_outer, bias = call.rescale_pointers(out)
+    a_scales, b_scales = (out if x.scales is None else x.scales for x in (call.a, call.b))  # `out` is never read
+    first = call if config.split_k == 1 else call.without_epilogue()
+    launch(
+        first.with_epilogue(gemm_dequant_tiles),
+        ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches * config.split_k,
+        call.a.data, a_scales, a_outer, call.b.data, b_scales, b_outer, bias, out,
+        *first.epilogue_pointers(out), out if wanted is None else wanted,
+        p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block), call.a.units_per_row, call.b.units_per_row,
+        call.a.scale_bytes, call.b.scale_bytes, num_warps=config.num_warps,
+        **{**call.a.constants("A", config.step), **call.b.constants("B", config.step), **call.rescale_constants},
+        **config.constants, BLOCK=p.block, COMPUTE=p.compute, GUARD=int(wanted is not None), ISA=p.target.isa,
+    )  # fmt: skip
+    return out if config.split_k == 1 else reduce_split_k(call, out, config.split_k)
+
+
+def reduce_split_k(
+    call: Call, sums: torch.Tensor, split_k: int, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """[batches, m, n] from the float32 sums [split_k, batches, m, n], with rescale, bias and epilogue; in `out` if given.
+
+    pdl: whether the kernel that makes the sums lets this one start early; see `device.dependent_launch`.
+    """
+    p, cols = call.problem, 512
+    out_row = p.n if out is None else out.stride(0)
+    out = call.empty() if out is None else out
+    launch(call.with_epilogue(split_k_reduction), p.batches * p.m * ceil_div(p.n, cols), sums,
+           *call.rescale_pointers(out), out, *call.epilogue_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4,
+           SPLIT=split_k, COLS=cols, ISA=p.target.isa, PDL=int(pdl), **call.rescale_constants)  # fmt: skip
+    return out
+
+
+CANDIDATE = Candidate(
+    "dequant_tiles", "emulated", lambda p: True, dequant_tiles_config, run, takes_epilogue=lambda p: True
+)

@@ -23,14 +23,23 @@ The kernel is written for one lane at a time: tensors have one dimension and one
 the rest; it is pure, and its order is kept by a token (see `skinny_pipeline`).
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.templates.device.async_copy import BARRIER, COMMIT, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
 from fp4compile.templates.device.memory import swizzle
 from fp4compile.templates.device.nvfp4_weights import add_ptx, after, dequantize_word
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.heuristics import GemvConfig, gemv_config
+from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
 
 WIDTH = tl.constexpr(256)  # elements of a chunk's rows
 _CODES = tl.constexpr(2048)  # bytes of a chunk's codes, which its scales follow
@@ -483,3 +492,23 @@ def _finish(
                   A_OUTER, B_OUTER, BIAS, 0)  # fmt: skip
     store_rounded(out_ptr, at_m.to(tl.int64) * n + col, acc, ok, ISA)
     return token
+
+
+def _configure(p: Problem) -> GemvConfig | None:
+    return gemv_config(p, WIDTH.value, needed_bytes)
+
+
+def _serves(p: Problem) -> bool:
+    return p.target.isa > 0 and streams(p) and _configure(p) is not None
+
+
+def _run_group(calls: Sequence[Call], config: GemvConfig) -> list[torch.Tensor]:
+    p = calls[0].problem
+    wide = statically_true(p.k % 256 == 0) and not p.b.swizzled
+    return launch_group(gemv, calls, config, 16, WIDTH.value, WIDE=int(wide))
+
+
+CANDIDATE = Candidate(
+    "gemv", "emulated", _serves, _configure, lambda call, config: _run_group([call], config)[0],
+    dequantizes_a=True, group_with=in_common, run_group=_run_group,
+)  # fmt: skip

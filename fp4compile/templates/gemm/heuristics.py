@@ -1,18 +1,183 @@
-"""How the kernels of products are launched, by sizes: tiles, warps and stages as they measured best on an H200."""
+"""How the kernels of products are launched, by sizes: tiles, warps, stages and grids as they measured best on an H200.
+
+One typed configuration for each kernel; `constants` are the kernel's constexpr arguments. Figures come from
+benchmarks/launches.py and from decoding with Llama-3-8B; nothing was timed on another GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from fp4compile._compat import statically_true
 from fp4compile.layouts import ceil_div
-from fp4compile.targets import Target
 from fp4compile.templates.device.shared_memory import reserved
-from fp4compile.templates.gemm.gemv import WIDTH, needed_bytes
-from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
+from fp4compile.templates.gemm.problem import Problem
 
-DECODE_ROWS = 8  # rows of A up to which NVFP4 weights are streamed by `gemm_skinny`
-WGMMA_ROWS = 64  # rows of A up to which `gemm_wgmma_sm90` serves, on SM90
+SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
+WGMMA_ROWS = 64  # rows of A up to which `wgmma_sm90` serves
+# Rows of A from which on the library's product of dequantised operands is the faster one. On an H200 with N = K = 8192,
+# 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
+LIBRARY_ROWS = 65
 MULTIPROCESSORS = 132  # of an H200
-# Decode, by A (codes or plain 16-bit) and rows: columns of B, units and warps of a step, stages, warps, and how many
-# programs make splitting the contraction dimension unnecessary.
-DECODE = {
+
+
+@dataclass(frozen=True)
+class GemvConfig:
+    """Of `gemv`. warps: of a program. steps: of a warp along K. rows: of A. shared: bytes to reserve. grid: at most."""
+
+    warps: int
+    steps: int
+    rows: int
+    shared: int
+    grid: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"WARPS": self.warps, "STEPS": self.steps, "ROWS": self.rows, "SHARED": self.shared}
+
+
+def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], int]) -> GemvConfig | None:
+    """None for more than two rows of A, or rows too long for shared memory.
+
+    width: elements of a warp's step. needed_bytes: of shared memory, by warps, steps and rows.
+    """
+    rows = 1 if statically_true(p.m == 1) else 2
+    warps = 8 if statically_true(p.k <= 16 * 8 * width) else 16
+    steps = ceil_div(p.k, width * warps)
+    # A lane holds all that its warp has of a row on the way to shared memory.
+    if not statically_true(p.m <= 2) or not statically_true(steps <= 16):
+        return None
+    size = needed_bytes(warps, steps, rows)
+    fit = [each for each in (2, 3) if each * warps <= 24 and reserved(size, each, p.target)]
+    if not fit and not reserved(size, 1, p.target):
+        return None
+    # Two programs share a multiprocessor, or three: whichever leaves fewer of them idle in the last round of tiles.
+    each = fit[0] if fit else 1
+    if fit and isinstance(p.n, int):
+        each = min(fit, key=lambda each: each * ceil_div(ceil_div(p.n, 16), each * MULTIPROCESSORS))
+    return GemvConfig(warps, steps, rows, reserved(size, each, p.target), each * MULTIPROCESSORS)
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """Of `skinny`. tiles: of 16 rows of B in a program. chains: of sums that a warp makes at a time. grid: at most."""
+
+    rows: int
+    tiles: int
+    warps: int
+    stages: int
+    chains: int
+    grid: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"TILES": self.tiles, "WARPS": self.warps, "STAGES": self.stages, "ROWS": self.rows,
+                "CHAINS": self.chains}  # fmt: skip
+
+
+def skinny_config(p: Problem) -> SkinnyConfig:
+    """For the shapes of Llama-3; every configuration fits into 48 KB of shared memory.
+
+    With six programs for each multiprocessor some programs take two tiles, and no last few programs run alone. Two
+    chains pay where few warps share a multiprocessor.
+    """
+    rows = next((rows for rows in (2, 4) if statically_true(p.m <= rows)), 8)
+    tiles, warps, stages = 2, 4, 2
+    if statically_true(p.n >= 8192):
+        if rows <= 4 and statically_true(p.n < 16384):
+            stages = 3
+    elif rows == 8:
+        tiles = 1
+    elif statically_true(p.n <= 2048) or statically_true(p.k > 8192):
+        tiles, warps = 1, 8
+    else:
+        tiles, stages = 1, 4
+    return SkinnyConfig(rows, tiles, warps, stages, 1 if rows == 8 else 2, 6 * MULTIPROCESSORS)
+
+
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """Of `wgmma_sm90`. rows: of A, padded. stages: of a warp's weights. split_k: parts of K, summed by another kernel.
+
+    shared: bytes to reserve for a program; 0 until `wgmma_config` has set it.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    steps_per_stage: int
+    split_k: int = 1
+    shared: int = 0
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "WARPS": self.warps, "STAGES": self.stages,
+                "STEPS_PER_STAGE": self.steps_per_stage, "SHARED": self.shared}  # fmt: skip
+
+    def grid(self, n):
+        return ceil_div(n, 16 * self.warps) * self.split_k
+
+
+def wgmma_config(p: Problem, needed_bytes: Callable[[int, int, int, int], int]) -> WgmmaConfig:
+    """For the shapes of Llama-3. needed_bytes: of shared memory, by rows, warps, stages and steps per stage."""
+    config = _wgmma_tile(p)
+    size = needed_bytes(config.rows, config.warps, config.stages, config.steps_per_stage)
+    grid = config.grid(p.n)
+    each = ceil_div(grid, MULTIPROCESSORS) if isinstance(grid, int) else 1
+    fitting = (reserved(size, fewer, p.target) for fewer in range(each, 0, -1))
+    return replace(config, shared=next(filter(None, fitting)))
+
+
+def _wgmma_tile(p: Problem) -> WgmmaConfig:
+    """A program of eight warps for each multiprocessor, or one of 16.
+
+    16 warps read A less often, which pays where A has many rows and B is large. Small weights need many small
+    programs, and so do large ones with few rows of A. Partial sums cost another launch, so that one program for each
+    multiprocessor is enough, unless K is very long. An epilogue takes registers, which 16 warps do not have.
+    """
+    rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
+    few = WgmmaConfig(rows, warps=8, stages=3, steps_per_stage=2)
+    if statically_true(p.n <= 2048):
+        few = replace(few, warps=4, steps_per_stage=1)
+    elif rows == 16 and statically_true(p.n >= 16384) and statically_true(p.k >= 2048):
+        return replace(few, warps=4, stages=2, split_k=2)
+    many = WgmmaConfig(rows, warps=16, stages=2, steps_per_stage=2)
+    config = many if rows == 64 and statically_true(p.n * p.k > 2**26) else few
+    programs, split_k = config.grid(p.n), 1
+    # The exception for long K is as before dequantisation ran beside wgmma: it was not timed since.
+    room = MULTIPROCESSORS * (2 if rows == 16 and statically_true(p.k > 16384) else 1)
+    # A part has at least 512 elements of K.
+    while split_k < 8 and statically_true(2 * programs * split_k <= room) and statically_true(p.k >= 1024 * split_k):
+        split_k *= 2
+    return replace(few if p.epilogue and split_k == 1 else config, split_k=split_k)
+
+
+@dataclass(frozen=True)
+class DequantTilesConfig:
+    """Of `dequant_tiles`: a tile [bm, bn]; warps: parts of a step along K, of `units` units each."""
+
+    bm: int
+    bn: int
+    units: int
+    warps: int
+    stages: int
+    num_warps: int
+    split_k: int = 1
+    group_m: int = 8
+
+    @property
+    def step(self) -> int:
+        """Units of a step along K."""
+        return self.units * self.warps
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BM": self.bm, "BN": self.bn, "UNITS": self.units, "WARPS": self.warps, "GROUP_M": self.group_m,
+                "STAGES": self.stages, "SPLIT": self.split_k}  # fmt: skip
+
+
+# By A (plain 16-bit or packed codes) and its rows: columns of B, units and warps of a step, stages, num_warps, and
+# the number of programs from which on K is not split.
+_FEW_ROWS = {
     ("plain", 8): (32, 128, 4, 3, 4, 128), ("packed", 8): (32, 128, 4, 4, 4, 128),
     ("plain", 16): (32, 64, 4, 4, 4, 128), ("packed", 16): (32, 128, 2, 5, 2, 128),
     ("plain", 32): (64, 32, 4, 5, 4, 128), ("packed", 32): (64, 64, 4, 5, 4, 128),
@@ -20,116 +185,98 @@ DECODE = {
 }  # fmt: skip
 
 
-def few_config(m, n, k, target: Target) -> dict[str, int] | None:
-    """Constants of `gemv`, and GRID at most; None for rows that are more than two, or too long for it.
+def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
+    if p.target.sm == 0:
+        if statically_true(p.m <= 8):  # so that the interpreter runs a split K as well
+            return DequantTilesConfig(8, 16, 16, 2, 2, 4, split_k=2)
+        return DequantTilesConfig(16, 16, 32, 1, 2, 4)
+    if p.compute == "fp32":
+        return DequantTilesConfig(32, 32, 16, 1, 2, 4)
+    small = p.target.sm < 80 or p.target.sm in (86, 89, 120, 121)  # about 100 KB of shared memory
+    if statically_true(p.m <= 64):
+        return _few_rows(p, budget=90_000 if small else 216_000)
+    return DequantTilesConfig(64, 128, 32, 1, 2, 8) if small else DequantTilesConfig(128, 128, 32, 1, 3, 8)
 
-    Found by benchmarks/launches.py, and by decoding with Llama-3-8B. Two programs share a multiprocessor, or three:
-    whichever leaves the fewer of them idle in the last round of tiles, when others still have one.
+
+def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
+    """For up to 64 rows of A. budget: bytes of shared memory for the tiles on their way."""
+    bm = next(rows for rows in (8, 16, 32, 64) if statically_true(p.m <= rows))
+    a_bytes, b_bytes = p.a.unit_bytes, p.b.unit_bytes
+    bn, units, warps, stages, num_warps, enough = _FEW_ROWS["packed" if a_bytes == 1 else "plain", bm]
+    while bn > 16 and bm < 64 and not statically_true(ceil_div(p.n, bn) >= 128):
+        bn //= 2
+    if b_bytes > 1:  # more registers an element
+        units //= 2
+    while units > 32 and (stages - 1) * warps * units * (bm * a_bytes + bn * b_bytes) > budget:
+        units //= 2
+    split_k = 1
+    while (
+        split_k < 8
+        and statically_true(ceil_div(p.n, bn) * split_k < enough)
+        and statically_true(p.k >= 4 * split_k * units * warps)
+    ):
+        split_k *= 2
+    return DequantTilesConfig(bm, bn, units, warps, stages, num_warps, split_k)
+
+
+@dataclass(frozen=True)
+class BlockScaledConfig:
+    """Of `block_scaled_sm100`: a tile [bm, bn], steps of bk elements along K."""
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    num_warps: int
+    group_m: int = 8
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "STAGES": self.stages}
+
+
+def block_scaled_config(p: Problem) -> BlockScaledConfig:
+    """An epilogue takes registers: then more warps share a tile, or steps are shorter."""
+    packed = p.a.format.packed and p.b.format.packed
+    warps = 4 if packed and not p.epilogue and p.target.sm < 120 else 8
+    step = 256 if packed and not (p.epilogue and p.target.sm >= 120) else 128
+    return BlockScaledConfig(128, 128, step, stages=3 if packed else 4, num_warps=warps)
+
+
+# The library's product is made whole where it needs at most WHOLE_BYTES of memory beside operands, output and the
+# operand that is dequantised first (four times as much for up to FEW_LINES lines of that one), else in parts of about
+# PART_BYTES. A part has at least LEAST_LINES rows or columns and LEAST_RESULTS results: smaller ones do not fill the
+# GPU, and take longer to launch than to compute. On an H200 with M = N = K = 8192, NVFP4 weights and bf16 activations,
+# four parts take 1481 us and the whole 1578 us: what is dequantised and summed stays in the cache. With M = 2048,
+# N = 14336, K = 4096, seven parts take 421 us and the whole 388 us.
+WHOLE_BYTES, FEW_LINES = 2**26, 2048
+PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
+
+
+@dataclass(frozen=True)
+class DequantOperandConfig:
+    """Of `dequant_operand`. by_columns: A is dequantised whole and B in parts, else the reverse.
+
+    lines: rows of the operand that is cut, in a part; None where the product is made whole.
     """
-    rows = 1 if statically_true(m == 1) else 2
-    warps = 8 if statically_true(k <= 16 * 8 * WIDTH.value) else 16
-    steps = ceil_div(k, WIDTH.value * warps)
-    # A lane holds all that its warp has of a row on the way to shared memory.
-    if not statically_true(m <= 2) or not statically_true(steps <= 16):
-        return None
-    size = needed_bytes(warps, steps, rows)
-    fit = [each for each in (2, 3) if each * warps <= 24 and reserved(size, each, target)]
-    if not fit and not reserved(size, 1, target):
-        return None
-    each = fit[0] if fit else 1
-    if fit and isinstance(n, int):
-        each = min(fit, key=lambda each: each * ceil_div(ceil_div(n, 16), each * MULTIPROCESSORS))
-    return {"WARPS": warps, "STEPS": steps, "ROWS": rows, "GRID": each * MULTIPROCESSORS,
-            "SHARED": reserved(size, each, target)}  # fmt: skip
+
+    by_columns: bool
+    lines: int | None
 
 
-def decode_config(m, n, k) -> dict[str, int]:
-    """Constants of `gemm_skinny`, and GRID at most, for the shapes of Llama-3; all must fit shared memory.
-
-    Found by benchmarks/launches.py. With six programs for each multiprocessor some of them take two tiles, and no last
-    few have it for themselves. Two chains pay where few warps share a multiprocessor.
-    """
-    rows = next((rows for rows in (2, 4) if statically_true(m <= rows)), 8)
-    tiles, warps, stages = 2, 4, 2
-    chains = 1 if rows == 8 else 2
-    if statically_true(n >= 8192):
-        if rows <= 4 and statically_true(n < 16384):
-            stages = 3
-    elif rows == 8:
-        tiles = 1
-    elif statically_true(n <= 2048) or statically_true(k > 8192):
-        tiles, warps = 1, 8
-    else:
-        tiles, stages = 1, 4
-    return {"TILES": tiles, "WARPS": warps, "STAGES": stages, "ROWS": rows, "CHAINS": chains,
-            "GRID": 6 * MULTIPROCESSORS}  # fmt: skip
+def dequant_operand_config(p: Problem, direct: bool) -> DequantOperandConfig:
+    """direct: whether the library writes the result itself, so that no float32 sums are needed."""
+    by_columns = _dequantized_bytes(p, p.a.format, p.m) < _dequantized_bytes(p, p.b.format, p.n)
+    count, others, cut = (p.n, p.m, p.b) if by_columns else (p.m, p.n, p.a)
+    line_bytes = (0 if cut.format is None else 2 * p.k) + (0 if direct else 4 * others)
+    most = 4 * WHOLE_BYTES if statically_true(others <= FEW_LINES) else WHOLE_BYTES
+    if statically_true(count * line_bytes <= most):
+        return DequantOperandConfig(by_columns, None)
+    if not all(isinstance(size, int) for size in (count, others, line_bytes)):
+        return DequantOperandConfig(by_columns, LEAST_LINES)  # only read when sizes are concrete
+    return DequantOperandConfig(by_columns, max(PART_BYTES // line_bytes, LEAST_RESULTS // others, LEAST_LINES))
 
 
-def wgmma_config(m, n, k, fused: bool = False) -> dict[str, int]:
-    """Constants of `gemm_wgmma_sm90`, and SPLIT, for the shapes of Llama-3.
-
-    Found by benchmarks/launches.py. A program of eight warps for each multiprocessor, or one of 16: that reads fewer
-    activations, and pays where they are many and the weights large. Small weights need many small programs, and so do
-    large ones that are multiplied by few rows. Partial sums take another launch, so that a program for each
-    multiprocessor is enough, unless it has very much to do. fused: what the sums go through takes registers, too,
-    which 16 warps do not have.
-    """
-    rows = 16 if statically_true(m <= 16) else 32 if statically_true(m <= 32) else 64
-    few = {"ROWS": rows, "WARPS": 8, "STAGES": 3, "STEPS_PER_STAGE": 2}
-    if statically_true(n <= 2048):
-        few |= {"WARPS": 4, "STEPS_PER_STAGE": 1}
-    elif rows == 16 and statically_true(n >= 16384) and statically_true(k >= 2048):
-        return {**few, "WARPS": 4, "STAGES": 2, "SPLIT": 2}
-    many = {"ROWS": rows, "WARPS": 16, "STAGES": 2, "STEPS_PER_STAGE": 2}
-    config = many if rows == 64 and statically_true(n * k > 2**26) else few
-    programs, split = ceil_div(n, 16 * config["WARPS"]), 1
-    # The exception is as many parts as before expansion ran beside wgmma: not timed since.
-    room = MULTIPROCESSORS * (2 if rows == 16 and statically_true(k > 16384) else 1)
-    # A part has at least 512 elements of the contraction dimension.
-    while split < 8 and statically_true(2 * programs * split <= room) and statically_true(k >= 1024 * split):
-        split *= 2
-    return {**(few if fused and split == 1 else config), "SPLIT": split}
-
-
-def wgmma_shared(config: dict[str, int], programs, target: Target) -> int:
-    """Bytes of shared memory to reserve for each of so many programs, of a launch that `wgmma_config` says."""
-    size = wgmma_bytes(*(config[name] for name in ("ROWS", "WARPS", "STAGES", "STEPS_PER_STAGE")))
-    each = ceil_div(programs, MULTIPROCESSORS) if isinstance(programs, int) else 1
-    return next(filter(None, (reserved(size, fewer, target) for fewer in range(each, 0, -1))))
-
-
-def tile_of(m, n, k, compute: str, a_bytes: int, b_bytes: int, sm: int) -> dict:
-    """Tile and launch of `gemm_dequant_tiles`; *_bytes: of a unit."""
-
-    def tile(bm, bn, units, warps, stages, num_warps, split=1):
-        return {"BM": bm, "BN": bn, "UNITS": units, "WARPS": warps, "SPLIT": split, "GROUP_M": 8, "STAGES": stages,
-                "num_warps": num_warps}  # fmt: skip
-
-    if sm == 0:
-        if statically_true(m <= 8):  # in the interpreter as well
-            return tile(8, 16, 16, 2, 2, 4, split=2)
-        return tile(16, 16, 32, 1, 2, 4)
-    if compute == "fp32":
-        return tile(32, 32, 16, 1, 2, 4)
-    small = sm < 80 or sm in (86, 89, 120, 121)  # about 100 KB of shared memory
-    if statically_true(m <= 64):
-        bm = (
-            8 if statically_true(m <= 8) else 16 if statically_true(m <= 16) else 32 if statically_true(m <= 32) else 64
-        )
-        bn, units, warps, stages, num_warps, programs = DECODE["packed" if a_bytes == 1 else "plain", bm]
-        while bn > 16 and bm < 64 and not statically_true(ceil_div(n, bn) >= 128):
-            bn //= 2
-        if b_bytes > 1:  # more registers an element
-            units //= 2
-        budget = 90_000 if small else 216_000
-        while units > 32 and (stages - 1) * warps * units * (bm * a_bytes + bn * b_bytes) > budget:
-            units //= 2
-        split = 1
-        while (
-            split < 8
-            and statically_true(ceil_div(n, bn) * split < programs)
-            and statically_true(k >= 4 * split * units * warps)
-        ):
-            split *= 2
-        return tile(bm, bn, units, warps, stages, num_warps, split)
-    return tile(64, 128, 32, 1, 2, 8) if small else tile(128, 128, 32, 1, 3, 8)
+def _dequantized_bytes(p: Problem, fmt, rows):
+    """What dequantising an operand needs, as far as it is known: a symbolic number of rows counts as few."""
+    return 0 if fmt is None else 2 * p.k * (rows if isinstance(rows, int) else LIBRARY_ROWS)

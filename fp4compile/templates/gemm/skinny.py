@@ -16,9 +16,13 @@ The kernel is written for one lane at a time: tensors have one dimension and one
 that Triton can give them. Inline PTX does the rest.
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.templates.device.async_copy import BARRIER, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import (
@@ -29,9 +33,12 @@ from fp4compile.templates.device.nvfp4_weights import (
     read_weights,
     scale_registers,
 )
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, skinny_config
+from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.skinny_pipeline import arranged, buffer_ptx, copy_step, read_activations, stage_bytes
-
-MOST_IN_GROUP = 3  # weights of a launch, at most
+from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
 
 
 def _step_ptx(compute: str, chains: int) -> str:
@@ -218,3 +225,17 @@ def _finish(
         here = (at_m < m) & (at_n < n) & (place < count)
         store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, acc, here, ISA)
     return token
+
+
+def _serves(p: Problem) -> bool:
+    return statically_true(p.m <= SKINNY_ROWS) and p.target.isa > 0 and streams(p)
+
+
+def _run_group(calls: Sequence[Call], config: SkinnyConfig) -> list[torch.Tensor]:
+    return launch_group(gemm_skinny, calls, config, 16 * config.tiles, 128)
+
+
+CANDIDATE = Candidate(
+    "skinny", "emulated", _serves, skinny_config, lambda call, config: _run_group([call], config)[0],
+    dequantizes_a=True, group_with=in_common, run_group=_run_group,
+)  # fmt: skip

@@ -6,13 +6,17 @@ elements, which is the order in which a lane expands its weights. The units of l
 `wgmma` reads them (the swizzle of 128 bytes). Rows and elements that there are not are zeros.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.dequantize import load_scales, load_units, repeat_scales
 from fp4compile.templates.device.elements import decode_pair, pack
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.launch import launch
 
 
 @triton.jit
@@ -46,3 +50,14 @@ def swizzle_a_sm90(
     at = image_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + line + tl.arange(0, 4)[None, None, :]
     tl.store(at + unit * 4, near & 0xFFFF | far << 16)
     tl.store(at + (unit ^ 1) * 4, near >> 16 & 0xFFFF | far & -65536)
+
+
+def swizzled_a(call: Call, rows: int, steps: int) -> torch.Tensor:
+    """A for `wgmma_sm90`, of `rows` rows, in whole pipeline stages of `steps` steps: [matrices, rows, 64]."""
+    a, b, p = call.a, call.b, call.problem
+    matrices = 2 * steps * ceil_div(p.k, 128 * steps)
+    out = a.data.new_empty((matrices, rows, 64), dtype=p.compute_dtype)
+    launch(swizzle_a_sm90, matrices, a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, p.m,
+           p.k // 16, a.units_per_row, num_warps=rows // 16, ROWS=rows, LAUNCH_DEPENDENTS=p.target.dependent_launch,
+           ISA=p.target.isa, **a.reading(64 * steps))  # fmt: skip
+    return out

@@ -15,14 +15,24 @@ inline PTX may declare, so it is Triton's: see `shared_memory`.
 
 import itertools
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.templates.device.async_copy import BARRIER, COMMIT, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import copy_weights, dequantize_word, read_weights, scale_registers
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
+from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
+from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.gemm.streaming import streams
+from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
+from fp4compile.templates.launch import launch
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 _SLOT = tl.constexpr(1152)  # bytes of 16 rows of a warp's step in its ring: codes and scales
@@ -296,3 +306,31 @@ def gemm_wgmma_sm90(
         at_m, at_n = _place(row, lane, i)
         at = (split * m + at_m).to(tl.int64) * n + at_n
         store_rounded(out_ptr, at, values[i], (at_m < m) & (at_n < n), ISA)
+
+
+def _serves(p: Problem) -> bool:
+    return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
+
+
+def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
+    p, split_k = call.problem, config.split_k
+    a = swizzled_a(call, config.rows, config.steps_per_stage)
+    out = call.empty() if split_k == 1 else call.empty_sums(split_k)
+    first = call if split_k == 1 else call.without_epilogue()
+    a_outer, b_outer, bias = call.rescale_pointers(out)
+    even = statically_true(p.n % (16 * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
+    launch(
+        first.with_epilogue(gemm_wgmma_sm90), config.grid(p.n),
+        a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
+        p.m, p.n, p.k // 32, split_k, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
+        BIAS=int(call.bias is not None), PARTIAL=int(split_k > 1), B_SQUARE=int(p.b.format.square),
+        B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even), PDL=p.target.dependent_launch,
+        ISA=p.target.isa, num_warps=config.warps, **config.constants,
+    )  # fmt: skip
+    return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
+
+
+CANDIDATE = Candidate(
+    "wgmma_sm90", "emulated", _serves, lambda p: wgmma_config(p, needed_bytes), _run,
+    takes_epilogue=lambda p: True, dequantizes_a=True,
+)  # fmt: skip

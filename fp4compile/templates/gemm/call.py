@@ -1,0 +1,179 @@
+"""A product with its tensors, as kernels take them: contiguous, in bytes, at addresses of whole 16 bytes."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from fp4compile._compat import statically_true
+from fp4compile.epilogue import Epilogue
+from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.operand import Operand
+from fp4compile.templates.device.epilogue import AUXILIARIES, with_epilogue
+from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.quantize.dispatch import power_of_two
+
+
+@dataclass(frozen=True, eq=False)
+class KernelOperand:
+    """An operand as the kernels read it: data [batches * rows, k] and uint8 scales, contiguous.
+
+    k: elements of a row, padding included.
+    """
+
+    type: OperandType
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    outer: torch.Tensor | None
+    rows: int
+    k: int
+
+    @property
+    def units_per_row(self) -> int:
+        """Units of two elements in a row; elements of a plain operand."""
+        width = self.data.shape[-1]
+        return width // 2 if self.type.element in ("e4m3", "e5m2") else width
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scale bytes of one matrix."""
+        if self.scales is None:
+            return 0
+        fmt = self.type.format
+        blocks = ceil_div(self.k, fmt.block_cols)
+        if self.type.swizzled:
+            return swizzled_numel(self.rows, blocks)
+        return ceil_div(self.rows, fmt.block[0]) * blocks
+
+    def part(self, start: int, rows: int) -> "KernelOperand":
+        """Rows from `start` on, of a single matrix; start: a multiple of 128."""
+
+        def cut(x, rows_each):  # x has an entry for each `rows_each` rows
+            return x.view(-1, x.shape[-1]).narrow(0, start // rows_each, ceil_div(rows, rows_each))
+
+        scales, outer, fmt = self.scales, self.outer, self.type.format
+        if scales is not None and self.type.swizzled:  # in tiles of 128 rows
+            tiles = ceil_div(ceil_div(self.k, fmt.block_cols), 4)
+            scales = cut(scales.view(-1, 512 * tiles), 128).view(-1)
+        elif scales is not None:
+            scales = cut(scales, fmt.block[0])
+        if outer is not None and outer.dim() > 0:
+            outer = cut(outer, 1)
+        return replace(self, data=cut(self.data, 1), scales=scales, outer=outer, rows=rows)
+
+    def align(self, step: int) -> int:
+        """See `device.dequantize.load_units`: -1 where rows are whole steps of `step` units; of plain rows, words that
+        divide a row, which may be read at once."""
+        if self.type.format is not None:
+            return -1 if statically_true(self.units_per_row % step == 0) else 0
+        return power_of_two(self.data.shape[-1], 16 // self.data.element_size()) // 2
+
+    def constants(self, name: str, step: int) -> dict:
+        """The constexpr arguments of a kernel that reads this operand, as operand `name`, `step` units at a time."""
+        return {f"{name}_{field}": value for field, value in self._fields(step).items()} | {
+            f"{name}_OUTER": self.type.outer
+        }
+
+    def reading(self, step: int) -> dict:
+        """The same for a kernel that reads one operand alone, without its outer scale."""
+        return self._fields(step)
+
+    def _fields(self, step: int) -> dict:
+        square = self.type.format is not None and self.type.format.square
+        return {"ELEMENT": self.type.element, "SCALE": self.type.scale, "SWIZZLED": int(self.type.swizzled),
+                "SQUARE": int(square), "ALIGN": self.align(step)}  # fmt: skip
+
+
+def kernel_operand(x: Operand, type: OperandType) -> KernelOperand:
+    """The operand's tensors as kernels take them; copied only where they lie otherwise."""
+    data, scales, fmt = x.data, x.scales, x.format
+    *_, rows, width = data.shape
+    k = 2 * width if fmt is not None and fmt.packed else width
+    if fmt is None or fmt.scale is None:
+        scales = None
+    else:
+        scales = _aligned(scales.contiguous().view(torch.uint8))
+    outer = None if x.outer is None else x.outer.contiguous()
+    if fmt is not None and not fmt.packed:
+        data = data.view(torch.uint8)
+        if not statically_true(width % 2 == 0):  # two codes make a unit
+            data = F.pad(data, (0, width % 2))
+    return KernelOperand(type, _aligned(data.contiguous()), scales, outer, rows, k)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, copied where it does not begin at whole 16 bytes."""
+    return x if statically_true(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A product as it is launched: the problem, its operands, and what its epilogue reads.
+
+    epilogue: None, or the steps; auxiliaries: the tensors that these read, of the product's size or of n elements.
+    """
+
+    problem: Problem
+    a: KernelOperand
+    b: KernelOperand
+    bias: torch.Tensor | None
+    epilogue: Epilogue | None = None
+    auxiliaries: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.problem.out_dtype if self.epilogue is None else self.epilogue.dtype
+
+    def empty(self) -> torch.Tensor:
+        """Memory for the result [batches, m, n]."""
+        p = self.problem
+        return self.a.data.new_empty((p.batches, p.m, p.n), dtype=self.stored_dtype)
+
+    def empty_sums(self, split_k: int) -> torch.Tensor:
+        """Memory for the partial sums [split_k, batches, m, n] in float32."""
+        p = self.problem
+        return self.a.data.new_empty((split_k, p.batches, p.m, p.n), dtype=torch.float32)
+
+    @property
+    def rescale_constants(self) -> dict:
+        """The constexpr arguments of `device.epilogue.rescale`."""
+        p = self.problem
+        return {"A_OUTER": p.a.outer, "B_OUTER": p.b.outer, "BIAS": int(self.bias is not None),
+                "B_BATCHED": int(p.b_batched)}  # fmt: skip
+
+    def rescale_pointers(self, unused: torch.Tensor) -> list:
+        """Outer scale of A, of B, and bias; `unused` in place of what is absent."""
+        return [unused if t is None else t for t in (self.a.outer, self.b.outer, self.bias)]
+
+    def epilogue_pointers(self, unused: torch.Tensor) -> list:
+        """The epilogue's tensors, filled up with `unused`."""
+        return [*self.auxiliaries, *[unused] * (AUXILIARIES - len(self.auxiliaries))]
+
+    def with_epilogue(self, kernel):
+        """The kernel with the call's epilogue in it."""
+        return kernel if self.epilogue is None else with_epilogue(kernel, self.epilogue)
+
+    def without_epilogue(self) -> "Call":
+        return replace(self, problem=replace(self.problem, epilogue=False), epilogue=None, auxiliaries=())
+
+    def rows(self, start: int, count: int) -> "Call":
+        """The product of some rows of A, of one matrix; start: a multiple of 128."""
+        return replace(self, problem=replace(self.problem, m=count), a=self.a.part(start, count),
+                       auxiliaries=self._auxiliaries(0, start, count))  # fmt: skip
+
+    def columns(self, start: int, count: int) -> "Call":
+        """The product with some rows of B, of one matrix: columns of the result; start: a multiple of 128."""
+        bias = None if self.bias is None else self.bias.narrow(0, start, count)
+        return replace(self, problem=replace(self.problem, n=count), b=self.b.part(start, count), bias=bias,
+                       auxiliaries=self._auxiliaries(1, start, count))  # fmt: skip
+
+    def _auxiliaries(self, dim: int, start: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Those parts of the epilogue's tensors that belong to some rows (0) or columns (1) of the result."""
+        p = self.problem
+
+        def cut(x):
+            if x.numel() == p.n:
+                return x.view(-1).narrow(0, start, count) if dim == 1 else x
+            return x.view(p.m, p.n).narrow(dim, start, count)
+
+        return tuple(map(cut, self.auxiliaries))

@@ -1,0 +1,48 @@
+"""What a kernel of the GEMM room says of itself: an entry in the registry of `choose`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.problem import Problem
+
+
+def _never(problem: Problem) -> bool:
+    return False
+
+
+def _always(problem: Problem) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel, or a library call, that computes products.
+
+    name: what the report, the log and `Choice` call it.
+    tier: "native" where the matrix units read the operands as they are quantised, else "emulated".
+    serves: whether it can compute a problem, and should if no candidate of a better rank does.
+    configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
+        configure. run: launches a call with that configuration and returns [batches, m, n].
+    takes_epilogue: whether it can apply an epilogue before it stores.
+    traceable: whether a graph can hold its launches: not those of a loop over parts.
+    any_rows: whether it serves the problem for every number of rows of A, if it does for one.
+    dequantizes_a: whether it writes a quantised A to memory in 16 bits first.
+    group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
+        have in common beside A, and the launch of all. None for other kernels.
+    """
+
+    name: str
+    tier: str
+    serves: Callable[[Problem], bool]
+    configure: Callable[[Problem], Any]
+    run: Callable[[Call, Any], torch.Tensor]
+    takes_epilogue: Callable[[Problem], bool] = _never
+    traceable: Callable[[Problem], bool] = _always
+    any_rows: bool = False
+    dequantizes_a: bool = False
+    group_with: Callable[[Problem], tuple] | None = None
+    run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None

@@ -1,0 +1,62 @@
+"""What the kernels for few rows of A share: NVFP4 weights that are streamed, and several of them in one launch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fp4compile._compat import statically_true
+from fp4compile.layouts import ceil_div
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.dequant_operand import dequantized
+from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.launch import launch
+
+MOST_IN_GROUP = 3  # products of one A in a launch
+
+
+def streams(p: Problem) -> bool:
+    """Whether B is as `device.nvfp4_weights` reads it, and 16 bits hold A."""
+    weights = p.b.element == "e2m1" and p.b.scale == "e4m3"
+    whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
+    return weights and whole and p.compute != "fp32"
+
+
+def in_common(p: Problem) -> tuple:
+    """What products of one A must have in common, beside A, to be one launch."""
+    return p.b, p.bias, p.out_dtype
+
+
+def of_all(calls: Sequence[Call]) -> Problem:
+    """The problem of a launch that computes all of the calls: that of one B with the columns of all."""
+    return replace(calls[0].problem, n=sum(call.problem.n for call in calls))
+
+
+def launch_group(kernel, calls: Sequence[Call], config, tile_rows: int, step: int, **constants) -> list[torch.Tensor]:
+    """Launch a kernel on up to MOST_IN_GROUP products of one A, which is dequantised first where it is quantised.
+
+    tile_rows: rows of B in a tile. step: elements of a warp's step along K. Returns [1, m, n] of each call.
+    """
+    call, p = calls[0], calls[0].problem
+    a = dequantized(call.a, p.m, p.k, torch.float16, p.target, call.a.data)
+    outs = [each.empty() for each in calls]
+    pointers = [pointer for each, out in zip(calls, outs, strict=True) for pointer in _pointers(each, out)]
+    unused = MOST_IN_GROUP - len(calls)
+    sizes = [each.problem.n for each in calls]
+    even = all(statically_true(n % tile_rows == 0) for n in sizes) and statically_true(p.k % (step * config.warps) == 0)
+    launch(
+        kernel, torch.sym_min(sum(ceil_div(n, tile_rows) for n in sizes), config.grid),
+        a, a if call.a.outer is None else call.a.outer, *pointers, *[call.b.data] * 5 * unused,
+        p.m, *sizes, *[1] * unused, p.k // 32, num_warps=config.warps, GROUP_SIZE=len(calls),
+        A_OUTER=p.a.outer, B_OUTER=p.b.outer, BIAS=int(call.bias is not None),
+        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), EVEN=int(even),
+        COMPUTE=p.compute, ISA=p.target.isa, **config.constants, **constants,
+    )  # fmt: skip
+    return outs
+
+
+def _pointers(call: Call, out: torch.Tensor) -> tuple:
+    """The arguments of one product; in place of an absent outer scale or bias, codes that are never read."""
+    unused = call.b.data
+    outer, bias = (unused if x is None else x for x in (call.b.outer, call.bias))
+    return call.b.data, call.b.scales, outer, bias, out
