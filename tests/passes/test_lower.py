@@ -285,7 +285,7 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
         assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
         if launch.kernel.__name__ in ("swizzle_a_sm90", "gemm_wgmma_sm90"):
-            assert written == {"image_ptr" if launch.kernel.__name__ == "swizzle_a_sm90" else "out_ptr"}
+            assert written == {"swizzled_a_ptr" if launch.kernel.__name__ == "swizzle_a_sm90" else "out_ptr"}
         if launch.kernel.__name__ in ("gemv", "gemm_skinny"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["GROUP_SIZE"]])

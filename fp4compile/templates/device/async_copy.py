@@ -1,19 +1,41 @@
-"""Asynchronous copies into shared memory and barriers, as PTX for one lane at a time."""
+"""Inline PTX for kernels that are written one lane at a time: asynchronous copies to shared memory, and barriers.
+
+The kernels that stream NVFP4 weights (`gemv`, `gemm_skinny`, `gemm_wgmma_sm90`) say what each lane does. Their tensors
+have one axis with one element for each lane of the program. Triton has only one layout for such a tensor, so inline PTX
+may rely on which lane has which element.
+
+Every piece of this PTX is declared pure: Inductor takes a kernel with side effects to write all of its arguments. The
+compiler may reorder or drop pure code, so the order is made a data dependency. Every piece takes the token that the
+piece before it returned, and returns a token itself. A token is an int32 in each lane; its value means nothing.
+"""
 
 import triton
 import triton.language as tl
 
+# `COMMIT` ends a group of asynchronous copies, the unit that `wait_ptx` counts.
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
 BARRIER = tl.constexpr("bar.sync 0; mov.b32 $0, 0;")
 WARP_BARRIER = tl.constexpr("bar.warp.sync 0xffffffff; mov.b32 $0, 0;")
+# Input: a float32. Its value exists before anything that takes the token happens.
+AWAIT_VALUE = tl.constexpr("mov.b32 $0, 0;")
 
 
 @triton.constexpr_function
 def wait_ptx(groups):
+    """Wait until at most `groups` groups of the warp's copies are still under way, the newest ones."""
     return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+
+
+@triton.constexpr_function
+def select_ptx(texts, *key):
+    """The PTX of one variant; texts: PTX by variant."""
+    return texts[key]
 
 
 @triton.jit
 def do_ptx(text: tl.constexpr, operands: tl.constexpr, values):
-    """PTX for its effect, or what it leaves in $0; the last of the values is the token of what must come before."""
+    """Run PTX for its effect, and return $0, an int32: the next token, or a result.
+
+    operands: constraints of the inputs $1, $2, ... values: the inputs; the last one is the token.
+    """
     return tl.inline_asm_elementwise(text, "=&r," + operands, values, dtype=tl.int32, is_pure=True, pack=1)

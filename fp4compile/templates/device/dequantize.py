@@ -1,13 +1,13 @@
-"""Expand a tile of a quantised operand for the matrix units: elements times block scales, exactly.
+"""Dequantise a tile of an operand for the matrix units: elements times block scales, exactly.
 
-A tile comes as units, two neighbours along the contraction dimension in one (a byte of E2M1 codes, two bytes of FP8
-codes, one word of a plain operand), and leaves as two tensors, the first and the second neighbours. The product sums
-first with first and second with second, so nothing is interleaved. Index tensors have two axes, or three where the
-contraction dimension is cut among warps.
+A tile is loaded as units. A unit is two neighbours along K: a byte of E2M1 codes, two bytes of FP8 codes, or one word
+of a plain operand. The result is two tensors, one with the first and one with the second element of each unit. The
+product multiplies first with first and second with second elements, so nothing needs to be interleaved. Index tensors
+have two axes (row, K), or three where K is cut among warps.
 
-`COMPUTE` is what the matrix units read: "fp16" (NVFP4, float8_rowwise, plain fp16), "bf16" (MX, plain bf16), or
-"fp32". Every value times 2^-`shift_of` is representable there, but for MX blocks whose scale is below
-2^(TINY - 127): they count as zero, and are summed apart, times 2^TINY.
+COMPUTE is the type that the matrix units read: "fp16" (NVFP4, float8_rowwise, plain fp16), "bf16" (MX, plain bf16), or
+"fp32". It holds every value times 2^-`shift_of` exactly. Only MX blocks with scales below 2^(TINY - 127) it may not
+hold: these blocks are taken for zero, and can be had apart, times 2^TINY.
 """
 
 import triton
@@ -23,7 +23,7 @@ TINY = tl.constexpr(32)
 
 @triton.constexpr_function
 def shift_of(ELEMENT, SCALE, COMPUTE):
-    """The power of two by which `expand` divides: that of the packed form of E2M1, which needs no addition."""
+    """Log2 of what `dequantize` divides by: E2M1 codes become 16-bit floats by shifts alone, with another bias."""
     if ELEMENT != "e2m1" or SCALE != "e4m3" or COMPUTE == "fp32":
         return 0
     return 14 if COMPUTE == "fp16" else 7
@@ -34,17 +34,18 @@ INTERPRETING = tl.constexpr(_compat.interpreting())
 
 @triton.constexpr_function
 def compute_dtype(COMPUTE, interpreting):
-    """Triton's interpreter has no bf16 product; float32 holds the same values."""
+    """The type of the values. Triton's interpreter has no bf16 product, but float32 holds the same values."""
     if COMPUTE == "fp16":
         return tl.float16
     return tl.float32 if COMPUTE == "fp32" or interpreting else tl.bfloat16
 
 
-# Four bytes of two codes each ($4) times 16-bit scales ($5, $6) -> first ($0, $1) and second elements ($2, $3). A code
-# with its magnitude at bit 9 of an fp16 and its sign at bit 15 is its value times 2^-14, with the magnitude at bit 6 of
-# a bf16 times 2^-126. A select puts signs and shifted magnitudes together, of all second codes of four bytes (fp16) or
-# of both codes of two bytes (bf16) at once.
-_SELECT = "0xE4"  # lop3: the first operand where the third is set, else the second
+# PTX for four bytes of two codes each. Outputs: the first elements ($0, $1) and the second ones ($2, $3), two in a
+# register. Inputs: the codes ($4), 16-bit scales of both registers ($5, $6). With its magnitude at bit 9 and its sign
+# at bit 15 of an fp16 a code is its value times 2^-14; with its magnitude at bit 6 of a bf16, times 2^-126. One select
+# joins the signs with the shifted magnitudes: of the second codes of all four bytes (fp16), or of both codes of two
+# bytes (bf16).
+_SELECT = "0xE4"  # lop3: bits of the first operand where the third is set, else bits of the second
 
 
 def _dequantize_e2m1_f16_ptx():
@@ -75,7 +76,7 @@ _E2M1_BF16 = tl.constexpr(_dequantize_e2m1_bf16_ptx())
 
 @triton.jit
 def dequantize_e2m1(units, scale, COMPUTE: tl.constexpr):
-    """uint8 units, scales in the compute type -> code * scale, times 2^-14 (fp16) or 2^-126 (bf16)."""
+    """(First, second) elements of uint8 units times scales in the compute type, times 2^-14 (fp16) or 2^-126 (bf16)."""
     dtype: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
     first, second = tl.inline_asm_elementwise(
         _E2M1_F16 if COMPUTE == "fp16" else _E2M1_BF16,
@@ -97,7 +98,10 @@ def repeat_scales(scale, TIMES: tl.constexpr):
 
 @triton.jit
 def load_units(ptr, row, unit, rows, per_row, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
-    """Units of a tile; zero outside of the matrix. ALIGN: as in `load_words`, -1 where rows end with a tile."""
+    """The units of a tile; zeros outside of the matrix [rows, per_row].
+
+    ALIGN: of a plain operand as in `load_words`. Of codes -1 where rows are whole tiles, so that only rows are checked.
+    """
     if ELEMENT == "plain":
         dtype: tl.constexpr = ptr.dtype.element_ty
         # per_row counts elements, which may be odd
@@ -116,7 +120,10 @@ def load_scales(
     ptr, row, block, rows, blocks, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Scale bytes of a tile; outside of the matrix 1 (E8M0) or 0. Square blocks lie compact in the linear layout."""
+    """The scale bytes of a tile; outside of the matrix those of the scale 1 (E8M0) or 0 (E4M3).
+
+    SQUARE: in the linear layout BLOCK rows share one row of scales. ALIGN: see `load_units`.
+    """
     if SWIZZLED:
         at = swizzle(row.to(tl.int64), block, tl.cdiv(blocks, 4))
     elif SQUARE:
@@ -131,13 +138,14 @@ def load_scales(
 
 
 @triton.jit
-def expand(
+def dequantize(
     units, byte, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr, TINY_ONLY: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Units and scale bytes of a tile -> (first, second) in the compute type, times 2^-`shift_of`.
+    """(First, second) elements of units and scale bytes of a tile, in the compute type, times 2^-`shift_of`.
 
-    dtype: that of a plain operand. TINY_ONLY: the blocks that otherwise count as zero, times 2^TINY; all others zero.
+    dtype: of a plain operand. TINY_ONLY: only the blocks that otherwise are taken for zero, times 2^TINY; the others
+    are zeros.
     """
     out: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
     if ELEMENT == "plain":

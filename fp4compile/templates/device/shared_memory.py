@@ -1,7 +1,7 @@
-"""Shared memory for kernels that address it by themselves, more than the 48 KB that inline PTX may declare.
+"""Shared memory that a kernel addresses by itself: more than the 48 KB that inline PTX may declare.
 
-`reserve` makes Triton set so much aside; `MEMORY` is PTX for where it begins, at whole 1024 bytes. Such a kernel uses
-nothing that Triton would put into shared memory beside it.
+`reserve` makes Triton allocate the memory. `MEMORY` is PTX for the first address of it that is a multiple of 1024. Such
+a kernel must use no Triton operation that needs shared memory, because Triton would place it at the same address.
 """
 
 import triton
@@ -9,32 +9,41 @@ import triton.language as tl
 
 from fp4compile.targets import Target
 
-_TILE = tl.constexpr(4096)  # bytes that Triton's pipeline takes for one tile of `reserve`
+_RESERVED_TILE = tl.constexpr(4096)  # bytes that Triton's software pipeline allocates for one tile of `reserve`
 MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")
 
 
 def reserved(size: int, programs: int, target: Target) -> int | None:
-    """What to reserve for `size` bytes that begin at whole 1024 bytes, where so many programs share a multiprocessor.
+    """Bytes to reserve so that `programs` programs share a multiprocessor and each can align `size` bytes to 1024.
 
-    So much that no more of them fit: a kernel that starts while another one runs is not spread evenly over the
-    multiprocessors otherwise. None if so many do not fit.
+    The result is so large that not even one more program fits: without that, a kernel that starts while another one
+    still runs would not be spread evenly over the multiprocessors. None if that many programs do not fit.
     """
-    needed = -(-(size + 1023) // _TILE.value) * _TILE.value
-    share = (target.shared_memory + 1024) // programs - 1024  # each program takes 1024 bytes more
-    return share // _TILE.value * _TILE.value if needed <= share else None
+    needed = -(-(size + 1023) // _RESERVED_TILE.value) * _RESERVED_TILE.value
+    share = (target.shared_memory + 1024) // programs - 1024  # the GPU takes 1024 bytes more for each program
+    return share // _RESERVED_TILE.value * _RESERVED_TILE.value if needed <= share else None
 
 
 @triton.jit
 def reserve(ptr, out_ptr, count, BYTES: tl.constexpr):
-    """Shared memory of the program, BYTES of it, by a loop that is never run: its loads would pass through it.
+    """Make Triton allocate BYTES bytes of shared memory to the program.
 
-    ptr, out_ptr: any pointers, to 16-bit floats and to what floats can be cast to.
-    count: never negative, which the compiler does not know (of one it would: Triton makes it a constant).
+    Triton allocates what the loads of a pipelined loop pass through. The loop here is never run.
+    ptr: to 16-bit floats. out_ptr: to anything that a float can be cast to.
+    count: an integer argument that is never negative; the compiler must not know that, or it would drop the loop. (An
+    integer argument of value 1 is known: Triton makes it a constant.)
     """
     if count < 0:
         at = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
         acc = tl.zeros((16, 16), tl.float32)
-        for i in tl.range(0, count, num_stages=BYTES // _TILE + 1):
+        for i in tl.range(0, count, num_stages=BYTES // _RESERVED_TILE + 1):
             x = tl.load(ptr + i * 2048 + at)
             acc = tl.dot(x, tl.trans(x), acc)
         tl.store(out_ptr + tl.arange(0, 16), tl.sum(acc, 1).to(out_ptr.dtype.element_ty))
+
+
+@triton.constexpr_function
+def sum_of_warps_ptx(warps, size):
+    """PTX that adds one float32 of each warp. Input: address of the first warp's; the next one's is `size` bytes on."""
+    adds = " ".join(f"ld.shared.f32 f, [$1 + {warp * size}]; add.f32 $0, $0, f;" for warp in range(1, warps))
+    return f"{{ .reg .f32 f; ld.shared.f32 $0, [$1]; {adds} }}"

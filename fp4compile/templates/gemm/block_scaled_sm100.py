@@ -1,7 +1,8 @@
-"""The product of two block-scaled operands on matrix units that read codes and scales themselves (SM100 and up).
+"""Block-scaled GEMM: two block-scaled operands on matrix units that read codes and scales themselves (SM100 and up).
 
-Codes go to the matrix units as they are stored; block scales in the swizzled layout, one for each row and block (the
-quantise kernels write them so, square blocks too). The epilogue is that of the emulated tier.
+The matrix units take the codes as they are stored, and block scales in the swizzled layout, one for each row and block.
+The quantise kernels write them like that, also for square blocks. Outer scales, bias and epilogue are applied to the
+float32 sums, as in all kernels of products.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from fp4compile._compat import statically_true
 from fp4compile.layouts import ceil_div
-from fp4compile.templates.device.dequantize import INTERPRETING, expand
+from fp4compile.templates.device.dequantize import INTERPRETING, dequantize
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -21,12 +22,13 @@ from fp4compile.templates.launch import launch
 
 @triton.constexpr_function
 def codes_in(elements, ELEMENT):
-    """Bytes of so many elements."""
+    """Bytes of the codes of so many elements."""
     return elements // 2 if ELEMENT == "e2m1" else elements
 
 
 @triton.jit
 def _load_codes(ptr, row, col, rows, per_row, EVEN_K: tl.constexpr):
+    """Bytes of codes of a tile; zeros outside of [rows, per_row]. EVEN_K: a row is whole steps of the loop."""
     mask = row < rows
     if not EVEN_K:
         mask = mask & (col < per_row)
@@ -35,7 +37,7 @@ def _load_codes(ptr, row, col, rows, per_row, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _load_swizzled(ptr, row_tile, col_tile, row_tiles, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Scale bytes [ROWS, COLS] from whole tiles of 128 x 4, in the order in which they lie."""
+    """Scale bytes [ROWS, COLS] of the swizzled layout. Tiles of 128 x 4 are loaded whole, as they lie, then permuted."""
     r = row_tile + tl.arange(0, ROWS // 128)[:, None, None]
     c = col_tile + tl.arange(0, COLS // 4)[None, :, None]
     byte = tl.arange(0, 512)[None, None, :]
@@ -47,8 +49,8 @@ def _load_swizzled(ptr, row_tile, col_tile, row_tiles, col_tiles, ROWS: tl.const
 
 @triton.jit
 def _values(units, byte, BLOCK: tl.constexpr):
-    """Codes and E4M3 scales of a tile -> values in float32, a row as it lies."""
-    first, second = expand(units, byte, tl.float32, "e2m1", "e4m3", BLOCK, "fp32", False, 0)
+    """The float32 values [rows, elements] of NVFP4 codes and scales of a tile; for the interpreter."""
+    first, second = dequantize(units, byte, tl.float32, "e2m1", "e4m3", BLOCK, "fp32", False, 0)
     return tl.reshape(tl.join(first, second), (units.shape[0], 2 * units.shape[1]))
 
 
@@ -61,7 +63,11 @@ def gemm_block_scaled_sm100(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
     EVEN_K: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile [BM, BN] of out [batch, m, n]. *_per_row: bytes of a row of codes; `steps` of BK elements along it."""
+    """One tile [BM, BN] of out [batch, m, n] = a [batch, m, K] x b [batch or 1, n, K]^T, rescaled, plus a bias.
+
+    *_per_row: bytes of codes in a row. steps: of BK elements along K. row_tiles_*, col_tiles: tiles of 128 x 4 of the
+    swizzled scales. GROUP_M: row tiles that are walked together, for the L2 cache. EVEN_K: K is whole steps.
+    """
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     program = tl.program_id(0)
@@ -96,7 +102,7 @@ def gemm_block_scaled_sm100(
         if SCALE == "e4m3" and not INTERPRETING:
             a_scale = a_scale.to(tl.float8e4nv, bitcast=True)
             b_scale = b_scale.to(tl.float8e4nv, bitcast=True)
-        if SCALE == "e4m3" and INTERPRETING:  # the interpreter reads every scale as E8M0
+        if SCALE == "e4m3" and INTERPRETING:  # the interpreter's dot_scaled takes every scale for E8M0
             acc = tl.dot(_values(a, a_scale, BLOCK), tl.trans(_values(b, b_scale, BLOCK)), acc)
         else:
             acc = tl.dot_scaled(a, a_scale, A_ELEMENT, tl.trans(b), b_scale, B_ELEMENT, acc)

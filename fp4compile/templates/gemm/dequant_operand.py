@@ -1,4 +1,4 @@
-"""Expand a quantised matrix to 16-bit floating point without its outer scale, for the library's matrix product."""
+"""Dequantise a matrix to 16-bit floating point without its outer scale, for the library's matrix product."""
 
 import torch
 import triton
@@ -29,9 +29,10 @@ def dequant_operand(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One of `tiles` tiles a row of ROWS x UNITS units; out: [rows, 2 * per_row], bf16 or fp16.
+    """One tile of ROWS x UNITS units of out [rows, 2 * per_row], bf16 or fp16; a row has `tiles` tiles.
 
-    A value that bf16 cannot hold (MX blocks with scales near 2^-127) sets the int32 at inexact_ptr.
+    data: codes [rows, per_row units]; `device.dequantize` says what a unit is. blocks: of BLOCK elements in a row.
+    If a value may be inexact in bf16 (MX blocks with scales near 2^-127), the kernel sets the int32 at inexact_ptr.
     """
     program = tl.program_id(0)
     row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
@@ -46,7 +47,7 @@ def dequant_operand(
         first = first * scale
         second = second * scale
         if SCALE == "e8m0":
-            # Below 2^-100 the last places may be lost; which ones are is not worth finding out.
+            # Values below 2^-100 may lose their last places. Which ones do is not worth finding out.
             smallest = tl.minimum(_nonzero(first), _nonzero(second))
             if tl.min(tl.reshape(smallest, (ROWS * UNITS,)), 0) < 2.0**-100:
                 tl.store(inexact_ptr, 1)
@@ -59,7 +60,7 @@ def dequant_operand(
 
 @triton.jit
 def _nonzero(value):
-    """Magnitudes; 1 for zero."""
+    """The magnitude of each value, or 1 where the value is zero."""
     return tl.where(value == 0.0, 1.0, tl.abs(value))
 
 

@@ -1,9 +1,10 @@
-"""The product of two quantised operands on matrix units of 16 bits: expanded in registers, summed in float32.
+"""Dequant GEMM: the product of any two operands, dequantised in registers, on 16-bit matrix units, summed in float32.
 
-The weights (B) are the left factor: a tile of the transposed product [BN, BM] is made from B's rows times A's. So a
-few tokens fill the narrow side of the matrix instruction, and the weights go from their codes to its registers.
-`WARPS` > 1 cuts the contraction dimension among the warps of a program (as a batch of products, summed at the end),
-`SPLIT` > 1 among programs, whose partial sums `split_k_reduction` adds in a fixed order.
+A program computes a tile of the transposed product [BN, BM]: B is the first operand of the matrix instruction, A the
+second. So few rows of A fill the narrow side of the instruction, and B goes from its codes straight to registers, in
+which the first operand may lie.
+WARPS > 1 cuts K among the warps of a program: as a batch of products, whose sums are added at the end. SPLIT > 1 cuts K
+among programs (split-K): `split_k_reduction` then adds their partial sums, in a fixed order.
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dependent_launch import wait
-from fp4compile.templates.device.dequantize import TINY, expand, load_scales, load_units, repeat_scales, shift_of
+from fp4compile.templates.device.dequantize import TINY, dequantize, load_scales, load_units, repeat_scales, shift_of
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -21,13 +22,13 @@ from fp4compile.templates.launch import launch
 
 
 @triton.jit
-def _dot(left, right, acc, COMPUTE: tl.constexpr):
-    """acc + left @ right^T over the last axis."""
-    right = tl.trans(right) if len(left.shape) == 2 else tl.permute(right, (0, 2, 1))
+def _dot(b, a, acc, COMPUTE: tl.constexpr):
+    """acc + b @ a^T, over the last axis of both; the first axis is a batch if there are three."""
+    a = tl.trans(a) if len(b.shape) == 2 else tl.permute(a, (0, 2, 1))
     if COMPUTE == "fp32":
-        return tl.dot(left, right, acc, input_precision="ieee")
+        return tl.dot(b, a, acc, input_precision="ieee")
     else:
-        return tl.dot(left, right, acc)
+        return tl.dot(b, a, acc)
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _load(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Units and scale bytes of a tile."""
+    """(Units, scale bytes) of a tile of one operand; bytes of 0 for an operand without block scales."""
     units = load_units(ptr, row, unit, rows, per_row, ELEMENT, ALIGN)
     byte = 0
     if SCALE != "none":
@@ -46,7 +47,7 @@ def _load(
 
 @triton.jit
 def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether a block that `expand` counts as zero is not."""
+    """Whether the tile has a block that `dequantize` takes for zero, but that is not zero."""
     if SCALE == "e8m0":
         found = (repeat_scales(byte.to(tl.int32), BLOCK // 2) < TINY) & (units != 0)
         return tl.max(tl.reshape(found.to(tl.int32), (found.numel,)), 0) > 0
@@ -69,8 +70,10 @@ def gemm_dequant_tiles(
 ):  # fmt: skip
     """One tile [BM, BN] of out [batch, m, n], or (SPLIT > 1) of the partial sums [SPLIT, batch, m, n] in float32.
 
-    a, b: [batch, m, .] and [batch or 1, n, .] of `units` units; they lie `*_per_row` units (plain: elements) apart.
-    UNITS: units of a step of a warp's share. GROUP_M: row tiles that are walked together for the sake of the L2 cache.
+    a, b: [batch, m, K] and [batch or 1, n, K]. K has `units` units (see `device.dequantize`) and `blocks` blocks of
+    BLOCK elements; rows lie a_per_row and b_per_row units apart (plain: elements). *_scales_batch: bytes of scales of
+    one matrix. *_ALIGN: see `load_units`.
+    UNITS: units along K of a warp's step. GROUP_M: row tiles that are walked together, for the L2 cache.
     GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
     if GUARD:  # noqa: SIM102 (the pointer is read only then)
@@ -117,7 +120,8 @@ def gemm_dequant_tiles(
     step_units: tl.constexpr = UNITS * WARPS
     step_blocks: tl.constexpr = UNITS * WARPS // half
 
-    # Blocks of scales below 2^(TINY - 127) count as zero in the main loop; if there were any, a second one adds them.
+    # The main loop takes blocks with scales below 2^(TINY - 127) for zero. It keeps the smallest scales that it has
+    # seen; if there were such blocks, a second loop adds their products.
     a_watch: tl.constexpr = COMPUTE != "fp32" and A_SCALE == "e8m0"
     b_watch: tl.constexpr = COMPUTE != "fp32" and B_SCALE == "e8m0"
     smallest_a = tl.full(((1,) if not a_watch else block_shape(WARPS, BM, UNITS // half)), 255, tl.int32)
@@ -131,8 +135,8 @@ def gemm_dequant_tiles(
                                 B_ELEMENT, B_SCALE, B_SQUARE, BLOCK, B_SWIZZLED, B_ALIGN)  # fmt: skip
         a_units, a_byte = _load(a_ptr, a_scales_ptr, m_row, at, block_at, m, a_per_row, blocks,
                                 A_ELEMENT, A_SCALE, A_SQUARE, BLOCK, A_SWIZZLED, A_ALIGN)  # fmt: skip
-        b_first, b_second = expand(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA)
-        a_first, a_second = expand(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA)
+        b_first, b_second = dequantize(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA)
+        a_first, a_second = dequantize(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA)
         acc = _dot(b_first, a_first, acc, COMPUTE)
         acc = _dot(b_second, a_second, acc, COMPUTE)
         if a_watch:
@@ -153,14 +157,22 @@ def gemm_dequant_tiles(
                 a_units, a_byte = _load(a_ptr, a_scales_ptr, m_row, at, block_at, m, a_per_row, blocks,
                                         A_ELEMENT, A_SCALE, A_SQUARE, BLOCK, A_SWIZZLED, A_ALIGN)  # fmt: skip
                 if _any_tiny(a_units, a_byte, A_SCALE, BLOCK):
-                    b_first, b_second = expand(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA)
-                    a_first, a_second = expand(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, True, ISA)
+                    b_first, b_second = dequantize(
+                        b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA
+                    )
+                    a_first, a_second = dequantize(
+                        a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, True, ISA
+                    )
                     tiny = _dot(b_second, a_second, _dot(b_first, a_first, tiny, COMPUTE), COMPUTE)
                 if _any_tiny(b_units, b_byte, B_SCALE, BLOCK):
-                    b_first, b_second = expand(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, True, ISA)
-                    a_first, a_second = expand(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA)
+                    b_first, b_second = dequantize(
+                        b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, True, ISA
+                    )
+                    a_first, a_second = dequantize(
+                        a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA
+                    )
                     tiny = _dot(b_second, a_second, _dot(b_first, a_first, tiny, COMPUTE), COMPUTE)
-            # The product of two such blocks is below the smallest float32.
+            # Products of two such blocks are left out: they lie below the smallest float32.
             acc = acc + tiny * 2.0**-TINY.value
 
     if WARPS > 1:
@@ -183,12 +195,13 @@ def gemm_dequant_tiles(
 
 @triton.constexpr_function
 def bytes_per_unit(ELEMENT):
-    """Elements of the pointer's type in a unit: bytes of codes; a row of a plain operand is counted in elements."""
+    """Pointer elements in what `per_row` counts: bytes of a unit of codes; 1 of a plain operand (it counts elements)."""
     return 2 if ELEMENT in ("e4m3", "e5m2") else 1
 
 
 @triton.constexpr_function
 def block_shape(warps, rows, blocks):
+    """Shape of a tile's block scales."""
     return (rows, blocks) if warps == 1 else (warps, rows, blocks)
 
 
@@ -198,10 +211,10 @@ def split_k_reduction(
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
     SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the first axis of [SPLIT, batches, m, n] in float32, rescaled: COLS columns of one row.
+    """out: the sum over the first axis of float32 sums [SPLIT, batches, m, n], rescaled, through the epilogue.
 
-    out_row: elements from one row of out, and of the epilogue's operands, to the next. PDL: the kernel of the sums
-    starts this one early (see `device.dependent_launch`).
+    A program computes COLS columns of one row. out_row: elements from one row of out, and of the epilogue's operands,
+    to the next. PDL: the kernel that makes the sums starts this one early (see `device.dependent_launch`).
     """
     tiles = tl.cdiv(n, COLS)
     program = tl.program_id(0)

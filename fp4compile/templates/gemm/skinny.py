@@ -1,19 +1,19 @@
-"""The product of up to eight rows of 16-bit activations and NVFP4 weights, at the speed at which the weights arrive.
+"""Skinny GEMM: up to eight rows of 16-bit A times NVFP4 weights B, at the speed at which B can be read.
 
-For those that `gemv` cannot keep in shared memory: three to eight, or longer ones.
+It serves what `gemv` cannot: three to eight rows, or rows of A too long for shared memory.
 
-A decode step reads every weight once and does little else, so what counts is that enough of them are on their way.
-Loads into registers do not do: where one is used, ptxas waits for the newest of them, and only one step is prefetched.
-So each warp keeps the operands of its next steps on their way into shared memory, by asynchronous copies into a ring of
-its own; no warp waits for another before the sums are added. A program that is done with some rows of weights goes on
-with others, of the next weight, too, where several are multiplied by the same activations: the ring does not run dry.
+A decode step reads every weight once and does little else, so its speed is that of memory as long as enough bytes are
+on their way. Loads into registers keep too few on their way: ptxas waits for the newest load wherever one is used, so
+only one step is prefetched. Here each warp has STAGES buffers of its own in shared memory, and asynchronous copies fill
+them with the operands of its next steps. No warp waits for another one before the sums are added. The grid is
+persistent (`persistent_grid`): a program that is done with a tile goes on with its next one, of the next product of
+the group, too, and the pipeline does not run dry in between.
 
-A step of a warp is 128 elements of 16 or 32 rows of weights and of the rows of activations. With 32, activations are
-taken once for all of them, and more of the weights are on their way; with 16 there are twice as many programs, which
-small weights need. `skinny_pipeline` has the copies, and what is taken from them into registers.
+A step of a warp is 128 elements along K of 16 or 32 rows of B, and of the rows of A. With 32 rows of B, A is read from
+shared memory once for all of them, and more of B is on its way. With 16 there are twice as many tiles, which a small B
+needs. `skinny_pipeline` has the copies and the reads; this file has the arithmetic and the kernel.
 
-The kernel is written for one lane at a time: tensors have one dimension and one element for each lane, the only layout
-that Triton can give them. Inline PTX does the rest.
+The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`.
 """
 
 from collections.abc import Sequence
@@ -23,30 +23,25 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.templates.device.async_copy import BARRIER, WARP_BARRIER, do_ptx, wait_ptx
+from fp4compile.templates.device.async_copy import AWAIT_VALUE, BARRIER, WARP_BARRIER, do_ptx, select_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
-from fp4compile.templates.device.nvfp4_weights import (
-    TILE,
-    add_ptx,
-    after,
-    dequantize_word,
-    read_weights,
-    scale_registers,
-)
+from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, dequantize_word, read_weights, scale_registers
+from fp4compile.templates.device.persistent_grid import group_tiles, next_step
+from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, skinny_config
 from fp4compile.templates.gemm.problem import Problem
-from fp4compile.templates.gemm.skinny_pipeline import arranged, buffer_ptx, copy_step, read_activations, stage_bytes
+from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
 from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
 
 
-def _step_ptx(compute: str, chains: int) -> str:
-    """16 rows of weights times 8 rows of activations, over 128 elements, added to the sums.
+def _multiply_step_ptx(compute: str, chains: int) -> str:
+    """PTX that adds the product of 16 rows of B and 8 rows of A over 128 elements to a lane's sums.
 
-    Operands: 4 sums out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight words of
-    64 bits of activations (see `skinny_pipeline`); the sums.
-    chains: 1 or 2 sums that are made at a time, each product waiting for the one before it in its own.
+    Outputs: four sums. Inputs: codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight
+    words of 64 bits of A (see `interleave_a`); the four sums so far.
+    chains: 1 or 2 independent accumulators. `mma.sync` waits for the one before it on the same accumulator.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
     dtype = kind[:-2]
@@ -73,39 +68,36 @@ def _step_ptx(compute: str, chains: int) -> str:
     return " ".join(text) + " }"
 
 
-_STEPS = tl.constexpr({
-    (compute, chains): _step_ptx(compute, chains) for compute in ("fp16", "bf16") for chains in (1, 2)
+_MULTIPLY_STEP = tl.constexpr({
+    (compute, chains): _multiply_step_ptx(compute, chains) for compute in ("fp16", "bf16") for chains in (1, 2)
 })  # fmt: skip
-_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
-
-
-@triton.constexpr_function
-def _chosen(texts, compute, chains):
-    return texts[compute, chains]
+_MULTIPLY_STEP_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
 
 
 @triton.jit
-def _step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
-    """The sums c of 16 rows of weights w and 8 rows of activations x, 128 elements further."""
-    ptx: tl.constexpr = _chosen(_STEPS, COMPUTE, CHAINS)
+def _multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
+    """A lane's four sums c plus the products of a step's B (w) and A (x)."""
+    ptx: tl.constexpr = select_ptx(_MULTIPLY_STEP, COMPUTE, CHAINS)
     return tl.inline_asm_elementwise(
-        ptx, _OPERANDS, w + x + c,
+        ptx, _MULTIPLY_STEP_OPERANDS, w + x + c,
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
-# In: where to, two sums, whether they are wanted. The second is of the next row of activations.
-_PUT_TWO = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }")
+# Inputs: where to, two sums, whether their rows of A exist, a token. The second sum is of the next row of A.
+_STORE_TWO_SUMS = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }"
+)
 
 
 @triton.jit
-def _put_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """A warp's sums to shared memory, those of a row of weights side by side; all warps meet. Returns a token."""
+def _store_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """Store a warp's sums to shared memory as [16 * TILES, ROWS], then wait for all warps. Returns a token."""
     row_m = lane % 4 * 2
     wanted = (row_m < ROWS).to(tl.int32)
     for i in tl.static_range(2 * TILES):
         to = at + ((lane % 32 // 4 + i * 8) * ROWS + row_m) * 4
-        token = do_ptx(_PUT_TWO, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
+        token = do_ptx(_STORE_TWO_SUMS, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
     return do_ptx(BARRIER, "r", (token,))
 
 
@@ -114,116 +106,116 @@ def gemm_skinny(
     a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_1_ptr, b_scales_1_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr,
     b_2_ptr, b_scales_2_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-    m, n, n_1, n_2, chunks,
+    m, n, n_1, n_2, k_vectors,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] of a [m, 32 * chunks] (bf16 or fp16, m <= ROWS <= 8) and b [n, 16 * chunks] (bytes of codes).
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; and the same of b_1 and b_2 for a group.
 
-    GROUP_SIZE: how many weights there are; out_1 [m, n_1] is of b_1, out_2 [m, n_2] of b_2. Those of a member that there
-    is not are not read.
-    chunks: even. A program takes 16 * TILES rows of b at a time, and goes on with those that lie as many programs on;
-    its WARPS warps (as many as the launch has) cut the contraction dimension among themselves. STAGES: steps of a warp
-    that are on their way, of the next rows, too. ROWS: 2, 4 or 8. CHAINS: see `_step_ptx`. EVEN: no program and no warp
-    has a row or a step beyond the end.
+    a: bf16 or fp16, m <= ROWS. b: K / 2 bytes of codes a row. k_vectors: K / 32, even. out: any floating-point type.
+    GROUP_SIZE: products of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent products are
+    never read.
+    WARPS: of a program; the launch must have as many. They share a tile's steps along K. TILES: 1 or 2, a tile has
+    16 * TILES rows of b. ROWS: 2, 4 or 8. STAGES: steps of a warp that are on their way. CHAINS: see
+    `_multiply_step_ptx`. EVEN: no tile has a row, and no step an element, past the end.
     """
-    slot_size: tl.constexpr = stage_bytes(TILES, ROWS)
-    stage: tl.constexpr = WARPS * slot_size
-    sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; those of the last rows are read beside the next ones
+    buffer_bytes: tl.constexpr = stage_bytes(TILES, ROWS)
+    stage: tl.constexpr = WARPS * buffer_bytes
+    sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; of two sets, one is read while the next is written
     size: tl.constexpr = STAGES * stage + WARPS * 2 * sums_size
-    tl.static_assert(size <= 48 * 1024)  # what a program can have of static shared memory
+    tl.static_assert(size <= 48 * 1024)  # what inline PTX may declare
     lane = tl.arange(0, 32 * WARPS)
-    steps = tl.cdiv(chunks, 4 * WARPS)
-    tiles = tl.cdiv(n, 16 * TILES)
-    tiles_1 = tiles
-    if GROUP_SIZE > 1:
-        tiles_1 = tiles + tl.cdiv(n_1, 16 * TILES)
-    total = tiles_1
-    if GROUP_SIZE > 2:
-        total = tiles_1 + tl.cdiv(n_2, 16 * TILES)
-    memory = do_ptx(buffer_ptx(size), "r", (lane,))
-    ring = memory + lane // 32 * slot_size
-    sums_there = memory + STAGES * stage
+    steps = tl.cdiv(k_vectors, 4 * WARPS)
+    tiles, tiles_1, total = group_tiles(n, n_1, n_2, 16 * TILES, GROUP_SIZE)
+    memory = do_ptx(shared_buffer_ptx(size), "r", (lane,))
+    first_buffer = memory + lane // 32 * buffer_bytes
+    first_sums = memory + STAGES * stage
     token = lane
     next_tile = tl.program_id(0)
-    next_step = 0
+    step_of_next = 0
     for early in tl.static_range(STAGES):
-        token = copy_step(ring + early * stage, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr,
-                           b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
-                           total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
-        next_tile, next_step = after(next_tile, next_step, steps)
+        token = copy_step(first_buffer + early * stage, next_tile, step_of_next, token, lane, a_ptr, b_ptr,
+                          b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, k_vectors,
+                          tiles, tiles_1, total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN,
+                          GROUP_SIZE)  # fmt: skip
+        next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
     if B_OUTER == "tensor":
-        token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # it then is in the cache
+        token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is in the cache
 
-    slot = ring
-    sums_at = sums_there
+    buffer = first_buffer
+    sums_at = first_sums
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         c = ()
         for _ in tl.static_range(4 * TILES):
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
         for _ in tl.range(steps):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            x, token = read_activations(slot + TILES * TILE, token, lane, m)
+            x, token = read_a(buffer + TILES * STEP_BYTES, token, lane, m)
             sums = ()
             for part in tl.static_range(TILES):
-                w, token = read_weights(slot, part, token, lane)
-                if part == TILES - 1:  # every lane has what it needs of the slot, which is now filled again
+                w, token = read_weights(buffer, part, token, lane)
+                if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
-                    token = copy_step(slot, next_tile, next_step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr,
-                                       b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, chunks, tiles, tiles_1,
-                                       total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, GROUP_SIZE)  # fmt: skip
-                    next_tile, next_step = after(next_tile, next_step, steps)
+                    token = copy_step(buffer, next_tile, step_of_next, token, lane, a_ptr, b_ptr, b_scales_ptr,
+                                      b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr, m, n, n_1, n_2, k_vectors,
+                                      tiles, tiles_1, total, B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN,
+                                      GROUP_SIZE)  # fmt: skip
+                    next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
                 if part == 0:
-                    x = arranged(x)
-                sums = sums + _step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
+                    x = interleave_a(x)
+                sums = sums + _multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
             c = sums
-            slot = tl.where(slot == ring + (STAGES - 1) * stage, ring, slot + stage)
-        token = _put_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
-        token = _finish(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr,
-                        out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
-                        A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA, GROUP_SIZE)  # fmt: skip
-        sums_at = tl.where(sums_at == sums_there, sums_there + WARPS * sums_size, sums_there)
+            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * stage, first_buffer, buffer + stage)
+        token = _store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
+        token = _store_results(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr,
+                               bias_ptr, out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr,
+                               out_2_ptr, A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA,
+                               GROUP_SIZE)  # fmt: skip
+        sums_at = tl.where(sums_at == first_sums, first_sums + WARPS * sums_size, first_sums)
 
 
 @triton.jit
-def _finish(
+def _store_results(
     sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr,
     b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr, out_2_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add the warps' sums of a tile, rescale and store. Returns a token."""
-    # Selects, not branches: where torch finds out what a kernel writes, a size is a constant, which none may change.
-    # Here and in `copy_step`: it takes a pointer that goes through a function's result for written.
+    """Add up the warps' sums of a tile, rescale and store them. Returns a token.
+
+    The product that the tile belongs to is found by selects. Branches would not do: while torch finds out what a kernel
+    writes, sizes are constants, and Triton forbids to change those in a branch. Nor would a function that returns the
+    pointers: torch takes a pointer that comes out of a function to be written.
+    """
     if GROUP_SIZE > 2:
-        last = tile >= tiles_1
-        tiles = tl.where(last, tiles_1, tiles)
-        b_outer_1_ptr = tl.where(last, b_outer_2_ptr, b_outer_1_ptr)
-        bias_1_ptr = tl.where(last, bias_2_ptr, bias_1_ptr)
-        out_1_ptr = tl.where(last, out_2_ptr, out_1_ptr)
-        n_1 = tl.where(last, n_2, n_1)
+        in_third = tile >= tiles_1
+        tiles = tl.where(in_third, tiles_1, tiles)
+        b_outer_1_ptr = tl.where(in_third, b_outer_2_ptr, b_outer_1_ptr)
+        bias_1_ptr = tl.where(in_third, bias_2_ptr, bias_1_ptr)
+        out_1_ptr = tl.where(in_third, out_2_ptr, out_1_ptr)
+        n_1 = tl.where(in_third, n_2, n_1)
     if GROUP_SIZE > 1:
-        later = tile >= tiles
-        tile = tl.where(later, tile - tiles, tile)
-        b_outer_ptr = tl.where(later, b_outer_1_ptr, b_outer_ptr)
-        bias_ptr = tl.where(later, bias_1_ptr, bias_ptr)
-        out_ptr = tl.where(later, out_1_ptr, out_ptr)
-        n = tl.where(later, n_1, n)
+        not_in_first = tile >= tiles
+        tile = tl.where(not_in_first, tile - tiles, tile)
+        b_outer_ptr = tl.where(not_in_first, b_outer_1_ptr, b_outer_ptr)
+        bias_ptr = tl.where(not_in_first, bias_1_ptr, bias_ptr)
+        out_ptr = tl.where(not_in_first, out_1_ptr, out_ptr)
+        n = tl.where(not_in_first, n_1, n)
     count: tl.constexpr = 16 * TILES * ROWS
     for first in tl.static_range(0, count, 32 * WARPS):
         place = first + lane
         at_m = place % ROWS
         at_n = tile * (16 * TILES) + place // ROWS
         acc = tl.inline_asm_elementwise(
-            add_ptx(WARPS, count * 4), "=&f,r,r", (sums_at + place % count * 4, token), dtype=tl.float32,
+            sum_of_warps_ptx(WARPS, count * 4), "=&f,r,r", (sums_at + place % count * 4, token), dtype=tl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
-        token = do_ptx("mov.b32 $0, 0;", "f,r", (acc, token))  # what is read before the warps meet again
+        token = do_ptx(AWAIT_VALUE, "f,r", (acc, token))  # the sums are read before the next barrier
         acc = acc * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
         acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
-        here = (at_m < m) & (at_n < n) & (place < count)
-        store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, acc, here, ISA)
+        inside = (at_m < m) & (at_n < n) & (place < count)
+        store_rounded(out_ptr, at_m.to(tl.int64) * n + at_n, acc, inside, ISA)
     return token
 
 

@@ -1,23 +1,22 @@
-"""How the operands of `gemm_skinny` come: copies into a warp's shared memory, and what a lane takes from there.
+"""The pipeline of `gemm_skinny`: copies of a step's operands to shared memory, and a lane's reads from there.
 
-A step of a warp is 128 elements of TILES times 16 rows of weights and of the rows of activations. As `mma.sync` has it,
-lane 4 * g + q takes rows g and g + 8 of 16 rows of weights, and row g of the activations. Of the eight blocks of 16
-elements it takes those at q and q + 4; the instruction has other elements there, which does not matter as both operands
-are cut among lanes in the same way.
-
-To Inductor, which would take a kernel with side effects to write all of its arguments, the PTX is pure; a value handed
-from one piece to the next (`token`) keeps their order.
+A step of a warp is 128 elements along K of TILES times 16 rows of B and of ROWS rows of A. Its buffer has the codes and
+scales of B first (`nvfp4_weights`), then the rows of A. Lane 4 * g + q multiplies rows g and g + 8 of 16 rows of B with
+row g of A, and takes blocks q and q + 4 of each.
 """
 
 import triton
 import triton.language as tl
 
 from fp4compile.templates.device.async_copy import COMMIT, do_ptx
-from fp4compile.templates.device.nvfp4_weights import TILE, copy_weights
+from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, copy_weights
 
 
-def _arrange_ptx() -> str:
-    """32 activations in eight words of 64 bits -> the same, elements j and j + 4 of every eight next to each other."""
+def _interleave_ptx() -> str:
+    """32 elements of A in eight words of 64 bits -> the same, elements j and j + 4 of every eight side by side.
+
+    That is how `dequantize_word` pairs the codes of B.
+    """
     text = ["{ .reg .b32 x<4>, y<4>;"]
     for word in range(4):
         text.append(f"mov.b64 {{x0, x1}}, ${8 + 2 * word}; mov.b64 {{x2, x3}}, ${9 + 2 * word};")
@@ -27,22 +26,24 @@ def _arrange_ptx() -> str:
     return " ".join(text) + " }"
 
 
-_ARRANGE = tl.constexpr(_arrange_ptx())
-_ARRANGE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
+_INTERLEAVE = tl.constexpr(_interleave_ptx())
+_INTERLEAVE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
 
-_ACTIVATIONS_ROW = tl.constexpr(256)
+_A_ROW = tl.constexpr(256)  # bytes of a step of one row of A
 
-# In: where to, where from; what of it to copy, the rest being zeros; whether to copy at all.
-_COPY_X_EVEN = tl.constexpr(
+# Inputs: where to, where from, whether to copy, a token.
+_COPY_WHOLE_A = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16; }"
 )
-_COPY_X = tl.constexpr(
+# Inputs: where to, where from, how many bytes are there (the rest becomes zeros), whether to copy, a token.
+_COPY_PART_OF_A = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
 )
-# Out: activations of a lane's two blocks, eight words of 64 bits, zeros where there is no row; a token. In: their
-# address, whether there is a row, a token. Without the zeros ptxas keeps what was there in registers of its own.
+# Outputs: A's elements of a lane's two blocks, eight words of 64 bits, zeros where the row does not exist; a token.
+# Inputs: their address, whether the row exists, a token. Without the zeros ptxas would keep the registers' former
+# contents, for the case that nothing is loaded.
 _ZEROS = " ".join(f"mov.b64 ${i}, 0;" for i in range(8))
-_TAKE_X = tl.constexpr(
+_READ_A = tl.constexpr(
     "{ .reg .pred p; .reg .b32 b; setp.ne.b32 p, $10, 0; xor.b32 b, $9, 16; mov.b32 $8, 0; "
     + _ZEROS
     + " @p ld.shared.v2.b64 {$0, $1}, [$9]; @p ld.shared.v2.b64 {$2, $3}, [b];"
@@ -51,86 +52,89 @@ _TAKE_X = tl.constexpr(
 
 
 @triton.constexpr_function
-def buffer_ptx(size):
-    return f"{{ .shared .align 128 .b8 ring[{size}]; mov.u32 $0, ring; }}"
+def shared_buffer_ptx(size):
+    """PTX for the address of `size` bytes of shared memory of the program's own, at most 48 KB."""
+    return f"{{ .shared .align 128 .b8 buffers[{size}]; mov.u32 $0, buffers; }}"
 
 
 @triton.constexpr_function
 def stage_bytes(tiles, rows):
+    """Bytes of a warp's buffer for one step."""
     return 1152 * tiles + 256 * rows
 
 
 @triton.jit
-def _start_activations(
-    at, step, there, token, lane, a_ptr, m, chunks, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
+def _copy_a(
+    buffer, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Start to copy the activations of a warp's step into the ring: of the rows that there are, 16 lanes a row."""
-    unit = lane % 16
+    """Start to copy the existing rows of A of a warp's step, 16 lanes a row. Returns a token."""
+    unit = lane % 16  # of 16 bytes
     block = (step * WARPS + lane // 32) * 8 + unit // 2
     for i in tl.static_range((ROWS + 1) // 2):
         row = lane % 32 // 16 + i * 2
-        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * chunks * 64 + block * 32 + unit % 2 * 16
-        # Halves of blocks are exchanged in every second row: lanes then read from banks of their own.
-        to = at + row * _ACTIVATIONS_ROW + (unit ^ row % 2) * 16
-        ok = (row < m) & there
+        source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * k_vectors * 64 + block * 32 + unit % 2 * 16
+        # In every second row the halves of blocks are exchanged: lanes that read at once then read different banks.
+        to = buffer + row * _A_ROW + (unit ^ row % 2) * 16
+        ok = (row < m) & wanted
         if EVEN:
-            token = do_ptx(_COPY_X_EVEN, "r,l,r,r", (to, source, ok.to(tl.int32), token))
+            token = do_ptx(_COPY_WHOLE_A, "r,l,r,r", (to, source, ok.to(tl.int32), token))
         else:
-            size = tl.where(block < chunks * 2, 16, 0)
-            token = do_ptx(_COPY_X, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
+            size = tl.where(block < k_vectors * 2, 16, 0)
+            token = do_ptx(_COPY_PART_OF_A, "r,l,r,r,r", (to, source, size, ok.to(tl.int32), token))
     return token
 
 
 @triton.jit
 def copy_step(
-    slot, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
-    m, n, n_1, n_2, chunks, tiles, tiles_1, total,
+    buffer, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
+    m, n, n_1, n_2, k_vectors, tiles, tiles_1, total,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, EVEN: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a warp's step of a tile into a slot of the ring; of none where there is no such tile.
+    """Start the copies of a warp's step of a tile into a buffer, and commit them as one group. Returns a token.
 
-    tiles, tiles_1, total: how many there are up to the end of each weight.
+    Past the last tile nothing is copied, but the group is there to be counted. tiles, tiles_1, total: see
+    `group_tiles`.
     """
-    there = tile < total
+    wanted = tile < total
+    # The product that the tile belongs to. As selects, here and in `_store_results`: see there.
     if GROUP_SIZE > 2:
-        last = tile >= tiles_1
-        tiles = tl.where(last, tiles_1, tiles)
-        b_1_ptr = tl.where(last, b_2_ptr, b_1_ptr)
-        b_scales_1_ptr = tl.where(last, b_scales_2_ptr, b_scales_1_ptr)
-        n_1 = tl.where(last, n_2, n_1)
+        in_third = tile >= tiles_1
+        tiles = tl.where(in_third, tiles_1, tiles)
+        b_1_ptr = tl.where(in_third, b_2_ptr, b_1_ptr)
+        b_scales_1_ptr = tl.where(in_third, b_scales_2_ptr, b_scales_1_ptr)
+        n_1 = tl.where(in_third, n_2, n_1)
     if GROUP_SIZE > 1:
-        later = tile >= tiles
-        tile = tl.where(later, tile - tiles, tile)
-        b_ptr = tl.where(later, b_1_ptr, b_ptr)
-        b_scales_ptr = tl.where(later, b_scales_1_ptr, b_scales_ptr)
-        n = tl.where(later, n_1, n)
+        not_in_first = tile >= tiles
+        tile = tl.where(not_in_first, tile - tiles, tile)
+        b_ptr = tl.where(not_in_first, b_1_ptr, b_ptr)
+        b_scales_ptr = tl.where(not_in_first, b_scales_1_ptr, b_scales_ptr)
+        n = tl.where(not_in_first, n_1, n)
     for part in tl.static_range(TILES):
-        token = copy_weights(slot + part * TILE, step * WARPS + lane // 32, there, token, lane,
-                              tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, chunks,
-                              B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-    token = _start_activations(slot + TILES * TILE, step, there, token, lane, a_ptr, m, chunks,
-                               WARPS, ROWS, EVEN)  # fmt: skip
+        token = copy_weights(buffer + part * STEP_BYTES, step * WARPS + lane // 32, wanted, token, lane,
+                             tile * (16 * TILES) + part * 16, b_ptr, b_scales_ptr, n, k_vectors,
+                             B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    token = _copy_a(buffer + TILES * STEP_BYTES, step, wanted, token, lane, a_ptr, m, k_vectors, WARPS, ROWS, EVEN)
     return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
-def read_activations(at, token, lane, m):
-    """A step's activations, from where they have arrived; and a token."""
+def read_a(at, token, lane, m):
+    """A lane's elements of A of a step that has arrived at `at`: (eight words of 64 bits, token)."""
     g = lane % 32 // 4
-    at = at + g * _ACTIVATIONS_ROW + lane % 4 * 32 + g % 2 * 16
-    taken = tl.inline_asm_elementwise(
-        _TAKE_X, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r", (at, (g < m).to(tl.int32), token),
+    at = at + g * _A_ROW + lane % 4 * 32 + g % 2 * 16
+    found = tl.inline_asm_elementwise(
+        _READ_A, "=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&l,=&r,r,r,r", (at, (g < m).to(tl.int32), token),
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int32),
         is_pure=True, pack=1,
     )  # fmt: skip
-    return taken[0:8], taken[8]
+    return found[0:8], found[8]
 
 
 @triton.jit
-def arranged(x):
-    """Activations as they were copied -> as the step's PTX takes them."""
+def interleave_a(x):
+    """A's elements as `read_a` gives them -> in the order of `dequantize_word`."""
     return tl.inline_asm_elementwise(
-        _ARRANGE, _ARRANGE_OPERANDS, x,
+        _INTERLEAVE, _INTERLEAVE_OPERANDS, x,
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Arrange 16-bit activations as `gemm_wgmma_sm90` has them in shared memory, so that one copy brings many of them.
+"""Write A to global memory as `gemm_wgmma_sm90` needs it in shared memory, so that bulk copies can bring it there.
 
-The image is one matrix after another, each of 64 elements of every row of activations: ROWS lines of 128 bytes. Of a
-line's eight units of 16 bytes, unit 4 * p + j has elements j and j + 4 of half p of each of the four blocks of 16
-elements, which is the order in which a lane expands its weights. The units of line r are exchanged by r % 8, as
-`wgmma` reads them (the swizzle of 128 bytes). Rows and elements that there are not are zeros.
+Swizzled A is a sequence of matrices [ROWS, 64]: 64 elements along K of every row of A, ROWS lines of 128 bytes. Each of
+the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight elements)
+of each of the line's four blocks of 16. In that order a lane of the product dequantises its elements of B. In line r
+the units are exchanged, unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and
+elements that A does not have are zeros.
 """
 
 import torch
@@ -21,18 +22,20 @@ from fp4compile.templates.launch import launch
 
 @triton.jit
 def swizzle_a_sm90(
-    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, image_ptr, m, blocks, per_row,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, m, blocks, per_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One matrix of the image [matrices, ROWS, 64], bf16 or fp16, of a [m, per_row units], plain or E2M1 codes.
+    """One matrix of swizzled A [matrices, ROWS, 64], bf16 or fp16, from a [m, K], plain or E2M1 codes.
 
-    What is quantised is expanded, without its outer scale. blocks: of 16 elements in a row. ROWS: 16, 32 or 64, at
-    least m. LAUNCH_DEPENDENTS: the product may start early, and then reads the weights b at once (see `device.dependent_launch`). This kernel
-    does not read them: they are arguments so that Inductor puts nothing that writes them between the two.
+    Codes are dequantised, without the outer scale. per_row: units of a row (plain: elements); blocks: of 16 elements.
+    SQUARE, SWIZZLED: of the scales. ROWS: 16, 32 or 64, at least m.
+    LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
+    kernel never reads b and b_scales. They are arguments so that Inductor moves nothing that writes B to between the
+    two kernels.
     """
     if LAUNCH_DEPENDENTS:
-        image_ptr = launch_dependents(image_ptr)
+        swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     matrix = tl.program_id(0)
     row = tl.arange(0, ROWS)[:, None]
     words = load_units(a_ptr, row, matrix * 32 + tl.arange(0, 32)[None, :], m, per_row, ELEMENT, ALIGN)
@@ -41,13 +44,14 @@ def swizzle_a_sm90(
         byte = load_scales(a_scales_ptr, row, block, m, blocks, SCALE, SQUARE, 16, SWIZZLED, ALIGN)
         scale = repeat_scales(decode_scale(byte, SCALE, ISA), 8)
         first, second = decode_pair(words, ELEMENT, ISA)
-        words = pack(first * scale, second * scale, image_ptr.dtype.element_ty, ISA)
-    # Of a block: halves, quarters, words of a quarter. What quarters have in the same place goes into one word.
+        words = pack(first * scale, second * scale, swizzled_a_ptr.dtype.element_ty, ISA)
+    # A word has two elements. A block has two halves, each of two quarters with two words: [row, block, p, quarter,
+    # word]. Words in the same place of both quarters of a half have elements j and j + 4, which become one word.
     quarters = tl.permute(tl.reshape(words, (ROWS, 4, 2, 2, 2)), (0, 2, 4, 1, 3))
     near, far = tl.split(tl.reshape(quarters, (ROWS, 4, 4, 2)))
     line = (matrix * ROWS + tl.arange(0, ROWS)[:, None, None]) * 32
     unit = tl.arange(0, 4)[None, :, None] * 2 ^ line // 32 % 8
-    at = image_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + line + tl.arange(0, 4)[None, None, :]
+    at = swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + line + tl.arange(0, 4)[None, None, :]
     tl.store(at + unit * 4, near & 0xFFFF | far << 16)
     tl.store(at + (unit ^ 1) * 4, near >> 16 & 0xFFFF | far & -65536)
 

@@ -1,16 +1,20 @@
-"""The product of a few dozen rows of 16-bit activations and NVFP4 weights, on SM90.
+"""Skinny GEMM for 9 to 64 rows of 16-bit A times NVFP4 weights B, on the warpgroup matrix units (`wgmma`) of SM90.
 
-Weights come as in `gemm_skinny`: each warp keeps 16 rows of them on their way into a ring of its own, 128 elements
-a step, and expands them in registers, which are the left operand of `wgmma`. So many activations are read from the
-cache more often than they may be, unless the warps of a program share them. They lie in shared memory, the right
-operand, by phases of STEPS_PER_STAGE steps, as `swizzle_a_sm90` has arranged them: one lane copies a phase at once, into the
-buffer that all warps are done with, and no warp waits for another one before that. While the matrix units multiply some
-of the weights, the next ones are expanded.
+B arrives as in `gemm_skinny`: each warp copies the codes and scales of its own 16 rows, 128 elements along K a step,
+into STAGES buffers in shared memory, and dequantises them in registers. B is the first operand of `wgmma`, the one that
+may lie in registers, and the kernel computes the transposed product.
 
-The kernel starts before `swizzle_a_sm90` is done (see `device.dependent_launch`): the first weights are on their way by then.
+With that many rows, A would be read from the cache too often if each warp had a copy of its own. So the warps of a
+program share A, the second operand of `wgmma`, which it reads from shared memory. A has a pipeline of its own: one
+stage is STEPS_PER_STAGE steps of all rows, in the order in which `swizzle_a_sm90` has written them to global memory, so
+that one lane starts one bulk copy of a whole stage. The stage goes to the buffer that all warps have released; nothing
+else makes a warp wait for another one. While the matrix units multiply some of a step's elements of B, the warps
+dequantise the next ones.
 
-This, too, is written for one lane at a time, and the PTX is pure, its order kept by tokens. Shared memory is more than
-inline PTX may declare, so it is Triton's: see `shared_memory`.
+The kernel starts before `swizzle_a_sm90` is done (`device.dependent_launch`), and starts its copies of B meanwhile.
+
+The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. It needs more shared memory
+than inline PTX may declare, and has Triton reserve it: see `shared_memory`.
 """
 
 import itertools
@@ -20,10 +24,24 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.templates.device.async_copy import BARRIER, COMMIT, WARP_BARRIER, do_ptx, wait_ptx
+from fp4compile.templates.device.async_copy import (
+    AWAIT_VALUE,
+    BARRIER,
+    COMMIT,
+    WARP_BARRIER,
+    do_ptx,
+    select_ptx,
+    wait_ptx,
+)
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
-from fp4compile.templates.device.nvfp4_weights import copy_weights, dequantize_word, read_weights, scale_registers
+from fp4compile.templates.device.nvfp4_weights import (
+    STEP_BYTES,
+    copy_weights,
+    dequantize_word,
+    read_weights,
+    scale_registers,
+)
 from fp4compile.templates.device.shared_memory import MEMORY, reserve
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -35,17 +53,18 @@ from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
 from fp4compile.templates.launch import launch
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
-_SLOT = tl.constexpr(1152)  # bytes of 16 rows of a warp's step in its ring: codes and scales
-_BUFFERS = tl.constexpr(4)  # phases of activations in shared memory, a power of two
-_AHEAD = tl.constexpr(2)  # phases that their copy starts before they are multiplied: at most two less than buffers
+_A_BUFFERS = tl.constexpr(4)  # stages of A in shared memory, a power of two
+# How many stages before its use the copy of a stage starts. At most _A_BUFFERS - 2: the copy then goes to the buffer of
+# the stage two before the one that is multiplied, and other warps have most likely released that one.
+_A_AHEAD = tl.constexpr(2)
 
-# A matrix in shared memory: lines of 128 bytes, whose 16-byte units are exchanged by the line's number (the swizzle of
-# 128 bytes), groups of eight lines 1024 bytes apart. The lowest bits are for its address.
+# The `wgmma` descriptor of a matrix in shared memory, without its address, which the lowest bits take: lines of 128
+# bytes with the 128-byte swizzle (16-byte units exchanged by the line's number), groups of eight lines 1024 bytes on.
 _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
 def _words_ptx(compute: str, words: range) -> list[str]:
-    """Words of eight codes of two rows -> scaled registers, a{word}_0 to 3 of the upper row, b... of the lower one."""
+    """PTX that dequantises words of eight codes: a{word}_0 to 3 of the upper row, b{word}_0 to 3 of the lower row."""
     kind = _KIND[compute]
     text = []
     for word in words:
@@ -63,12 +82,13 @@ def _words_ptx(compute: str, words: range) -> list[str]:
 
 
 def _multiply_ptx(compute: str, rows: int, group: int) -> str:
-    """64 rows of weights times `rows` rows of activations, over 128 elements, added to the warpgroup's sums.
+    """PTX that adds the product of 64 rows of B (of a warpgroup) and `rows` rows of A over 128 elements to the sums.
 
-    Operands: a lane's sums and a token out; codes of row g (two words of 64 bits), of row g + 8; the scale bytes of
-    both; the low half of the activations' descriptor; a token; the sums.
-    group: words that are multiplied at once, 2 or 4. The last ones still are when this is done. Their registers must
-    not be written meanwhile: four words only where the next 128 elements are another copy of this.
+    Outputs: a lane's sums; a token. Inputs: codes of row g (two words of 64 bits), of row g + 8; the scale bytes of
+    both; the low half of A's descriptor; a token; the sums so far.
+    group: words of codes that are multiplied by one group of `wgmma`, 2 or 4. The last group still runs at the end of
+    this text, and its registers must not be written meanwhile. With four words these are all registers, so the next
+    step must be another copy of this text, to which ptxas gives other registers.
     """
     kind, sums = _KIND[compute], rows // 2
     text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
@@ -80,26 +100,21 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
         words = range(first, first + group)
         text += [*_words_ptx(compute, words), "wgmma.fence.sync.aligned;"]
         for word, j in itertools.product(words, (0, 2)):
-            # A line of 128 bytes has 64 elements, which are four times 16; the next 64 are in the next matrix.
+            # One `wgmma` takes 16 elements of a line. A line (128 bytes) has 64; the next 64 are in the next matrix.
             at = word // 2 * (rows * 128 // 16) + (word % 2 * 2 + j // 2) * (32 // 16)
-            left = ", ".join(f"{register}{word}_{i}" for i in (j, j + 1) for register in "ab")
+            b_registers = ", ".join(f"{register}{word}_{i}" for i in (j, j + 1) for register in "ab")
             text.append(
                 f"add.u32 e, ${sums + 7}, {at}; mov.b64 d, {{e, hi}}; wgmma.mma_async.sync.aligned.m64n{rows}k16.f32"
-                f".{kind[:-2]}.{kind[:-2]} {held}, {{{left}}}, d, p, 1, 1, 0;"
+                f".{kind[:-2]}.{kind[:-2]} {held}, {{{b_registers}}}, d, p, 1, 1, 0;"
             )
         text.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1;")
     return " ".join(text) + " }"
 
 
-_PTX = tl.constexpr({
+_MULTIPLY_WGMMA = tl.constexpr({
     (compute, rows, group): _multiply_ptx(compute, rows, group)
     for compute in _KIND for rows in (16, 32, 64) for group in (2, 4)
 })  # fmt: skip
-
-
-@triton.constexpr_function
-def _chosen(texts, *key):
-    return texts[key]
 
 
 @triton.constexpr_function
@@ -108,26 +123,29 @@ def _multiply_operands(sums):
 
 
 @triton.constexpr_function
-def _settle_operands(sums):
+def _wait_wgmma_operands(sums):
     return ",".join(["=f"] * sums + [str(i) for i in range(sums)])
 
 
-# Each buffer has two barriers: its phase has come, and (8 bytes on) all warps are done with it. They are awaited by the
-# parity of how often that was so before; so what awaits parity 1 of a new barrier goes on. All lanes of a warp find the
-# same: a branch that says so leaves ptxas the registers that a warp's lanes share.
-_FULL = tl.constexpr(
+# Each buffer of A has two barriers (mbarrier): full, its stage has arrived; and, 8 bytes on, empty, all warps have
+# released it. A barrier counts its phases, and one waits for the phase of a given parity to be complete. A new barrier
+# counts as if a phase of parity 1 had been complete, so the first wait for an empty buffer goes through.
+# All lanes of a warp take the same branch; `bra.uni` says so, and lets ptxas use the warp's uniform registers.
+# Inputs: the buffer's barriers, the parity, a token.
+_WAIT_FULL = tl.constexpr(
     "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra.uni WAIT; mov.b32 $0, 0; }"
 )
-_DONE = tl.constexpr(
+# Inputs: the buffer's barriers, whether this lane arrives for its warp, a token.
+_ARRIVE_EMPTY = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p mbarrier.arrive.shared::cta.b64 _, [$1 + 8]; mov.b32 $0, 0; }"
 )
 
 
 @triton.constexpr_function
 def _barriers_ptx(warps):
-    """In: where the barriers are, whether it is this lane that makes them, a token."""
+    """PTX that makes the barriers. Inputs: their address, whether this lane is to make them, a token."""
     each = "mbarrier.init.shared::cta.b64 [$1 + {}], {};"
-    made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * _BUFFERS.value))
+    made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * _A_BUFFERS.value))
     return (
         f"{{ .reg .pred p; setp.eq.b32 p, $2, 0; @p bra NO; {made} fence.mbarrier_init.release.cluster;"
         " NO: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
@@ -135,8 +153,11 @@ def _barriers_ptx(warps):
 
 
 @triton.constexpr_function
-def _bring_ptx(size):
-    """In: the buffer's barriers, parity of its last use, where it is, where from, whether this warp copies; a token."""
+def _copy_a_stage_ptx(size):
+    """PTX that waits for an empty buffer and starts to copy `size` bytes of A to it, by one elected lane.
+
+    Inputs: the buffer's barriers, the parity to wait for, the buffer, where from, whether this warp copies, a token.
+    """
     return (
         "{ .reg .pred p; setp.eq.b32 p, $5, 0; @p bra.uni NO;"
         " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;"
@@ -147,155 +168,161 @@ def _bring_ptx(size):
 
 
 def needed_bytes(rows: int, warps: int, stages: int, steps: int) -> int:
-    """Shared memory of a program: buffers of whole 1024 bytes, the rings, the barriers."""
-    return _BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * _SLOT.value
+    """Shared memory of a program: the buffers of A (each a multiple of 1024 bytes), those of B, the barriers of A."""
+    return _A_BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * STEP_BYTES.value
 
 
 @triton.jit
-def _buffer(turn):
-    """Which buffer a program's phase `turn` has, and the parity of how many phases had it before."""
-    return turn & _BUFFERS - 1, (turn & _BUFFERS) // _BUFFERS
+def _buffer_of(stage):
+    """The buffer of the program's stage of A, and the parity of the number of stages that had it before."""
+    return stage & _A_BUFFERS - 1, (stage & _A_BUFFERS) // _A_BUFFERS
 
 
 @triton.jit
-def _bring(image_ptr, turn, turns, buffers, barriers, token, lane, SIZE: tl.constexpr):
-    """Start to copy the program's phase `turn` of the activations, if there is one, once its buffer is free."""
-    buffer, parity = _buffer(turn)
-    source = image_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + turn * SIZE
-    here = ((lane < 32) & (turn < turns)).to(tl.int32)
+def _copy_a_stage(swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, SIZE: tl.constexpr):
+    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token."""
+    buffer, parity = _buffer_of(stage)
+    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * SIZE
+    wanted = ((lane < 32) & (stage < stages)).to(tl.int32)  # by the first warp
     places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * SIZE, source)
-    return do_ptx(_bring_ptx(SIZE), "r,r,r,l,r,r", places + (here, token))
+    return do_ptx(_copy_a_stage_ptx(SIZE), "r,r,r,l,r,r", places + (wanted, token))
 
 
 @triton.jit
-def _leave(turn, barriers, token, lane):
-    """The warp is done with the program's phase `turn` of the activations, if there is one."""
-    buffer, _ = _buffer(turn)
-    here = ((lane % 32 == 0) & (turn >= 0)).to(tl.int32)
-    return do_ptx(_DONE, "r,r,r", (barriers + buffer * 16, here, token))
+def _release_a_stage(stage, barriers, token, lane):
+    """The warp reads the program's stage of A, if it exists, no more. Returns a token."""
+    buffer, _ = _buffer_of(stage)
+    arrives = ((lane % 32 == 0) & (stage >= 0)).to(tl.int32)
+    return do_ptx(_ARRIVE_EMPTY, "r,r,r", (barriers + buffer * 16, arrives, token))
 
 
 @triton.jit
-def _start(
-    slot, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
+def _copy_b_step(
+    buffer, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a warp's step into a slot of the ring; there is a group of them also past the last step."""
-    token = copy_weights(slot, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
-                          B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
+
+    Past the last step nothing is copied, but the group is there to be counted.
+    """
+    token = copy_weights(buffer, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
+                         B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
 @triton.jit
-def _multiply(w, c, at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
-    """The sums c, 128 elements further, with the activations in shared memory at `at`; and a token."""
+def _multiply(w, c, a_at, token, COMPUTE: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr):
+    """(A lane's sums c plus the products of a step, token). w: B, from `read_weights`. a_at: A in shared memory."""
     group: tl.constexpr = 4 if ROWS == 16 and STEPS_PER_STAGE > 1 else 2  # as many as registers allow
-    text: tl.constexpr = _chosen(_PTX, COMPUTE, ROWS, group)
+    text: tl.constexpr = select_ptx(_MULTIPLY_WGMMA, COMPUTE, ROWS, group)
     found = tl.inline_asm_elementwise(
-        text, _multiply_operands(ROWS // 2), w + ((at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
+        text, _multiply_operands(ROWS // 2), w + ((a_at & 0x3FFFF) >> 4 | 1 << 16, token) + c,
         dtype=(tl.float32,) * (ROWS // 2) + (tl.int32,), is_pure=True, pack=1,
     )  # fmt: skip
     return found[: ROWS // 2], found[ROWS // 2]
 
 
 @triton.jit
-def _settled(c, COUNT: tl.constexpr):
-    """The sums, once the last of them are there."""
+def _wait_wgmma(c, COUNT: tl.constexpr):
+    """The sums, once all products have been added."""
     return tl.inline_asm_elementwise(
-        "wgmma.wait_group.sync.aligned 0;", _settle_operands(COUNT), c, dtype=(tl.float32,) * COUNT, is_pure=True,
+        "wgmma.wait_group.sync.aligned 0;", _wait_wgmma_operands(COUNT), c, dtype=(tl.float32,) * COUNT, is_pure=True,
         pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _place(row, lane, i: tl.constexpr):
-    """Where a lane's i-th sum belongs: row of the activations, row of the weights."""
+def _result_of(row, lane, i: tl.constexpr):
+    """(Row, column) of out that a lane's i-th sum belongs to; row: first row of B of its warp."""
     return lane % 4 * 2 + i // 4 * 8 + i % 2, row + lane % 32 // 4 + i % 4 // 2 * 8
 
 
 @triton.jit
 def gemm_wgmma_sm90(
-    image_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
-    m, n, chunks, splits,
+    swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
+    m, n, k_vectors, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
     STEPS_PER_STAGE: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] of `swizzle_a_sm90` of a [m, 32 * chunks] (m <= ROWS) and b [n, 16 * chunks] (bytes of codes).
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or partial sums of it.
 
-    PARTIAL: partial sums [splits, m, n] in float32, each program's of a part of the contraction dimension; the kernel
-    that adds them may start early. PDL: this one does (see `device.dependent_launch`).
-    chunks: even. WARPS: of a program and of the launch, a multiple of 4; each has 16 rows of b. ROWS: 16, 32 or 64.
-    STAGES: steps of a warp that are on their way. STEPS_PER_STAGE: steps of a phase; the image has whole phases. EVEN: no program
-    has a row, and no phase a step, beyond the end. SHARED: bytes of shared memory to reserve, at least for
+    swizzled_a: [matrices, ROWS, 64] from `swizzle_a_sm90`, m <= ROWS, in whole stages. b: K / 2 bytes of codes a row.
+    k_vectors: K / 32, even.
+    splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the float32 sums of each part as
+    they are; the kernel that adds them may start early. PDL: this kernel is itself started early (see
+    `device.dependent_launch`).
+    WARPS: of a program, a multiple of 4; the launch must have as many. Each has 16 rows of b. ROWS: 16, 32 or 64.
+    STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE: steps of a stage of A. EVEN: no program has a
+    row, and no stage of A a step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for
     `needed_bytes`.
     """
-    reserve(image_ptr, out_ptr, chunks, SHARED)
+    reserve(swizzled_a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
-        image_ptr = launch_dependents(image_ptr)
+        swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
     row = (tl.program_id(0) // splits * WARPS + lane // 32) * 16
-    phases = tl.cdiv(chunks, 4 * STEPS_PER_STAGE)
-    start = split * tl.cdiv(phases, splits)
-    turns = tl.minimum(tl.cdiv(phases, splits), phases - start)
+    all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
+    start = split * tl.cdiv(all_stages, splits)
+    stages = tl.minimum(tl.cdiv(all_stages, splits), all_stages - start)  # of A, of this program
     step = start * STEPS_PER_STAGE
-    stop = (start + turns) * STEPS_PER_STAGE
+    stop = (start + stages) * STEPS_PER_STAGE
 
-    phase_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
-    buffers = do_ptx(MEMORY, "r", (lane,))
-    rings = buffers + _BUFFERS * phase_bytes
-    ring = rings + lane // 32 * (STAGES * _SLOT)
-    barriers = rings + WARPS * STAGES * _SLOT
+    a_stage_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
+    a_buffers = do_ptx(MEMORY, "r", (lane,))
+    b_buffers = a_buffers + _A_BUFFERS * a_stage_bytes
+    first_buffer = b_buffers + lane // 32 * (STAGES * STEP_BYTES)  # of the warp
+    barriers = b_buffers + WARPS * STAGES * STEP_BYTES
     token = do_ptx(_barriers_ptx(WARPS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     for early in tl.static_range(STAGES):
-        token = _start(ring + early * _SLOT, step + early, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
-                       B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+        token = _copy_b_step(first_buffer + early * STEP_BYTES, step + early, stop, token, lane, row, b_ptr,
+                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
     token = do_ptx(BARRIER, "r", (token,))
-    if PDL:  # nothing but weights is read before, and nothing written
-        image_ptr = wait(image_ptr)
+    if PDL:  # up to here only B is read, and nothing is written
+        swizzled_a_ptr = wait(swizzled_a_ptr)
         a_outer_ptr = wait(a_outer_ptr)
         b_outer_ptr = wait(b_outer_ptr)
         bias_ptr = wait(bias_ptr)
         out_ptr = wait(out_ptr)
         epilogue_0_ptr = wait(epilogue_0_ptr)
         epilogue_1_ptr = wait(epilogue_1_ptr)
-    image_ptr += start * (phase_bytes // 2)
-    for early in tl.static_range(_AHEAD):
-        token = _bring(image_ptr, early, turns, buffers, barriers, token, lane, phase_bytes)
+    swizzled_a_ptr += start * (a_stage_bytes // 2)
+    for early in tl.static_range(_A_AHEAD):
+        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes)
     if B_OUTER == "tensor" and not PARTIAL:
-        token = do_ptx("mov.b32 $0, 0;", "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is not waited for
+        token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is in the cache
 
     count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = ()
     for _ in tl.static_range(count):
         c = c + (zero,)
-    slot = ring
-    for turn in tl.range(0, turns):
-        buffer, parity = _buffer(turn)
-        token = do_ptx(_FULL, "r,r,r", (barriers + buffer * 16, parity, token))
+    buffer = first_buffer
+    for stage in tl.range(0, stages):
+        a_buffer, parity = _buffer_of(stage)
+        token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
         for i in tl.static_range(STEPS_PER_STAGE):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            w, token = read_weights(slot, 0, token, lane)
-            token = do_ptx(
-                WARP_BARRIER, "r", (token,)
-            )  # every lane has what it needs of the slot, which is filled again
-            token = _start(slot, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, chunks,
-                           B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
-            at = buffers + (buffer * phase_bytes + i * (ROWS * 256))
-            c, token = _multiply(w, c, at, token, COMPUTE, ROWS, STEPS_PER_STAGE)
-            if i == 0:  # only from now on the phase before is not read any more
-                token = _leave(turn - 1, barriers, token, lane)
-                token = _bring(image_ptr, turn + _AHEAD, turns, buffers, barriers, token, lane, phase_bytes)
-            slot = tl.where(slot == ring + (STAGES - 1) * _SLOT, ring, slot + _SLOT)
+            w, token = read_weights(buffer, 0, token, lane)
+            # Every lane has read its operands, so the buffer can be filled again.
+            token = do_ptx(WARP_BARRIER, "r", (token,))
+            token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
+                                 B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+            a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
+            c, token = _multiply(w, c, a_at, token, COMPUTE, ROWS, STEPS_PER_STAGE)
+            if i == 0:  # `_multiply` has waited for all earlier products: nothing reads the stage before any more
+                token = _release_a_stage(stage - 1, barriers, token, lane)
+                token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
+                                      a_stage_bytes)  # fmt: skip
+            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * STEP_BYTES, first_buffer, buffer + STEP_BYTES)
             step += 1
-    c = _settled(c, count)
+    c = _wait_wgmma(c, count)
 
-    values = ()  # all loads first, as none may pass a store
+    values = ()  # all loads come before all stores: the compiler moves no load across a store
     for i in tl.static_range(count):
-        at_m, at_n = _place(row, lane, i)
+        at_m, at_n = _result_of(row, lane, i)
         acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
         if not PARTIAL:
             acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
@@ -303,7 +330,7 @@ def gemm_wgmma_sm90(
             acc = epilogue(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
         values = values + (acc,)
     for i in tl.static_range(count):
-        at_m, at_n = _place(row, lane, i)
+        at_m, at_n = _result_of(row, lane, i)
         at = (split * m + at_m).to(tl.int64) * n + at_n
         store_rounded(out_ptr, at, values[i], (at_m < m) & (at_n < n), ISA)
 

@@ -1,0 +1,261 @@
+"""The pipeline of `gemv`: B on its way to shared memory, and A in shared memory in the order in which it is read.
+
+A warp's step is WIDTH elements along K of 16 rows of B. Its buffer has the codes as they lie in global memory, 16 lines
+of 128 bytes, then 16 lines of scales, 16 bytes each. Lane 4 * g + q multiplies rows g and g + 8, and reads the q-th
+quarter of their lines: four blocks of 16 elements.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.async_copy import COMMIT, WARP_BARRIER, do_ptx
+from fp4compile.templates.device.memory import swizzle
+
+WIDTH = tl.constexpr(256)  # elements along K of a warp's step
+CODES_BYTES = tl.constexpr(2048)  # of a warp's buffer; the scales follow
+BUFFER_BYTES = tl.constexpr(2304)  # codes and scales
+A_ROW_BYTES = tl.constexpr(512)  # of a step
+ZEROS_BYTES = tl.constexpr(256)  # of a warp, before its elements of A
+
+
+# ---------------------------------------------------------------- B
+
+
+@triton.constexpr_function
+def _copy_rows_ptx(size, lanes, even):
+    """PTX for asynchronous copies of `size` bytes a lane, `lanes` lanes to a row, until 16 rows are copied.
+
+    Inputs: where to; where from; bytes from a lane's row in one copy to its row in the next; then, if even: whether to
+    copy; else: the lane's first row, the number of rows, whether the lane's bytes lie inside a row (what lies outside
+    becomes zeros). At last a token.
+    """
+    rows = max(32 // lanes, 1)  # of one copy
+    copy = "cp.async.cg.shared.global.L2::128B" if size == 16 else "cp.async.ca.shared.global"
+    text = ["{ .reg .pred p, q; .reg .b64 a; .reg .b32 r, z; mov.b32 $0, 0; mov.b64 a, $2;"]
+    text.append("setp.ne.b32 p, $4, 0;" if even else "setp.ne.b32 p, $6, 0; mov.b32 r, $4;")
+    for i in range(max(16 // rows, 1)):
+        to = f"[$1 + {32 * size * i}]"
+        if even:
+            text.append(f"@p {copy} {to}, [a], {size};")
+        else:
+            text.append(f"setp.lt.and.s32 q, r, $5, p; selp.b32 z, {size}, 0, q; add.s32 r, r, {rows};"
+                        f" {copy} {to}, [a], {size}, z;")  # fmt: skip
+        text.append("add.s64 a, a, $3;")
+    return " ".join(text) + " }"
+
+
+@triton.jit
+def _copy_rows(
+    to, source, stride, row, n, inside, wanted, token, SIZE: tl.constexpr, LANES: tl.constexpr, EVEN: tl.constexpr
+):
+    """Run `_copy_rows_ptx`. wanted: whether to copy at all. Returns a token."""
+    text: tl.constexpr = _copy_rows_ptx(SIZE, LANES, EVEN)
+    if EVEN:
+        return do_ptx(text, "r,l,l,r,r", (to, source, stride, wanted.to(tl.int32), token))
+    else:
+        return do_ptx(text, "r,l,l,r,r,r,r", (to, source, stride, row, n, (wanted & inside).to(tl.int32), token))
+
+
+@triton.jit
+def _copy_codes(to, tile, k_step, wanted, token, lane, b_ptr, n, k_vectors, EVEN: tl.constexpr):
+    """Start to copy the codes of a step, 16 bytes (32 elements) at a time. Returns a token."""
+    unit = lane % 8
+    row = lane % 32 // 8
+    # In every second line neighbouring units are exchanged: lanes that read at once then read different banks.
+    to = to + row * 128 + (unit ^ row % 2) * 16
+    row = tile * 16 + row
+    at = k_step * 8 + unit
+    source = b_ptr + (row.to(tl.int64) * k_vectors + at) * 16
+    stride = tl.zeros_like(lane).to(tl.int64) + tl.cast(k_vectors, tl.int64) * 64
+    return _copy_rows(to, source, stride, row, n, at < k_vectors, wanted, token, 16, 8, EVEN)
+
+
+@triton.jit
+def _copy_scales(
+    to, tile, k_step, wanted, token, lane, b_scales_ptr, n, k_vectors,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Start to copy the scales of a step, 16 bytes at a time if WIDE, else four. Returns a token."""
+    size: tl.constexpr = 16 if WIDE else 4
+    pieces: tl.constexpr = 1 if WIDE else 4  # of a line
+    place = lane % (16 * pieces) % 32
+    row = tile * 16 + place // pieces
+    at = k_step * pieces + place % pieces
+    if SWIZZLED:  # rows of the same 16 lie 16 bytes apart
+        source = swizzle(row, 0, tl.cdiv(k_vectors, 2)) + at * 512
+        step = 16
+    elif SQUARE:
+        source = row // 16 * (k_vectors * 2) + at * size
+        step = 0
+    else:
+        source = row * (k_vectors * 2) + at * size
+        step = k_vectors * 2
+    stride = (tl.zeros_like(lane) + step * (32 // pieces)).to(tl.int64)
+    inside = at * size < k_vectors * 2
+    to = to + place * size
+    return _copy_rows(to, b_scales_ptr + source, stride, row, n, inside, wanted, token, size, pieces, EVEN)
+
+
+@triton.jit
+def copy_b(
+    buffer, tile, step, token, lane, b_ptr, b_scales_ptr, b_1_ptr, b_scales_1_ptr, b_2_ptr, b_scales_2_ptr,
+    n, n_1, n_2, k_vectors, tiles, tiles_1, total,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Start to copy a warp's step of a tile into its buffer, and commit the copies as one group. Returns a token.
+
+    Past the last tile nothing is copied. tiles, tiles_1, total: see `group_tiles`.
+    """
+    wanted = (tile < total) & (lane >= 0)
+    # The product that the tile belongs to. As selects, here and in `_store_results`: see there.
+    if GROUP_SIZE > 2:
+        in_third = tile >= tiles_1
+        tiles = tl.where(in_third, tiles_1, tiles)
+        b_1_ptr = tl.where(in_third, b_2_ptr, b_1_ptr)
+        b_scales_1_ptr = tl.where(in_third, b_scales_2_ptr, b_scales_1_ptr)
+        n_1 = tl.where(in_third, n_2, n_1)
+    if GROUP_SIZE > 1:
+        not_in_first = tile >= tiles
+        tile = tl.where(not_in_first, tile - tiles, tile)
+        b_ptr = tl.where(not_in_first, b_1_ptr, b_ptr)
+        b_scales_ptr = tl.where(not_in_first, b_scales_1_ptr, b_scales_ptr)
+        n = tl.where(not_in_first, n_1, n)
+    k_step = step * WARPS + lane // 32
+    token = _copy_codes(buffer, tile, k_step, wanted, token, lane, b_ptr, n, k_vectors, EVEN)
+    token = _copy_scales(buffer + CODES_BYTES, tile, k_step, wanted, token, lane, b_scales_ptr, n, k_vectors,
+                         B_SQUARE, B_SWIZZLED, WIDE, EVEN)  # fmt: skip
+    return do_ptx(COMMIT, "r", (token,))
+
+
+_LOWER = 8 * 128  # bytes from the codes of the upper eight rows to those of the lower ones
+# Outputs: of each half of the lane's quarter (32 elements), four words of codes of the upper row, then four of the
+# lower row; the four scales of the upper row, of the lower row; a token. Inputs: addresses of its codes and its scales;
+# a token.
+_READ_B = tl.constexpr(
+    "{ .reg .b32 a; mov.b32 $18, 0; xor.b32 a, $19, 16;"
+    f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {_LOWER}];"
+    f" ld.shared.v4.b32 {{$8, $9, $10, $11}}, [a]; ld.shared.v4.b32 {{$12, $13, $14, $15}}, [a + {_LOWER}];"
+    " ld.shared.b32 $16, [$20]; ld.shared.b32 $17, [$20 + 128]; }"
+)
+_READ_B_OPERANDS = tl.constexpr(",".join(["=&r"] * 19 + ["r"] * 3))
+
+
+@triton.jit
+def read_b(buffer, token, lane):
+    """A lane's codes and scales of a step that has arrived: (the outputs of `_READ_B` without its token, token)."""
+    g = lane % 32 // 4
+    q = lane % 4
+    codes = buffer + g * 128 + q * 32 + g % 2 * 16
+    found = tl.inline_asm_elementwise(
+        _READ_B, _READ_B_OPERANDS, (codes, buffer + CODES_BYTES + g * 16 + q * 4, token), dtype=(tl.int32,) * 19,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return found[:18], found[18]
+
+
+# ---------------------------------------------------------------- A
+
+# Outputs: 16 bytes of A (two words of 64 bits), zeros if they do not exist. Inputs: where from; whether they exist; a
+# token.
+_LOAD_A = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b64 $0, 0; mov.b64 $1, 0; @p ld.global.v2.b64 {$0, $1}, [$2]; }"
+)
+# Output: the largest magnitudes so far, of even and of odd elements, as a bf16x2. Inputs: two words of 64 bits of bf16;
+# the same of the elements before.
+_LARGEST = tl.constexpr(
+    "{ .reg .b32 x, y; mov.b32 $0, $3; "
+    + " ".join(
+        f"mov.b64 {{x, y}}, ${i}; abs.bf16x2 x, x; abs.bf16x2 y, y; max.bf16x2 $0, $0, x; max.bf16x2 $0, $0, y;"
+        for i in (1, 2)
+    )
+    + " }"
+)
+# Outputs: a power of two that brings the warp's largest magnitude to about 2^125, in both halves of a bf16x2; the
+# float32 factor of the sums that undoes it, and leaves 2^-7 of the 2^-126 of `dequantize_word`'s codes. Input: each
+# lane's result of `_LARGEST`.
+_POWER_OF_TWO = tl.constexpr(
+    "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
+    " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
+    " shl.b32 y, x, 7; prmt.b32 $0, y, y, 0x1010; sub.s32 y, 373, x; shl.b32 y, y, 23; mov.b32 $1, y; }"
+)
+_SCALE_A = " ".join(f"fma.rn.bf16x2 x{i}, x{i}, $4, z;" for i in range(4))
+
+
+@triton.constexpr_function
+def _store_a_ptx(compute):
+    """PTX that stores eight elements of A to shared memory, elements j and j + 4 side by side, as the codes are paired.
+
+    Inputs: where to; the elements, two words of 64 bits; the power of two that bf16 is multiplied by; a token.
+    """
+    text = ["{ .reg .b32 x<4>, y<4>, z; mov.b32 $0, 0; mov.b32 z, 0x80008000; mov.b64 {x0, x1}, $2;"]
+    text.append(f"mov.b64 {{x2, x3}}, $3; {_SCALE_A if compute == 'bf16' else ''}")
+    text += [f"prmt.b32 y{j}, x{j // 2}, x{2 + j // 2}, {'0x7632' if j % 2 else '0x5410'};" for j in range(4)]
+    return " ".join(text) + " st.shared.v4.b32 [$1], {y0, y1, y2, y3}; }"
+
+
+_STORE_ZEROS = tl.constexpr("mov.b32 $0, 0; st.shared.b64 [$1], 0;")
+
+
+@triton.jit
+def store_a(
+    at, token, lane, a_ptr, m, k_vectors,
+    COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Bring A of all of a warp's steps to shared memory at `at`: zeros, then [STEPS, ROWS, WIDTH] elements.
+
+    Codes in bf16 are times 2^-126, so A in bf16 is multiplied by a power of two that keeps the products in range.
+    Returns the factor of the sums of each row of A, float32, that makes them those of fp16 or of bf16 with
+    `scale_registers`; and a token.
+    """
+    text: tl.constexpr = _store_a_ptx(COMPUTE)
+    start = token  # of every row's loads: they need not wait for the row before to be stored
+    unit = lane % 32  # of eight elements
+    quarter = unit // 8  # of a step: which lanes will read it
+    factors = ()
+    for row in tl.static_range(ROWS):
+        x = ()
+        for step in tl.static_range(STEPS):
+            at_unit = (step * WARPS + lane // 32) * 32 + unit
+            ok = (row < m) & (unit >= 0) if EVEN else (row < m) & (at_unit < k_vectors * 4)
+            source = (
+                a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + (row * (k_vectors * 4) + at_unit).to(tl.int64) * 16
+            )
+            x = x + tl.inline_asm_elementwise(
+                _LOAD_A, "=&l,=&l,l,r,r", (source, ok.to(tl.int32), start), dtype=(tl.int64, tl.int64), is_pure=True,
+                pack=1,
+            )  # fmt: skip
+        power = tl.zeros_like(lane)
+        factor = tl.full((32 * WARPS,), 1.0, tl.float32)
+        if COMPUTE == "bf16":
+            # Exact for all elements above 2^-148 of the largest one. Smaller ones are lost in a float32 sum anyhow.
+            for step in tl.static_range(STEPS):
+                power = do_ptx(_LARGEST, "l,l,r", (x[2 * step], x[2 * step + 1], power))
+            power, factor = tl.inline_asm_elementwise(
+                _POWER_OF_TWO, "=&r,=&f,r", (power,), dtype=(tl.int32, tl.float32), is_pure=True, pack=1
+            )
+        factors = factors + (factor,)
+        # Units are exchanged so that lanes that read at once read different banks.
+        to = at + ZEROS_BYTES + row * A_ROW_BYTES + (unit ^ quarter % 2 ^ quarter // 2 * 4 ^ row * 2) * 16
+        for step in tl.static_range(STEPS):
+            words = (x[2 * step], x[2 * step + 1], power, token)
+            token = do_ptx(text, "r,l,l,r,r", (to + step * (ROWS * A_ROW_BYTES),) + words)
+    token = do_ptx(_STORE_ZEROS, "r,r", (at + unit * 8, token))
+    return factors, do_ptx(WARP_BARRIER, "r", (token,))
+
+
+@triton.jit
+def a_address(at, lane, ROWS: tl.constexpr):
+    """Where a lane reads its elements of A of the first step, and how many bytes further those of the next step lie.
+
+    Lane 4 * g + q has elements of A for column g of the product only if the column belongs to quarter q, which columns
+    2 * q and 2 * q + 1 do; else it reads the zeros, at each step. Of two rows of A the even columns have the first, the
+    odd ones the second. Of one row both have it, each for one of two blocks: see `gemv`.
+    """
+    g = lane % 32 // 4
+    q = lane % 4
+    own = g // 2 == q
+    place = (q * 8 ^ q % 2 ^ q // 2 * 4 ^ g % 2 * 2) * 16
+    if ROWS == 2:
+        place = place + g % 2 * A_ROW_BYTES
+    return tl.where(own, at + ZEROS_BYTES + place, at), tl.where(own, ROWS * A_ROW_BYTES, 0)
