@@ -36,7 +36,7 @@ def fastest(product: ScaledMM) -> Choice | None:
     a, b, bias = product.values()
     key = problem, *(_layout(x) for x in (a.data, a.scales, b.data, b.scales))
     if key not in _winners:
-        times = {name: _time(_call(a, b, bias, problem, name)) for name in names}
+        times = {name: _time(_call(a, b, bias, problem, name=name)) for name in names}
         _winners[key] = min(times, key=times.get)
         log.info("product %s x %s: %s", tuple(a.data.shape), tuple(b.data.shape), times)
     return choose(problem, preferred=_winners[key])
@@ -50,7 +50,7 @@ def _layout(value: torch.Tensor | None) -> tuple:
     return () if value is None else (value.device, tuple(value.shape), tuple(value.stride()))
 
 
-def _call(a: Operand, b: Operand, bias, problem: Problem, name: str) -> Callable[[], torch.Tensor]:
+def _call(a: Operand, b: Operand, bias, problem: Problem, *, name: str) -> Callable[[], torch.Tensor]:
     """A call of the product by one candidate, on real tensors."""
     with unset_fake_temporarily():
         operands = [Operand(*map(_like, (x.data, x.scales, x.outer)), x.format) for x in (a, b)]

@@ -11,6 +11,8 @@ import torch
 import triton
 
 from fp4compile import formats, reference
+from fp4compile.operand import Operand
+from tests.helpers import choices
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -34,23 +36,23 @@ def quantized(x, fmt, layout="linear"):
     return (*reference.quantize(x, fmt, None, layout if fmt.block else "linear"), fmt)
 
 
-def launches(sm, a, b, m, epilogue=None, n=8192):
+def launches(sm, a, b, m, epilogue=None, auxiliaries=(), n=8192):
     """The launches of one product of m x n x 4096, on a GPU that need not be there."""
     import fp4compile.ops  # noqa: F401
     from fp4compile.targets import Target
-    from fp4compile.templates.gemm import dispatch as scaled_mm
+    from fp4compile.templates.gemm.dispatch import scaled_mm
     from fp4compile.templates.launch import dry_run
 
     def operand(format, rows):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
         if isinstance(format, torch.dtype):
-            return x.to(format), None, None, None
+            return Operand(x.to(format))
         fmt = formats.get(format)
         data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
-        return data, scales, outer if fmt.outer else None, fmt
+        return Operand(data, scales, outer if fmt.outer else None, fmt)
 
     with dry_run(Target(sm)) as found:
-        scaled_mm.scaled_mm(*operand(a, m), *operand(b, n), None, torch.bfloat16, epilogue)
+        scaled_mm(operand(a, m), operand(b, n), None, torch.bfloat16, epilogue, auxiliaries)
     return found
 
 
@@ -76,13 +78,11 @@ def spilled_bytes(cubin):
 
 def part_by_part(monkeypatch, columns):
     """Let the library's product take as little at a time as it may. Returns a shape of several parts."""
-    from fp4compile.templates.gemm import dispatch as kernels
+    from fp4compile.templates.gemm.heuristics import DequantOperandConfig
 
-    for name in ("WHOLE_BYTES", "PART_BYTES", "LEAST_RESULTS"):
-        monkeypatch.setattr(kernels, name, 1)
-    monkeypatch.setattr(kernels, "LEAST_LINES", 128)
+    choices.configured(monkeypatch, "dequant_operand", DequantOperandConfig(by_columns=columns, lines=128))
     if INTERPRETING:
-        monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
+        choices.only(monkeypatch, "dequant_operand")
         monkeypatch.setattr(torch, "mm", _mm)
         return (16, 200, 64) if columns else (200, 16, 64)
     return (512, 777, 272) if columns else (777, 512, 272)

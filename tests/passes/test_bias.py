@@ -8,11 +8,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import formats, reference
+from fp4compile.operand import Operand
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.targets import Target
-from fp4compile.templates.gemm import dispatch as kernels
+from fp4compile.templates.gemm.choose import choose
+from fp4compile.templates.gemm.dispatch import call_of, scaled_mm
 from fp4compile.templates.gemm.problem import problem_of
 from fp4compile.templates.launch import dry_run
 from tests.helpers.absent_gpu import launched_on, recipe_of
@@ -44,7 +46,7 @@ def test_what_is_broadcast_is_added_after_the_product(recipe, shape, dtype):
     added = product.args[8]
     assert (added is not None) == (shape == (N,)) and (added is None or added.meta["val"].shape == (N,))
     a, b = map(formats.get, (recipe_of(recipe).fprop_x, recipe_of(recipe).fprop_w))
-    operands = (*reference.quantize(x, a), a, *reference.quantize(w, b), b)
+    operands = [Operand(*reference.quantize(value, fmt), fmt) for value, fmt in ((x, a), (w, b))]
     expected = (reference.scaled_mm(*operands, None, torch.float32) + bias.float()).to(dtype)
     assert torch.equal(graph_module(x, w, bias), expected)
 
@@ -83,7 +85,7 @@ def operands(a, b, m, n, k, device="meta"):
         made = []
         for name, rows in ((a, m), (b, n)):
             x, fmt = torch.randn(rows, k), formats.get(name)
-            made += [*(t if t is None else t.to(device) for t in reference.quantize(x, fmt)), fmt]
+            made.append(Operand(*(t if t is None else t.to(device) for t in reference.quantize(x, fmt)), fmt))
     return made
 
 
@@ -97,8 +99,8 @@ def test_the_fp8_units_take_a_bias_of_the_results_type(sm, bias, out_dtype, by_l
     """The library's product of rows of FP8 has no other; the units are there from 8.9 on."""
     bias = None if bias is None else torch.empty(N, dtype=bias, device="meta")
     with dry_run(Target(sm)):
-        problem = problem_of(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype)
-        assert (kernels._server(problem, False) is kernels._scaled_by_row) == by_library
+        problem = problem_of(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype, Target(sm))
+        assert (choose(problem).kernel == "library_row_scaled") == by_library
 
 
 def test_fp8_units_and_conversions_by_compute_capability():
@@ -111,20 +113,20 @@ def test_a_bias_is_cut_where_the_product_is(a, b):
     """A part of the columns has that part of the bias; a part of the rows has all of it."""
     bias = torch.arange(320.0)
     with dry_run(Target(90)):
-        problem = problem_of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32)
+        call = call_of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32)
         for start, count in ((0, 128), (128, 128), (256, 64)):
-            part = problem.columns(start, count)
-            assert part.n == count and part.bias.tolist() == list(range(start, start + count))
-        assert problem.rows(128, 128).bias.tolist() == bias.tolist()
+            part = call.columns(start, count)
+            assert part.problem.n == count and part.bias.tolist() == list(range(start, start + count))
+        assert call.rows(128, 128).bias.tolist() == bias.tolist()
 
 
 def test_each_launch_of_a_product_in_parts_has_its_part_of_the_bias():
     """Of activations that are expanded already, the columns are cut."""
     n = 8192
     values, bias = torch.empty(n, 512, dtype=torch.float16, device="meta"), torch.empty(n, device="meta")
-    *weights, fmt = operands("nvfp4", "nvfp4", 16, n, 512)[4:]
+    _, weights = operands("nvfp4", "nvfp4", 16, n, 512)
     with dry_run(Target(90)) as launches:
-        kernels.scaled_mm(values, None, None, None, *weights, fmt, bias, torch.float32)
+        scaled_mm(Operand(values), weights, bias, torch.float32)
     cut = [one.args["bias_ptr"] for one in launches if one.kernel.__name__ == "split_k_reduction"]
     assert len(cut) > 1 and sum(part.numel() for part in cut) == n
     starts = [sum(part.numel() for part in cut[:i]) for i in range(len(cut))]

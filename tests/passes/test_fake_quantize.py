@@ -14,19 +14,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile import formats
 from fp4compile.cli import check_sm100
+from fp4compile.operand import Operand
 from fp4compile.passes import manager
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
-from fp4compile.passes.graph import QUANTIZE, SCALED_MM, arguments_of
+from fp4compile.passes.graph import QUANTIZE, SCALED_MM, scaled_mm_of
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
-from fp4compile.templates.gemm import dispatch as scaled_mm
+from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 from tests.helpers.absent_gpu import fused_graph
@@ -145,7 +146,8 @@ def test_which_ones(name):
     expected = on_the_cpu(graph_module, x, weights)
     products = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
     with dry_run(Target(90)):
-        assert scaled_mm.expands_first(*arguments_of(products[0])) == (name != "plain weights")
+        product = scaled_mm_of(products[0])
+        assert (product.b.format is not None) == (name != "plain weights") and product.choice().dequantizes_a
     count = replaced(graph_module)
     assert count == (name in REPLACED)
     assert bool(graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)) != bool(count)
@@ -264,7 +266,7 @@ def test_a_product_in_parts_stays_an_op():
     with dry_run(Target(0)):  # only the product is of interest
         data, scales, b_outer = kernels.quantize(values, fmt)
     with dry_run(Target(90)) as launches:
-        scaled_mm.scaled_mm(values, None, outer, None, data, scales, b_outer, fmt, None, BF16)
+        scaled_mm(Operand(values, outer=outer), Operand(data, scales, b_outer, fmt), None, BF16)
     names = [one.kernel.__name__ for one in launches]
     assert names == ["dequant_operand", "split_k_reduction"] * 4
     for one in launches:

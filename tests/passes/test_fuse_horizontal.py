@@ -1,5 +1,6 @@
 """Products of the same activations in one launch: which ones, in what order, and with what bits."""
 
+import dataclasses
 import re
 
 import pytest
@@ -13,14 +14,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile import formats
 from fp4compile.cli import check_sm100
+from fp4compile.operand import Operand
 from fp4compile.passes import manager
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.graph import SCALED_MM_HORIZONTAL
 from fp4compile.passes.lower import lower
 from fp4compile.targets import Target
-from fp4compile.templates.gemm import dispatch as scaled_mm
-from fp4compile.templates.gemm import horizontal as scaled_mm_horizontal
+from fp4compile.templates.gemm.dispatch import scaled_mm_group
+from fp4compile.templates.gemm.heuristics import SkinnyConfig, skinny_config
 from fp4compile.templates.launch import dry_run
+from tests.helpers.choices import configured
 from tests.helpers.kernels import OLD_TRITON
 from tests.helpers.products import (
     BF16,
@@ -201,12 +204,11 @@ def test_bad_arguments():
         SCALED_MM_HORIZONTAL(x[:, :64], *rest)
     meta = [packed(n, k=K)[:3] for n in (16, 24)]
     on_meta = [tuple(t.to("meta") for t in w) for w in meta]
-    members = [(*w, None) for w in on_meta]
+    a = Operand(x.to("meta").bfloat16())
     with dry_run(Target(90)), pytest.raises(ValueError, match="bias: expected"):
-        scaled_mm_horizontal.products(x.to("meta").bfloat16(), None, None, None, [(*on_meta[0], torch.empty(3))],
-                                    formats.get("nvfp4"), BF16)  # fmt: skip
+        scaled_mm_group(a, [(Operand(*on_meta[0], formats.get("nvfp4")), torch.empty(3))], BF16)
     with dry_run(Target(90)), pytest.raises(TypeError, match="b: data of format mxfp8"):
-        scaled_mm_horizontal.products(x.to("meta").bfloat16(), None, None, None, members, formats.get("mxfp8"), BF16)
+        scaled_mm_group(a, [(Operand(*w, formats.get("mxfp8")), None) for w in on_meta], BF16)
 
 
 # ---------------------------------------------------------------- the kernel
@@ -220,14 +222,12 @@ def launches(sm, sizes, m, k=4096, a=None, bias=False, outer="nvfp4"):
         data, scales, factor = torch.ops.fp4compile.quantize(
             torch.empty(rows, k, dtype=BF16, device="meta"), fmt.name, layout="swizzled"
         )
-        return data, scales, factor if fmt.outer else None
+        return Operand(data, scales, factor if fmt.outer else None, fmt)
 
-    left = (torch.empty(m, k, dtype=BF16, device="meta"), None, None, None) if a is None else (*quantized(m), fmt)
+    x = Operand(torch.empty(m, k, dtype=BF16, device="meta")) if a is None else quantized(m)
     biases = [torch.empty(n, dtype=BF16, device="meta") if bias else None for n in sizes]
     with dry_run(Target(sm)) as found:
-        scaled_mm_horizontal.products(
-            *left, [(*quantized(n), b) for n, b in zip(sizes, biases, strict=True)], fmt, BF16
-        )
+        scaled_mm_group(x, [(quantized(n), b) for n, b in zip(sizes, biases, strict=True)], BF16)
     return found
 
 
@@ -294,15 +294,15 @@ def test_bits_of_the_separate_products(sizes, m, k, a, b, bias, out_dtype, layou
     ]
     biases = [torch.randn(n, device="cuda") for n in sizes] if bias else []
     got = SCALED_MM_HORIZONTAL(*left, *map(list, zip(*weights, strict=True)), b, biases, out_dtype)
-    config_of = scaled_mm.decode_config  # that of other kernels does not depend on n
-    monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: config_of(m, sum(sizes), k))
+    # Each product alone, launched as the group is. The configuration of `gemv` does not depend on n in what is summed.
+    configured(monkeypatch, "skinny", lambda problem: skinny_config(dataclasses.replace(problem, n=sum(sizes))))
     for i, w in enumerate(weights):
         expected = product(left[0], (*w, b), biases[i] if bias else None, out_dtype, left[1:])
         assert (got[i].shape, got[i].dtype) == (expected.shape, expected.dtype)
         assert torch.equal(got[i], expected)
 
 
-FOUR_WARPS = {"TILES": 1, "WARPS": 4, "STAGES": 3, "ROWS": 4, "CHAINS": 2, "GRID": 5}
+FOUR_WARPS = SkinnyConfig(rows=4, tiles=1, warps=4, stages=3, chains=2, grid=5)
 
 
 class Block(torch.nn.Module):
@@ -331,7 +331,7 @@ def test_compiled(recipe, bias, mode, monkeypatch):
     fp4compile.pack_(model, recipe)
     x = torch.randn(1, 4, 512, device="cuda", dtype=BF16)
     # With few columns a product has eight warps, together these have four.
-    monkeypatch.setattr(scaled_mm, "decode_config", lambda m, n, k: dict(FOUR_WARPS))
+    configured(monkeypatch, "skinny", FOUR_WARPS)
 
     def run():
         torch._dynamo.reset()
@@ -339,7 +339,7 @@ def test_compiled(recipe, bias, mode, monkeypatch):
         with torch.no_grad():
             first, (code,) = run_and_get_code(compiled, x)
             outputs = [first.clone(), *(compiled(x).clone() for _ in range(3))]
-        return outputs, re.findall(r"(?<!\w)(scaled_mm_\w+?)_\d+\.run\(", code)
+        return outputs, re.findall(r"(?<!\w)(gem\w+?)_\d+\.run\(", code)
 
     got, names = run()
     assert names == ["gemm_skinny"] * 4

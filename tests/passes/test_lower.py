@@ -13,12 +13,14 @@ from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _compat, formats, ops
+from fp4compile.operand import Operand
 from fp4compile.passes import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.targets import Target
-from fp4compile.templates.gemm import dispatch as scaled_mm
-from fp4compile.templates.gemm import horizontal as scaled_mm_horizontal
+from fp4compile.templates.gemm.choose import candidates
+from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
+from fp4compile.templates.gemm.problem import problem_of
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as quantize
 from tests.helpers.absent_gpu import NoGpu, launched_on
@@ -154,35 +156,35 @@ def test_time_decides_under_max_autotune(library, kernel, expected, monkeypatch)
     timed = []
     monkeypatch.setattr(autotune, "_winners", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(autotune, "_call", lambda arguments, contender: contender)
-    monkeypatch.setattr(autotune, "_time", lambda contender: timed.append(contender) or
-                        {"library": library, "kernel": kernel}[contender])  # fmt: skip
+    monkeypatch.setattr(autotune, "_call", lambda *_, name: name)
+    times = {"library_block_scaled": library, "block_scaled_sm100": kernel}
+    monkeypatch.setattr(autotune, "_time", lambda name: timed.append(name) or times[name])
     with config.patch(max_autotune=True):
         for recipe in ("mxfp8", "nvfp4_one_level", "mxfp8"):
             assert launched_on(100, recipe)[1][-1][0] == expected
-        assert timed == ["library", "kernel"] * 2
+        assert timed == [*times] * 2
         for sm, recipe in ((100, "nvfp4"), (100, "mxfp4"), (90, "mxfp8"), (120, "mxfp8")):
             launched_on(sm, recipe)
-        assert timed == ["library", "kernel"] * 2
+        assert timed == [*times] * 2
     assert launched_on(100, "mxfp8")[1][-1][0] == "_scaled_mm"
 
 
 def test_what_is_timed_is_the_product(monkeypatch):
-    """Each contender, on tensors like the product's."""
+    """Each candidate, on tensors like the product's."""
     a, scales = torch.empty(256, 1024, dtype=torch.float8_e4m3fn), torch.empty(256 * 32, dtype=torch.float8_e8m0fnu)
     fmt, found = formats.get("mxfp8"), []
-    monkeypatch.setattr(scaled_mm, "scaled_mm", lambda *given: found.append((scaled_mm._preferred.get(), given)))
+    monkeypatch.setattr(autotune, "scaled_mm", lambda a, b, *_, choice: found.append((choice.kernel, a)))
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) for x in (a, scales)]
-        for contender in ("library", "kernel"):
-            autotune._call([*fake, None, fmt, *fake, None, fmt, None, torch.bfloat16], contender)()
-    assert [contender for contender, _ in found] == ["library", "kernel"]
-    for _, (codes, scale_bytes, outer, *_) in found:
-        assert not isinstance(codes, FakeTensor) and outer is None
-        assert (codes.shape, codes.dtype) == (a.shape, a.dtype)
-        assert not codes.float().isnan().any()
-        assert scale_bytes.view(torch.uint8).unique().tolist() == [127]
-    assert scaled_mm._preferred.get() == "library"
+        fake = Operand(*(mode.from_tensor(x) for x in (a, scales)), format=fmt)
+        problem = problem_of(fake, fake, None, torch.bfloat16, Target(100))
+        for name in candidates(problem):
+            autotune._call(fake, fake, None, problem, name=name)()
+    assert [name for name, _ in found] == ["library_block_scaled", "block_scaled_sm100"]
+    for _, made in found:
+        assert not isinstance(made.data, FakeTensor) and made.outer is None
+        assert (made.data.shape, made.data.dtype) == (a.shape, a.dtype)
+        assert not made.data.float().isnan().any()
+        assert made.scales.view(torch.uint8).unique().tolist() == [127]
 
 
 @pytest.mark.parametrize(("sm", "recipe", "expected"), [
@@ -198,7 +200,7 @@ def test_who_computes_other_products(sm, recipe, expected):
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_products_that_would_fill_the_memory_stay_ops(recipe):
     """Expanding all of a large A, and all its sums, is left to the op, which does it part by part."""
-    for rows, columns, lowered in ((1024, 1024, True), (4096, 1024, True), (16384, 1024, False), (4096, 8192, False)):
+    for rows, columns, lowered in ((1024, 1152, True), (4096, 1024, True), (16384, 1024, False), (4096, 8192, False)):
         _, launches = launched_on(90, recipe, (rows, columns, 16384))
         assert ("dequant_operand" in dict(launches)) == lowered
         assert len([name for name, _ in launches if name.startswith("quantize")]) == 2
@@ -218,11 +220,8 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
     counts = []
 
     def backend(graph_module, inputs):
-        register_tile = {
-            "post_grad_custom_pre_pass": lambda graph: counts.append(lower(graph)),
-            "fx_graph_cache": False,
-        }
-        return compile_fx(graph_module, inputs, config_patches=register_tile)
+        patches = {"post_grad_custom_pre_pass": lambda graph: counts.append(lower(graph)), "fx_graph_cache": False}
+        return compile_fx(graph_module, inputs, config_patches=patches)
 
     compiled = torch.compile(quantizes, backend=backend, dynamic=dynamic)
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
@@ -247,7 +246,7 @@ def launches():
             quantize.quantize(x.mT, fmt)
             if fmt.outer != "row":
                 quantize.quantize_both(x, fmt)
-            if ops.expands(fmt):
+            if ops.fake_quantizable(fmt):
                 quantize.fake_quantize(x, fmt)
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
@@ -258,15 +257,15 @@ def launches():
                 operands = []
                 for rows in (m, 128):
                     data, scales, outer = torch.ops.fp4compile.quantize(x[:1].expand(rows, -1), name)
-                    operands += [data, scales, outer if fmt.outer else None, fmt]
-                scaled_mm.scaled_mm(*operands, None, torch.bfloat16)
+                    operands.append(Operand(data, scales, outer if fmt.outer else None, fmt))
+                scaled_mm(*operands, None, torch.bfloat16)
         data, scales, outer = torch.ops.fp4compile.quantize(x.new_empty(256, 4096), "nvfp4")
-        scaled_mm.scaled_mm(x.new_empty(40, 4096), None, None, None, data, scales, outer, formats.get("nvfp4"), None,
-                            torch.bfloat16)  # fmt: skip
+        weight = Operand(data, scales, outer, formats.get("nvfp4"))
+        scaled_mm(Operand(x.new_empty(40, 4096)), weight, None, torch.bfloat16)
         for weights in (2, 3):
             data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
-            scaled_mm_horizontal.products(x[:1], None, None, None, [(data, scales, outer, x[0, :256])] * weights, te,
-                                        torch.bfloat16)  # fmt: skip
+            group = [(Operand(data, scales, outer, te), x[0, :256])] * weights
+            scaled_mm_group(Operand(x[:1]), group, torch.bfloat16)
     return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
 
 

@@ -42,7 +42,7 @@ def scaled_mm(
         if epilogue is not None:
             raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
         return reference.scaled_mm(a, b, bias, out_dtype)
-    call = _call(a, b, bias, out_dtype, epilogue, auxiliaries)
+    call = call_of(a, b, bias, out_dtype, epilogue, auxiliaries)
     shape = (*a.data.shape[:-1], b.data.shape[-2])
     if call.problem.empty:
         return a.data.new_empty(shape, dtype=call.stored_dtype)
@@ -61,7 +61,7 @@ def scaled_mm_group(
     A product has the bits that it has alone, unless, of several tokens, alone its sums would be cut into other parts
     (see `heuristics.skinny_config`). Raises what `scaled_mm` raises.
     """
-    calls = [_call(a, b, bias, out_dtype) for b, bias in members]
+    calls = [call_of(a, b, bias, out_dtype) for b, bias in members]
     choices = [choose(call.problem) for call in calls]
     alike = len({(choice.kernel, choice.group) for choice in choices}) == 1 and choices[0].group is not None
     if not 1 < len(calls) <= MOST_IN_GROUP or not alike:
@@ -71,7 +71,7 @@ def scaled_mm_group(
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
 
 
-def _call(
+def call_of(
     a: Operand, b: Operand, bias, out_dtype, epilogue: Epilogue | None = None, auxiliaries: Sequence[torch.Tensor] = ()
 ) -> Call:
     """The call of these arguments. Raises ValueError or TypeError where they do not fit."""

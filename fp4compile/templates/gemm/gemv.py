@@ -52,6 +52,7 @@ from fp4compile.templates.gemm.heuristics import GemvConfig, gemv_config
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
 
+
 @triton.constexpr_function
 def tiles_at_once(warps, rows):
     """Tiles of a program whose sums are added up together: as many as there are lanes for the results, at most 16."""
