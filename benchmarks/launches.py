@@ -30,7 +30,14 @@ from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.gemm import choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.gemv import WIDTH, needed_bytes
-from fp4compile.templates.gemm.heuristics import MULTIPROCESSORS, SKINNY_ROWS, GemvConfig, SkinnyConfig, WgmmaConfig
+from fp4compile.templates.gemm.heuristics import (
+    MULTIPROCESSORS,
+    SKINNY_ROWS,
+    GemvConfig,
+    SkinnyConfig,
+    WgmmaConfig,
+    with_shared_memory,
+)
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
 from fp4compile.templates.quantize import dispatch as quantize
@@ -61,7 +68,7 @@ def main() -> None:
             if m > SKINNY_ROWS and len(sizes) > 1:
                 continue
             table = choose.choose(problem(m, sum(sizes), k)).config
-            tried = [table, *(launch for launch in launches(m, k) if launch != table)]
+            tried = [table, *(launch for launch in launches(m, sum(sizes), k) if launch != table)]
             fits = pool.map(partial(agrees, sizes, k, m), tried)
             tried = [launch for launch, fit in zip(tried, fits, strict=True) if fit]
             times = dict(zip(range(len(tried)), measure(sizes, k, m, tried, args.replays), strict=True))
@@ -79,15 +86,15 @@ def problem(m: int, n: int, k: int) -> Problem:
     return Problem(plain, packed, m, n, k, torch.bfloat16, H200)
 
 
-def launches(m: int, k: int) -> list[Config]:
+def launches(m: int, n: int, k: int) -> list[Config]:
     """All configurations of the kernel that serves m rows; some of them do not fit."""
     kernel = choose.choose(problem(m, 16, k)).kernel
     if kernel == "wgmma_sm90":
         rows = 16 if m <= 16 else 32 if m <= 32 else 64
         every = itertools.product((4, 8, 16), (2, 3, 4, 6), (1, 2, 4), (1, 2, 4, 8))
-        return [WgmmaConfig(rows, warps, stages, steps, split, shared)
-                for warps, stages, steps, split in every if split == 1 or k >= 512 * split
-                if (shared := reserved(wgmma_bytes(rows, warps, stages, steps), 1, H200))]  # fmt: skip
+        found = [WgmmaConfig(rows, *rest) for *rest, split in [(*each, each[-1]) for each in every]
+                 if (split == 1 or k >= 512 * split) and reserved(wgmma_bytes(rows, *rest[:3]), 1, H200)]  # fmt: skip
+        return [with_shared_memory(config, problem(m, n, k), wgmma_bytes) for config in found]
     rows = triton.next_power_of_2(m)
     if kernel == "gemv":
         every = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps in (4, 8, 16) for each in range(1, 8)]

@@ -118,8 +118,16 @@ class WgmmaConfig:
 
 
 def wgmma_config(p: Problem, needed_bytes: Callable[[int, int, int, int], int]) -> WgmmaConfig:
-    """For the shapes of Llama-3. needed_bytes: of shared memory, by rows, warps, stages and steps per stage."""
-    config = _wgmma_tile(p)
+    """For the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
+    return with_shared_memory(_wgmma_tile(p), p, needed_bytes)
+
+
+def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[int, int, int, int], int]):
+    """The configuration with so much shared memory reserved that programs spread evenly over the multiprocessors.
+
+    needed_bytes: of shared memory, by rows, warps, stages and steps per stage. Raises StopIteration where not even one
+    program fits.
+    """
     size = needed_bytes(config.rows, config.warps, config.stages, config.steps_per_stage)
     grid = config.grid(p.n)
     each = ceil_div(grid, MULTIPROCESSORS) if isinstance(grid, int) else 1
