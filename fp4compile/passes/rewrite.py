@@ -135,9 +135,9 @@ class _Builder:
         return data, scales if fmt.scale else None, kwargs.get("outer", computed)
 
     def _seed(self, source: Node, meta: dict) -> Node:
-        """The seed for rounding a gradient, the same in both directions: one element of the tensor that each step draws.
+        """The seed for rounding a gradient, the same in both directions.
 
-        All seeds of a device come from one node, which grows by one element here.
+        It is one element of the seeds that each step draws. One node draws all seeds of a device; here it grows by one.
         """
         key, device = value_key(source), source.meta["val"].device
         if key not in self.seeds:

@@ -8,7 +8,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import formats, reference
-from fp4compile.passes.find import Input, find
+from fp4compile.passes.find import find
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.targets import Target

@@ -19,7 +19,7 @@ from torch._inductor.decomposition import select_decomp_table
 import fp4compile
 from fp4compile import names
 from fp4compile.passes import manager
-from fp4compile.passes.find import Input
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe, named
@@ -68,13 +68,12 @@ class Captured:
         decisions = analyse(graph, self.recipe, inputs)
         for decision in decisions:
             key = (decision.gemm.module, decision.gemm.product)
-            self.treatments[key] = decision.reason or (decision.left, decision.right)
+            self.treatments[key] = decision.reason or (decision.a, decision.b)
         rewrite(graph, decisions)
 
     def formats(self, module, product):
-        """Formats of the left and the right operand of one product."""
-        left, right = self.treatments[module, product]
-        return tuple(None if one is None else one.format for one in (left, right))
+        """Formats of the operands A and B of one product."""
+        return tuple(None if one is None else one.format for one in self.treatments[module, product])
 
 
 def as_seen(x, fmt, dim, outer=None, hadamard=False):
@@ -373,11 +372,11 @@ INPUTS = (Input("up.weight"), Input(), Input("down.weight"))
 
 
 def joint(recipe=UNEVEN, inputs=INPUTS, user_passes=()):
-    return JointPasses(recipe, inputs, lambda rows, counts: None, user_passes).uuid()
+    return JointPasses(recipe, inputs, lambda rows, runs: None, user_passes).uuid()
 
 
 def lower(user_passes=()):
-    return LowerPasses(lambda kept: None, user_passes).uuid()
+    return LowerPasses(lambda kept, runs: None, user_passes).uuid()
 
 
 class UserPass:
