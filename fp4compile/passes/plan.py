@@ -147,7 +147,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
             if outer is None:
                 return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
-            # The kernels see a batch as one tall matrix, in which square blocks would lie across two matrices.
+            # Flattened to one matrix, as F.linear has it, the same operand would have blocks across two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
         if fmt is not None:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding

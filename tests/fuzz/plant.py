@@ -1,7 +1,8 @@
 """Does the fuzzer find bugs? Plant them one by one, and count the graphs until it does.
 
-A plant is a line of the package's source and what it becomes. The package is copied, changed, and fuzzed in a process
-of its own; found is what differs from the findings of the unchanged package (of which there should be none).
+A plant is a bug: a piece of the package's source, and the text that replaces it. The package is copied, changed, and
+fuzzed in a separate process. A plant is found if the findings differ from those of the unchanged package, which should
+have none.
 """
 
 import json
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Plant:
-    """name: what is wrong. path: in the package. old, new: text that is there once, and what stands there then."""
+    """name: what is wrong. path: of the file in the package. old: text that is in it once. new: its replacement."""
 
     name: str
     path: str
@@ -97,7 +98,7 @@ PLANTS = (
 
 
 def plant_all(arguments: list[str]) -> int:
-    """Fuzz with each plant; prints after how many graphs it was found. Returns how many were not."""
+    """Fuzz with each plant, and print after how many graphs it was found. Returns how many plants were not found."""
     with tempfile.TemporaryDirectory() as directory:
         clean = dict(_fuzz(_copy(Path(directory) / "clean"), arguments))
     sound = sum(finding is None for finding in clean.values())
@@ -112,7 +113,7 @@ def plant_all(arguments: list[str]) -> int:
 
 
 def _found_after(plant: Plant, root: Path, arguments: list[str], clean: dict[int, str | None]) -> str | None:
-    """How many graphs it took, as text; None if it was not found."""
+    """After how many graphs the plant was found, as text; None if it was not found."""
     path = root / "fp4compile" / plant.path
     text = path.read_text()
     if text.count(plant.old) != 1:
@@ -132,7 +133,7 @@ def _copy(root: Path) -> Path:
 
 
 def _fuzz(root: Path, arguments: list[str]) -> Iterator[tuple[int, str | None]]:
-    """(seed, what was found) of each program, by a process that ends when nobody reads on."""
+    """(seed, finding or None) of each program. The process that fuzzes ends when the iterator is closed."""
     command = [sys.executable, "-m", "tests.fuzz", "--json", *arguments]
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     seen = 0
