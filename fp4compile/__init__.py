@@ -1,5 +1,6 @@
 """fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile."""
 
+from fp4compile import config
 from fp4compile.backend import backend
 from fp4compile.calibrate import calibrate
 from fp4compile.cli.run import register_with_accelerate
@@ -21,6 +22,7 @@ __all__ = [
     "add_arguments",
     "backend",
     "calibrate",
+    "config",
     "explain",
     "load_packed",
     "pack_",

@@ -18,7 +18,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from fp4compile import names
-from fp4compile.passes.find import Input, find
+from fp4compile.passes.find import find
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.recipe import Recipe, unmatched_rules
@@ -82,7 +83,7 @@ def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Inpu
     # With a scale for everyone, whoever is quantised and has none needs none.
     scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
     decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
-    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.left, d.right))]
+    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
 
 
 class _Watcher(torch.fx.Interpreter):
@@ -91,7 +92,7 @@ class _Watcher(torch.fx.Interpreter):
         self.watched: dict[torch.fx.Node, list[Decision]] = {}
         for decision in decisions:
             gemm = decision.gemm
-            activation = gemm.left if gemm.left.role == "fprop_x" else gemm.right
+            activation = gemm.a if gemm.a.role == "fprop_x" else gemm.b
             self.watched.setdefault(activation.source, []).append(decision)
         self.see = see
 

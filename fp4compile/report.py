@@ -2,11 +2,20 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from torch._guards import TraceId
 
 CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
+
+
+class PassRun(NamedTuple):
+    """What a pass did on one graph, or in sum on several: how many places it changed, and the seconds it took."""
+
+    matches: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -63,8 +72,10 @@ _HEAD: tuple[str, ...] = (
 class Report:
     """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
 
-    counts: how often each pass matched, summed over the graphs. graphs: how many were compiled; None where rows come
-    from elsewhere. lost: of these, the graphs from Inductor's cache whose rows are not there any more.
+    counts: how often each pass matched, summed over the graphs. seconds: how long each pass took in this process, in
+    sum; graphs from Inductor's cache take none. A pass that is switched off is in neither. graphs: how many were
+    compiled; None where rows come from elsewhere. lost: of these, the graphs from Inductor's cache whose rows are not
+    there any more.
     """
 
     recipe: str
@@ -72,10 +83,18 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict)
     graphs: int | None = None
     lost: int = 0
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
     _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
 
-    def add(self, rows: list[Row], counts: dict[str, int], trace: TraceId | None = None) -> None:
-        """Take in the rows of one graph.
+    def add(
+        self,
+        rows: list[Row],
+        counts: Mapping[str, int],
+        trace: TraceId | None = None,
+        *,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take in the rows of one graph, and the matches and times of its passes.
 
         trace: Dynamo's identity of the compilation. One that compiles a function once more adds only what the earlier
         ones of that function did not have.
@@ -83,6 +102,13 @@ class Report:
         self.rows.extend(rows if trace is None else self._unseen(rows, trace))
         for name, count in counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
+        for name, took in (seconds or {}).items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + took
+
+    @property
+    def passes(self) -> dict[str, PassRun]:
+        """Matches and seconds of each pass that ran, by its name, in the order of the passes."""
+        return {name: PassRun(count, self.seconds.get(name, 0.0)) for name, count in self.counts.items()}
 
     def _unseen(self, rows: list[Row], trace: TraceId) -> list[Row]:
         compilation = trace.compile_id
@@ -146,6 +172,7 @@ class Report:
             "recipe": self.recipe,
             "rows": [asdict(row) for row in self.rows],
             "counts": dict(self.counts),
+            "seconds": dict(self.seconds),
             "quantised": len(self.quantised),
             "flops_share": self.flops_share(),
             "flops_shares": self.flops_shares(),
