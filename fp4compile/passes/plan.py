@@ -12,6 +12,7 @@ from fp4compile import formats
 from fp4compile._compat import statically_true
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
+from fp4compile.passes.graph import scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
@@ -78,7 +79,7 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
 def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
-        return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
+        return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
@@ -181,6 +182,12 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None) -> str:
     m, n, k = gemm.dims
     types = (_operand_type(*pair) for pair in ((gemm.a, a), (gemm.b, b)))
     return choose(Problem(*types, m, n, k, out.dtype, target_of(out.device))).tier
+
+
+def _tier_of_packed(gemm: Gemm) -> str:
+    """The same for a product that was quantised before the graph was captured: its node says all."""
+    product = scaled_mm_of(gemm.node)
+    return product.choice().tier if product.on_gpu else "reference"
 
 
 def _operand_type(operand: Operand, treatment: Treatment | None) -> OperandType:

@@ -308,7 +308,7 @@ def test_compiled(recipe, rows, monkeypatch):
         compiled = torch.compile(layer, backend=fp4compile.backend(recipe, strict=True))
         with torch.no_grad():
             got, (code,) = run_and_get_code(compiled, x.cuda())
-        return got, re.findall(r"(?<!\w)((?:quantize|expand|scaled|reduce)_\w+?)_\d+\.run\(", code)
+        return got, re.findall(r"(?<!\w)((?:quantize|dequant|gem|split)\w+?)_\d+\.run\(", code)
 
     got, names = run()
     monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))

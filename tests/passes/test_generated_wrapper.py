@@ -100,7 +100,7 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
     if (recipe, rows) == ("mxfp8", 300):  # by the library, and written twice
         assert not epilogues
         return
-    assert sorted(epilogues.values()) == ["v0", "v4"]  # the sum, and silu times the other
+    assert sorted(epilogues.values()) == ["s0", "s4"]  # the sum, and silu times the other
     gate, residual = (next(name for name in epilogues if epilogues[name] == value) for value in ("v4", "v0"))
     # Nor does it fill anything but what maxima of large tensors are added up in.
     assert not [name for name in kernels if name.startswith("triton_") and "zeros" not in name]
@@ -128,7 +128,7 @@ def test_what_starts_early(monkeypatch):
 def test_generated_wrapper_on_sm100(recipe, monkeypatch):
     """The up product is the library's, the other two have epilogues."""
     kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
-    assert sorted(epilogues_in(kernels).values()) == ["v0", "v4"]
+    assert sorted(epilogues_in(kernels).values()) == ["s0", "s4"]
     (library,) = [call for call in calls if "_scaled_mm(" in call]
     assert library.startswith("extern_kernels._scaled_mm(")
     products = [call for call in calls if call.startswith("gemm_block_scaled_sm100")]
@@ -174,7 +174,7 @@ def test_horizontal_fusion_is_one_launch(recipe, rows, monkeypatch):
     for function, shapes, sizes in ((attention, of_attention, (256, 128, 128)), (mlp, of_mlp, (1088, 1088))):
         found = fused_graph(function, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
         text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-        launches = re.findall(r"^ *(scaled_mm_\w+?|dequant_operand)_\d+\.run\((.*)\)", text, re.M)
+        launches = re.findall(r"^ *(gem\w+?|dequant_operand)_\d+\.run\((.*)\)", text, re.M)
         assert [name for name, _ in launches] == ["gemv" if rows == 1 else "gemm_skinny"] * 2
         together = launches[0][1]
         before, after = text.split(f"({together})")
