@@ -8,8 +8,7 @@ from fp4compile.formats import BlockFormat
 from fp4compile.functional import BlockScaled, quantize, scaled_mm
 from fp4compile.packed.files import load_packed, save_packed
 from fp4compile.packed.pack import pack_
-from fp4compile.recipe import Recipe, recipes
-from fp4compile.recipe_io import add_arguments
+from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.report import Report
 from fp4compile.weight_cache import refresh
 

@@ -27,8 +27,7 @@ from fp4compile import _compat, names, report_cache
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.passes.saved import Saved
-from fp4compile.recipe import Recipe, recipes
-from fp4compile.recipe_io import DEFAULT, ENVIRONMENT, resolve
+from fp4compile.recipe import DEFAULT, ENVIRONMENT, Recipe, recipes, resolve
 from fp4compile.report import Report, Row
 from fp4compile.weight_cache import marking
 

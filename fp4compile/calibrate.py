@@ -7,8 +7,7 @@ import torch
 
 from fp4compile.explain import observe
 from fp4compile.passes.plan import Decision
-from fp4compile.recipe import Recipe
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve
 from fp4compile.reference import NVFP4_MAX
 
 

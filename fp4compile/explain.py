@@ -21,8 +21,7 @@ from fp4compile import names
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.plan import Decision, plan
-from fp4compile.recipe import Recipe, unmatched_rules
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import NOTHING_CAPTURED, Report, Row
 
 # Takes a captured graph and the names of its inputs, returns what shall run in its place.

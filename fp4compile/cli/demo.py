@@ -19,8 +19,7 @@ from torch import nn
 
 from fp4compile.backend import Backend, backend
 from fp4compile.calibrate import calibrate
-from fp4compile.recipe import Recipe
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve
 
 BATCH, LENGTH = 8, 64
 LEARNING_RATE = 5e-3

@@ -12,8 +12,7 @@ from torch import nn
 from fp4compile.packed.linear import LayerFormat, PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import Layer, Model, of_layer
-from fp4compile.recipe import Recipe, unmatched_rules
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import Report, Row
 
 

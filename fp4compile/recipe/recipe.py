@@ -1,56 +1,24 @@
-"""Recipes: which operand of which product takes which format, and which layers are left alone.
-
-A `Recipe` is frozen and hashable; contradictions raise when it is built. `recipe_io.py` reads recipes from TOML, the
-environment and command lines.
-"""
+"""`Recipe`: the user's decisions about precision, frozen and hashable; contradictions raise when one is built."""
 
 import dataclasses
 import functools
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from fp4compile import formats
 from fp4compile.formats import unknown_name
+from fp4compile.recipe import sources
+from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
+from fp4compile.recipe.rules import Rule, rule_of
 
-PRODUCTS = ("fprop", "dgrad", "wgrad", "attention")
-_OPERANDS = {
-    "fprop": ("fprop_x", "fprop_w"),
-    "dgrad": ("dgrad_dy", "dgrad_w"),
-    "wgrad": ("wgrad_dy", "wgrad_x"),
-    "attention": ("attention_a", "attention_b"),
-}
-_ACTIONS = ("skip", "quantize")
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _WEIGHT_CACHES = ("on", "off", "check")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What to do with the layers whose fully qualified module name matches a glob.
-
-    action: "skip", "quantize" (also where the recipe's defaults would leave the layer alone), or the name of a
-    recipe whose formats the layer takes.
-    """
-
-    pattern: str
-    action: str
-
-    def __post_init__(self):
-        for name in ("pattern", "action"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"rules: {name} must be a string, got {type(getattr(self, name)).__name__}")
-        if not self.pattern or self.pattern != self.pattern.strip():
-            raise ValueError(f"rules: pattern {self.pattern!r} is empty or has spaces around it, so no name matches it")
-        if self.action not in (*_ACTIONS, *_NAMED):
-            raise ValueError(unknown_name("rule action", self.action, (*_ACTIONS, *_NAMED)))
-
-    def matches(self, module: str) -> bool:
-        return fnmatchcase(module, self.pattern)
 
 
 @dataclass(frozen=True)
@@ -112,8 +80,8 @@ class Recipe:
 
     def _normalise(self) -> None:
         """Every spelling of a value becomes the one that compares, hashes and is written to JSON."""
-        normal = {role: _format_name(role, getattr(self, role)) for role in _ROLES}
-        normal["rules"] = tuple(_rule(entry) for entry in _sequence("rules", self.rules))
+        normal = {role: _format_name(role, getattr(self, role)) for role in ROLES}
+        normal["rules"] = tuple(rule_of(entry) for entry in _sequence("rules", self.rules))
         normal["static_scales"] = _scales(self.static_scales)
         for name in ("hadamard", "stochastic_rounding"):
             normal[name] = _products(name, getattr(self, name))
@@ -158,7 +126,7 @@ class Recipe:
                 raise ValueError(
                     f"activation_scale='static' needs an fprop_x whose outer scale is one a tensor, got {self.fprop_x}"
                 )
-        elif self.static_scales and not any(_is_static(rule) for rule in self.rules):
+        elif self.static_scales and not any(rule.takes_static_scale for rule in self.rules):
             raise ValueError(
                 "static_scales are given and never used: activation_scale is 'dynamic', and no rule names a recipe "
                 "whose scale is 'static'"
@@ -181,7 +149,7 @@ class Recipe:
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """Format names of a product's left and right operand, as the recipe's fields name them."""
-        first, second = _OPERANDS[product]
+        first, second = OPERANDS[product]
         return getattr(self, first), getattr(self, second)
 
     def quantizes(self, product: str) -> bool:
@@ -222,36 +190,58 @@ class Recipe:
         return (cls() if base is None else named(base)).replace(**fields)
 
     @classmethod
-    def from_toml(cls, path) -> "Recipe":
-        """See `recipe_io.from_toml`."""
-        from fp4compile import recipe_io
+    def from_toml(cls, path: str | Path) -> "Recipe":
+        """The recipe of a TOML file: its table [fp4compile], or the whole file; fields as in `from_dict`.
 
-        return recipe_io.from_toml(path)
+        Beside the table the file may hold anything but fields of a recipe at top level, because nothing would read
+        them. A top-level `name` is allowed: other tools use that key too, and it changes no number.
+
+        Raises ValueError for a file that is not TOML, that has no recipe in it, or that has fields beside the table;
+        what `from_dict` raises, with the path in front; OSError for a file that does not exist.
+        """
+        fields = sources.read_toml(path, _field_names())
+        with sources.errors_name(f"{path}: "):
+            return cls.from_dict(fields)
 
     @classmethod
     def from_env(cls) -> "Recipe | None":
-        """See `recipe_io.from_env`."""
-        from fp4compile import recipe_io
+        """The recipe that FP4COMPILE_RECIPE names (a name or the path of a .toml file); None if it is unset or empty.
 
-        return recipe_io.from_env()
+        Raises what `resolve` raises, with the variable and its value in front.
+        """
+        value = sources.environment()
+        if value is None:
+            return None
+        with sources.errors_name(f"{sources.ENVIRONMENT}={value}: "):
+            return resolve(value)
 
     @classmethod
-    def from_args(cls, args) -> "Recipe | None":
-        """See `recipe_io.from_args`."""
-        from fp4compile import recipe_io
+    def from_args(cls, args: Namespace) -> "Recipe | None":
+        """The recipe of parsed --fp4compile-* options; None where neither they nor FP4COMPILE_RECIPE name one.
 
-        return recipe_io.from_args(args)
+        args: what a parser has parsed that went through `fp4compile.add_arguments`; TypeError for anything else.
+
+        Raises ValueError for an unknown recipe or field, for a malformed FIELD=VALUE, for a field that is set twice,
+        and for options without a recipe.
+        """
+        options = sources.read_arguments(args)
+        base = cls.from_env() if options.recipe is None else resolve(options.recipe)
+        if base is None:
+            if options.overrides or options.skipped:
+                raise ValueError(f"--fp4compile options without --fp4compile-recipe or {sources.ENVIRONMENT}")
+            return None
+        chosen = base.replace(**options.overrides)
+        # The layers that the command line skips outrank the recipe's own rules, and those of --fp4compile-set.
+        skips = tuple(Rule(glob, "skip") for glob in options.skipped)
+        return chosen.replace(rules=(*skips, *chosen.rules)) if skips else chosen
 
     def replace(self, **overrides: Any) -> "Recipe":
         """A copy with fields replaced. Raises ValueError for a field that does not exist."""
-        allowed = [field.name for field in dataclasses.fields(self)]
+        allowed = _field_names()
         for name in overrides:
             if name not in allowed:
                 raise ValueError(unknown_name("recipe field", name, allowed))
         return dataclasses.replace(self, **overrides)
-
-
-_ROLES = tuple(role for pair in _OPERANDS.values() for role in pair)
 
 
 def _format_name(role: str, value: Any) -> str | None:
@@ -279,10 +269,6 @@ def _products(field: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(products)))
 
 
-def _is_static(rule: Rule) -> bool:
-    return _NAMED.get(rule.action, {}).get("activation_scale") == "static"
-
-
 def _scales(value: Any) -> tuple[tuple[str, float], ...]:
     scales: dict[str, float] = {}
     smallest, largest = _SCALE_RANGE
@@ -303,18 +289,6 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(scales.items()))
 
 
-def _rule(entry: Any) -> Rule:
-    if isinstance(entry, Rule):
-        return entry
-    if isinstance(entry, dict):
-        if set(entry) != {"pattern", "action"}:
-            raise ValueError(f"rules: a rule has a pattern and an action, got {entry}")
-        return Rule(**entry)
-    if isinstance(entry, tuple | list) and len(entry) == 2:
-        return Rule(*entry)
-    raise TypeError(f"rules: expected a Rule, a dict or a (pattern, action) pair, got {entry!r}")
-
-
 def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
     """The rules of a recipe that decide for none of the layers: no name matches, or an earlier rule takes all that do.
 
@@ -331,38 +305,43 @@ def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
     return tuple(idle)
 
 
-def _all(x: str, w: str | None = None) -> dict[str, Any]:
-    """x for activations and gradients, w (x where not given) for weights."""
-    return dict.fromkeys(_ROLES[:6], x) | dict.fromkeys(("fprop_w", "dgrad_w"), w or x)
-
-
-# One-level scales have nothing to lift small gradients into range, static scales are measured on activations alone,
-# and weight-only keeps activations as they are: these three quantise the forward product only.
-_NAMED: dict[str, dict[str, Any]] = {
-    "nvfp4": _all("nvfp4"),
-    "nvfp4_one_level": {"fprop_x": "nvfp4_one_level", "fprop_w": "nvfp4_one_level"},
-    "nvfp4_static": {"fprop_x": "nvfp4", "fprop_w": "nvfp4", "activation_scale": "static"},
-    "nvfp4_rowwise": _all("nvfp4_te") | {"fprop_x": "nvfp4_rowwise"},
-    "nvfp4_weight_only": {"fprop_w": "nvfp4"},
-    "nvfp4_train": _all("nvfp4_te", w="nvfp4_16x16")
-    | {"hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad")},
-    "mxfp8": _all("mxfp8"),
-    "mxfp8_floor": _all("mxfp8_floor"),
-    "mxfp8_32x32": _all("mxfp8", w="mxfp8_32x32"),
-    "mxfp4": _all("mxfp4"),
-    "float8_rowwise": _all("float8_rowwise"),
-}
-
-
 def recipes() -> tuple[str, ...]:
     """The names of the named recipes."""
-    return tuple(_NAMED)
+    return tuple(FIELDS)
 
 
 def named(name: str) -> Recipe:
     """The recipe of a name. Raises ValueError for an unknown one, with the nearest match."""
     if not isinstance(name, str):
         raise TypeError(f"recipe: expected a name, got {type(name).__name__}")
-    if name not in _NAMED:
-        raise ValueError(unknown_name("recipe", name, _NAMED))
-    return Recipe(name=name, **_NAMED[name])
+    if name not in FIELDS:
+        raise ValueError(unknown_name("recipe", name, FIELDS))
+    return Recipe(name=name, **FIELDS[name])
+
+
+def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) -> Recipe:
+    """The recipe that the user means.
+
+    recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml file. None takes the
+        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set.
+    overrides: fields to replace.
+
+    Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that does not exist.
+    """
+    if recipe is None:
+        chosen = Recipe.from_env() or named(sources.DEFAULT)
+    elif isinstance(recipe, Recipe):
+        chosen = recipe
+    elif isinstance(recipe, dict):
+        chosen = Recipe.from_dict(recipe)
+    elif isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".toml")):
+        chosen = Recipe.from_toml(recipe)
+    elif isinstance(recipe, str):
+        chosen = named(recipe)
+    else:
+        raise TypeError(f"recipe: expected a name, a dict, a path or a Recipe, got {type(recipe).__name__}")
+    return chosen.replace(**overrides) if overrides else chosen
+
+
+def _field_names() -> list[str]:
+    return [field.name for field in dataclasses.fields(Recipe)]
