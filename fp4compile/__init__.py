@@ -1,8 +1,7 @@
 """fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile."""
 
-from fp4compile.backend import backend
+from fp4compile.backend import backend, register_with_accelerate
 from fp4compile.calibrate import calibrate
-from fp4compile.cli.run import register_with_accelerate
 from fp4compile.explain import explain
 from fp4compile.formats import BlockFormat
 from fp4compile.functional import BlockScaled, quantize, scaled_mm
@@ -12,11 +11,14 @@ from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.report import Report
 from fp4compile.weight_cache import refresh
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 __all__ = [
     "BlockFormat",
     "BlockScaled",
     "Recipe",
     "Report",
+    "__version__",
     "add_arguments",
     "backend",
     "calibrate",

@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import _compat, names, report_cache
+from fp4compile import _compat, _inductor_patches, names, report_cache
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.passes.saved import Saved
@@ -216,6 +216,14 @@ def named_reports() -> list[Report]:
 def _given_reports() -> list[Report]:
     reports = (getattr(backend, "report", None) for backend in _compat.handed_to_dynamo())
     return [report for report in reports if isinstance(report, Report)]
+
+
+def register_with_accelerate() -> None:
+    """Make accelerate, and HuggingFace's `Trainer`, accept this package's backends by name.
+
+    Raises ImportError where accelerate is not installed.
+    """
+    _inductor_patches.accept_in_accelerate(("fp4compile", *(f"fp4compile_{name}" for name in recipes())))
 
 
 def say_what_compiled_nothing() -> None:

@@ -264,10 +264,10 @@ def add_command(commands) -> None:
     parser.add_argument("--recipe", type=_recipe, help="a named recipe or a .toml file (FP4COMPILE_RECIPE, or nvfp4)")
     parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
     parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")
-    parser.set_defaults(run=lambda args: run(args.recipe or resolve(), args.device or _device(None), args.steps))
+    parser.set_defaults(run=lambda args: run(args.recipe or _recipe(None), args.device or _device(None), args.steps))
 
 
-def _recipe(name: str) -> Recipe:
+def _recipe(name: str | None) -> Recipe:
     try:
         return resolve(name)
     except (ValueError, TypeError, OSError) as error:

@@ -16,7 +16,7 @@ from torch._inductor.pattern_matcher import CallFunctionVarArgs, Match
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fp4compile import _compat, ops
+from fp4compile import _inductor_patches, ops
 from fp4compile.passes.autotune import fastest
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
@@ -32,8 +32,8 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
-    _compat.share_analysis("fp4compile")
-    _compat.launch_dependents("fp4compile")
+    _inductor_patches.share_kernel_analysis("fp4compile")
+    _inductor_patches.launch_as_dependents("fp4compile")
     lowered = 0
     for op, implementation in _KERNELS.items():
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
