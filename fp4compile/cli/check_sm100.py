@@ -284,7 +284,7 @@ def _run(tool: str, *arguments: str) -> str:
 
 def add_command(commands) -> None:
     """Add `check-sm100` to the subcommands of `python -m fp4compile`."""
-    parser = commands.add_parser("check-sm100", help="compile the kernels for SM100 and look at the machine code")
+    parser = commands.add_parser("check-sm100", help="check the machine code of the kernels for SM100")
     parser.set_defaults(run=run)
     parser.add_argument("--sm", type=int, nargs="+", default=[100], help="compute capabilities, 100 for 10.0")
 

@@ -260,7 +260,7 @@ def run(recipe: Recipe, device: torch.device, steps: int) -> None:
 
 def add_command(commands) -> None:
     """Add `demo` to the subcommands of `python -m fp4compile`."""
-    parser = commands.add_parser("demo", help="train a small model in bf16 and under a recipe, and compare")
+    parser = commands.add_parser("demo", help="compare training in bf16 and under a recipe")
     parser.add_argument("--recipe", type=_recipe, help="a named recipe or a .toml file (FP4COMPILE_RECIPE, or nvfp4)")
     parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
     parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")

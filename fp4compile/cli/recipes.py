@@ -5,7 +5,7 @@ from fp4compile.recipe import PRODUCTS, named, recipes
 
 def add_command(commands) -> None:
     """Add `recipes` to the subcommands of `python -m fp4compile`."""
-    parser = commands.add_parser("recipes", help="list the named recipes and the formats they give each product")
+    parser = commands.add_parser("recipes", help="list the named recipes and their formats")
     parser.set_defaults(run=lambda _: print(recipe_table()))
 
 
