@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
 
 
-# (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
+# The op (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
 RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
 
 
@@ -36,7 +36,7 @@ def interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def statically_true(condition) -> bool:
+def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds; False where a symbolic size leaves it open. Never adds a guard."""
     return statically_known_true(condition)
 
@@ -46,7 +46,7 @@ def tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-def traceable(kernel):
+def traceable(kernel: Any) -> Any:
     """A Triton kernel in the form that tracing needs: its launch becomes a node that Inductor understands."""
     return torch.library.wrap_triton(kernel)
 
@@ -59,14 +59,17 @@ def pointwise_by_default() -> bool:
     return config.triton.codegen_upcast_to_fp32 and not library
 
 
-def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):
+def compile_ahead(kernel: Any, args: dict[str, Any], constants: dict[str, Any], num_warps: int, sm: int) -> Any:
     """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
 
-    args: tensors and ints by name. Returns Triton's compiled kernel (`.asm`, `.metadata`).
+    args: tensors (meta tensors too) and ints, by name; tensors count as aligned to 16 bytes. constants: the constexpr
+    arguments by name. sm: the compute capability, 90 for 9.0.
+
+    Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """
     signature, constexprs, attrs = {}, dict(constants), {}
     for i, name in enumerate(kernel.arg_names):
-        value = args.get(name)
+        value: Any = args.get(name)
         if name in constants or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constexprs[name] = constants.get(name, 1)
@@ -83,7 +86,7 @@ def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):
 
 
 def cuda_tool(name: str) -> str:
-    """Path of a program of the CUDA toolkit that Triton brings along."""
+    """The path of a program of the CUDA toolkit that is installed with Triton, such as "nvdisasm"."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 

@@ -35,7 +35,7 @@ def _shared(identify: Callable, package: str) -> Callable:
     found: dict[tuple, Any] = {}
 
     @functools.wraps(identify)
-    def shared(kernel, kwargs, tma_descriptor_metadata):
+    def shared(kernel: Any, kwargs: dict[str, Any], tma_descriptor_metadata: Any) -> Any:
         # torch passes the number of warps on in an autotuner of one configuration, a new one for each launch.
         tuned = isinstance(kernel, triton.runtime.Autotuner)
         function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
@@ -70,12 +70,12 @@ def launch_as_dependents(package: str) -> None:
         return
 
     @functools.wraps(define)
-    def defined(self, kernel, configs, kwargs, *rest, **more):
+    def defined(self: Any, kernel: Any, configs: Any, kwargs: dict[str, Any], *rest: Any, **more: Any) -> Any:
         if not (_belongs(kernel, package) and kwargs.get("PDL")):
             return define(self, kernel, configs, kwargs, *rest, **more)
         write = self.define_kernel
 
-        def as_dependent(name, body, *others, **options):
+        def as_dependent(name: str, body: str, *others: Any, **options: Any) -> Any:
             body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
             return write(name, body, *others, **options)
 

@@ -133,7 +133,7 @@ class Backend:
             self._record(known, report_cache.load(key))
         return compiled
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return Backend, (self.recipe, self.strict)
 
     def reset(self) -> None:
@@ -198,7 +198,7 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
 
 def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:
     """The rows of a graph; each wgrad row with the bytes that the forward pass keeps for it."""
-    by_wgrad = {entry.wgrad: entry for entry in kept}
+    by_wgrad: dict[str | None, Saved] = {entry.wgrad: entry for entry in kept}
     found = ((row, by_wgrad.get(row.node)) for row in rows)
     return [row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain)
             for row, entry in found]  # fmt: skip
@@ -264,7 +264,8 @@ def _by_name(name: str | Recipe) -> Callable:
         return chosen(gm, example_inputs, **kwargs)
 
     compile_named.__name__ = chosen.__name__
-    compile_named.report, compile_named.reset = chosen.report, chosen.reset  # type: ignore[attr-defined]
+    compile_named.report = chosen.report  # type: ignore[attr-defined]
+    compile_named.reset = chosen.reset  # type: ignore[attr-defined]
     _named[chosen] = compile_named
     return compile_named
 
@@ -278,9 +279,8 @@ class _FromEnvironment:
 
     def __init__(self) -> None:
         self.value = os.environ.get(ENVIRONMENT) or None
-        chosen = backend()
-        self.compile = _by_name(chosen.recipe)
-        self.__name__, self.report, self.reset = chosen.__name__, chosen.report, chosen.reset
+        self.compile: Any = _by_name(backend().recipe)
+        self.__name__, self.report, self.reset = self.compile.__name__, self.compile.report, self.compile.reset
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         now = os.environ.get(ENVIRONMENT) or None
