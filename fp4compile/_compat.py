@@ -80,8 +80,8 @@ def compile_ahead(kernel: Any, args: dict[str, Any], constants: dict[str, Any], 
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    by_index = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
+    source = ASTSource(kernel, signature, by_index, attrs)
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps})
 
 

@@ -89,8 +89,8 @@ class Backend:
 
     @property
     def __name__(self) -> str:
-        # This must be a name in Dynamo's registry. For a backend of any other name, Dynamo leaves weak references on the
-        # parameters, and these forbid `torch.utils.swap_tensors`.
+        # This must be a name in Dynamo's registry. For a backend of any other name, Dynamo leaves weak references on
+        # the parameters, and these forbid `torch.utils.swap_tensors`.
         return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(
@@ -251,7 +251,7 @@ def say_what_compiled_nothing() -> None:
 atexit.register(say_what_compiled_nothing)
 
 
-def _by_name(name: str | Recipe) -> Callable:
+def _by_name(name: str | Recipe) -> Any:
     """A function that compiles as the backend does, and has its `report` and `reset`.
 
     Dynamo's registry sets attributes on what it registers, and the fields of a `Backend` are frozen.
@@ -279,7 +279,7 @@ class _FromEnvironment:
 
     def __init__(self) -> None:
         self.value = os.environ.get(ENVIRONMENT) or None
-        self.compile: Any = _by_name(backend().recipe)
+        self.compile = _by_name(backend().recipe)
         self.__name__, self.report, self.reset = self.compile.__name__, self.compile.report, self.compile.reset
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:

@@ -106,7 +106,7 @@ class Report:
         return [row for row in rows if frame.is_new(row)]
 
     def forget_compilations(self) -> None:
-        """After `torch.compiler.reset()`: Dynamo numbers functions anew, so no compilation to come is a recompilation."""
+        """Forget which functions were compiled: after `torch.compiler.reset()`, Dynamo numbers functions anew."""
         self._frames.clear()
 
     @property

@@ -1,9 +1,11 @@
 """`python -m fp4compile recipes`: the named recipes, and the formats that they give each product."""
 
+from typing import Any
+
 from fp4compile.recipe import PRODUCTS, named, recipes
 
 
-def add_command(commands) -> None:
+def add_command(commands: Any) -> None:
     """Add `recipes` to the subcommands of `python -m fp4compile`."""
     parser = commands.add_parser("recipes", help="list the named recipes and their formats")
     parser.set_defaults(run=lambda _: print(recipe_table()))

@@ -10,11 +10,12 @@ import contextlib
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 from fp4compile.backend import named_reports, register_with_accelerate, say_what_compiled_nothing
 
 
-def add_command(commands) -> None:
+def add_command(commands: Any) -> None:
     """Add `run` to the subcommands of `python -m fp4compile`."""
     parser = commands.add_parser("run", help="run a script whose flags name a backend of this package")
     parser.add_argument("script", type=_script, help="a Python script")

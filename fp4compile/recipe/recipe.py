@@ -25,23 +25,32 @@ _WEIGHT_CACHES = ("on", "off", "check")
 class Recipe:
     """The user's decisions about precision.
 
-    fprop_x ... attention_b: format name of each operand (`formats.NAMED`, a spec string or a `BlockFormat`); None,
-        or "none" where a file cannot say None, keeps it in high precision. A product with no format at all is left
-        alone.
-    rules: ordered; the first whose glob matches the layer's name decides. `unmatched_rules` tells those that never do.
-    min_m, min_n, min_k: smallest tokens, out features and in features of a layer worth quantising.
-    skip_first_blocks, skip_last_blocks: transformer blocks left alone at either end. num_blocks: how many there
-        are, for models whose graphs are broken into parts that do not show it.
-    skip_lm_head: leave output heads alone: layers called so (lm_head, classifier, proj_out and the like), those whose
-        weight is an embedding's, and the layer that comes last and is the widest.
-    activation_scale: "dynamic", or "static": the outer scale of fprop_x is read from static_scales.
-    static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them; the factors positive
-        normal float32 numbers. Only where activation_scale, or the recipe of a rule, is "static".
+    name: shown in reports and messages; it changes no number.
+    fprop_x, fprop_w: formats of the activation and the weight in the forward product.
+    dgrad_dy, dgrad_w: formats of the output gradient and the weight in the product for the input gradient.
+    wgrad_dy, wgrad_x: formats of the output gradient and the activation in the product for the weight gradient.
+    attention_a, attention_b: formats of the operands of products without a parameter, in the order of the product.
+        A format is a name of `formats.NAMED`, a spec string or a `BlockFormat`. None keeps the operand in high
+        precision; files write it "none". A product without any format is left alone.
+    rules: in order; the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a
+        (pattern, action) pair or a dict of the two. `unmatched_rules` finds those that decide about no layer.
+    min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is left alone.
+    skip_first_blocks, skip_last_blocks: how many transformer blocks are left alone at either end of the model.
+    num_blocks: how many blocks there are, for models whose graphs are broken into parts that do not show it.
+    skip_lm_head: whether output heads are left alone. Heads are layers with such a name (lm_head, classifier, proj_out
+        and the like), layers whose weight is an embedding's, and a last layer that is wider than all others.
+    activation_scale: "dynamic" computes the outer scale of fprop_x; "static" reads it from static_scales.
+    static_scales: (module name, decode factor) pairs or a dict of them, as `fp4compile.calibrate` measures them. The
+        factors are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule
+        names, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
-    stochastic_rounding: of "dgrad" and "wgrad", those whose gradient operand is rounded stochastically.
-    weight_cache: of inference. "on": packed weights are kept until a change of the parameter is seen. "off": weights
-        are quantised at every call. "check": as "on", and RuntimeError is raised where a parameter's contents changed
-        unseen; it reads every weight at every call, and is slow.
+    stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
+    weight_cache: of inference. "on" keeps packed weights until a change of the parameter is noticed. "off" quantises
+        weights at every call. "check" does as "on", and raises RuntimeError where a parameter's contents have changed
+        unnoticed; it reads every weight at every call, and is slow.
+
+    Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
+    contradict each other; TypeError for a field of another type.
     """
 
     name: str = "custom"
@@ -67,7 +76,7 @@ class Recipe:
     stochastic_rounding: tuple[str, ...] = ()
     weight_cache: str = "on"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._normalise()
         self._check_types()
         for product in PRODUCTS:
@@ -79,8 +88,8 @@ class Recipe:
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
 
     def _normalise(self) -> None:
-        """Every spelling of a value becomes the one that compares, hashes and is written to JSON."""
-        normal = {role: _format_name(role, getattr(self, role)) for role in ROLES}
+        """Replace every spelling of a field's value by the one that is compared, hashed and written to JSON."""
+        normal: dict[str, Any] = {role: _format_name(role, getattr(self, role)) for role in ROLES}
         normal["rules"] = tuple(rule_of(entry) for entry in _sequence("rules", self.rules))
         normal["static_scales"] = _scales(self.static_scales)
         for name in ("hadamard", "stochastic_rounding"):
@@ -148,7 +157,10 @@ class Recipe:
                 raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
-        """Format names of a product's left and right operand, as the recipe's fields name them."""
+        """The format names of a product's two operands, in the order of the recipe's fields; None: high precision.
+
+        product: one of PRODUCTS.
+        """
         first, second = OPERANDS[product]
         return getattr(self, first), getattr(self, second)
 
@@ -157,7 +169,7 @@ class Recipe:
         return any(fmt is not None for fmt in self.operands(product))
 
     def rule_for(self, module: str) -> Rule | None:
-        """The first rule whose glob matches the module name."""
+        """The first rule that matches the name of a layer; None where none does."""
         return next((rule for rule in self.rules if rule.matches(module)), None)
 
     def static_scale(self, module: str) -> float | None:
@@ -170,7 +182,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `from_dict` gives an equal recipe back."""
+        """The fields, as JSON takes them; `from_dict` makes an equal recipe of them."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
         plain["static_scales"] = dict(self.static_scales)
@@ -179,7 +191,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Recipe":
-        """From fields as `to_dict` gives them; a key "recipe" names the recipe that they override.
+        """The recipe of fields as `to_dict` gives them; a key "recipe" names the recipe whose fields they override.
 
         Raises ValueError for an unknown field or recipe, TypeError for what is no dict.
         """
@@ -236,7 +248,7 @@ class Recipe:
         return chosen.replace(rules=(*skips, *chosen.rules)) if skips else chosen
 
     def replace(self, **overrides: Any) -> "Recipe":
-        """A copy with fields replaced. Raises ValueError for a field that does not exist."""
+        """A copy with fields replaced. Raises ValueError for a field that does not exist, and what `Recipe` raises."""
         allowed = _field_names()
         for name in overrides:
             if name not in allowed:
@@ -245,6 +257,7 @@ class Recipe:
 
 
 def _format_name(role: str, value: Any) -> str | None:
+    """The registered name or the spec string of a format; None for high precision."""
     if value is None or value == "none":
         return None
     try:
@@ -254,7 +267,7 @@ def _format_name(role: str, value: Any) -> str | None:
 
 
 def _sequence(field: str, value: Any) -> list | tuple:
-    # A string is a sequence of letters to Python, and a dict one of keys: both are mistakes here.
+    # To Python a string is a sequence of letters, and a dict one of keys. Both are mistakes here.
     if not isinstance(value, list | tuple):
         raise TypeError(f"{field}: expected a list or a tuple, got {type(value).__name__}")
     return value
@@ -270,6 +283,7 @@ def _products(field: str, value: Any) -> tuple[str, ...]:
 
 
 def _scales(value: Any) -> tuple[tuple[str, float], ...]:
+    """The pairs of `static_scales`, in alphabetical order."""
     scales: dict[str, float] = {}
     smallest, largest = _SCALE_RANGE
     for pair in value.items() if isinstance(value, dict) else _sequence("static_scales", value):
@@ -290,10 +304,10 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules of a recipe that decide for none of the layers: no name matches, or an earlier rule takes all that do.
+    """The rules of a recipe that decide about none of the layers: they match no name that an earlier rule leaves.
 
-    names: fully qualified names of a whole model's layers, as reports have them. A rule may be idle in one of a
-    model's graphs and decide in another, so the names of all of them belong here.
+    names: the names of all layers of a model, from all of its graphs, as reports have them: a rule that decides about
+        nothing in one graph may decide in another.
     """
     left = list(names)
     idle = []
