@@ -33,7 +33,7 @@ class BlockScaled:
     layout: str = "linear"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The represented values, of shape `shape`, in dtype (bf16, fp16 or fp32). Raises ValueError for another dtype."""
+        """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
         _check_float("dtype", dtype)
         return torch.ops.fp4compile.dequantize(
             self.data, self.scales, self.outer, self.format.name, self.shape[-1], dtype
