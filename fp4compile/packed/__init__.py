@@ -1,1 +1,1 @@
-"""Packed layers: linear layers whose weight is stored quantised (`linear`), made by `pack`, kept in files by `files`."""
+"""Linear layers whose weight is stored quantised: the layer itself, how it is made, and how files hold it."""

@@ -98,7 +98,10 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
-        """A packed layer without a weight, with the sizes, bias, forward hooks, attributes and mode of a linear layer."""
+        """A packed layer that still lacks its weight, with all else of a linear layer.
+
+        It has the layer's sizes, its bias, its forward hooks, its attributes and its training mode.
+        """
         in_features, out_features = sizes(linear)
         dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
         packed = cls(in_features, out_features, layer_format, linear.bias, weight_dtype=dtype, in_first=in_first)

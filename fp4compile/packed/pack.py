@@ -56,7 +56,7 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | Path | None = None) ->
 
 
 def _places(model: nn.Module) -> list[list[str]]:
-    """All names of each linear layer. It has one for every attribute of a module that holds it."""
+    """The names of each linear layer: one name for every attribute of a module that holds the layer."""
     found: dict[int, list[str]] = {id(module): [] for module in model.modules() if is_linear(module)}
     if is_linear(model):
         found[id(model)].append("")
