@@ -15,8 +15,8 @@ PACKAGE = "fp4compile"
 PATCHES = "fp4compile._inductor_patches"
 MOST_LINES = 450
 
-# The rooms, the highest first. A module may import from its own room and from rooms below it. An entry is a module or a
-# package with all that is in it; the longest entry that fits a module decides.
+# The rooms, the highest first. A module may import from its own room and from rooms below it. An entry is a module, or
+# a package with everything in it; where several entries fit a module, the longest one decides.
 ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("command line", ("fp4compile.cli", "fp4compile.__main__")),
     ("public names", ("fp4compile",)),
@@ -210,7 +210,7 @@ def targets_of(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def patches_in(source: str) -> list[int]:
-    """The lines of a module that change an attribute, or an item, of something that is imported from another library."""
+    """The lines of a module that change an attribute, or an item of one, of what it imports from another library."""
     tree = ast.parse(source)
     foreign = foreign_names(tree)
     lines = []
