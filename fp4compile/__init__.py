@@ -1,5 +1,6 @@
 """fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile."""
 
+from fp4compile import config
 from fp4compile.backend import backend, register_with_accelerate
 from fp4compile.calibrate import calibrate
 from fp4compile.explain import explain
@@ -22,6 +23,7 @@ __all__ = [
     "add_arguments",
     "backend",
     "calibrate",
+    "config",
     "explain",
     "load_packed",
     "pack_",

@@ -28,10 +28,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4compile import _compat, _inductor_patches, names, report_cache
 from fp4compile.passes.hoist import hoisting
-from fp4compile.passes.manager import JointPasses, LowerPasses
+from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.passes.saved import Saved
 from fp4compile.recipe import DEFAULT, ENVIRONMENT, Recipe, recipes, resolve
-from fp4compile.report import Report, Row
+from fp4compile.report import PassRun, Report, Row
 from fp4compile.weight_cache import marking
 
 log = logging.getLogger("fp4compile")
@@ -53,7 +53,53 @@ class _Shared:
     warned: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
-_shared: WeakValueDictionary[tuple[Recipe, bool], _Shared] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[Recipe, bool, frozenset[str]], _Shared] = WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class _Compilation:
+    """Collects what the passes report while one Dynamo graph is compiled.
+
+    rows: None until the joint passes have run. They do not run where the compiled graph comes from a cache.
+    saved: what forward graphs keep for their wgrads. runs: the matches and times of each pass so far.
+    late: called with the runs of passes on a backward graph that is compiled later, when it first runs; None before.
+    """
+
+    rows: list[Row] | None = None
+    saved: list[Saved] = field(default_factory=list)
+    runs: dict[str, PassRun] = field(default_factory=dict)
+    late: Callable[[dict[str, PassRun]], None] | None = None
+
+    def joint(self, rows: list[Row], runs: dict[str, PassRun]) -> None:
+        """The joint passes have run on a graph."""
+        self.rows = [*(self.rows or ()), *rows]
+        self.ran(runs)
+
+    def post_grad(self, saved: list[Saved], runs: dict[str, PassRun]) -> None:
+        """The post-grad passes have run on a graph."""
+        self.saved.extend(saved)
+        self.ran(runs)
+
+    def ran(self, runs: dict[str, PassRun]) -> None:
+        """Passes have run: add their matches and times."""
+        for name, run in runs.items():
+            before = self.runs.get(name, PassRun(0, 0.0))
+            self.runs[name] = PassRun(before.matches + run.matches, before.seconds + run.seconds)
+        if self.late is not None:
+            self.late(runs)
+
+    @property
+    def outcome(self) -> Outcome:
+        """The rows and match counts of the graph so far."""
+        return _with_saved(self.rows or [], self.saved), _matches(self.runs)
+
+
+def _matches(runs: dict[str, PassRun]) -> dict[str, int]:
+    return {name: run.matches for name, run in runs.items()}
+
+
+def _seconds(runs: dict[str, PassRun]) -> dict[str, float]:
+    return {name: run.seconds for name, run in runs.items()}
 
 
 class _Identity:
@@ -64,14 +110,16 @@ class _Identity:
 class Backend:
     """A backend for `torch.compile`.
 
-    Backends of equal recipe and strictness are equal, so that Dynamo reuses their graphs. Until
-    `torch.compiler.reset()`, equal backends have one report in common.
+    Backends of equal fields are equal, so that Dynamo reuses their graphs. Until `torch.compiler.reset()`, equal
+    backends have one report in common.
 
     recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, instead of a warning.
+    disabled_passes: the passes that `fp4compile.config` switches off when the backend is made.
     """
 
     recipe: Recipe
     strict: bool = False
+    disabled_passes: frozenset[str] = field(default_factory=switched_off_passes)
     _own: _Shared = field(default=None, init=False, compare=False, repr=False)  # type: ignore[assignment]
     _identity: _Identity = field(default_factory=_Identity, init=False, compare=False, repr=False)
 
@@ -80,7 +128,7 @@ class Backend:
 
     def _join(self, shared: _Shared) -> _Shared:
         """What equal backends share now; `shared`, from now on, where no equal backend is alive."""
-        return _shared.setdefault((self.recipe, self.strict), shared)
+        return _shared.setdefault((self.recipe, self.strict, self.disabled_passes), shared)
 
     @property
     def report(self) -> Report:
@@ -116,25 +164,33 @@ class Backend:
             switch = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
             self._record(known, [], f"{switch} switches off those passes of Inductor that quantise")
             return compile_fx(gm, example_inputs, config_patches=config_patches)
-        outcome: list[Outcome] = []
-        kept: list[Saved] = []
-        passes = JointPasses(self.recipe, known.inputs, lambda *one: outcome.append(one), before_joint)
-        config_patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: LowerPasses(kept.extend, before_lowering)}
+        told = _Compilation()
+        passes = JointPasses(self.recipe, known.inputs, told.joint, before_joint, self.disabled_passes)
+        lowering = LowerPasses(told.post_grad, before_lowering, self.disabled_passes)
+        config_patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: lowering}
         key = report_cache.key(gm, example_inputs, passes.uuid(), config_patches)
-        inner_compile = hoisting(compile_fx_inner, known.inputs, self.recipe.weight_cache)
+        inner_compile = hoisting(
+            compile_fx_inner, known.inputs, self.recipe.weight_cache, sink=told.ran, disabled=self.disabled_passes
+        )
         compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=config_patches)
         if _trains(example_inputs):
             compiled = marking(compiled, [i for i, entry in enumerate(known.inputs) if entry.parameter is not None])
-        if outcome:
-            outcome = [(_with_saved(rows, kept), counts) for rows, counts in outcome]
-            report_cache.store(key, outcome)
-            self._record(known, outcome)
+        if told.rows is not None:
+            report_cache.store(key, [told.outcome])
+            self._record(known, [told.outcome], seconds=_seconds(told.runs))
+
+            def late(runs: dict[str, PassRun]) -> None:
+                report_cache.store(key, [told.outcome])
+                for shared in {self._own, self._join(self._own)}:
+                    shared.report.add([], _matches(runs), seconds=_seconds(runs))
+
+            told.late = late
         else:  # the compiled graph came from a cache, and the passes did not run
             self._record(known, report_cache.load(key))
         return compiled
 
     def __reduce__(self) -> tuple:
-        return Backend, (self.recipe, self.strict)
+        return Backend, (self.recipe, self.strict, self.disabled_passes)
 
     def reset(self) -> None:
         """Free the CUDA graphs, as Inductor's own backend does; `torch.compiler.reset()` calls this.
@@ -145,12 +201,18 @@ class Backend:
 
         reset_cudagraph_trees()
         self.report.forget_compilations()
-        _shared.pop((self.recipe, self.strict), None)
+        _shared.pop((self.recipe, self.strict, self.disabled_passes), None)
 
-    def _record(self, known: names.Names, outcome: list[Outcome] | None, why: str | None = None) -> None:
+    def _record(
+        self,
+        known: names.Names,
+        outcome: list[Outcome] | None,
+        why: str | None = None,
+        seconds: dict[str, float] | None = None,
+    ) -> None:
         """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
 
-        outcome: None where the rows are lost. why: what kept the passes from running.
+        outcome: None where the rows are lost. why: what kept the passes from running. seconds: how long each pass took.
         """
         model = self._identity if known.root is None else known.root
         rows = [row for rows, _ in outcome or () for row in rows]
@@ -158,7 +220,7 @@ class Backend:
             shared.report.graphs = (shared.report.graphs or 0) + 1
             shared.report.lost += outcome is None
             for one, counts in outcome or ():
-                shared.report.add(known.in_full(one), counts, CompileContext.current_trace_id())
+                shared.report.add(known.in_full(one), counts, CompileContext.current_trace_id(), seconds=seconds)
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True
         if why is not None or model not in self._own.quantised:
@@ -181,8 +243,9 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
     strict: raise RuntimeError where nothing of a model was quantised, instead of giving one warning.
     overrides: fields of the recipe to replace.
 
-    Raises ValueError or TypeError for an unknown recipe or field, a contradictory recipe, or a `strict` that is no
-    bool; OSError for a file that does not exist.
+    Raises ValueError or TypeError for an unknown recipe or field, a contradictory recipe, a `strict` that is no bool,
+    or an unknown pass in `fp4compile.config.disabled_passes` or FP4COMPILE_DISABLE_PASSES; OSError for a file that does
+    not exist.
     """
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected a bool, got {type(strict).__name__}")
@@ -261,6 +324,13 @@ def _by_name(name: str | Recipe) -> Any:
         return _named[chosen]
 
     def compile_named(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+        now = switched_off_passes()
+        if now != chosen.disabled_passes:
+            raise RuntimeError(
+                f"the passes switched off were {sorted(chosen.disabled_passes)} when backend={chosen.__name__!r} was "
+                f"first used, and are {sorted(now)} now: one process has one backend of a name; pass "
+                "fp4compile.backend(...) instead"
+            )
         return chosen(gm, example_inputs, **kwargs)
 
     compile_named.__name__ = chosen.__name__

@@ -19,7 +19,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from fp4compile import names
-from fp4compile.passes.find import Input, find
+from fp4compile.passes.find import find
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.plan import Decision, plan
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
@@ -87,7 +88,7 @@ def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Inpu
     # Every layer is given a scale here: a layer that is then quantised without one does not read a static scale.
     scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
     decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
-    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.left, d.right))]
+    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
 
 
 class _Watcher(torch.fx.Interpreter):
@@ -97,7 +98,7 @@ class _Watcher(torch.fx.Interpreter):
         super().__init__(module)
         self.watched: dict[torch.fx.Node, list[Decision]] = {}
         for decision in decisions:
-            operands = (decision.gemm.left, decision.gemm.right)
+            operands = (decision.gemm.a, decision.gemm.b)
             activation = next(one for one in operands if one is not None and one.role == "fprop_x")
             self.watched.setdefault(activation.source, []).append(decision)
         self.see = see

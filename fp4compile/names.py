@@ -20,7 +20,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
-from fp4compile.passes.find import Input, clean_name, module_name
+from fp4compile.passes.find import clean_name, module_name
+from fp4compile.passes.gemm import Input
 from fp4compile.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")

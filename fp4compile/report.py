@@ -2,11 +2,20 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from torch._guards import TraceId
 
 CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
+
+
+class PassRun(NamedTuple):
+    """What a pass did on one graph, or in sum on several: how many places it changed, and the seconds it took."""
+
+    matches: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -76,9 +85,11 @@ class Report:
 
     recipe: the name of the recipe.
     rows: one for each matrix product.
-    counts: how often each pass matched, by the pass's name, summed over the graphs.
+    counts: how often each pass matched, by the pass's name, summed over the graphs. A pass that is switched off is in
+        neither `counts` nor `seconds`.
     graphs: how many graphs were compiled; None where the rows do not come from graphs (`fp4compile.pack_`).
     lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
+    seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache takes none.
     """
 
     recipe: str
@@ -86,10 +97,18 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict)
     graphs: int | None = None
     lost: int = 0
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
     _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
 
-    def add(self, rows: list[Row], counts: dict[str, int], trace: TraceId | None = None) -> None:
-        """Add the rows of one graph, and the match counts of its passes.
+    def add(
+        self,
+        rows: list[Row],
+        counts: Mapping[str, int],
+        trace: TraceId | None = None,
+        *,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Add the rows of one graph, and the match counts and times of its passes.
 
         trace: Dynamo's identity of the compilation. A recompilation of a function adds only rows that the earlier
             compilations of this function did not have. None adds all rows.
@@ -97,6 +116,13 @@ class Report:
         self.rows.extend(rows if trace is None else self._unseen(rows, trace))
         for name, count in counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
+        for name, took in (seconds or {}).items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + took
+
+    @property
+    def passes(self) -> dict[str, PassRun]:
+        """Matches and seconds of each pass that ran, by its name, in the order of the passes."""
+        return {name: PassRun(count, self.seconds.get(name, 0.0)) for name, count in self.counts.items()}
 
     def _unseen(self, rows: list[Row], trace: TraceId) -> list[Row]:
         compilation = trace.compile_id
@@ -164,6 +190,7 @@ class Report:
             "recipe": self.recipe,
             "rows": [asdict(row) for row in self.rows],
             "counts": dict(self.counts),
+            "seconds": dict(self.seconds),
             "quantised": len(self.quantised),
             "flops_share": self.flops_share(),
             "flops_shares": self.flops_shares(),

@@ -25,5 +25,6 @@ def fresh_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
     monkeypatch.delenv("FP4COMPILE_DUMP", raising=False)
+    monkeypatch.delenv("FP4COMPILE_DISABLE_PASSES", raising=False)
     torch._dynamo.reset()
     torch.manual_seed(0)

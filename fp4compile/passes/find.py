@@ -1,17 +1,19 @@
-"""Find the matrix products of a joint (or inference) graph and say what each is for. Never mutates.
+"""Find the matrix products of a joint (or inference) graph and what each is for. Never changes the graph.
 
-Entry: `find(graph, inputs)`. A role is proven by what the operands are, never by a product's place in the graph, by
-shapes that agree or by sequence numbers:
+Entry: `find(graph, inputs)`. A product's role is proven from its operands. The product's position in the graph, equal
+shapes and sequence numbers prove nothing. The roles:
 
-    fprop   activation x weight. A weight comes from a parameter by moving and casting its elements alone.
-    wgrad   gradient x activation. The result is a part of the gradient output of a layer's parameter (times the
-            layer's alpha), and the activation is the one that this layer multiplies.
-    dgrad   gradient x weight. The weight is the one of a layer, its other dimension contracted, and the gradient is
-            the one of that layer's wgrad. A layer without wgrad (a frozen one) also shares its autograd node.
+    fprop   activation x weight. A weight is a parameter, possibly cast or viewed, and nothing else.
+    wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter (times the layer's
+            alpha), and the activation is the one that this layer multiplies.
+    dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. The gradient
+            is the one in that layer's wgrad. A frozen layer has no wgrad: there the weight must match, and the
+            autograd node too.
     attention   activation x activation, batched or not
 
-A gradient is what depends on a tangent. `views.py` tells which values are the same. Whatever else multiplies matrices
-is listed too, with the reason why it is left alone (`Gemm.unsupported`).
+A gradient is a value that depends on a tangent (a gradient input of the joint graph). `views.py` tells which nodes hold
+the same value. Everything else that multiplies matrices is listed too, with the reason why it is left alone
+(`Gemm.unsupported`).
 """
 
 import re
@@ -23,13 +25,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
+from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
 from fp4compile.passes.selection import feeds_selection
 from fp4compile.passes.views import View, is_cast, source_of, swaps_last_two, view_of
 
 aten = torch.ops.aten
 
-# What multiplies matrices and is not rewritten, with the reason that the report gives.
+# Operators that multiply matrices and are never rewritten, with the reason that the report gives.
 _LEFT_ALONE = {
     aten.addbmm.default: "batched product with an added term (addbmm)",
     aten.baddbmm.default: "batched product with an added term (baddbmm)",
@@ -45,77 +48,20 @@ _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
 )
-# Operators of other libraries that multiply matrices, by their names: grouped_mm_fallback, int4_matmul, fused_linear.
+# Operators of other libraries are recognised by name: grouped_mm_fallback, int4_matmul, fused_linear.
 _PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
 
 
-@dataclass(frozen=True)
-class Input:
-    """What the backend knows of a graph input: the fully qualified name of a parameter, None for anything else."""
-
-    parameter: str | None = None
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One side of a product, as the matrix that is quantised.
-
-    source: the node with transpositions taken off (of a weight, with all that moves or casts no element otherwise);
-        the operand is `source`, or its last two dimensions swapped where `transposed`.
-    repeated: `source` has a leading dimension along which it is one matrix again and again; the operand is that matrix.
-    role: the field of the recipe that gives its format, e.g. "fprop_x"; None where no product was recognised.
-    parameter: fully qualified name of the parameter it comes from, if it is a weight.
-    """
-
-    source: Node
-    transposed: bool
-    role: str | None = None
-    parameter: str | None = None
-    repeated: bool = False
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """A matrix product out = left @ right (+ bias): [..., m, k] x [..., k, n].
-
-    product: "fprop", "dgrad", "wgrad", "attention", or "other" where `unsupported` says why it is left alone.
-    module: fully qualified name of the layer (of its parameter where that is not called `weight`).
-    layer: (tokens, out features, in features) of the layer; (m, n, k) where there is none.
-    forward: the fprop node that a backward product belongs to; its own node otherwise.
-    tied_to_embedding: the layer's weight is an embedding's table. selects: a top-k or a softmax is taken of the layer's
-        outputs, as a router takes it.
-    packed: formats of the operands of a product that was quantised before it was captured (`fp4compile.pack_`).
-    """
-
-    node: Node
-    product: str
-    module: str
-    left: Operand | None = None
-    right: Operand | None = None
-    bias: Node | None = None
-    beta: float = 1
-    alpha: float = 1
-    dims: tuple = ()
-    layer: tuple = ()
-    forward: Node | None = None
-    tied_to_embedding: bool = False
-    selects: bool = False
-    unsupported: str | None = None
-    packed: tuple[str | None, str] | None = None
-
-    @property
-    def flops(self):
-        """2 * m * n * k over the batch; 0 where the dimensions are unknown."""
-        return 2 * self.node.meta["val"].numel() * self.dims[2] if self.dims else 0
-
-
 def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
-    """Every matrix product of the graph, in graph order; `inputs` by position in the compiled function's arguments."""
+    """Every matrix product of the graph, in graph order.
+
+    inputs: one entry for each argument of the compiled function, in its order.
+    """
     return _Scan(parameters_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
 
 
 def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
-    """The placeholders that are parameters, and their fully qualified names."""
+    """The placeholders that are parameters, with their fully qualified names."""
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         index = input_index(node)
@@ -126,8 +72,10 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 @dataclass(frozen=True)
 class _Side:
-    """An operand as it stands in the graph. root: the parameter (its placeholder) that its elements come from; None for
-    anything else."""
+    """An operand as the graph has it.
+
+    root: the placeholder of the parameter that all its elements come from; None if they come from anything else.
+    """
 
     node: Node
     view: View
@@ -137,7 +85,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product as it stands in the graph. dims: (m, n, k) of one matrix of the batch. terms: bias, beta and alpha."""
+    """A product as the graph has it. dims: (m, n, k) of one matrix of the batch. terms: bias, beta and alpha."""
 
     node: Node
     a: _Side
@@ -148,7 +96,7 @@ class _Product:
 
     @property
     def weight(self) -> _Side | None:
-        """The side that comes from a parameter; of two, the left one."""
+        """The operand that comes from a parameter; A if both do, None if neither does."""
         return next((side for side in (self.a, self.b) if side.root is not None), None)
 
     @property
@@ -157,17 +105,20 @@ class _Product:
 
     @property
     def of_one_weight(self) -> bool:
-        """Whether the weight is one matrix for the whole batch, on a side where that can be said."""
+        """Whether one matrix is the weight of the whole batch.
+
+        A weight on side A qualifies only where the batch is 1: `scaled_mm` repeats B along a batch, never A.
+        """
         return self.weight.view.matrix() is not None and (self.weight is self.b or statically_true(self.batch == 1))
 
     @property
     def rows(self):
-        """Rows of the left operand, over the whole batch."""
+        """Rows of A over the whole batch."""
         return self.batch * self.dims[0]
 
     @property
     def sizes(self) -> tuple:
-        """(m, n, k), the batch counted among the rows where the right operand is one matrix."""
+        """(m, n, k); the batch is counted among m where B is one matrix."""
         m, n, k = self.dims
         return (self.rows if self.weight is self.b and self.of_one_weight else m, n, k)
 
@@ -176,8 +127,9 @@ class _Product:
 class _Layer:
     """A forward product with a weight.
 
-    weight: as [out, in]. activation: key of its elements, token by token. gradients: keys of the gradients of its
-    output, token by token, that its weight gradients multiply.
+    root: placeholder of the weight's parameter. weight: its view as [out, in]. activation: key of the activation's
+    elements in the order of tokens. gradients: keys of the output gradients that the layer's wgrads multiply, also in
+    the order of tokens; filled in as the wgrads are found.
     """
 
     gemm: Gemm
@@ -188,6 +140,8 @@ class _Layer:
 
 
 class _Scan:
+    """One search of a graph. computed: the nodes that are computed from parameters and constants alone."""
+
     def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[Part]]):
         self.parameters, self.gradients, self.parts = parameters, gradients, parts
         self.layers: list[_Layer] = []
@@ -200,7 +154,7 @@ class _Scan:
         found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
         if not self.gradients:
             found |= self._in_both_orientations()
-        # A layer's weight gradients first: they tell which gradient is the one of its output.
+        # The wgrads come first: they tell which gradient belongs to a layer's output.
         found |= {p.node: self._wgrad(p) for p in backward if p.weight is None}
         found |= {p.node: self._dgrad(p) for p in backward if p.weight is not None}
         return [gemm for node in graph.nodes for gemm in ([found[node]] if node in found else self._others(node))]
@@ -213,21 +167,21 @@ class _Scan:
         terms = {}
         if node.target is aten.addmm.default:
             terms = {"bias": node.args[0], **{name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}}
-        left, right = node.args[-2:]
-        *batch, m, k = left.meta["val"].shape
-        n = right.meta["val"].shape[-1]
-        return _Product(node, self._side(left), self._side(right), batch[0] if batch else 1, (m, n, k), terms)
+        a, b = node.args[-2:]
+        *batch, m, k = a.meta["val"].shape
+        n = b.meta["val"].shape[-1]
+        return _Product(node, self._side(a), self._side(b), batch[0] if batch else 1, (m, n, k), terms)
 
     def _side(self, node: Node) -> _Side:
         view = view_of(node)
         root = view.root
         while root is not None and root not in self.parameters:
-            source = source_of(root)  # there is one where no strides express a reshape
+            source = source_of(root)  # not None where the root is a reshape that no strides express
             root = None if source is None else view_of(source).root
         return _Side(node, view, root, node in self.gradients)
 
     def _others(self, node: Node) -> Iterator[Gemm]:
-        """What is no plain product but multiplies matrices."""
+        """The products of a node that multiplies matrices by another operator than mm, addmm or bmm."""
         if node.op != "call_function":
             return
         if node.target is torch.ops.fp4compile.scaled_mm.default:
@@ -240,7 +194,7 @@ class _Scan:
             yield from self._nested(node)
 
     def _nested(self, node: Node) -> Iterator[Gemm]:
-        """The products in the branches and bodies of `cond`, `while_loop` and the like: named, and left alone."""
+        """The products in the branches and bodies of `cond`, `while_loop` and the like. All are left alone."""
         operands = [arg for arg in torch.utils._pytree.tree_leaves(node.args) if isinstance(arg, Node)]
         regions = [arg for arg in operands if arg.op == "get_attr"]
         operands = [arg for arg in operands if arg.op != "get_attr"]
@@ -268,17 +222,17 @@ class _Scan:
         if not product.of_one_weight:
             return _left_alone(product, _BATCHED_WEIGHT)
         m, n, k = product.dims
-        on_right = product.weight is b
+        weight_is_b = product.weight is b
         root = product.weight.root
-        roles = ("fprop_x", "fprop_w") if on_right else ("fprop_w", "fprop_x")
+        roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
         gemm = self._gemm(
             product, "fprop", module_name(self.parameters[root]), roles,
-            layer=(product.rows, n, k) if on_right else (n, m, k),  # of W @ x, the tokens are the columns
-            tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, -1 if on_right else -2),
+            layer=(product.rows, n, k) if weight_is_b else (n, m, k),  # in W @ x the tokens are the columns
+            tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, -1 if weight_is_b else -2),
         )  # fmt: skip
         weight = product.weight.view.matrix()
         activation = product.other.view
-        if on_right:
+        if weight_is_b:
             weight = weight.swapped()
         else:
             activation = activation.swapped()
@@ -286,7 +240,11 @@ class _Scan:
         return gemm
 
     def _in_both_orientations(self) -> dict[Node, Gemm]:
-        """Without tangents nothing tells an input gradient from a layer, but that it contracts the other dimension."""
+        """The layers whose weight another product multiplies in the other orientation, as left alone.
+
+        A graph of `torch.func.grad` has no tangents, so a dgrad looks like a forward product there. The only sign is
+        that the weight is contracted along its other dimension.
+        """
         keys = {layer.weight.key for layer in self.layers}
         return {
             layer.gemm.node: replace(layer.gemm, product="other", unsupported=_BOTH_ORIENTATIONS)
@@ -303,7 +261,7 @@ class _Scan:
             return _left_alone(product, "gradient x gradient")
         if not statically_true(product.batch == 1):
             return _left_alone(product, "batched product of a gradient")
-        # dY^T @ X, or X^T @ dY: either is the gradient of a weight, or of its transpose.
+        # Both dY^T @ X and X^T @ dY may be the gradient of a weight; one of them is then that of its transpose.
         m, n, tokens = product.dims
         gradient, activation = (a.view.swapped(), b.view) if a.is_gradient else (b.view, a.view.swapped())
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
@@ -315,7 +273,8 @@ class _Scan:
         ]  # fmt: skip
         if not layers:
             return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
-        # Several are pieces of one parameter with one input, or one layer applied again, which the node tells apart.
+        # Several layers match if they are pieces of one parameter with the same input, or one layer applied twice.
+        # The autograd node tells these apart.
         layers = [layer for layer in layers if _same_autograd_node(layer.gemm.node, product.node)] or layers
         for layer in layers:
             layer.gradients.add(gradient.elements)
@@ -332,7 +291,7 @@ class _Scan:
             weight, gradient, sizes = weight.swapped(), gradient.swapped(), (n, k, m)
         for layer in self.layers:
             if layer.weight.key == weight.key and _same_sizes(layer.gemm.layer, sizes):
-                # A frozen layer has no weight gradient to compare with: its autograd node confirms the weight.
+                # A frozen layer has no wgrad to compare the gradient with. Its autograd node must agree instead.
                 same_node = _same_autograd_node(layer.gemm.node, product.node)
                 if gradient.elements in layer.gradients or (not layer.gradients and same_node):
                     return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
@@ -345,11 +304,9 @@ class _Scan:
         )  # fmt: skip
 
     def _gemm(self, product: _Product, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
-        left, right = (
-            self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True)
-        )
+        a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
         more = {"layer": product.dims, "forward": product.node, **more}
-        return Gemm(product.node, kind, module, left, right, dims=product.sizes, **product.terms, **more)
+        return Gemm(product.node, kind, module, a, b, dims=product.sizes, **product.terms, **more)
 
     def _operand(self, side: _Side, role: str, product: _Product) -> Operand:
         if side.root is None:
@@ -361,7 +318,7 @@ class _Scan:
 
 
 def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
-    """The parameters, and what depends on them and on nothing else but constants."""
+    """The parameters, and the nodes that depend on parameters and constants alone."""
     found, constants = set(parameters), set()
     for node in graph.nodes:
         if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
@@ -375,7 +332,7 @@ def _left_alone(product: _Product, why: str) -> Gemm:
 
 
 def _same_autograd_node(forward: Node, backward: Node) -> bool:
-    """By sequence number: a hint, for what is proven otherwise but for one of several."""
+    """Whether both have one sequence number. A hint, used only to choose among layers that are proven otherwise."""
     number = backward.meta.get("seq_nr")
     return number is not None and forward.meta.get("seq_nr") == number
 
@@ -392,7 +349,7 @@ def _untransposed(node: Node, role: str, parameter: str | None = None) -> Operan
 
 
 def _of_weight(side: _Side, role: str, parameter: str) -> Operand:
-    """The matrix of a weight, from the node nearest to the parameter that holds the same elements in two dimensions."""
+    """The matrix of a weight, read from the node nearest to the parameter that holds this matrix or its transpose."""
     matrix = side.view.matrix()
     found = None
     node: Node | None = side.node
@@ -405,12 +362,13 @@ def _of_weight(side: _Side, role: str, parameter: str) -> Operand:
 
 
 def _feeds_embedding(root: Node) -> bool:
-    """Whether the parameter is the table of an embedding, as it is or cast."""
+    """Whether an embedding looks up the parameter, or a cast of it."""
     users = [user for node in (root, *filter(is_cast, root.users)) for user in node.users]
     return any(user.target is aten.embedding.default for user in users)
 
 
 def _packed(node: Node) -> Gemm:
+    """The product of a `scaled_mm` that was there before this package's passes ran."""
     a, _, _, a_format, b, _, _, b_format, *_ = node.args
     *_, m, n = node.meta["val"].shape
     k = a.meta["val"].shape[-1]
@@ -435,14 +393,14 @@ def module_name(parameter: str) -> str:
 
 
 def _module_of(node: Node) -> str:
-    """The module that a node was traced in, from its (or its forward node's) module stack; "" at the top."""
+    """The module that a node (of a backward node, its forward node) was traced in; "" for the outermost module."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return clean_name(path)
 
 
 def clean_name(path: str) -> str:
-    """A module path without the root variable and the names that wrappers insert."""
+    """A module path without the root variable and without the names that wrappers insert."""
     _, bracket, rest = path.rpartition("']")
     path = rest.lstrip(".") if bracket else path
     wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}

@@ -1,7 +1,7 @@
-"""FLOPs of whatever multiplies in a captured graph, and what kind of layer it belongs to. Never mutates, never guards.
+"""The FLOPs of each product of a captured graph, and the kind of layer that it belongs to.
 
-Formulas are those of `torch.utils.flop_counter`; where it has none, they are here. Symbolic sizes count as those of the
-call that was captured.
+The formulas are those of `torch.utils.flop_counter`. Operators without one there have one here. A symbolic size counts
+as the size in the call that was captured. Never changes the graph, never adds a guard.
 """
 
 import re
@@ -15,7 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
-from fp4compile.passes.find import Gemm, Input, parameters_of
+from fp4compile.passes.find import parameters_of
+from fp4compile.passes.gemm import Gemm, Input
 from fp4compile.passes.views import source_of
 
 aten = torch.ops.aten
@@ -27,29 +28,30 @@ _BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
 
 
 def count(node: Node) -> int | None:
-    """FLOPs of a node that multiplies; None where its sizes or its formula are not known."""
+    """FLOPs of a node; None where its sizes are unknown or there is no formula for its operator."""
     formula = flop_registry.get(_packet(node.target)) or _formula(node.target)
     if formula is None:
         return None
     try:
         args, kwargs, out = pytree.tree_map(_sized, (node.args, node.kwargs, node.meta.get("val")))
         return formula(*args, **kwargs, out_val=out)
-    except (_UnknownSize, AssertionError):  # torch's formulas assert the shapes that they are for
+    except (_UnknownSize, AssertionError):  # torch's formulas assert the shapes that they expect
         return None
 
 
 def others(graph: Graph, listed: set[Node]) -> list[Node]:
-    """The nodes that torch counts FLOPs of and that are not listed."""
+    """The nodes that torch has a FLOP formula for and that are not in `listed`."""
     return [node for node in graph.nodes
             if node.op == "call_function" and node not in listed and _packet(node.target) in flop_registry]  # fmt: skip
 
 
 class Categories:
-    """The kind of layer that each product of a graph belongs to, one of `report.CATEGORIES`."""
+    """The kind of layer that each product of one graph belongs to: one of `report.CATEGORIES`."""
 
     def __init__(self, graph: Graph, inputs: tuple[Input, ...], gemms: list[Gemm]):
         self.parameters = parameters_of(graph, inputs)
-        # The gradients of a batched product read its operands once more.
+        # By the root of each operand of the batched products: the categories of those products. A backward product that
+        # tells nothing by itself reads an operand of its forward product again, and so gets its category.
         self.operands: dict[Node, set[str]] = {}
         for gemm in gemms:
             category = self._forward(gemm)
@@ -58,6 +60,7 @@ class Categories:
                     self.operands.setdefault(_root(operand), set()).add(category)
 
     def of(self, gemm: Gemm) -> str:
+        """The category of a product."""
         category = self._forward(gemm)
         if category != "other" or gemm.node.target not in _BATCHED:
             return category
@@ -65,7 +68,7 @@ class Categories:
         return found.pop() if len(found) == 1 else "other"
 
     def _forward(self, gemm: Gemm) -> str:
-        """By the product alone."""
+        """The category that the product alone tells; "other" where it tells none."""
         name = _operator_name(gemm.node.target)
         operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
@@ -75,8 +78,9 @@ class Categories:
             return "convolution"
         if _ATTENTION.search(name):
             return "attention"
-        whole = gemm.product in ("fprop", "dgrad", "wgrad")  # as one matrix: the heads of one projection, say
-        if any(root.meta["val"].dim() >= 3 and not (whole and _as_many(operand, root)) for operand, root in weights):
+        # A layer may hold its one matrix in three dimensions: the heads of one projection, say.
+        whole = gemm.product in ("fprop", "dgrad", "wgrad")
+        if any(root.meta["val"].dim() >= 3 and not (whole and _same_count(operand, root)) for operand, root in weights):
             return "experts"
         if gemm.product == "attention":
             return "attention"
@@ -88,12 +92,14 @@ def _tensors(node: Node) -> list[Node]:
 
 
 def _root(node: Node) -> Node:
+    """The node at the start of a chain of views and casts."""
     while (source := source_of(node)) is not None:
         node = source
     return node
 
 
-def _as_many(node: Node, other: Node) -> bool:
+def _same_count(node: Node, other: Node) -> bool:
+    """Whether two tensors have the same number of elements."""
     return statically_true(node.meta["val"].numel() == other.meta["val"].numel())
 
 
@@ -116,7 +122,7 @@ def _formula(target: Callable) -> Callable | None:
     name = _operator_name(target)
     if _GROUPED.search(name):
         return _grouped_backward if name.endswith("_backward") else _grouped
-    if "scaled_dot_product" in name:  # for CPUs and other devices: the same arguments under other names
+    if "scaled_dot_product" in name:  # variants for CPUs and other devices take the arguments of flash attention
         backward = name.endswith("_backward")
         return flop_registry[getattr(aten, _FLASH + "_backward" if backward else _FLASH)]
     return None
@@ -125,30 +131,32 @@ def _formula(target: Callable) -> Callable | None:
 _FLASH = "_scaled_dot_product_flash_attention"
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int:
+def _product(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
     """[..., m, k] x [..., k, n]."""
-    return 2 * left.numel() * right.shape[-1]
+    return 2 * a.numel() * b.shape[-1]
 
 
-def _added(term: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int:
-    return _product(left, right)
+def _added(term: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
+    """A product with an added term."""
+    return _product(a, b)
 
 
-def _grouped(left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int | None:
-    """Groups along whichever dimension the operands do not both have: each row, column or step belongs to one group."""
-    if left.shape[-1] != right.shape[-2]:
-        return None  # an operator of another library, with other arguments
-    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
-    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+def _grouped(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int | None:
+    """A grouped product. Operands of three dimensions have one matrix a group; others are cut into one part a group."""
+    if a.shape[-1] != b.shape[-2]:
+        return None  # an operator of another library with other arguments
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _grouped_backward(left: torch.Tensor, right: torch.Tensor, *args, **kwargs) -> int | None:
-    """Of one operator for both gradients, as transformers' is."""
-    forward = _grouped(left, right)
+def _grouped_backward(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int | None:
+    """One operator that computes both gradients, as in transformers."""
+    forward = _grouped(a, b)
     return None if forward is None else 2 * forward
 
 
 def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
+    """`scaled_mm`, whose FP4 operands hold two elements a byte."""
     data, fmt = args[0], args[3]
     packed = fmt is not None and formats.get(fmt).packed
     return 2 * out_val.numel() * data.shape[-1] * (2 if packed else 1)
@@ -161,11 +169,11 @@ _OWN = {aten.addbmm: _added, aten._int_mm: _product}
 
 
 class _UnknownSize(Exception):
-    """A size that only the data knows."""
+    """A size that depends on the data, so that the captured call does not tell it."""
 
 
 def _sized(value: Any) -> Any:
-    """An argument of a node with numbers for sizes: a tensor becomes one of the meta device."""
+    """An argument of a node with numbers for symbolic sizes; a tensor becomes one on the meta device."""
     if isinstance(value, Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Which nodes of a joint graph are gradients, and of what: read off what AOTAutograd says of its inputs and outputs.
+"""Which nodes of a joint graph are gradients, and of which inputs.
 
-The output descriptors (`GradAOTOutput`) tell which output is the gradient of which input. What reaches such an output
-by moving, casting and adding elements alone, or multiplying all by one number, is a part of that gradient.
+AOTAutograd describes every input and output of a joint graph in the placeholders' and the output's `meta["desc"]`. A
+`GradAOTOutput` tells which output is the gradient of which input. A node is a part of that gradient if its elements
+reach the output only by being moved, cast, added or multiplied by one number.
 """
 
 import torch
@@ -11,8 +12,8 @@ from fp4compile.passes.views import source_of
 
 aten = torch.ops.aten
 
-# Besides views and casts: how contributions to one gradient are put together. The gradient of a slice, a chunk or a
-# broadcast parameter is padded, concatenated or summed.
+# The operators, besides views and casts, that put contributions to one gradient together. The gradient of a slice, a
+# chunk or a broadcast parameter is padded, concatenated or summed.
 _GATHERS = {
     aten.add.Tensor, aten.cat.default, aten.sum.dim_IntList, aten.slice_scatter.default, aten.select_scatter.default,
     aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
@@ -50,12 +51,12 @@ def _descriptor_name(desc: object) -> str:
     return type(desc).__name__
 
 
-# Of which input a node is a part of the gradient, by position, and the number that this part is multiplied with.
+# (position of the input whose gradient it is, number that the part is multiplied by).
 Part = tuple[int, float]
 
 
 def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
-    """What every node that a gradient is put together from is a part of."""
+    """For every node that a gradient is put together from: the gradients that it is a part of."""
     output = graph.output_node()
     values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
     descriptors = torch.utils._pytree.tree_leaves(output.meta.get("desc"), is_leaf=_is_descriptor)
@@ -80,6 +81,7 @@ def _gradient_of(desc: object) -> int | None:
 
 
 def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:
+    """Add to `parts` the node and all nodes that it is put together from, as parts of the gradient of input `index`."""
     waiting = [(node, 1.0)]
     while waiting:
         node, factor = waiting.pop()
@@ -93,6 +95,7 @@ def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:
 
 
 def _put_together_from(node: Node) -> list[Node]:
+    """The nodes whose elements a node moves, casts, adds or concatenates; none for any other node."""
     source = source_of(node)
     if source is not None:
         return [source]

@@ -1,55 +1,91 @@
 """Take the quantising of weights out of inference graphs.
 
-An inference graph would quantise its parameters anew at each call, although they rarely change. `hoisting` wraps
-Inductor's `inner_compile`: every quantise that depends on nothing but one parameter leaves the graph, its results
-become further static inputs, and the compiled function is called with the packed weights that `weight_cache` keeps.
+An inference graph would quantise its parameters again at each call, although they rarely change. `hoisting` wraps
+Inductor's `inner_compile`. Every quantise that depends on one parameter and nothing else leaves the graph, and its
+results become additional static inputs. The compiled function is called with the packed weights that `weight_cache`
+keeps.
 
-Not under torch.distributed: FSDP fills a parameter's storage anew and keeps its version counter.
+Graphs stay as they are under torch.distributed: FSDP refills a parameter's storage without a change of its version
+counter.
 """
 
+import logging
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from fp4compile.passes.find import Input, parameters_of
+from fp4compile.passes.base import Pass, run_passes
+from fp4compile.passes.find import parameters_of
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.views import view_of
+from fp4compile.report import PassRun
 from fp4compile.weight_cache import QUANTIZE, Form, Piece, form, packed_weight, watch_optimizers
+
+log = logging.getLogger("fp4compile")
 
 
 @dataclass(frozen=True)
 class Recipient:
-    """A quantise that left the graph: of which input, the parameter's name, and what it is packed as."""
+    """What takes the place of a quantise that left the graph.
+
+    index: position of the parameter among the graph's inputs. name: of the parameter. form: what it is packed as.
+    """
 
     index: int
     name: str
     form: Form
 
 
-def hoisting(inner_compile: Callable, inputs: tuple[Input, ...], cache: str = "on") -> Callable:
+@dataclass(frozen=True)
+class Hoisted:
+    """What `hoist` takes out of one graph.
+
+    recipients: one for each quantise. examples: fake values of the new inputs: data, scales and outer scale of each.
+    """
+
+    recipients: list[Recipient] = field(default_factory=list)
+    examples: list[torch.Tensor] = field(default_factory=list)
+
+
+def hoisting(
+    inner_compile: Callable,
+    inputs: tuple[Input, ...],
+    cache: str = "on",
+    *,
+    sink: Callable[[dict[str, PassRun]], None] = lambda runs: None,
+    disabled: Collection[str] = (),
+) -> Callable:
     """An `inner_compile` that takes the quantising of weights out of inference graphs.
 
-    cache: the recipe's `weight_cache`. "off" leaves all graphs as they are, "check" compares contents at each call.
+    inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
+    graphs as they are, "check" compares the weights' contents at each call. sink: takes the pass's run for each
+    inference graph. disabled: names of the passes that are switched off.
     """
-    if cache == "off":
+    if cache == "off" or HOIST.name in disabled:
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         if not kwargs.get("is_inference") or _distributed():
             return inner_compile(gm, example_inputs, **kwargs)
-        recipients, examples = hoist(gm, inputs)
-        if not recipients:
+        hoisted = Hoisted()
+        runs = run_passes([HOIST], gm.graph, inputs, hoisted)
+        gm.recompile()
+        log.info("inference graph: %s", runs)
+        sink(runs)
+        if not hoisted.recipients:
             return inner_compile(gm, example_inputs, **kwargs)
         watch_optimizers()
         count = len(example_inputs)
-        # Packed weights stay where they are from call to call, as parameters do.
-        static = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(examples))]
-        compiled = inner_compile(gm, [*example_inputs, *examples], **{**kwargs, "static_input_idxs": static})
-        return _with_packed(compiled, recipients, cache == "check")
+        # Packed weights stay at their addresses from call to call, as parameters do.
+        static = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(hoisted.examples))]
+        values = [*example_inputs, *hoisted.examples]
+        compiled = inner_compile(gm, values, **{**kwargs, "static_input_idxs": static})
+        return _with_packed(compiled, hoisted.recipients, cache == "check")
 
     return compile_hoisted
 
@@ -58,45 +94,48 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def hoist(gm: GraphModule, inputs: tuple[Input, ...]) -> tuple[list[Recipient], list[torch.Tensor]]:
-    """Replace every quantise of a parameter, or of a piece or a cast of one, by new placeholders behind the inputs.
+def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
+    """Replace every quantise of a parameter, or of a view or a cast of one, by new placeholders after the inputs.
 
-    Returns what was taken out, and example values of the three new inputs (data, scales, outer scale) of each.
+    hoisted: filled with what leaves the graph. Returns how many quantises that are.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    parameters = parameters_of(gm.graph, inputs)
-    recipients, examples, last = [], [], placeholders[-1] if placeholders else None
-    for node in gm.graph.find_nodes(op="call_function", target=QUANTIZE):
+    placeholders = graph.find_nodes(op="placeholder")
+    parameters = parameters_of(graph, inputs)
+    last = placeholders[-1] if placeholders else None
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         source, fmt, *dim = node.args
         root = view_of(source).root
         if root not in parameters or node.kwargs.keys() - {"layout"} or not _fixed(source):
             continue
         packed_as = form(fmt, dim[0] if dim else -1, node.kwargs.get("layout", "linear"), _piece(source))
-        recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
+        hoisted.recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
         for index, value in enumerate(node.meta["val"]):
-            with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(f"packed_{len(examples)}")
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"packed_{len(hoisted.examples)}")
             last.meta["val"] = value
-            examples.append(value)
+            hoisted.examples.append(value)
             _redirect(node, index, last)
-        gm.graph.erase_node(node)
-    gm.recompile()
-    return recipients, examples
+        graph.erase_node(node)
+    return len(hoisted.recipients)
+
+
+HOIST = Pass("hoist", hoist)
 
 
 def _fixed(source: Node) -> bool:
-    """Whether no size is symbolic."""
+    """Whether a view of a parameter has no symbolic size, stride or offset."""
     view = view_of(source)
     return all(isinstance(size, int) for size in (*view.size, *view.stride, view.offset))
 
 
 def _piece(source: Node) -> Piece | None:
-    """What of its parameter a node is; None for all of it as it is."""
+    """The piece of its parameter that a node is; None if it is the parameter itself."""
     view = view_of(source)
     return None if view.root is source else Piece(view.size, view.stride, view.offset, view.casts)
 
 
 def _redirect(quantize: Node, index: int, replacement: Node) -> None:
+    """Let the users of one result of a quantise read the replacement."""
     for user in list(quantize.users):
         if user.target is operator.getitem and user.args[1] == index:
             user.replace_all_uses_with(replacement)
@@ -104,6 +143,7 @@ def _redirect(quantize: Node, index: int, replacement: Node) -> None:
 
 
 def _with_packed(compiled: Callable, recipients: list[Recipient], check: bool) -> Callable:
+    """The compiled function, called with the packed weights after its own arguments."""
     wanted = [(r.index, r.form, r.name if check else None) for r in recipients]
 
     def call(args: list) -> Any:

@@ -1,12 +1,12 @@
-"""Let one of several results that Inductor computes from a product be written over the product.
+"""Write one of several results that are computed from a product into the product's own memory.
 
 Entry: `inplace(graph)`, on a forward or backward graph after the partitioner, before it is lowered.
 
-In the backward of a gated MLP one kernel makes two gradients from the one that a product leaves behind. Inductor writes
-a result over an operand only if nothing else reads that operand, not even in the same kernel: so one of the two would
-get memory of its own while all operands are still there, which is where the step's memory peaks. Here that result is
-copied into the product's memory, and Inductor makes the copy part of the kernel, where every element is read before it
-is written.
+In the backward of a gated MLP one pointwise kernel computes two gradients from one product. Inductor writes a result
+over an operand only if nothing else reads that operand, not even the same kernel. So it would allocate memory for one
+of the two gradients while all operands are still alive, and that is where the memory of a training step peaks. This
+pass copies that gradient into the product's memory. Inductor fuses the copy into the kernel, which reads every element
+before it writes it.
 """
 
 from dataclasses import dataclass
@@ -22,40 +22,40 @@ _PRODUCTS = (SCALED_MM, SCALED_MM_EPILOGUE, aten.mm.default, aten.addmm.default)
 
 
 def inplace(graph: Graph) -> int:
-    """Write a result over each product from which several are computed; returns how many were."""
+    """Write a result over each product from which several are computed; returns how many products that were."""
     count = 0
     for product in [node for node in graph.nodes if node.target in _PRODUCTS]:
-        family = _Family(_reshaped(product))
-        last = family.last() if _on_gpu(product) else None
-        if last is not None and family.gather(last):
-            family.write_over(last)
+        consumers = _Consumers(_reshaped(product))
+        last = consumers.last() if _on_gpu(product) else None
+        if last is not None and consumers.gather(last):
+            consumers.write_over(last)
             count += 1
     return count
 
 
 def _reshaped(product: Node) -> Node:
-    """The product in the shape in which alone it is read."""
+    """The product in the shape in which all its users read it."""
     while len(product.users) == 1 and next(iter(product.users)).target in RESHAPES:
         product = next(iter(product.users))
     return product
 
 
 def _on_gpu(product: Node) -> bool:
-    """Whether the product is one piece of a GPU's memory, of a size that is known."""
+    """Whether the product is a contiguous CUDA tensor without symbolic sizes."""
     value = product.meta["val"]
     known = all(isinstance(size, int) for size in value.shape)
     return value.device.type == "cuda" and known and value.is_contiguous()
 
 
 @dataclass(frozen=True)
-class _Family:
-    """The pointwise operations on a product, all of its size: Inductor computes them in one kernel."""
+class _Consumers:
+    """The pointwise operations that depend on a product and have its shape. Inductor computes them in one kernel."""
 
     product: Node
 
     @cached_property
-    def members(self) -> dict[Node, None]:
-        """In the order of the graph; none where something else reads the product."""
+    def operations(self) -> dict[Node, None]:
+        """The operations in graph order; none if anything other than a pointwise operation reads the product."""
         if not all(self._pointwise(user) for user in self.product.users):
             return {}
         found: dict[Node, None] = {}
@@ -68,17 +68,21 @@ class _Family:
 
     @cached_property
     def results(self) -> dict[Node, set[Node]]:
-        """What others read, and so will be in memory: what is computed for each, with the operands in memory."""
-        read = [node for node in self.members if any(user not in self.members for user in node.users)]
+        """The operations that anything else reads, so that they are written to memory, with the ancestors of each."""
+        read = [node for node in self.operations if any(user not in self.operations for user in node.users)]
         return {node: self._ancestors(node) for node in read}
 
     @cached_property
     def computed(self) -> set[Node]:
+        """The nodes that any result is computed from, the results included."""
         return set().union(*self.results.values())
 
     def last(self) -> Node | None:
-        """The result to be written over the product: one of its type that has no operand for itself alone, which
-        Inductor could write it over. None where there is none, or where it would be the only result."""
+        """The result to write over the product; None if no result qualifies, or if there is only one.
+
+        It must have the product's dtype. And it must not be the only reader of another operand: Inductor would write it
+        over that one.
+        """
         dtype = self.product.meta["val"].dtype
         for node in self.results if len(self.results) > 1 else ():
             others = set().union(*(self.results[other] for other in self.results if other is not node))
@@ -88,7 +92,10 @@ class _Family:
         return None
 
     def gather(self, last: Node) -> bool:
-        """Move all that is computed up to `last`, which then can be written last; returns whether that is possible."""
+        """Move the computed nodes that come after `last` to directly behind it, so that the copy can follow them all.
+
+        Returns whether that is possible: not if one of them is neither a pointwise operation nor a reshape.
+        """
         place = {node: number for number, node in enumerate(last.graph.nodes)}
         late = sorted((node for node in self.computed if place[node] > place[last]), key=place.__getitem__)
         if not all(self._computed(node) for node in late):
@@ -98,17 +105,18 @@ class _Family:
         return True
 
     def write_over(self, last: Node) -> None:
-        """Let those who read `last` read it from the product's memory."""
+        """Copy `last` into the product's memory, and let its other users read it there."""
         place = {node: number for number, node in enumerate(last.graph.nodes)}
         value = self.product.meta["val"]
         with last.graph.inserting_after(max(self.computed, key=place.__getitem__)):
-            # For Inductor a copy into the tensor itself would be another name of `last`; into a view of it, it writes.
+            # A copy into the tensor itself would only give `last` another name in Inductor. A copy into a view of the
+            # tensor is written.
             memory = new_node(
                 last.graph, aten.as_strided.default, (self.product, [*value.shape], [*value.stride()]), last.meta
             )
         with last.graph.inserting_after(memory):
             written = new_node(last.graph, aten.copy_.default, (memory, last), last.meta)
-        last.replace_all_uses_with(written, lambda user: user not in self.members and user is not written)
+        last.replace_all_uses_with(written, lambda user: user not in self.operations and user is not written)
 
     def _pointwise(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -121,7 +129,7 @@ class _Family:
         return self._pointwise(node) or node.target in RESHAPES
 
     def _ancestors(self, node: Node) -> set[Node]:
-        """A node, all from which it is computed by pointwise operations and reshapes, and the operands in memory."""
+        """A node, the nodes that it is computed from by pointwise operations and reshapes, and their operands."""
         found: set[Node] = set()
         waiting = [node]
         while waiting:
@@ -132,7 +140,7 @@ class _Family:
         return found
 
     def _ends_here(self, operand: Node) -> bool:
-        """Whether an operand of the product's size is in memory for this kernel alone."""
+        """Whether an operand is as large as the product, is in memory, and only this kernel reads it."""
         value, whole = operand.meta.get("val"), self.product.meta["val"]
         alike = isinstance(value, torch.Tensor) and (value.numel(), value.dtype) == (whole.numel(), whole.dtype)
         return alike and not self._computed(operand) and all(user in self.computed for user in operand.users)

@@ -1,10 +1,10 @@
-"""Merge the row- and the column-wise quantise of one tensor into `quantize_both`, which reads it once.
+"""Merge the rowwise and the columnwise quantise of one tensor into `quantize_both`, which reads the tensor once.
 
-Entry: `merge_quantize(graph)`, on a forward or backward graph after the partitioner. In a forward graph these are the
-activation of fprop and the one that is kept for wgrad, in a backward graph the gradient of dgrad and that of wgrad.
-The pair must have the same format, layout, outer scale and seed; a Hadamard transform belongs to the columns.
+Entry: `merge_quantize(graph)`, on a forward or backward graph after the partitioner. A forward graph has such a pair
+for an activation: one for fprop, the other saved for wgrad. A backward graph has one for a gradient: dgrad and wgrad.
+A pair must have the same format, layout, outer scale and seed. Only the columnwise one may be Hadamard-transformed.
 
-Before that, of quantises that do the same the first one serves all: packed layers quantise their input each for itself.
+Before that, equal quantises become one. Packed layers (`fp4compile.pack_`) each quantise their input by themselves.
 """
 
 import operator
@@ -16,7 +16,7 @@ from fp4compile.passes.graph import QUANTIZE, QUANTIZE_BOTH, Quantise, new_node,
 
 
 def merge_quantize(graph: Graph) -> int:
-    """Replace every pair by one `quantize_both`; returns how many."""
+    """Replace every pair by one `quantize_both`; returns how many pairs there were."""
     _share(graph)
     rows: dict[tuple, Quantise] = {}
     columns: dict[tuple, Quantise] = {}
@@ -35,7 +35,7 @@ def merge_quantize(graph: Graph) -> int:
 
 
 def _share(graph: Graph) -> None:
-    """Let the first of quantises that do the same serve all."""
+    """Replace quantises of the same value in the same way by the first of them."""
     first: dict[tuple, Node] = {}
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         found = quantise_of(node)
@@ -46,6 +46,7 @@ def _share(graph: Graph) -> None:
 
 
 def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> None:
+    """Put a `quantize_both` before `first`, and let the users of the pair read its results."""
     options = {"outer": row.outer, "seed": row.seed}
     kwargs = {name: value for name, value in options.items() if value is not None}
     if row.layout != "linear":
@@ -57,6 +58,7 @@ def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> 
         outputs = [new_node(graph, operator.getitem, (both, i), first.node.meta) for i in range(6)]
     data, scales, outer, column_data, column_scales, column_outer = outputs
     _redirect(row.node, (data, scales, outer))
+    # After a Hadamard transform, or with a scale a row, the columns have an outer scale of their own.
     apart = column.hadamard or formats.get(column.format).outer == "row"
     _redirect(column.node, (column_data, column_scales, column_outer if apart else outer))
     for output in outputs:

@@ -1,18 +1,20 @@
-"""Decide by recipe what each product becomes: `Gemm` x `Recipe` x names -> `Decision` with a reason. Never mutates."""
+"""Decide by recipe what each product becomes, and give a reason for each product that stays as it is.
+
+Entry: `plan(gemms, recipe, inputs)`. Reads the graph through the `Gemm`s and never changes it.
+"""
 
 import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-
 from fp4compile import formats
+from fp4compile._compat import statically_true
 from fp4compile.ops import FLOAT_DTYPES
-from fp4compile.passes.find import Gemm, Input, Operand
+from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.recipe import Recipe, named
 
-# What models call the layer that yields their outputs.
+# Names that models give to the layer that yields their outputs.
 _HEADS = (
     "lm_head", "embed_out", "unembed", "output_projection", "proj_out", "classifier", "score", "head", "decoder"
 )  # fmt: skip
@@ -24,9 +26,11 @@ _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
 @dataclass(frozen=True)
 class Treatment:
-    """How an operand is quantised. format: its name. outer: static decode factor, None computes it.
+    """How an operand is quantised.
 
-    stochastic: rounded stochastically. hadamard: transformed along the contraction first. layout: of the block scales.
+    format: name of the format. outer: the static outer scale; None computes it from the operand, where the format has
+    one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
+    along the contraction first. layout: of the block scales, "linear" or "swizzled".
     """
 
     format: str
@@ -38,16 +42,16 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to a product. reason: why it is left alone; None where it is quantised.
+    """What happens to a product.
 
-    left, right: what happens to the operands; None keeps that operand in high precision.
-    tier: who computes it, "reference", "emulated" or "native".
+    reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
+    None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
     """
 
     gemm: Gemm
     reason: str | None = None
-    left: Treatment | None = None
-    right: Treatment | None = None
+    a: Treatment | None = None
+    b: Treatment | None = None
     tier: str | None = None
 
 
@@ -70,8 +74,8 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
 
 def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
     if gemm.packed is not None:
-        left, right = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
-        return Decision(gemm, left=left, right=right, tier=_tier(gemm, left, right))
+        a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
+        return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
@@ -83,8 +87,11 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
 
 @dataclass(frozen=True)
 class Layer:
-    """What rules, limits and defaults ask of a layer: its name, (tokens, out features, in features), whether its weight
-    is an embedding's too, and whether a top-k or a softmax is taken over its outputs."""
+    """What the recipe's rules, limits and defaults look at in a layer.
+
+    name: fully qualified. dims: (tokens, out features, in features). tied_to_embedding: whether its weight is also the
+    table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs.
+    """
 
     name: str
     dims: tuple
@@ -94,10 +101,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """What the defaults ask of the model around a layer.
+    """What the recipe's defaults look at in the model around a layer.
 
-    blocks: number of blocks of each numbered list, by the list's name. with_experts: modules that have experts.
-    widest_last: name of the layer that yields the widest product and comes last; None where the last is not the widest.
+    blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
+    experts. widest_last: name of the last layer if it is also the widest; None if it is not.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
@@ -106,7 +113,7 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer]) -> "Model":
-        """names: of parameters or modules. layers: in the order in which they run, as far as that is known."""
+        """names: of all parameters or modules. layers: in the order in which they run, as far as that is known."""
         names = list(names)
         experts = (match for match in map(_EXPERTS.search, names) if match is not None)
         return cls(
@@ -115,9 +122,12 @@ class Model:
 
 
 def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None, str | None]:
-    """(the recipe of a layer, why it is left alone all the same); no recipe where a rule skips the layer."""
+    """(the recipe that holds for a layer, why the layer is left alone or None).
+
+    The recipe is None where a rule skips the layer. Defaults and limits give a reason beside a recipe.
+    """
     rule = recipe.rule_for(layer.name)
-    if rule is None:  # a rule that names a layer outranks the defaults for its place in the model
+    if rule is None:  # a rule outranks the defaults for places in the model
         return recipe, _excluded_place(layer, recipe, model) or _too_small(layer, recipe)
     if rule.action == "skip":
         return None, f"rule {rule.pattern!r}"
@@ -130,53 +140,53 @@ def _layer(gemm: Gemm) -> Layer:
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
     chosen = {}
-    for side, operand in (("left", gemm.left), ("right", gemm.right)):
+    for side, operand in (("a", gemm.a), ("b", gemm.b)):
         fmt, outer = getattr(layer_recipe, operand.role), None
         if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
             outer = recipe.static_scale(gemm.module)
             if outer is None:
                 return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
-            # In another memory order it would be one matrix, with blocks that lie across the batch.
+            # Flattened to one matrix, as F.linear has it, the same operand would have blocks across two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
         if fmt is not None:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
-    left, right = (chosen.get(side) for side in ("left", "right"))
-    if _tier(gemm, *_swizzled(left, right)) == "native":
-        left, right = _swizzled(left, right)
-    return Decision(gemm, left=left, right=right, tier=_tier(gemm, left, right))
+    a, b = chosen.get("a"), chosen.get("b")
+    if _tier(gemm, *_swizzled(a, b)) == "native":
+        a, b = _swizzled(a, b)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
 
 
 def _is_batch(operand: Operand) -> bool:
-    """Of activations or gradients that one weight serves; in attention a batch is what it is."""
+    """Whether an operand is a batch of activations or gradients that are all multiplied by one weight."""
     lead = operand.source.meta["val"].shape[:-2]
-    return operand.role in ("fprop_x", "dgrad_dy") and not all(statically_known_true(size == 1) for size in lead)
+    return operand.role in ("fprop_x", "dgrad_dy") and not all(statically_true(size == 1) for size in lead)
 
 
 def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
-    """With block scales in the layout that the matrix units of SM100 read."""
+    """The treatments with block scales in the layout that SM100's matrix units read."""
     return [None if t is None else replace(t, layout="swizzled" if formats.get(t.format).scale else t.layout)
             for t in treatments]  # fmt: skip
 
 
-def _tier(gemm: Gemm, left: Treatment | None, right: Treatment | None) -> str:
-    """Who computes the product. Kernels serve CUDA tensors, the reference all others."""
+def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None) -> str:
+    """Which tier computes the product: kernels compute products of CUDA tensors, the reference all others."""
     out = gemm.node.meta["val"]
     if out.device.type != "cuda":
         return "reference"
-    if left is None or right is None:
+    if a is None or b is None:
         return "emulated"
     from fp4compile.templates.gemm.dispatch import on_matrix_units  # here, so that the CPU needs no Triton
 
-    operands = [(formats.get(t.format), t.layout == "swizzled") for t in (left, right)]
+    operands = [(formats.get(t.format), t.layout == "swizzled") for t in (a, b)]
     _, n, k = gemm.dims
     return "native" if on_matrix_units(*operands, n, k, out.dtype, out.device) else "emulated"
 
 
 def _unfit(gemm: Gemm) -> str | None:
-    """What no recipe can change: dtype and device of the operands."""
-    for operand in (gemm.left, gemm.right):
+    """Why dtype or device rule the product out under every recipe; None if they do not."""
+    for operand in (gemm.a, gemm.b):
         value = operand.source.meta["val"]
         if value.dtype not in FLOAT_DTYPES:
             return f"dtype {str(value.dtype).removeprefix('torch.')}"
@@ -193,6 +203,7 @@ def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
 
 
 def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
+    """Why the recipe's defaults leave a layer alone for what it is in the model; None if they do not."""
     if recipe.skip_lm_head and _is_head(layer, model):
         return "output head"
     if "lora_" in layer.name:
@@ -216,17 +227,17 @@ def _is_head(layer: Layer, model: Model) -> bool:
 
 
 def _is_router(name: str, model: Model) -> bool:
-    """By its name; a `gate` is a router only beside experts: elsewhere it is half of a gated MLP."""
+    """Whether a layer is a router by its name. A `gate` is one only beside experts, else it is half of a gated MLP."""
     parent, _, own = name.rpartition(".")
     return own in _ROUTERS or (own == "gate" and parent in model.with_experts)
 
 
 def _widest_last(layers: Sequence[Layer]) -> str | None:
-    """The last layer, if it is wider than every other one, applied once and whole, and outside of numbered blocks."""
+    """The last layer's name if the layer is the widest, is in no numbered block and has no other product."""
     if len(layers) < 2 or _block_index(layers[-1].name) is not None:
         return None
     *others, last = layers
-    wider = all(other.name != last.name and statically_known_true(last.dims[1] > other.dims[1]) for other in others)
+    wider = all(other.name != last.name and statically_true(last.dims[1] > other.dims[1]) for other in others)
     return last.name if wider else None
 
 
@@ -237,6 +248,7 @@ def _block_index(module: str) -> tuple[str, int] | None:
 
 
 def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
+    """How many blocks each numbered list has; as many as the recipe says, where it says so."""
     counts: dict[str, int] = {}
     for name in names:
         place = _block_index(name)
@@ -249,9 +261,10 @@ def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
 
 
 def _too_small(layer: Layer, recipe: Recipe) -> str | None:
+    """Which of the recipe's lower limits the layer's dimensions miss, as a reason; None if they miss none."""
     names = (("M", "min_m"), ("N", "min_n"), ("K", "min_k"))
     for size, (letter, limit) in zip(layer.dims, names, strict=True):
-        # A symbolic size that may be large enough counts as large enough: no guard is added.
-        if statically_known_true(size < getattr(recipe, limit)):
+        # A symbolic size that may be large enough counts as large enough, so that no guard is needed.
+        if statically_true(size < getattr(recipe, limit)):
             return f"{letter}={size} is below {limit}={getattr(recipe, limit)}"
     return None

@@ -1,9 +1,9 @@
 """Rewrite the planned products of a joint graph into quantise -> scaled_mm.
 
-Entry: `rewrite(graph, decisions)`. A product left @ right contracts left's last dimension with right's first, and
-`scaled_mm` takes both operands with the contraction last. So the left operand is quantised along its last dimension
-and the right one along its first; a transposition in the graph only swaps which dimension of the source that is,
-and never costs a copy.
+Entry: `rewrite(graph, decisions)`. A product A @ B contracts A's last dimension with B's second-to-last, and
+`scaled_mm` takes both operands with the contraction last. So A is quantised along its last dimension and B along its
+second-to-last. A transposition in the graph only swaps which dimension of the operand's source that is; it never costs
+a copy.
 
 New nodes take the metadata of the product they serve (activation checkpointing, partitioner tags, module stacks) and
 their value from the op's fake implementation.
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
-from fp4compile.passes.find import Gemm, Operand
+from fp4compile.passes.gemm import Gemm, Operand
 from fp4compile.passes.graph import fake_value, new_node
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
@@ -28,11 +28,11 @@ aten = torch.ops.aten
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
-    """Rewrite every quantised decision; returns how many."""
+    """Rewrite the product of every decision to quantise; returns how many were rewritten."""
     builder = _Builder(graph)
     chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
     built = [(decision.gemm.node, builder.build(decision)) for decision in chosen]
-    # Only now: until every replacement is built, the decisions' operands must stay what they name.
+    # Products are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
     for node, replacement in built:
         node.replace_all_uses_with(replacement)
         graph.erase_node(node)
@@ -41,6 +41,12 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
 
 
 class _Builder:
+    """Builds the quantised products of one graph.
+
+    quantised: (data, scales, outer) of every quantised value, so that a value is quantised once for all its products.
+    seeds: the seed node of each stochastically rounded value. drawn: the node that draws all seeds of a device.
+    """
+
     def __init__(self, graph: Graph):
         self.graph = graph
         self.quantised: dict[tuple, tuple[Node, Node | None, Node | None]] = {}
@@ -48,23 +54,25 @@ class _Builder:
         self.drawn: dict[torch.device, Node] = {}
 
     def build(self, decision: Decision) -> Node:
-        """The quantised product, inserted before the one that it will replace."""
+        """Insert the quantised product before the product that it will replace; returns its node."""
         gemm, node = decision.gemm, decision.gemm.node
         dtype = node.meta["val"].dtype
         with self.graph.inserting_before(node):
-            args = (*self._operand(gemm, gemm.left, decision.left, -1),
-                    *self._operand(gemm, gemm.right, decision.right, -2))  # fmt: skip
+            args = (*self._operand(gemm, gemm.a, decision.a, -1), *self._operand(gemm, gemm.b, decision.b, -2))
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
             bias = gemm.bias.meta["val"]
-            # One element, to be broadcast, has one dimension as well.
+            # A bias of one dimension may also have a single element, which is broadcast.
             one_a_column = bias.dim() == 1 and _compat.statically_true(bias.shape[0] == node.meta["val"].shape[-1])
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta)
             return self._general_addmm(gemm, args, dtype)
 
     def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
-        """beta * bias + alpha * product in float32, then the cast, for a bias that is scaled or no plain row."""
+        """beta * bias + alpha * product, computed in float32 and then cast.
+
+        For a bias that `scaled_mm` does not take: a scaled one, or one that is not a row with an element a column.
+        """
         meta = gemm.node.meta
         product = self._scaled_mm(args, None, torch.float32, meta)
         if gemm.alpha != 1:
@@ -79,7 +87,10 @@ class _Builder:
         return self._call(torch.ops.fp4compile.scaled_mm.default, (*args, bias, dtype), meta)
 
     def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> tuple:
-        """(data, scales, outer, format), contraction last; `dim` is the contraction in the operand as multiplied."""
+        """(data, scales, outer, format) of an operand, with the contraction last.
+
+        dim: the contraction's dimension, from the end, in the operand as the graph multiplies it.
+        """
         if operand.transposed:
             dim = -3 - dim  # -1 <-> -2
         meta = self._meta_for(gemm, operand)
@@ -92,7 +103,7 @@ class _Builder:
             if dim == -1:
                 return source, None, None, None
             *batch, rows, columns = range(source.meta["val"].dim())
-            # Not aten.transpose: the graph is past the decompositions that Inductor counts on.
+            # Not aten.transpose: the graph is already decomposed, and Inductor expects no transpose from here on.
             swap = self._call(aten.permute.default, (source, [*batch, columns, rows]), meta)
             return swap, None, None, None
         key = (value_key(source), treatment, dim)
@@ -103,6 +114,7 @@ class _Builder:
         return *self.quantised[key], treatment.format
 
     def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict) -> tuple:
+        """(data, scales, outer) of a new quantise of `source` along `dim`; None for scales that the format lacks."""
         kwargs: dict[str, Any] = {}
         if treatment.outer is not None:
             device = source.meta["val"].device
@@ -117,13 +129,16 @@ class _Builder:
             kwargs["hadamard"] = True
         node = self._call(torch.ops.fp4compile.quantize.default, (source, treatment.format, dim), meta, **kwargs)
         data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))
-        known = formats.get(treatment.format)
-        if known.outer is None:
+        fmt = formats.get(treatment.format)
+        if fmt.outer is None:
             computed = None
-        return data, scales if known.scale else None, kwargs.get("outer", computed)
+        return data, scales if fmt.scale else None, kwargs.get("outer", computed)
 
     def _seed(self, source: Node, meta: dict) -> Node:
-        """The seed of a gradient, for both of its directions: an element of the tensor that a step draws."""
+        """The seed for rounding a gradient, the same in both directions.
+
+        It is one element of the seeds that each step draws. One node draws all seeds of a device; here it grows by one.
+        """
         key, device = value_key(source), source.meta["val"].device
         if key not in self.seeds:
             meta = meta | {"partitioner_tag": "must_be_in_backward"}
@@ -137,14 +152,14 @@ class _Builder:
         return self.seeds[key]
 
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
-        """Metadata of a quantise: where the partitioner and activation checkpointing shall count it."""
+        """Metadata of a quantise, by which the partitioner and activation checkpointing place and recompute it."""
         if operand.role == "dgrad_w":
-            # A packed copy of a parameter that is there anyway: never saved, made when the backward needs it.
+            # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again.
             return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
-        # An activation for wgrad is part of the forward: recomputed where the layer's forward is recomputed.
+        # The activation of wgrad belongs to the forward, and is recomputed where the layer's forward is recomputed.
         meta = gemm.forward.meta if operand.role == "wgrad_x" else gemm.node.meta
         if "recompute" in meta:
-            # A checkpointing policy that saves the product says nothing of its operands: these come from what is saved.
+            # A checkpointing policy may save the product. Its operands are then recomputed all the same.
             return meta | {"recompute": CheckpointPolicy.PREFER_RECOMPUTE}
         return meta
 
@@ -153,7 +168,7 @@ class _Builder:
 
 
 def _casts_never_saved(node: Node) -> None:
-    """Mark the casts of a weight: saved for the backward, they would be copies of the parameter."""
+    """Mark the casts of a weight to be recomputed: saved for the backward, each would be a copy of the parameter."""
     source = source_of(node)
     while source is not None:
         if is_cast(node):

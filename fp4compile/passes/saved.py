@@ -1,7 +1,8 @@
-"""What lives from forward to backward: packed activations, for each product against the bf16 ones.
+"""Which packed activations live from forward to backward, and how large they are packed and unquantised.
 
-The rewrite marks every quantise that wgrad will read (`mark`); the partitioner then decides what is saved and what is
-recomputed. `saved(graph)` reads that decision off a forward graph: the marked quantises among its outputs.
+`rewrite` marks every quantise whose result a wgrad reads (`mark`). The partitioner then decides what is saved for the
+backward and what is recomputed. `saved(graph)` reads this decision off a forward graph: the saved activations are the
+marked quantises among its outputs.
 """
 
 import math
@@ -16,9 +17,10 @@ _MARK = "fp4compile_saved_for"
 
 @dataclass(frozen=True)
 class Saved:
-    """A packed activation that is kept for the backward. Sizes in bytes; plain: in the dtype it came in.
+    """A packed activation that is saved for the backward.
 
-    wgrad: name of the node in the joint graph that it is kept for.
+    wgrad: name, in the joint graph, of the wgrad node that reads it. packed: its size in bytes, scales included.
+    plain: the size in bytes of the activation in its own dtype.
     """
 
     wgrad: str
@@ -27,12 +29,12 @@ class Saved:
 
 
 def mark(quantise: Node, wgrad: str) -> None:
-    """Note the node of the wgrad that a quantise serves. Of several layers with one input, the first keeps it."""
+    """Note on a quantise the name of the wgrad that reads it, or of the first one where layers share their input."""
     quantise.meta[_MARK] = wgrad
 
 
 def saved(graph: Graph) -> list[Saved]:
-    """The packed activations among the outputs of a forward graph; those of symbolic size are left out."""
+    """The packed activations among the outputs of a forward graph, without those of symbolic size."""
     sizes: dict[Node, int] = {}
     for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
         if isinstance(node, Node) and node.target is operator.getitem and _MARK in node.args[0].meta:

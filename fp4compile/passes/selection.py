@@ -1,4 +1,4 @@
-"""Which layers choose: those whose outputs go into a top-k or a softmax over all of them, as a router's do."""
+"""Which layers choose among alternatives, as a router does: a top-k, sort or softmax goes over all their outputs."""
 
 import torch
 from torch.fx import Node
@@ -9,14 +9,14 @@ from fp4compile.passes.views import is_cast, source_of
 aten = torch.ops.aten
 
 _SELECTIONS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten._softmax.default, aten._log_softmax.default}
-# More outputs than that are features or a vocabulary, not experts; published models have up to a few hundred.
+# A layer with more outputs yields features or a vocabulary. Published models have at most a few hundred experts.
 _MOST_CHOICES = 1024
 
 
 def feeds_selection(product: Node, dim: int) -> bool:
-    """Whether a top-k, a sort or a softmax is taken over all outputs of a layer, element by element operations between.
+    """Whether a top-k, a sort or a softmax goes over all outputs of a layer, after elementwise operations at most.
 
-    product: the layer's product. dim: its dimension of out features.
+    product: the node of the layer's product. dim: the dimension of its out features.
     """
     value = product.meta["val"]
     choices = value.shape[dim]
@@ -34,7 +34,8 @@ def feeds_selection(product: Node, dim: int) -> bool:
 
 
 def _selects(node: Node, choices: int) -> bool:
-    if node.target is aten.amax.default:  # a softmax, decomposed: exp(x - amax(x))
+    """Whether a node is a top-k, a sort or a softmax over a dimension of `choices` elements."""
+    if node.target is aten.amax.default:  # a decomposed softmax: exp(x - amax(x))
         dims = node.args[1] if len(node.args) > 1 else []
         over = [node.args[0].meta["val"].shape[d] for d in dims]
         return over == [choices] and any(
@@ -43,7 +44,7 @@ def _selects(node: Node, choices: int) -> bool:
     if node.target not in _SELECTIONS:
         return False
     value = node.args[0].meta["val"]
-    # (x, k, dim=-1) of a top-k, (x, dim) of the others; sort.stable names its dimension.
+    # topk takes (x, k, dim=-1), the others (x, dim); sort.stable takes dim by name.
     at = 2 if node.target is aten.topk.default else 1
     dim = node.kwargs.get("dim", node.args[at] if len(node.args) > at else -1)
     return value.dim() > 0 and value.shape[dim] == choices

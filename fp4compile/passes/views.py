@@ -1,11 +1,11 @@
 """What a node is a view of: which elements of which tensor it holds, in which order, and through which casts.
 
-Entry: `view_of(node)`. Views, permutations, slices, splits, expansions and copies only move elements, so that a chain
-of them is one strided map into the elements of the tensor at its root, numbered as if that tensor were contiguous. Two
-nodes hold the same value where root, casts and map agree: that is a proof, where equal shapes are none. A reshape that
-no strides can express starts a new root.
+Entry: `view_of(node)`. Views, permutations, slices, splits, expansions and copies only move elements. So a chain of
+them is one strided map into the elements of the tensor at the chain's start, its root. Elements are numbered as if the
+root were contiguous. Two nodes with the same root, casts and map hold the same value; equal shapes would prove nothing.
+A reshape that no strides can express is a root itself.
 
-Sizes may be symbolic: they are compared by what is statically known, and no guard is added.
+Sizes may be symbolic. They are compared only by what is statically true, and no guard is added.
 """
 
 import math
@@ -29,8 +29,9 @@ Size = int | torch.SymInt
 class View:
     """Elements of `root`: element (i, j, ...) is number offset + i * stride[0] + j * stride[1] + ... of it.
 
-    root: a node that is neither a view nor a cast. casts: dtypes that the elements were cast to on the way, in order;
-        casts that change no value are left out. size, stride: one entry a dimension, in elements; stride 0 repeats.
+    root: a node that is neither a view nor a cast (or a reshape that no strides express).
+    casts: the dtypes that the elements are cast to between root and node, in order, without casts that change no value.
+    size, stride: one entry for each dimension, in elements. A stride of 0 repeats one element.
     """
 
     root: Node
@@ -41,13 +42,13 @@ class View:
 
     @property
     def elements(self) -> tuple:
-        """A key of the sequence of elements, whatever shape it has."""
+        """A key of the sequence of elements, whatever the shape."""
         runs = tuple((_text(size), _text(stride)) for size, stride in _runs(self.size, self.stride))
         return (_root_key(self.root), self.casts, runs, _text(self.offset))
 
     @property
     def key(self) -> tuple:
-        """A key of the value: its elements and its shape."""
+        """A key of the elements and the shape."""
         return (*self.elements, tuple(map(_text, self.size)))
 
     @property
@@ -55,13 +56,13 @@ class View:
         return len(self.size) > 2
 
     def swapped(self) -> "View":
-        """With its last two dimensions exchanged."""
+        """This view with its last two dimensions swapped."""
         return self._permuted([*range(len(self.size) - 2), -1, -2])
 
     def matrix(self) -> "View | None":
-        """The one matrix that every entry along the leading dimensions is; None where entries differ, or may differ."""
+        """The matrix that repeats along the leading dimensions; None where these hold different matrices, or may."""
         lead = zip(self.size[:-2], self.stride[:-2], strict=True)
-        if len(self.size) < 2 or not all(_known_equal(size, 1) or _known_equal(stride, 0) for size, stride in lead):
+        if len(self.size) < 2 or not all(_equal(size, 1) or _equal(stride, 0) for size, stride in lead):
             return None
         return replace(self, size=self.size[-2:], stride=self.stride[-2:])
 
@@ -70,20 +71,23 @@ class View:
 
 
 def view_of(node: Node) -> View:
-    """What a node holds of the tensor at the root of its views and casts; of any other node, all of itself."""
+    """The view that a node is of its root; of a node that is neither a view nor a cast, all of the node itself."""
     step = _STEPS.get(node.target) if node.op == "call_function" else None
     found = None if step is None or not _plain(node) else step(node)
     return _whole(node) if found is None else found
 
 
 def value_key(node: Node) -> tuple:
-    """A key that is equal for nodes of the same value, shape and dtype: each of Q, K and V has its own view of their
-    input, and under autocast its own cast."""
+    """A key that is equal only for nodes of the same value, shape and dtype.
+
+    Several nodes often hold one value: Q, K and V each have their own view of the common input, and their own cast
+    under autocast.
+    """
     return (*view_of(node).key, node.meta["val"].dtype) if _plain(node) else _root_key(node)
 
 
 def source_of(node: Node) -> Node | None:
-    """The node that a view or a cast takes its elements from; None for anything else."""
+    """The node that a view or a cast takes its elements from; None if the node is neither."""
     if node.op != "call_function" or node.target not in _STEPS:
         return None
     source = node.args[0]
@@ -110,7 +114,7 @@ def swaps_last_two(node: Node) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- the steps of a chain
+# ---------------------------------------------------------------- one function for each operator: the view it makes
 
 
 def _whole(node: Node) -> View:
@@ -137,7 +141,7 @@ def _cast(node: Node) -> View | None:
 
 
 def _exact(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast changes no value: to itself, and from 16 bits to float32."""
+    """Whether a cast changes no value: a cast to the same dtype, or from a 16-bit float to float32."""
     return before == after or (before in (torch.bfloat16, torch.float16) and after == torch.float32)
 
 
@@ -164,7 +168,7 @@ def _expand(node: Node) -> View:
     view, size = view_of(node.args[0]), tuple(node.meta["val"].shape)
     new = len(size) - len(view.size)
     stride = [0] * new + [
-        old if _known_equal(before, after) else 0
+        old if _equal(before, after) else 0
         for before, after, old in zip(view.size, size[new:], view.stride, strict=True)
     ]
     return replace(view, size=size, stride=tuple(stride))
@@ -180,7 +184,7 @@ def _squeeze(node: Node) -> View | None:
     view, rank = view_of(node.args[0]), node.meta["val"].dim()
     dims = node.args[1] if len(node.args) > 1 else range(len(view.size))
     dims = {d % len(view.size) for d in ([dims] if isinstance(dims, int) else dims)}
-    kept = [d for d, size in enumerate(view.size) if d not in dims or not _known_equal(size, 1)]
+    kept = [d for d, size in enumerate(view.size) if d not in dims or not _equal(size, 1)]
     return view._permuted(kept) if len(kept) == rank else None
 
 
@@ -200,7 +204,7 @@ def _slice(node: Node) -> View | None:
 
 
 def _split_piece(node: Node) -> View | None:
-    """A result of chunk, split or unbind; of any other operator with several results, None."""
+    """One result of split or unbind; None for a result of any other operator."""
     split, index = node.args
     if split.target not in _SPLITS:
         return None
@@ -215,7 +219,7 @@ def _split_piece(node: Node) -> View | None:
 
 
 def _as_strided(node: Node) -> View | None:
-    """as_strided counts in memory: only of a whole tensor that lies there in the order of its elements."""
+    """as_strided addresses memory, so only a contiguous tensor that is no view tells which elements it takes."""
     source, size, stride, *offset = node.args
     base, view = source.meta["val"], view_of(source)
     if view.root is not source or not base.is_contiguous() or any(isinstance(arg, Node) for arg in (*size, *stride)):
@@ -226,7 +230,7 @@ def _as_strided(node: Node) -> View | None:
 
 
 def _cut(view: View, dim: int, start: Size, length: Size | None, step: int = 1) -> View:
-    """Elements start, start + step, ... along a dimension; without a length, the one at start, and no dimension."""
+    """Elements start, start + step, ... along a dimension. Without a length: element `start`, the dimension removed."""
     offset = view.offset + start * view.stride[dim]
     if length is None:
         kept = [d for d in range(len(view.size)) if d != dim]
@@ -262,12 +266,12 @@ def _contiguous(size: Sequence[Size]) -> tuple[Size, ...]:
 
 
 def _runs(size: Sequence[Size], stride: Sequence[Size]) -> list[tuple[Size, Size]]:
-    """(size, stride) of the fewest dimensions that go through the same elements in the same order."""
+    """The fewest dimensions, as (size, stride), that visit the same elements in the same order."""
     runs: list[tuple[Size, Size]] = []
     for length, step in zip(size, stride, strict=True):
-        if _known_equal(length, 1):
+        if _equal(length, 1):
             continue
-        if runs and _known_equal(runs[-1][1], length * step):
+        if runs and _equal(runs[-1][1], length * step):
             runs[-1] = (runs[-1][0] * length, step)
         else:
             runs.append((length, step))
@@ -275,26 +279,26 @@ def _runs(size: Sequence[Size], stride: Sequence[Size]) -> list[tuple[Size, Size
 
 
 def _reshaped(size: Sequence[Size], stride: Sequence[Size], new: Sequence[Size]) -> tuple[Size, ...] | None:
-    """The strides of a reshape, or None where no strides express it."""
+    """The strides of a reshape to size `new`; None where no strides express it."""
     runs = _runs(size, stride)
     if len(runs) == 1:
         return tuple(runs[0][1] * step for step in _contiguous(new))
     strides: list[Size] = []
-    left = list(new)
+    remaining = list(new)
     for length, step in reversed(runs):
         covered: Size = 1
-        while left and not _known_equal(covered, length):
+        while remaining and not _equal(covered, length):
             strides.append(step * covered)
-            covered = covered * left.pop()
-        if not _known_equal(covered, length):
+            covered = covered * remaining.pop()
+        if not _equal(covered, length):
             return None
-    if not all(_known_equal(rest, 1) for rest in left):
+    if not all(_equal(rest, 1) for rest in remaining):
         return None
-    return tuple(reversed(strides + [0] * len(left)))
+    return tuple(reversed(strides + [0] * len(remaining)))
 
 
 def _from_front(index: Size | Node, size: Size) -> Size | None:
-    """An index counted from the front, cut off at 0 as slices are; None for one that is known only when it runs."""
+    """An index counted from the front, at least 0 as in a slice; None where only the running graph knows it."""
     if not isinstance(index, int):
         return None
     if index >= 0:
@@ -306,17 +310,18 @@ def _inserted(values: Sequence[Size], place: int, value: Size) -> tuple[Size, ..
     return (*values[:place], value, *values[place:])
 
 
-def _known_equal(a: Size, b: Size) -> bool:
+def _equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are statically equal."""
     return _compat.statically_true(a == b)
 
 
 def _text(size: Size) -> str:
-    """A size as text: symbolic ones have no hash."""
+    """A size as text, because symbolic sizes are not hashable."""
     return str(size if isinstance(size, int) else size.node.expr)
 
 
 def _root_key(root: Node) -> tuple:
-    """A result of an operator with several is told by the operator and its place, as there may be two nodes of it."""
+    """A key of a root. Two getitem nodes of the same operator and place are one root."""
     if root.target is operator.getitem:
         return (operator.getitem, _root_key(root.args[0]), root.args[1])
     return (root,)

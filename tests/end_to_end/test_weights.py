@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import fp4compile
 from fp4compile import weight_cache
 from fp4compile.fingerprint import fingerprint_of
-from fp4compile.passes.find import Input
-from fp4compile.passes.hoist import Recipient, hoist
+from fp4compile.passes.gemm import Input
+from fp4compile.passes.hoist import Hoisted, Recipient, hoist
 from fp4compile.weight_cache import form, packed_weight
 from tests.helpers.graphs import compile_recorded
 from tests.helpers.rewritten import rewritten
@@ -88,9 +88,11 @@ def test_dimension_and_layout_leave_the_graph_too():
     packed.meta["val"] = tuple(packed_weight(torch.nn.Parameter(torch.randn(64, 48)), form("nvfp4", 0, "swizzled")))
     graph.output(graph.call_function(operator.getitem, (packed, 1)))
     module = torch.fx.GraphModule({}, graph)
-    recipients, examples = hoist(module, (Input(), Input("layer.weight")))
-    assert recipients == [Recipient(1, "layer.weight", form("nvfp4", 0, "swizzled"))]
-    assert module(None, None, *examples) is packed.meta["val"][1]
+    hoisted = Hoisted()
+    assert hoist(graph, (Input(), Input("layer.weight")), hoisted) == 1
+    module.recompile()
+    assert hoisted.recipients == [Recipient(1, "layer.weight", form("nvfp4", 0, "swizzled"))]
+    assert module(None, None, *hoisted.examples) is packed.meta["val"][1]
 
 
 class Pieces(torch.nn.Module):

@@ -1,7 +1,8 @@
 """Does the fuzzer find bugs? Plant them one by one, and count the graphs until it does.
 
-A plant is a line of the package's source and what it becomes. The package is copied, changed, and fuzzed in a process
-of its own; found is what differs from the findings of the unchanged package (of which there should be none).
+A plant is a bug: a piece of the package's source, and the text that replaces it. The package is copied, changed, and
+fuzzed in a separate process. A plant is found if the findings differ from those of the unchanged package, which should
+have none.
 """
 
 import json
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Plant:
-    """name: what is wrong. path: in the package. old, new: text that is there once, and what stands there then."""
+    """name: what is wrong. path: of the file in the package. old: text that is in it once. new: its replacement."""
 
     name: str
     path: str
@@ -31,7 +32,7 @@ PLANTS = (
     Plant("roles of dgrad and wgrad swapped", "passes/find.py",
           "roles if product.a.is_gradient else roles[::-1]", "roles[::-1] if product.a.is_gradient else roles"),
     Plant("roles of W @ x swapped", "passes/find.py",
-          'if on_right else ("fprop_w", "fprop_x")', 'if on_right else ("fprop_x", "fprop_w")'),
+          'if weight_is_b else ("fprop_w", "fprop_x")', 'if weight_is_b else ("fprop_x", "fprop_w")'),
     Plant("a weight gradient told by its activation alone", "passes/find.py",
           "if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())", "if True"),
     Plant("a weight gradient of another activation", "passes/find.py",
@@ -48,7 +49,7 @@ PLANTS = (
     Plant("a computed weight taken for the parameter", "passes/views.py",
           "aten.clone.default), _same)", "aten.clone.default, aten.mul.Tensor), _same)"),
     Plant("batched products with a parameter of three dimensions taken for layers", "passes/views.py",
-          "all(_known_equal(size, 1) or _known_equal(stride, 0) for", "all(True for"),
+          "all(_equal(size, 1) or _equal(stride, 0) for", "all(True for"),
     Plant("one value for all outputs of chunk and split", "passes/views.py",
           "offset = view.offset + start * view.stride[dim]", "offset = view.offset"),
     Plant("the strides of a reshape lost", "passes/views.py",
@@ -64,14 +65,14 @@ PLANTS = (
     Plant("one layer's static scale for all", "passes/plan.py",
           "outer = recipe.static_scale(gemm.module)", "outer = next(iter(dict(recipe.static_scales).values()), None)"),
     Plant("a limit off by one", "passes/plan.py",
-          "statically_known_true(size < getattr(recipe, limit))",
-          "statically_known_true(size <= getattr(recipe, limit))"),
+          "statically_true(size < getattr(recipe, limit))",
+          "statically_true(size <= getattr(recipe, limit))"),
     Plant("limits of a rule's layers dropped", "passes/plan.py",
           "else named(rule.action), _too_small(layer, recipe)", "else named(rule.action), None"),
     # the rewrite
     Plant("transposition dropped", "passes/rewrite.py", "dim = -3 - dim  # -1 <-> -2", "pass"),
-    Plant("right operand along its last dimension", "passes/rewrite.py",
-          "gemm.right, decision.right, -2", "gemm.right, decision.right, -1"),
+    Plant("B quantised along its last dimension", "passes/rewrite.py",
+          "gemm.b, decision.b, -2", "gemm.b, decision.b, -1"),
     Plant("bias dropped", "passes/rewrite.py",
           "return self._scaled_mm(args, gemm.bias, dtype, node.meta)",
           "return self._scaled_mm(args, None, dtype, node.meta)"),
@@ -85,19 +86,19 @@ PLANTS = (
     Plant("quantised once for both directions", "passes/rewrite.py",
           "key = (value_key(source), treatment, dim)", "key = (value_key(source), treatment)"),
     # after the partitioner
-    Plant("pairs of different formats merged", "passes/merge.py",
+    Plant("pairs of different formats merged", "passes/graph.py",
           "return value_key(self.source), self.format, self.outer,", "return value_key(self.source), self.outer,"),
-    Plant("pairs of different outer scales merged", "passes/merge.py",
+    Plant("pairs of different outer scales merged", "passes/graph.py",
           "self.format, self.outer, self.layout", "self.format, self.layout"),
-    Plant("quantises of different directions shared", "passes/merge.py",
+    Plant("quantises of different directions shared", "passes/merge_quantize.py",
           "(found.key, found.dim, found.hadamard)", "(found.key, found.hadamard)"),
-    Plant("columns' own outer scale dropped", "passes/merge.py",
+    Plant("columns' own outer scale dropped", "passes/merge_quantize.py",
           "column_outer if apart else outer", "outer"),
 )  # fmt: skip
 
 
 def plant_all(arguments: list[str]) -> int:
-    """Fuzz with each plant; prints after how many graphs it was found. Returns how many were not."""
+    """Fuzz with each plant, and print after how many graphs it was found. Returns how many plants were not found."""
     with tempfile.TemporaryDirectory() as directory:
         clean = dict(_fuzz(_copy(Path(directory) / "clean"), arguments))
     sound = sum(finding is None for finding in clean.values())
@@ -112,7 +113,7 @@ def plant_all(arguments: list[str]) -> int:
 
 
 def _found_after(plant: Plant, root: Path, arguments: list[str], clean: dict[int, str | None]) -> str | None:
-    """How many graphs it took, as text; None if it was not found."""
+    """After how many graphs the plant was found, as text; None if it was not found."""
     path = root / "fp4compile" / plant.path
     text = path.read_text()
     if text.count(plant.old) != 1:
@@ -132,7 +133,7 @@ def _copy(root: Path) -> Path:
 
 
 def _fuzz(root: Path, arguments: list[str]) -> Iterator[tuple[int, str | None]]:
-    """(seed, what was found) of each program, by a process that ends when nobody reads on."""
+    """(seed, finding or None) of each program. The process that fuzzes ends when the iterator is closed."""
     command = [sys.executable, "-m", "tests.fuzz", "--json", *arguments]
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     seen = 0

@@ -1,11 +1,11 @@
-"""What the tests read compiled graphs with, and what these keep."""
+"""Read compiled graphs as text, and measure what a forward saves for its backward."""
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 
 class Recorder(CustomGraphPass):
-    """A user's pass that keeps the text of every graph it is given, changing nothing."""
+    """A user's pass that records the text of every graph and changes none."""
 
     def __init__(self):
         self.graphs = []
@@ -18,7 +18,7 @@ class Recorder(CustomGraphPass):
 
 
 def summary(graph: torch.fx.Graph) -> str:
-    """Products, quantisers and the output, one a line, with dtypes and shapes of what they make."""
+    """Products, quantises and the output, one a line, with the dtypes and shapes of their results."""
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -58,7 +58,7 @@ def compile_recorded(model, backend, slot="post_grad_custom_pre_pass", **options
 
 
 class Keeping(torch.autograd.graph.saved_tensors_hooks):
-    """Notes what the forward saves for the backward."""
+    """Records the storages that a forward saves for its backward."""
 
     def __init__(self):
         self.storages: dict[int, torch.UntypedStorage] = {}
@@ -74,6 +74,6 @@ class Keeping(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
     def size(self, parameters=()) -> int:
-        """Bytes that live from forward to backward, without those of the parameters. What FSDP has freed has none."""
+        """Bytes that live from forward to backward, without the parameters. A storage that FSDP has freed has none."""
         known = {parameter.untyped_storage()._cdata for parameter in parameters}
         return sum(storage.size() for key, storage in self.storages.items() if key not in known)

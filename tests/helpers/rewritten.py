@@ -1,4 +1,4 @@
-"""Runs a model with its graphs rewritten as the backend would, by the reference and without code generation."""
+"""Run a model whose graphs are rewritten as the backend rewrites them, by the reference and without code generation."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x", "at
 
 
 def rewritten(model, recipe, **overrides):
-    """(the model as a function of rewritten graphs, the decisions of every graph that it has captured so far)."""
+    """(a function that runs the model's rewritten graphs, the decisions of every graph that it has captured so far)."""
     chosen = resolve(recipe, **overrides)
     decisions: list[Decision] = []
 
@@ -26,7 +26,7 @@ def rewritten(model, recipe, **overrides):
         return module.forward
 
     def call(*args):
-        # Inductor's partitioner: the default one takes an activation's quantise, which stands behind, for backward.
+        # As Inductor does. The default partitioner would put the quantise of an activation into the backward graph.
         with mock.patch("fp4compile.explain.default_partition", min_cut_rematerialization_partition):
             return captured(*args)
 
@@ -35,14 +35,16 @@ def rewritten(model, recipe, **overrides):
 
 
 def roles(decisions):
-    """(module, product, formats or the reason for leaving it alone), one a product. Formats stand as the recipe's
-    fields do, the gradient or the activation first, whichever side of the product they are on."""
+    """(module, product, formats or the reason for leaving it alone) of each product.
+
+    The formats are in the order of the recipe's fields: first the gradient or the activation, be it A or B.
+    """
     return [(d.gemm.module, d.gemm.product, d.reason or _formats(d)) for d in decisions]
 
 
 def _formats(decision):
     by_role = {
         operand.role: treatment and treatment.format
-        for operand, treatment in ((decision.gemm.left, decision.left), (decision.gemm.right, decision.right))
+        for operand, treatment in ((decision.gemm.a, decision.a), (decision.gemm.b, decision.b))
     }
     return " x ".join(str(by_role[role]) for role in ROLES if role in by_role)

@@ -1,4 +1,4 @@
-"""What is added to a product: a bias of one element a column in the kernel's epilogue, everything else after it."""
+"""The term added to a product. A bias with one element a column is added by the kernel, any other after it."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile import formats, reference
-from fp4compile.passes.find import Input, find
+from fp4compile.passes.find import find
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.targets import Target
@@ -23,11 +24,11 @@ SHAPES = [(N,), (1,), (), (1, N), (M, 1), (M, N), (1, 1)]
 
 
 def rewritten(x, w, bias, recipe):
-    """The graph of addmm, quantised."""
+    """The rewritten graph of an addmm."""
     inputs = (Input(), Input("weight"), Input())
     graph_module = make_fx(lambda x, w, b: torch.addmm(b, x, w.t()), tracing_mode="fake")(x, w, bias)
     for index, placeholder in enumerate(graph_module.graph.find_nodes(op="placeholder")):
-        placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd describes it
     rewrite(graph_module.graph, plan(find(graph_module.graph, inputs), recipe_of(recipe), inputs))
     graph_module.recompile()
     return graph_module
@@ -37,7 +38,7 @@ def rewritten(x, w, bias, recipe):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("recipe", ["nvfp4", "mixed", "nvfp4_rowwise"])
 def test_what_is_broadcast_is_added_after_the_product(recipe, shape, dtype):
-    """In float32, rounded once: the same numbers as in the epilogue."""
+    """The sum is in float32 and rounded once, so the numbers are those of the epilogue."""
     x, w, bias = (torch.randn(shape).to(dtype) for shape in ((M, K), (N, K), shape))
     graph_module = rewritten(x, w, bias, recipe)
     (product,) = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM)
@@ -63,7 +64,7 @@ def test_every_bias_is_lowered_for_a_gpu(sm, shape):
     torch.ones(N, dtype=torch.int64), torch.ones(N, dtype=torch.float64),
 ], ids=lambda b: f"{tuple(b.shape)} {b.dtype}")  # fmt: skip
 def test_the_op_broadcasts_nothing(bias, fake):
-    """On the CPU and while tracing, as on CUDA."""
+    """The CPU and the fake implementation refuse a bias that CUDA refuses."""
     fmt = formats.get("nvfp4")
     a, b = (reference.quantize(torch.randn(rows, K), fmt) for rows in (M, N))
     args = (*a, "nvfp4", *b, "nvfp4", bias, torch.float32)
@@ -74,11 +75,11 @@ def test_the_op_broadcasts_nothing(bias, fake):
         torch.ops.fp4compile.scaled_mm(*args)
 
 
-# ---------------------------------------------------------------- which kernels, on paper
+# ---------------------------------------------------------------- the kernels chosen for a GPU that need not be there
 
 
 def operands(a, b, m, n, k, device="meta"):
-    """Arguments of `scaled_mm` but bias and dtype, as the reference quantises random numbers (on meta: none)."""
+    """Arguments of `scaled_mm` up to the bias: random numbers, quantised by the reference and moved to `device`."""
     with dry_run(Target(0)):
         made = []
         for name, rows in ((a, m), (b, n)):
@@ -94,7 +95,7 @@ def operands(a, b, m, n, k, device="meta"):
     (89, torch.float32, torch.bfloat16, False), (86, torch.bfloat16, torch.bfloat16, False),
 ])  # fmt: skip
 def test_the_fp8_units_take_a_bias_of_the_results_type(sm, bias, out_dtype, by_library):
-    """The library's product of rows of FP8 has no other; the units are there from 8.9 on."""
+    """The library takes only a bias of the result's dtype. FP8 matrix units exist from compute capability 8.9 on."""
     bias = None if bias is None else torch.empty(N, dtype=bias, device="meta")
     with dry_run(Target(sm)):
         problem = problem_of(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype)
@@ -108,7 +109,7 @@ def test_fp8_units_and_conversions_by_compute_capability():
 
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("nvfp4_one_level",) * 2])
 def test_a_bias_is_cut_where_the_product_is(a, b):
-    """A part of the columns has that part of the bias; a part of the rows has all of it."""
+    """A part of the product's columns takes that part of the bias; a part of its rows takes the whole bias."""
     bias = torch.arange(320.0)
     with dry_run(Target(90)):
         problem = problem_of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32)
@@ -119,7 +120,7 @@ def test_a_bias_is_cut_where_the_product_is(a, b):
 
 
 def test_each_launch_of_a_product_in_parts_has_its_part_of_the_bias():
-    """Of activations that are expanded already, the columns are cut."""
+    """The columns are cut where A is not quantised."""
     n = 8192
     values, bias = torch.empty(n, 512, dtype=torch.float16, device="meta"), torch.empty(n, device="meta")
     *weights, fmt = operands("nvfp4", "nvfp4", 16, n, 512)[4:]

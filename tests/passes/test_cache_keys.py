@@ -1,4 +1,4 @@
-"""Every part of every cache key is seen to matter: with one part changed, the key is another."""
+"""A change of any part of a cache key changes the key."""
 
 import dataclasses
 import importlib
@@ -12,14 +12,14 @@ import torch
 import fp4compile
 from fp4compile import report_cache
 from fp4compile.passes import manager
-from fp4compile.passes.find import Input
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses
 from fp4compile.recipe import named
 from tests.helpers import without_codegen
 
 
 class Keyed:
-    """One Dynamo graph of a function and its inputs, and the key of its report under what is given."""
+    """The Dynamo graph of a function, its inputs, and the key under which its report is stored."""
 
     def __init__(self, function, *arguments):
         captured = []
@@ -115,7 +115,7 @@ def test_mode_and_options_reach_the_key(monkeypatch):
 
 
 def test_rows_that_are_gone_are_missed_loudly(monkeypatch, caplog):
-    """A graph comes from Inductor's cache: no pass runs. Its rows were deleted."""
+    """The graph comes from Inductor's cache, so that no pass runs, and its rows were deleted."""
     module = importlib.import_module("fp4compile.backend")
     monkeypatch.setattr(module, "compile_fx", lambda gm, *args, **kwargs: gm.forward)
     backend = fp4compile.backend("mxfp8", strict=True)
@@ -126,7 +126,7 @@ def test_rows_that_are_gone_are_missed_loudly(monkeypatch, caplog):
     assert backend.report.summary().endswith("; rows of 1 graphs from Inductor's cache are gone, and these not counted")
 
 
-# ---------------------------------------------------------------- the passes' own key, in Inductor's caches
+# ---------------------------------------------------------------- the passes' own key, for Inductor's caches
 
 
 class UserPass:
@@ -167,9 +167,11 @@ def test_the_passes_are_kept_by_the_gpu(available, capability, monkeypatch):
 SOURCE = Path(manager.__file__).parents[1]
 
 
-@pytest.mark.parametrize("changed", ["backend.py", "passes/rewrite.py", "templates/quantize.py", "templates/new.py"])
+@pytest.mark.parametrize(
+    "changed", ["backend.py", "passes/rewrite.py", "templates/quantize/row.py", "templates/new.py"]
+)
 def test_the_passes_are_kept_by_the_whole_source(changed, tmp_path, monkeypatch):
-    """An upgrade of the package must not run graphs that an older one made."""
+    """A new version of the package must not run graphs that an older one compiled."""
     copied = tmp_path / "fp4compile"
     shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(manager, "__file__", str(copied / "passes" / "manager.py"))

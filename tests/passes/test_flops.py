@@ -1,4 +1,4 @@
-"""FLOPs and category of everything that multiplies, against formulas written out for uneven sizes."""
+"""FLOPs and category of every kind of product, compared with formulas written out for uneven sizes."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def parameter(*shape):
 
 
 class Net(torch.nn.Module):
-    """One linear layer (64 -> 64), then what the function does with its output and a parameter."""
+    """A linear layer (64 -> 64), then a function of its output and a parameter."""
 
     def __init__(self, function, *shape):
         super().__init__()
@@ -43,7 +43,7 @@ def test_grouped_products():
         return F.grouped_mm(x.bfloat16(), w.bfloat16(), offs=offsets)
 
     offsets = torch.tensor([8, 8, 32], dtype=torch.int32)
-    once = ("experts", 2 * 32 * 96 * 64)  # each token meets one expert
+    once = ("experts", 2 * 32 * 96 * 64)  # one expert for each token
     assert found(Net(grouped, 3, 64, 96), torch.randn(32, 64), offsets) == 3 * [once]
     assert found(Net(grouped, 3, 64, 96), torch.randn(32, 64), offsets, grad=False) == [once]
 
@@ -156,7 +156,7 @@ def test_packed_and_integer_products(recipe):
 
 
 def test_what_torch_counts_and_no_one_else_lists():
-    """An operator with a formula of torch's is a product, whatever it is called."""
+    """Every operator that torch has a FLOP formula for is listed as a product."""
 
     def attend(x):
         return torch.ops.aten._efficient_attention_forward(x, x, x, None, None, None, None, None, 0.0, 0)[0]

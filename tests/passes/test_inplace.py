@@ -1,4 +1,4 @@
-"""Which results are written over the product they are computed from, and that nothing else changes."""
+"""Which results are written over the product that they are computed from. The numbers never change."""
 
 import pytest
 import torch
@@ -10,21 +10,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.cli.demo import MLP, Shape
 from fp4compile.passes import inplace as module
-from fp4compile.passes import manager
 from fp4compile.passes.inplace import inplace
 
 aten = torch.ops.aten
 
 
 def gated(dy, w, gate, up):
-    """The gradients of silu(gate) * up, of which each is read by a product."""
+    """The gradients of silu(gate) * up; a product reads each of them."""
     d = dy @ w
     s = torch.sigmoid(gate)
     return (d * F.silu(gate)) @ w.t(), (d * up * s * (1 + gate * (1 - s))).t() @ gate
 
 
 def late(dy, w, gate, up):
-    """As in a backward graph, one result is used before the other is computed; and the product is read reshaped."""
+    """As in a backward graph, one result is used before the other is computed. Both read the product reshaped."""
     d = (dy @ w).view(2, -1, w.shape[1])
     first = d * gate.view(d.shape)
     used = first.view(-1, w.shape[1]) @ w.t()
@@ -36,7 +35,7 @@ def one_result(dy, w, gate, up):
 
 
 def own_operands(dy, w, gate, up):
-    """Inductor writes each result over the operand that only it has."""
+    """Inductor writes each result over the operand that no other result reads."""
     d = dy @ w
     return (d * gate).t() @ dy, (d * up).t() @ dy
 
@@ -52,7 +51,7 @@ def other_type(dy, w, gate, up):
 
 
 def waits_for_a_product(dy, w, gate, up):
-    """The second result needs what is made of the first one."""
+    """The second result depends on a product of the first one."""
     d = dy @ w
     first = d * gate
     return first @ w.t(), (first.t() @ gate).sum() + gate * d * (first @ w.t() @ w)
@@ -69,8 +68,8 @@ def traced(function, monkeypatch):
     (gated, 1), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1), (other_type, 0),
     (waits_for_a_product, 0)])  # fmt: skip
 def test_results(function, count, monkeypatch):
-    """The graph computes the same after the pass. (Where an operand is a graph's own input Inductor may or may not
-    write over it: the pass takes it that it may.)"""
+    """The graph computes the same after the pass. (Inductor may write over an operand that is an input of the graph, or
+    not; the pass assumes that it may.)"""
     graph_module, args = traced(function, monkeypatch)
     expected = graph_module(*args)
     found = inplace(graph_module.graph)
@@ -86,7 +85,7 @@ def test_results(function, count, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4_train"])
 def test_same_bits_in_less_memory(recipe, monkeypatch):
-    """Of a gated MLP in the shape of a batch: a step with and without the pass."""
+    """A training step of a gated MLP on a batch, with and without the pass."""
     tokens, inner = (2, 2048), 8192
     torch.manual_seed(0)
     block = MLP(Shape(hidden=1024, inner=inner)).to("cuda", torch.bfloat16)
@@ -96,7 +95,7 @@ def test_same_bits_in_less_memory(recipe, monkeypatch):
     def step():
         torch._dynamo.reset()
         compiled = torch.compile(block, backend=fp4compile.backend(recipe, strict=True))
-        for _ in range(2):  # the first one tries launches
+        for _ in range(2):  # the first step autotunes launches
             for tensor in (x, *block.parameters()):
                 tensor.grad = None
             torch.manual_seed(1)
@@ -105,7 +104,7 @@ def test_same_bits_in_less_memory(recipe, monkeypatch):
         return [tensor.grad for tensor in (x, *block.parameters())], torch.cuda.max_memory_allocated()
 
     got, peak = step()
-    monkeypatch.setattr(manager, "inplace", lambda graph: 0)
+    monkeypatch.setattr(fp4compile.config, "disabled_passes", ("inplace",))
     with config.patch(force_disable_caches=True):
         expected, before = step()
     for a, b in zip(got, expected, strict=True):

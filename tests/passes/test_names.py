@@ -1,4 +1,4 @@
-"""Names of layers: those that rules see, and full ones in the report, wherever Dynamo captured the layer."""
+"""The names of layers: those that rules see, and the full names in the report, wherever Dynamo captures a layer."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ class Model(torch.nn.Module):
 
 
 def modules(function, *args, **kwargs):
-    """(full name, name that rules see) of each product, in order."""
+    """(full name, name that rules see) of each product, in graph order."""
     with torch.no_grad():
         report = fp4compile.explain(function, *args, recipe="mxfp8", **kwargs)
     return [(row.module, row.module if row.name is None else row.name) for row in report.rows]
@@ -57,7 +57,7 @@ def test_graph_breaks_inside_a_submodule_keep_full_names():
         without_codegen.install(patch)
         torch.compile(model, backend=backend)(x()).sum().backward()
     rows = [(row.module, row.name, row.product) for row in backend.report.rows]
-    # Dynamo compiles `Broken.forward` for the first block, whose input needs no gradient, and once for the others.
+    # Dynamo compiles `Broken.forward` twice: for the first block, whose input needs no gradient, and for all others.
     assert rows == [
         ("layers.0.up", "up", "fprop"), ("layers.0.up", "up", "wgrad"),
         ("layers.0.down", "down", "fprop"), ("layers.0.down", "down", "dgrad"), ("layers.0.down", "down", "wgrad"),
@@ -86,7 +86,7 @@ def test_blocks_compiled_one_by_one_have_full_names_and_rules_see_their_own(how,
 
 
 def test_explain_shows_every_part_that_shares_a_graph():
-    """And captures parts that are compiled already, where the model's own code is not captured in one piece."""
+    """It also captures parts that are compiled already, in a model with graph breaks."""
 
     class Loop(Model):
         def forward(self, x):
@@ -134,7 +134,7 @@ def test_a_shared_parameter_has_the_name_by_which_it_was_reached():
 
 
 def test_names_are_compared_part_by_part():
-    """`group` does not end with `up`."""
+    """The module `group` is not the layer `up`, although its name ends with these letters."""
 
     class Outer(torch.nn.Module):
         def __init__(self):
@@ -248,7 +248,7 @@ def test_closed_over_layers_have_scales_and_rules_of_their_own():
 
 
 def test_looking_for_names_keeps_no_tensor_alive(monkeypatch):
-    """A frame that is asked for its variables keeps what they were, up to Python 3.12."""
+    """Up to Python 3.12, a frame that is asked for its variables keeps references to their values."""
     without_codegen.install(monkeypatch)
 
     class Loop(torch.nn.Module):

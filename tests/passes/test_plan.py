@@ -1,4 +1,4 @@
-"""Which layers a recipe quantises, and the reason for each that it does not, as `explain` reports them."""
+"""Which layers a recipe quantises, and why it leaves others alone, as `explain` reports it."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
 
 
 def reasons(recipe, model=None, x=None):
-    """{module: reason, None where quantised} of the forward products."""
+    """{module: why its forward product is left alone, None where it is quantised}."""
     with torch.no_grad():
         report = fp4compile.explain(model or Model(), torch.randn(8, 64) if x is None else x, recipe=recipe)
     return {row.module: row.reason for row in report.rows}
@@ -66,7 +66,7 @@ def test_number_of_blocks_given():
 
 
 def test_blocks_by_number_where_names_have_none():
-    """A block compiled by itself does not know its number; nor does `num_blocks` help."""
+    """A block that is compiled alone does not know its number, and `num_blocks` does not help."""
     block = torch.nn.Sequential()
     block.add_module("up", torch.nn.Linear(64, 64))
     for fields in ({"skip_first_blocks": 1}, {"skip_last_blocks": 1, "num_blocks": 4}):
@@ -101,7 +101,7 @@ def test_minimum_dimensions(limit, shape):
 
 
 def test_limits_are_those_of_the_layer_in_the_backward_too():
-    """wgrad is [N, tokens] x [tokens, K]: few tokens are no small K."""
+    """wgrad is [N, tokens] x [tokens, K]. A small number of tokens must not count as a small K."""
     report = fp4compile.explain(torch.nn.Linear(64, 96), torch.randn(8, 64, requires_grad=True), recipe="mxfp8")
     assert {(row.product, row.m, row.n, row.k, row.reason) for row in report.rows} == {
         ("fprop", 8, 96, 64, None), ("wgrad", 96, 64, 8, None), ("dgrad", 8, 64, 96, None),
@@ -109,7 +109,7 @@ def test_limits_are_those_of_the_layer_in_the_backward_too():
 
 
 class Odd(torch.nn.Module):
-    """One of everything that looks like a matrix product and is left alone."""
+    """One product of each kind that is left alone."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ def test_two_layers_that_share_input_and_shape_keep_their_names():
 
 
 def modules(**layers):
-    """A model of linear layers by their names ("head.proj" is nested), run in order; the last three see one input."""
+    """A model of linear layers of these names ("head.proj" is nested), run in order; the last three share an input."""
 
     class Named(torch.nn.Module):
         def __init__(self):
@@ -225,7 +225,7 @@ def test_output_heads_by_name_at_any_depth(name):
 
 
 def test_an_output_head_by_its_width():
-    """The last layer, if it is the widest; not one of several pieces, and not the last of a numbered list."""
+    """The last layer is a head if it is the widest, is not applied in pieces and is in no numbered list."""
     model = modules(up=linear(128), down=linear(), vocabulary=linear(512))
     assert reasons("mxfp8", model=model) == {"up": None, "down": None, "vocabulary": "output head"}
     assert quantised({"recipe": "mxfp8", "skip_lm_head": False}, model=model) == {"up", "down", "vocabulary"}
@@ -254,7 +254,7 @@ def test_a_head_tied_to_the_embedding():
 
 
 def test_routers_by_name():
-    """A `gate` beside experts is a router, one in a gated MLP is half of it."""
+    """A `gate` beside experts is a router; a `gate` in a gated MLP is not."""
     model = modules(moe__gate=linear(), moe__experts__up=linear(), mlp__gate=linear(), moe__shared_expert_gate=linear(),
                     a__router=linear())  # fmt: skip
     assert quantised("mxfp8", model=model) == {"moe.experts.up", "mlp.gate"}
@@ -271,7 +271,7 @@ SELECTIONS = {
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_routers_by_what_their_outputs_become(name):
-    """Forward and backward products; the layer beside it, whose rows are summed, is none."""
+    """A router is left alone forward and backward. The layer beside it feeds no selection over all its outputs."""
 
     class Choosing(torch.nn.Module):
         def __init__(self):

@@ -12,7 +12,7 @@ from tests.helpers.graphs import compile_recorded, summary
 
 
 def joint_graph(model, *args, recipe="mxfp8"):
-    """Text of the rewritten joint graph: taken by a user pass in the slot behind ours."""
+    """Text of the rewritten joint graph, which a user pass records in the slot after this package's."""
     graphs = []
     options = {"joint_custom_post_pass": lambda graph: graphs.append(summary(graph))}
     torch.compile(model, backend=fp4compile.backend(recipe), options=options)(*args).sum().backward()
@@ -21,7 +21,7 @@ def joint_graph(model, *args, recipe="mxfp8"):
 
 
 def partitions(model, *args, recipe="mxfp8"):
-    """(forward, backward) text after the partitioner."""
+    """Texts of the forward and the backward graph after the partitioner."""
     compiled, recorder = compile_recorded(model, fp4compile.backend(recipe))
     compiled(*args).sum().backward()
     forward, backward = recorder.graphs

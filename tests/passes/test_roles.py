@@ -1,7 +1,7 @@
-"""Roles are proven: what is no layer's product is left alone, and what is one gets that layer's formats.
+"""Only a proven role counts: a layer's product gets that layer's formats, and any other product is left alone.
 
-Every operand role has a format of its own here, and layers differ by rules, so that a role or a layer that is taken for
-another one shows, in the decisions and in the numbers.
+Here every operand role has a different format, and rules give layers different recipes. So a role or a layer that is
+mistaken for another one shows in the decisions and in the numbers.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from tests.helpers.rewritten import rewritten, roles
 
 Linear, Parameter = torch.nn.Linear, torch.nn.Parameter
 
-# A format for each role; those of one product go together.
+# A different format for each role; the two formats of a product can be multiplied.
 UNEVEN = {
     "name": "uneven", "fprop_x": "mxfp8", "fprop_w": "mxfp4", "dgrad_dy": "mxfp8_floor", "dgrad_w": "mxfp8_e5m2",
     "wgrad_dy": "mxfp8_e5m2", "wgrad_x": "mxfp8_ceil",
@@ -24,12 +24,12 @@ INPUT_ONLY = "gradient x parameter that is not the input gradient of a layer"
 
 
 def quantised(x, role, dim, formats=UNEVEN):
-    """What the product of a role reads of x: quantised along a dimension and decoded, in float32."""
+    """x as a product reads it in a role: quantised along a dimension and dequantised, in float32."""
     return fp4compile.quantize(x.detach(), formats[role], dim=dim).dequantize().movedim(-1, dim)
 
 
 class Quantised(torch.autograd.Function):
-    """x @ W^T of matrices as the recipe has it, forward and backward: the oracle."""
+    """The oracle: x @ W^T of two matrices, quantised as the recipe says, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, w, formats):
@@ -50,7 +50,7 @@ def linear(x, w, formats=UNEVEN):
 
 
 def both(function, oracle, *inputs, recipe=UNEVEN, parameters=(), **overrides):
-    """Decisions; asserts that outputs and all gradients are those of the oracle, to the rounding of float32 sums."""
+    """The decisions. Asserts that outputs and gradients equal the oracle's up to the rounding of float32 sums."""
     run, decisions = rewritten(function, recipe, min_n=1, min_k=1, **overrides)
     results = []
     for called in (run, oracle):
@@ -85,7 +85,7 @@ class Distilled(torch.nn.Module):
 
 @pytest.mark.parametrize("skipped", ["student", "teacher"])
 def test_a_teacher_without_gradients(skipped):
-    """All four products have one sequence number, and the teacher's comes last."""
+    """All four products share one sequence number, and the teacher's product comes last."""
     model = Distilled()
     oracle = (F.linear, linear) if skipped == "student" else (linear, F.linear)
     found = both(
@@ -100,7 +100,7 @@ def test_a_teacher_without_gradients(skipped):
 
 
 class Adapted(torch.nn.Module):
-    """A frozen layer and a trained one beside it, of one input."""
+    """A frozen layer and a trained one that have the same input."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def test_products_of_a_layers_activation_that_are_no_weight_gradients(case):
 
 @pytest.mark.parametrize("computed", [lambda w: w * 0.5, lambda w: w.roll(3, 1), lambda w: torch.tril(w)])
 def test_a_weight_computed_from_parameters_is_no_attention(computed):
-    """A recipe for attention is none for `x @ (W * s)^T`."""
+    """The formats for attention must not be used for `x @ (W * s)^T`."""
     formats = UNEVEN | {"attention_a": "mxfp8", "attention_b": "mxfp8"}
 
     def function(x):
@@ -186,7 +186,7 @@ def test_a_weight_computed_from_parameters_is_no_attention(computed):
 
 
 def test_a_custom_gradient_is_told_by_what_it_multiplies():
-    """dy * 2 is not the gradient that the weight gradient multiplies; the weight gradient is scaled after it."""
+    """The dgrad multiplies dy * 2, which no wgrad multiplies. The wgrad multiplies dy, and its result is scaled."""
     found = both(lambda x: TwiceTheGradient.apply(x, W), lambda x: custom_oracle(x, W), tokens(), parameters=[W])
     assert [entry[1:] for entry in found][0] == ("fprop", FPROP)
     assert ("", "other", MODEL_ONLY) in found
@@ -208,7 +208,7 @@ def custom_oracle(x, w):
 
 
 def test_a_fixed_feedback_matrix_is_no_input_gradient():
-    """The backward multiplies by the weight of another layer, whose output's gradient is another one."""
+    """The backward multiplies the gradient by the weight of another layer, whose output has another gradient."""
     feedback = weight(96, 64)
 
     class Aligned(torch.autograd.Function):
@@ -230,7 +230,7 @@ def test_a_fixed_feedback_matrix_is_no_input_gradient():
 
 
 def test_a_broadcast_is_told_by_its_elements():
-    """The batch has the length of the contraction, and every entry another matrix."""
+    """The batch is as long as the contraction, and each entry of the batch is a different matrix."""
     w = weight(32, 64)
     found = both(
         lambda x: torch.bmm(x, w.unsqueeze(1).expand(32, 32, 64)),
@@ -251,7 +251,7 @@ def test_a_broadcast_weight_is_a_layer():
 
 
 def test_torch_func_grad_inside():
-    """No tangent tells that the second product is a gradient."""
+    """The graph has no tangents, so nothing tells that the second product is a gradient."""
 
     def function(x):
         return torch.func.grad(lambda z: F.linear(z, W).square().sum())(x)
@@ -275,7 +275,7 @@ CASTS = {
 
 @pytest.mark.parametrize("name", CASTS)
 def test_casts_that_change_values_are_seen_by_the_quantiser(name):
-    """In float8 a weight just above a power of two loses its last bits: E4M3 keeps one more than E5M2."""
+    """Each of these casts rounds the weight, also where the format is as narrow: E4M3 keeps one bit more than E5M2."""
     w, cast = weight(), CASTS[name]
     formats = UNEVEN | {"fprop_w": "mxfp8", "dgrad_w": "mxfp8"}
     x = tokens()
@@ -297,7 +297,7 @@ def test_autocast_multiplies_the_weight_that_it_cast():
         x = tokens().detach()
         a, b = (fp4compile.quantize(value.bfloat16(), "nvfp4") for value in (x, w))
         assert torch.equal(run(x), fp4compile.scaled_mm(a, b))
-    assert not torch.equal(b.data, fp4compile.quantize(w.detach(), "nvfp4").data)  # rounded twice is another code
+    assert not torch.equal(b.data, fp4compile.quantize(w.detach(), "nvfp4").data)  # rounding twice gives another code
 
 
 PIECES = {
@@ -374,7 +374,7 @@ def test_a_weight_on_the_left_has_its_own_roles():
 
 
 def test_a_scaled_product_has_scaled_gradients():
-    """The factor of the weight gradient is the layer's own."""
+    """The wgrad has the same alpha as its layer."""
     w, bias = weight(64, 96), torch.randn(96)
     found = both(
         lambda x: torch.addmm(bias, x, w, alpha=0.25, beta=2), lambda x: linear(x, w.t()) * 0.25 + bias * 2, tokens(),
@@ -394,7 +394,7 @@ def test_a_layer_applied_twice():
 
 
 def test_a_layer_applied_again_without_gradients():
-    """The same weight and the same input: only the gradients differ, and one of them has no weight gradient."""
+    """Two products of the same weight and input. They differ by their gradients, and only one of them has a wgrad."""
     w = weight(64, 64)
 
     def function(x, linear=F.linear):
@@ -406,7 +406,7 @@ def test_a_layer_applied_again_without_gradients():
 
 @pytest.mark.parametrize("product", ["one matrix", "a batch"])
 def test_square_blocks_never_lie_across_a_batch(product):
-    """Of the same layer, F.linear has one matrix of tokens, and bmm a batch, where blocks would be others."""
+    """For the same layer F.linear multiplies one matrix of tokens and bmm a batch, whose square blocks would differ."""
     w, x = weight(64, 64), tokens(3, 16, 64).detach()
     functions = {"one matrix": lambda x: x @ w, "a batch": lambda x: torch.bmm(x, w.expand(3, 64, 64))}
     run, decisions = rewritten(functions[product], UNEVEN | {"fprop_x": "mxfp8_32x32"})

@@ -1,5 +1,7 @@
-"""Snapshots of training graphs, for each training recipe: a linear and an MLP, the joint graph after the rewrite, then
-forward (what it returns last is what is saved) and backward after the merge.
+"""Snapshots of the training graphs of a linear layer and of an MLP, for each training recipe.
+
+Each shows the joint graph after the rewrite, then the forward and the backward graph after `merge_quantize`. The last
+values that the forward graph returns are those saved for the backward.
 
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """
@@ -14,7 +16,7 @@ from tests.helpers.graphs import Recorder, summary
 
 
 class Merged(Recorder):
-    """Keeps the graph as the merge leaves it."""
+    """Records the graph after `merge_quantize`."""
 
     def __call__(self, graph):
         merge_quantize(graph)
@@ -22,7 +24,7 @@ class Merged(Recorder):
 
 
 def graphs(model, recipe):
-    """Text of the joint, the forward and the backward graph; bf16, 64 tokens of width 32."""
+    """Text of the joint, the forward and the backward graph, for 64 tokens of width 32 in bf16."""
     recorder, joint = Merged(), []
     options = {
         "post_grad_custom_pre_pass": recorder,

@@ -1,8 +1,8 @@
-"""Models in which nothing is like its neighbour, so that a mix-up changes the numbers.
+"""Models whose layers and operands all differ from each other, so that a mix-up changes the numbers.
 
-Layers with recipes of their own, the two operands of a product in different formats, two pieces of one tensor as
-activations of two layers, weights on either side, heads of many names. The rewritten joint graphs run as they are,
-without code generation, and are compared with the same model composed from `quantize` and `dequantize`.
+Layers have different recipes, the two operands of a product have different formats, two layers have two pieces of one
+tensor as activations, weights are operand A or operand B, and heads have many names. The rewritten joint graphs run as
+they are, without code generation. They are compared with the same model composed from `quantize` and `dequantize`.
 """
 
 import shutil
@@ -19,12 +19,12 @@ from torch._inductor.decomposition import select_decomp_table
 import fp4compile
 from fp4compile import names
 from fp4compile.passes import manager
-from fp4compile.passes.find import Input
+from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe, named
 
-# All six formats differ from their partner, and each role from the role that it could be mistaken for.
+# The two formats of a product differ, and each role differs from the roles that it could be mistaken for.
 UNEVEN = Recipe(
     name="uneven", fprop_x="mxfp8", fprop_w="mxfp4", dgrad_dy="mxfp4", dgrad_w="mxfp8_32x32", wgrad_dy="mxfp8_e5m2",
     wgrad_x="mxfp8_floor",
@@ -36,7 +36,7 @@ TOKENS = 48
 class Captured:
     """A model whose graphs are rewritten and run without code generation.
 
-    treatments: what happens to the operands, by (layer, product); a reason where the product is left alone.
+    treatments: by (layer, product), how the operands A and B are quantised, or why the product is left alone.
     """
 
     def __init__(self, model, recipe):
@@ -68,17 +68,16 @@ class Captured:
         decisions = analyse(graph, self.recipe, inputs)
         for decision in decisions:
             key = (decision.gemm.module, decision.gemm.product)
-            self.treatments[key] = decision.reason or (decision.left, decision.right)
+            self.treatments[key] = decision.reason or (decision.a, decision.b)
         rewrite(graph, decisions)
 
     def formats(self, module, product):
-        """Formats of the left and the right operand of one product."""
-        left, right = self.treatments[module, product]
-        return tuple(None if one is None else one.format for one in (left, right))
+        """Formats of the operands A and B of one product."""
+        return tuple(None if one is None else one.format for one in self.treatments[module, product])
 
 
 def as_seen(x, fmt, dim, outer=None, hadamard=False):
-    """x as a product along `dim` sees it."""
+    """x as a product reads it: quantised along `dim` and dequantised; x itself where there is no format."""
     if fmt is None:
         return x
     outer = None if outer is None else torch.tensor(outer)
@@ -86,7 +85,7 @@ def as_seen(x, fmt, dim, outer=None, hadamard=False):
 
 
 class Oracle(torch.autograd.Function):
-    """x [tokens, K], w [N, K] -> [tokens, N], each product by the formats of the recipe."""
+    """x [tokens, K], w [N, K] -> [tokens, N], with the recipe's formats in all three products."""
 
     @staticmethod
     def forward(ctx, x, w, recipe, outer):
@@ -110,7 +109,7 @@ def oracle(layer, x, recipe, outer=None):
 
 
 def step(function, model, *args):
-    """Outputs, and gradients of the arguments and of the parameters, for one random gradient of the outputs."""
+    """The outputs, and the gradients of arguments and parameters, for one random gradient of the outputs."""
     args = [arg.detach().requires_grad_() for arg in args]
     outputs = function(*args)
     generator = torch.Generator().manual_seed(7)
@@ -120,17 +119,17 @@ def step(function, model, *args):
 
 
 def assert_same_step(got, expected):
-    """Equal but for the order of float32 sums: 1e-5 of the largest value."""
+    """Assert equality up to the order of float32 sums: 1e-5 of the largest value."""
     for one, other in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
         assert other.abs().max() > 0
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
 
 
-# ---------------------------------------------------------------- a recipe per layer
+# ---------------------------------------------------------------- one recipe for each layer
 
 
 class Parallel(nn.Module):
-    """Layers of different widths beside each other, of one input: none sees another's rounding."""
+    """Layers of different widths with the same input, so that no layer depends on the rounding of another."""
 
     WIDTHS = {"plain": 96, "mixed": 64, "other": 32}
 
@@ -143,7 +142,7 @@ class Parallel(nn.Module):
         return [getattr(self, name)(x) for name in self.WIDTHS]
 
 
-TRAIN = named("nvfp4_train").replace(stochastic_rounding=())  # seeds are drawn in the graph, and no oracle knows them
+TRAIN = named("nvfp4_train").replace(stochastic_rounding=())  # an oracle cannot know the seeds, which the graph draws
 SCALES = {"plain": 0.004, "mixed": 0.001, "other": 0.002}
 
 
@@ -177,7 +176,7 @@ def test_each_layer_by_the_recipe_of_its_rule(recipe, layers):
 
 @pytest.mark.parametrize("recipe, rules", [("mxfp8", {"mixed": "nvfp4_train"}), ("nvfp4_train", {"other": "mxfp8"})])
 def test_switches_of_training_are_those_of_the_layer(recipe, rules):
-    """Stochastic rounding and the Hadamard transform, on in one layer (mixed) and off in its neighbour (other)."""
+    """Stochastic rounding and the Hadamard transform are on in one layer (mixed) and off in another (other)."""
     model = Parallel()
     captured = Captured(model, named(recipe).replace(rules=list(rules.items())))
     step(captured.run, model, torch.randn(TOKENS, 64))
@@ -210,7 +209,7 @@ class WeightRight(nn.Module):
 
 
 class WeightLeft(nn.Module):
-    """W @ x: the weight [N, K] on the left, tokens in the columns."""
+    """W @ x: operand A is the weight [N, K], and the tokens are the columns of operand B."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +223,7 @@ class WeightLeft(nn.Module):
 
 
 class WeightLeftTransposed(WeightLeft):
-    """W.T @ x.T, the weight [K, N]; autograd makes the transposed gradient of x, with the weight on the right."""
+    """W.T @ x.T with the weight [K, N]. Its dgrad yields the transposed gradient of x, with the weight as B."""
 
     def forward(self, x):  # [tokens, 96]
         return (self.matrix.t() @ x.t(),)
@@ -290,7 +289,7 @@ PIECES = {
 
 @pytest.mark.parametrize("name", PIECES)
 def test_two_pieces_of_one_tensor_are_two_activations(name):
-    """Equal layers in equal formats, so that nothing but the piece tells the activations apart."""
+    """The layers have equal sizes and formats, so that only the piece tells their activations apart."""
 
     class Pieces(nn.Module):
         def __init__(self):
@@ -319,7 +318,7 @@ def test_two_pieces_of_one_tensor_are_two_activations(name):
 
 
 class Headed(nn.Module):
-    """An embedding, a body, and a head at a path of the caller's choice."""
+    """An embedding, a body, and a head whose path the caller chooses."""
 
     def __init__(self, path, tied=False):
         super().__init__()
@@ -362,22 +361,22 @@ def test_heads_of_many_names_and_depths(path):
 
 @pytest.mark.parametrize("path", ["project", "model.to_words", "lm_head"])
 def test_a_head_that_shares_the_weight_of_the_embedding(path):
-    """By what its weight is, whatever its name; and the products of its backward pass with it."""
+    """The weight shows it, whatever the layer's name. The backward products are left alone too."""
     (head,) = (reasons for layer, reasons in left_alone(Headed(path, tied=True)).items() if layer != "body")
     assert set(head) == set(PRODUCTS) and all("head" in reason for reason in head.values())
 
 
-# ---------------------------------------------------------------- what the compile caches are asked by
+# ---------------------------------------------------------------- the keys of the compile caches
 
 INPUTS = (Input("up.weight"), Input(), Input("down.weight"))
 
 
 def joint(recipe=UNEVEN, inputs=INPUTS, user_passes=()):
-    return JointPasses(recipe, inputs, lambda rows, counts: None, user_passes).uuid()
+    return JointPasses(recipe, inputs, lambda rows, runs: None, user_passes).uuid()
 
 
 def lower(user_passes=()):
-    return LowerPasses(lambda kept: None, user_passes).uuid()
+    return LowerPasses(lambda kept, runs: None, user_passes).uuid()
 
 
 class UserPass:
@@ -416,7 +415,7 @@ def test_both_keys_tell_the_gpu(monkeypatch):
 
 
 def test_both_keys_cover_every_source_file(tmp_path, monkeypatch):
-    """A changed pass or kernel never runs a graph that another one made."""
+    """A graph is never reused after a change of any pass or kernel."""
     package = Path(fp4compile.__file__).parent
     copy = tmp_path / "fp4compile"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -432,7 +431,7 @@ def test_both_keys_cover_every_source_file(tmp_path, monkeypatch):
         assert len(set(of_one)) == len(files) + 1
 
 
-# ---------------------------------------------------------------- rules that decide nothing
+# ---------------------------------------------------------------- rules that decide for no layer
 
 
 def test_explain_tells_the_rules_that_decide_for_no_layer():

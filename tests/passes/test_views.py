@@ -1,4 +1,4 @@
-"""What `views.view_of` says of a node, held against the node's value: random chains of views, slices and casts."""
+"""`views.view_of` describes the values of nodes correctly, in random chains of views, slices and casts."""
 
 import random
 
@@ -67,7 +67,7 @@ _CHAIN = (
 
 
 def _chain(seed):
-    """A function of a tensor: a few random steps. All its intermediate values are results."""
+    """A function that applies a few random steps to a tensor, and returns all intermediate values."""
 
     def run(x):
         rng, found = random.Random(seed), []
@@ -81,7 +81,7 @@ def _chain(seed):
 
 
 def _read(view, values):
-    """The elements that a view names, read from its root's value."""
+    """The elements that a view describes, read from its root's value."""
     flat = values[view.root].reshape(-1)
     value = flat.as_strided(view.size, view.stride, view.offset)
     for dtype in view.casts:
@@ -100,7 +100,7 @@ class _Values(torch.fx.Interpreter):
 
 
 def _traced(seed):
-    """A chain's graph and the value of every node; elements of all kinds, so that no two stand for each other."""
+    """The value of every node of a chain's graph. The elements are random, so that no two are equal."""
     x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(seed)) * 40
     module = make_fx(_chain(seed))(x)
     interpreter = _Values(module)
@@ -118,7 +118,7 @@ def test_a_view_names_the_elements_of_its_node(start):
             views += view.root is not node
             assert tuple(view.size) == tuple(value.shape), f"seed {seed}, {node}"
             assert torch.equal(_read(view, values).to(value.dtype), value), f"seed {seed}, {node}"
-    assert views > 200  # most nodes are seen through
+    assert views > 200  # most nodes are views of another node
 
 
 def test_equal_keys_are_equal_values():
@@ -130,7 +130,7 @@ def test_equal_keys_are_equal_values():
             other = by_key.setdefault(value_key(node), value)
             equal += other is not value
             assert other.dtype == value.dtype and torch.equal(other, value), f"seed {seed}, {node}"
-    assert equal > 50  # there are equal ones to be told
+    assert equal > 50  # enough pairs of nodes with equal keys
 
 
 def test_pieces_of_a_tensor_are_not_each_other():

@@ -1,0 +1,47 @@
+"""Settings of this process for debugging. They change which passes run, never what a recipe means.
+
+To bisect a wrong result, switch passes off one by one until the result is right:
+
+    fp4compile.config.disabled_passes = ("fuse_epilogue", "inplace")     # before `fp4compile.backend(...)`
+
+or, without a change to the program,
+
+    FP4COMPILE_DISABLE_PASSES=fuse_epilogue,inplace python train.py
+
+The names are `rewrite` (without it nothing is quantised), `hoist`, `merge_quantize`, `fake_quantize`, `fuse_epilogue`,
+`fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is off. With every pass but `rewrite`
+off, the graph runs the plain ops, one after another. `report.passes` tells which passes ran, how often each matched and
+how long it took. FP4COMPILE_DUMP=directory writes the graph before and after each pass.
+
+A backend reads the settings when it is made, and keeps them. They are part of every cache key, so that a graph compiled
+under other settings is never reused. A backend that is asked for by name (`backend="fp4compile_nvfp4"`) is made at the
+first use of the name in the process; compiling with it under other settings raises RuntimeError.
+"""
+
+import os
+from collections.abc import Collection
+
+ENVIRONMENT = "FP4COMPILE_DISABLE_PASSES"
+
+# Names of the passes that are switched off.
+disabled_passes: Collection[str] = ()
+
+
+def switched_off(allowed: Collection[str]) -> frozenset[str]:
+    """The passes that `disabled_passes` and FP4COMPILE_DISABLE_PASSES name.
+
+    allowed: names of the passes that can be switched off. Raises ValueError for any other name, TypeError if
+    `disabled_passes` is no collection of names.
+    """
+    if isinstance(disabled_passes, str) or not isinstance(disabled_passes, Collection):
+        raise TypeError(
+            "fp4compile.config.disabled_passes: expected a collection of names such as ('inplace',), got "
+            f"{disabled_passes!r}"
+        )
+    variable = [name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")]
+    sources = {"fp4compile.config.disabled_passes": disabled_passes, ENVIRONMENT: [name for name in variable if name]}
+    for source, names in sources.items():
+        for name in names:
+            if name not in allowed:
+                raise ValueError(f"{source}: unknown pass {name!r}; allowed are {', '.join(allowed)}")
+    return frozenset(name for names in sources.values() for name in names)

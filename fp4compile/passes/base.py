@@ -1,0 +1,66 @@
+"""What a pass is, and how passes are run: switched, timed, counted and dumped."""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.fx import Graph
+
+from fp4compile.report import PassRun
+
+_dump_number = itertools.count()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over a graph.
+
+    name: of the pass in the report, in dumps and in `fp4compile.config.disabled_passes`. function: takes the graph and
+    what else the pass needs, changes the graph in place, and returns how many places it changed.
+    """
+
+    name: str
+    function: Callable[..., int]
+
+
+def run_passes(
+    passes: Iterable[Pass], graph: Graph, *arguments: object, disabled: Collection[str] = ()
+) -> dict[str, PassRun]:
+    """Run the passes in order on one graph; returns the matches and the time of each that ran.
+
+    arguments: handed to every pass after the graph. disabled: names of the passes to leave out.
+    """
+    runs = {}
+    for one in passes:
+        if one.name not in disabled:
+            with _dumped(graph, one.name):
+                start = time.perf_counter()
+                matches = one.function(graph, *arguments)
+                runs[one.name] = PassRun(matches, time.perf_counter() - start)
+    return runs
+
+
+@contextmanager
+def _dumped(graph: Graph, name: str):
+    """Write the graph before and after a pass to the directory FP4COMPILE_DUMP, if that is set."""
+    directory = os.environ.get("FP4COMPILE_DUMP")
+    if not directory:
+        yield
+        return
+    stem = f"{os.getpid()}_{next(_dump_number):03d}_{name}"
+    _write(graph, Path(directory) / f"{stem}_before.py")
+    try:
+        yield
+    finally:
+        _write(graph, Path(directory) / f"{stem}_after.py")
+
+
+def _write(graph: Graph, path: Path) -> None:
+    module = torch.fx.GraphModule(graph.owning_module or {}, graph)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(module.print_readable(print_output=False))

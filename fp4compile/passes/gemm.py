@@ -1,0 +1,71 @@
+"""A matrix product of a captured graph as data: what `find` returns, and what `plan` and `rewrite` read.
+
+In a product out = A @ B the operand A is [..., m, k] and B is [..., k, n], as in `aten.mm`. In an fprop A is the
+activation and B the weight, unless the model multiplies the weight from the left; `Operand.role` tells which is which.
+"""
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Input:
+    """What the backend knows of a graph input: the fully qualified name of a parameter, None for anything else."""
+
+    parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a product, as the matrix that is quantised.
+
+    source: the node that holds the operand's elements, without the transpositions before the product. For a weight it
+        is also without every other view and every cast that leaves the matrix as it is.
+    transposed: whether the operand is `source` with its last two dimensions swapped.
+    role: the field of the recipe that names the operand's format, e.g. "fprop_x"; None where no role was recognised.
+    parameter: fully qualified name of the parameter that a weight comes from; None for activations and gradients.
+    repeated: whether `source` has a leading dimension along which the same matrix repeats; the operand is that matrix.
+    """
+
+    source: Node
+    transposed: bool
+    role: str | None = None
+    parameter: str | None = None
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A matrix product out = alpha * (A @ B) + beta * bias, with A [..., m, k] and B [..., k, n].
+
+    node: the product's node in the graph.
+    product: "fprop", "dgrad", "wgrad", "attention", or "other" where `unsupported` says why it is left alone.
+    module: fully qualified name of the layer; of its parameter, where that is not called `weight`.
+    a, b: the operands; None where `unsupported` or `packed` is set.
+    bias, beta, alpha: the added term and the factors of `aten.addmm`; no bias for other products.
+    dims: (m, n, k); the batch is counted among m where B is one matrix. Empty where the sizes are unknown.
+    layer: (tokens, out features, in features) of the layer; (m, n, k) where there is no layer.
+    forward: the fprop node that a dgrad or a wgrad belongs to; the product's own node otherwise.
+    tied_to_embedding: whether the layer's weight is also the table of an embedding.
+    selects: whether a top-k, a sort or a softmax is taken of the layer's outputs, as a router does.
+    unsupported: why the product is left alone whatever the recipe says; None where the recipe decides.
+    packed: the formats of A and B of a product that was quantised before the graph was captured
+        (`fp4compile.pack_`); None for any other product.
+    """
+
+    node: Node
+    product: str
+    module: str
+    a: Operand | None = None
+    b: Operand | None = None
+    bias: Node | None = None
+    beta: float = 1
+    alpha: float = 1
+    dims: tuple = ()
+    layer: tuple = ()
+    forward: Node | None = None
+    tied_to_embedding: bool = False
+    selects: bool = False
+    unsupported: str | None = None
+    packed: tuple[str | None, str] | None = None
