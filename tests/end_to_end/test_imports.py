@@ -32,10 +32,10 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("templates", ("fp4compile.templates",)),
     ("ground", (
         "fp4compile.formats", "fp4compile.reference", "fp4compile.layouts", "fp4compile.targets", "fp4compile._compat",
-        "fp4compile._inductor_patches",
+        "fp4compile._inductor_patches", "fp4compile.config", "fp4compile.epilogue", "fp4compile.operand",
     )),
 )  # fmt: skip
-# Rooms inside `fp4compile.templates`, the highest first: kernels are built of device functions, not the other way round.
+# Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.
 TEMPLATE_ROOMS = (
     ("fp4compile.templates.gemm", "fp4compile.templates.grouped"),
     ("fp4compile.templates.quantize", "fp4compile.templates.scale_sweep"),
