@@ -29,6 +29,8 @@ test: lint
 
 lint: $(TESTABLE)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 bench: $(TESTABLE)
 	$(RUN) -m benchmarks.compile_time

@@ -1,34 +1,33 @@
-"""Where versions of torch and Triton differ, and what they hide."""
+"""What differs between the versions of torch and Triton, and what this package uses of their private parts."""
 
-import copy
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._higher_order_ops.triton_kernel_wrap
 import torch._inductor.inductor_prims
 import triton
 from torch._inductor import config
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-# Among axes of a load whose addresses do not touch, Triton hands the lanes of a warp to the first axis first up to
-# 3.6, to the last axis first in 3.9 (where it changed was not looked up; only speed depends on it).
+# Where no axis of a load has adjacent addresses, Triton 3.6 gives the lanes of a warp to the first axis first, and
+# Triton 3.9 to the last axis first. The version between them where that changed was not looked up: only speed depends
+# on it.
 FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
 
 
-# (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
+# The op (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
 RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
 
 
 def handed_to_dynamo() -> list[Any]:
-    """The backends that `torch.compile` was given since the last `torch.compiler.reset()`, called or not."""
-    given = getattr(torch._dynamo.eval_frame, "cached_backends", {}).values()  # private; without it, none is known
+    """The backends that `torch.compile` was given since the last `torch.compiler.reset()`, called or not.
+
+    Empty where torch no longer has the private dictionary that holds them.
+    """
+    given = getattr(torch._dynamo.eval_frame, "cached_backends", {}).values()
     return [getattr(backend, "compiler_fn", backend) for backend in given]
 
 
@@ -37,8 +36,8 @@ def interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def statically_true(condition) -> bool:
-    """A condition on sizes, False where a symbolic size leaves it open; never guards."""
+def statically_true(condition: Any) -> bool:
+    """Whether a condition on sizes holds; False where a symbolic size leaves it open. Never adds a guard."""
     return statically_known_true(condition)
 
 
@@ -47,101 +46,30 @@ def tracing() -> bool:
     return get_proxy_mode() is not None
 
 
-def traceable(kernel):
-    """A Triton kernel as tracing wants it: launched, it becomes a node that Inductor understands."""
+def traceable(kernel: Any) -> Any:
+    """A Triton kernel in the form that tracing needs: its launch becomes a node that Inductor understands."""
     return torch.library.wrap_triton(kernel)
 
 
 def pointwise_by_default() -> bool:
-    """Whether Inductor computes pointwise operations in float32, by its usual functions, and rounds what it stores."""
+    """Whether Inductor computes pointwise operations in float32 with its usual functions, and rounds as it stores."""
     if config.emulate_precision_casts or config.use_fast_math or config.eager_numerics.division_rounding:
         return False
     library = getattr(config.eager_numerics, "use_pytorch_libdevice", False)  # from torch 2.13 on
     return config.triton.codegen_upcast_to_fp32 and not library
 
 
-def share_analysis(package: str) -> None:
-    """Let torch find out what a package's kernel writes once for all launches of one signature.
-
-    torch makes the kernel's intermediate code for that, some tenths of a second each time, whenever it traces or lowers
-    a launch, and walks through it; a model has hundreds of launches and few signatures.
-    """
-    wrap = torch._higher_order_ops.triton_kernel_wrap
-    for name in ("identify_mutated_tensors", "identify_accessed_tensors"):  # private, and only speed depends on it
-        identify = getattr(wrap, name, None)
-        if identify is not None and package not in getattr(identify, "shared", ()):
-            setattr(wrap, name, _shared(identify, package))
-
-
-def _shared(identify: Callable, package: str) -> Callable:
-    """`identify`, with its answers for the package's kernels kept."""
-    found: dict[tuple, Any] = {}
-
-    @functools.wraps(identify)
-    def shared(kernel, kwargs, tma_descriptor_metadata):
-        # torch hands on the number of warps by an autotuner of one configuration, a new one for each launch.
-        tuned = isinstance(kernel, triton.runtime.Autotuner)
-        function, arguments = (kernel.fn, kwargs | kernel.configs[0].kwargs) if tuned else (kernel, kwargs)
-        if not _belongs(function, package):
-            return identify(kernel, kwargs, tma_descriptor_metadata)
-        key = (function, tuple((name, _signature(value)) for name, value in arguments.items()))
-        if key not in found:
-            found[key] = identify(kernel, kwargs, tma_descriptor_metadata)
-        return copy.copy(found[key])
-
-    shared.shared = (*getattr(identify, "shared", ()), package)
-    return shared
-
-
-def _belongs(kernel, package: str) -> bool:
-    return (getattr(kernel, "__module__", None) or "").startswith(f"{package}.")
-
-
-def launch_dependents(package: str) -> None:
-    """Let Inductor launch the package's kernels whose constant PDL is set as `templates.device.dependent_launch` says.
-
-    Inductor has this option for kernels of its own, and reads it from what it writes down with any kernel, but has no
-    way to ask for it. Where this finds nothing to change, such a kernel is launched as usual, and as right.
-    """
-    define = PythonWrapperCodegen.define_user_defined_triton_kernel
-    if package in getattr(define, "dependents_of", ()):
-        return
-
-    @functools.wraps(define)
-    def defined(self, kernel, configs, kwargs, *rest, **more):
-        if not (_belongs(kernel, package) and kwargs.get("PDL")):
-            return define(self, kernel, configs, kwargs, *rest, **more)
-        write = self.define_kernel
-
-        def as_dependent(name, body, *others, **options):
-            body = body.replace("triton_meta={", "triton_meta={'launch_pdl': True, ", 1)
-            return write(name, body, *others, **options)
-
-        self.define_kernel = as_dependent
-        try:
-            return define(self, kernel, configs, kwargs, *rest, **more)
-        finally:
-            del self.define_kernel
-
-    defined.dependents_of = (*getattr(define, "dependents_of", ()), package)
-    PythonWrapperCodegen.define_user_defined_triton_kernel = defined
-
-
-def _signature(value) -> tuple:
-    """What intermediate code depends on in an argument: a number's value, a tensor's dtype, that a size is symbolic."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return type(value).__name__, value
-    return "tensor or symbol", getattr(value, "dtype", None)
-
-
-def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):
+def compile_ahead(kernel: Any, args: dict[str, Any], constants: dict[str, Any], num_warps: int, sm: int) -> Any:
     """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
 
-    args: tensors and ints by name. Returns Triton's compiled kernel (`.asm`, `.metadata`).
+    args: tensors (meta tensors too) and ints, by name; tensors count as aligned to 16 bytes. constants: the constexpr
+    arguments by name. sm: the compute capability, 90 for 9.0.
+
+    Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """
     signature, constexprs, attrs = {}, dict(constants), {}
     for i, name in enumerate(kernel.arg_names):
-        value = args.get(name)
+        value: Any = args.get(name)
         if name in constants or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constexprs[name] = constants.get(name, 1)
@@ -152,13 +80,13 @@ def compile_ahead(kernel, args: dict, constants: dict, num_warps: int, sm: int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    by_index = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
+    source = ASTSource(kernel, signature, by_index, attrs)
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps})
 
 
 def cuda_tool(name: str) -> str:
-    """Path of a program of the CUDA toolkit that Triton brings along."""
+    """The path of a program of the CUDA toolkit that is installed with Triton, such as "nvdisasm"."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 

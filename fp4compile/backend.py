@@ -1,8 +1,10 @@
 """The Dynamo backend: `torch.compile(model, backend=fp4compile.backend(recipe))`.
 
-It records what only Dynamo knows (which inputs are parameters, and their names), puts one pass manager into each of
-two slots of Inductor (joint graph, post-grad) and hands the graph to `compile_fx`. By name:
-`backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that FP4COMPILE_RECIPE names.
+The backend records what only Dynamo knows: which inputs of a graph are parameters, and their names. It puts one pass
+manager into each of two pass slots of Inductor (joint graph and post-grad graph), and gives the graph to `compile_fx`.
+
+By name it is `backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that the environment variable
+FP4COMPILE_RECIPE names.
 """
 
 import atexit
@@ -12,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,27 +26,26 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import _compat, names, report_cache
+from fp4compile import _compat, _inductor_patches, names, report_cache
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.passes.saved import Saved
-from fp4compile.recipe import Recipe, recipes
-from fp4compile.recipe_io import DEFAULT, ENVIRONMENT, resolve
+from fp4compile.recipe import DEFAULT, ENVIRONMENT, Recipe, recipes, resolve
 from fp4compile.report import PassRun, Report, Row
 from fp4compile.weight_cache import marking
 
 log = logging.getLogger("fp4compile")
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
-# The rows of a graph and how often each pass matched.
+# The report rows of a graph, and how often each pass matched.
 Outcome = tuple[list[Row], dict[str, int]]
 
 
 @dataclass(eq=False)
 class _Shared:
-    """What equal backends have in common, because Dynamo lets one run the graphs of another.
+    """What all equal backends share. They must, because Dynamo lets one backend run the graphs of an equal one.
 
-    quantised, warned: the models (or, of functions, the backends) of which something was quantised, and those for
-    which it was said that nothing was.
+    quantised: the models of which a product was quantised. warned: the models for which a warning has said that none
+    was. A compiled function has no model; its backend's `_Identity` stands for it in both.
     """
 
     report: Report
@@ -56,10 +58,11 @@ _shared: WeakValueDictionary[tuple[Recipe, bool, frozenset[str]], _Shared] = Wea
 
 @dataclass(eq=False)
 class _Compilation:
-    """What the passes tell while one Dynamo graph is compiled.
+    """Collects what the passes report while one Dynamo graph is compiled.
 
-    rows: None until the joint passes run; they do not run where the compiled graph comes from a cache. late: takes the
-    runs of passes on a backward graph that is compiled only when it first runs.
+    rows: None until the joint passes have run. They do not run where the compiled graph comes from a cache.
+    saved: what forward graphs keep for their wgrads. runs: the matches and times of each pass so far.
+    late: called with the runs of passes on a backward graph that is compiled later, when it first runs; None before.
     """
 
     rows: list[Row] | None = None
@@ -68,14 +71,17 @@ class _Compilation:
     late: Callable[[dict[str, PassRun]], None] | None = None
 
     def joint(self, rows: list[Row], runs: dict[str, PassRun]) -> None:
+        """The joint passes have run on a graph."""
         self.rows = [*(self.rows or ()), *rows]
         self.ran(runs)
 
     def post_grad(self, saved: list[Saved], runs: dict[str, PassRun]) -> None:
+        """The post-grad passes have run on a graph."""
         self.saved.extend(saved)
         self.ran(runs)
 
     def ran(self, runs: dict[str, PassRun]) -> None:
+        """Passes have run: add their matches and times."""
         for name, run in runs.items():
             before = self.runs.get(name, PassRun(0, 0.0))
             self.runs[name] = PassRun(before.matches + run.matches, before.seconds + run.seconds)
@@ -84,6 +90,7 @@ class _Compilation:
 
     @property
     def outcome(self) -> Outcome:
+        """The rows and match counts of the graph so far."""
         return _with_saved(self.rows or [], self.saved), _matches(self.runs)
 
 
@@ -96,15 +103,18 @@ def _seconds(runs: dict[str, PassRun]) -> dict[str, float]:
 
 
 class _Identity:
-    """Stands for one backend object, where equal ones must be told apart."""
+    """Identifies one backend object among equal ones."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend for `torch.compile`. Two of equal recipe, strictness and switched off passes are equal, so that Dynamo
-    reuses graphs. The passes are those that `fp4compile.config` switches off when the backend is made.
+    """A backend for `torch.compile`.
 
-    Equal ones have one report, until `torch.compiler.reset()`.
+    Backends of equal fields are equal, so that Dynamo reuses their graphs. Until `torch.compiler.reset()`, equal
+    backends have one report in common.
+
+    recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, instead of a warning.
+    disabled_passes: the passes that `fp4compile.config` switches off when the backend is made.
     """
 
     recipe: Recipe
@@ -113,22 +123,22 @@ class Backend:
     _own: _Shared = field(default=None, init=False, compare=False, repr=False)  # type: ignore[assignment]
     _identity: _Identity = field(default_factory=_Identity, init=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "_own", self._join(_Shared(Report(self.recipe.name, graphs=0))))
 
     def _join(self, shared: _Shared) -> _Shared:
-        """What equal backends have now, which is `shared` where none of them has anything."""
+        """What equal backends share now; `shared`, from now on, where no equal backend is alive."""
         return _shared.setdefault((self.recipe, self.strict, self.disabled_passes), shared)
 
     @property
     def report(self) -> Report:
-        """The rows of every graph compiled so far by this backend and equal ones."""
+        """The report on every graph that this backend and equal ones have compiled so far."""
         return self._own.report
 
     @property
     def __name__(self) -> str:
-        # A name of Dynamo's registry: compiling for any other, Dynamo leaves weak references on the parameters, which
-        # forbid `torch.utils.swap_tensors`.
+        # This must be a name in Dynamo's registry. For a backend of any other name, Dynamo leaves weak references on
+        # the parameters, and these forbid `torch.utils.swap_tensors`.
         return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(
@@ -139,28 +149,30 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable:
-        """Compile a Dynamo graph. mode and options mean what they mean for Inductor.
+        """Compile a Dynamo graph; Dynamo calls this.
+
+        mode, options: as Inductor takes them from `torch.compile`.
 
         Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model.
         """
         known = names.record(gm, example_inputs)
-        register_tile = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+        config_patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
         before_joint, before_lowering = (
-            as_passes(register_tile.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
+            as_passes(config_patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
-        if not register_tile.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
-            by = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
-            self._record(known, [], f"{by} switches off those passes of Inductor that quantise")
-            return compile_fx(gm, example_inputs, config_patches=register_tile)
+        if not config_patches.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
+            switch = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
+            self._record(known, [], f"{switch} switches off those passes of Inductor that quantise")
+            return compile_fx(gm, example_inputs, config_patches=config_patches)
         told = _Compilation()
         passes = JointPasses(self.recipe, known.inputs, told.joint, before_joint, self.disabled_passes)
         lowering = LowerPasses(told.post_grad, before_lowering, self.disabled_passes)
-        register_tile |= {_JOINT_SLOT: passes, _LOWER_SLOT: lowering}
-        key = report_cache.key(gm, example_inputs, passes.uuid(), register_tile)
+        config_patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: lowering}
+        key = report_cache.key(gm, example_inputs, passes.uuid(), config_patches)
         inner_compile = hoisting(
             compile_fx_inner, known.inputs, self.recipe.weight_cache, sink=told.ran, disabled=self.disabled_passes
         )
-        compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=register_tile)
+        compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=config_patches)
         if _trains(example_inputs):
             compiled = marking(compiled, [i for i, entry in enumerate(known.inputs) if entry.parameter is not None])
         if told.rows is not None:
@@ -177,13 +189,13 @@ class Backend:
             self._record(known, report_cache.load(key))
         return compiled
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return Backend, (self.recipe, self.strict, self.disabled_passes)
 
     def reset(self) -> None:
-        """Called by `torch.compiler.reset()`: frees the CUDA graphs, as Inductor's own backend does.
+        """Free the CUDA graphs, as Inductor's own backend does; `torch.compiler.reset()` calls this.
 
-        Graphs are shared no more, so backends made from now on have another report.
+        Dynamo then has no graph of this backend any more, so equal backends made from now on have another report.
         """
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
@@ -198,12 +210,14 @@ class Backend:
         why: str | None = None,
         seconds: dict[str, float] | None = None,
     ) -> None:
-        """Report the rows of one graph, None where they are lost. why: what kept the passes from running. seconds: how
-        long each pass took."""
+        """Add one graph to the report, and warn (or raise) if nothing of its model is quantised yet.
+
+        outcome: None where the rows are lost. why: what kept the passes from running. seconds: how long each pass took.
+        """
         model = self._identity if known.root is None else known.root
         rows = [row for rows, _ in outcome or () for row in rows]
         for shared in {self._own, self._join(self._own)}:
-            shared.report.graphs += 1
+            shared.report.graphs = (shared.report.graphs or 0) + 1
             shared.report.lost += outcome is None
             for one, counts in outcome or ():
                 shared.report.add(known.in_full(one), counts, CompileContext.current_trace_id(), seconds=seconds)
@@ -221,16 +235,17 @@ class Backend:
             warnings.warn(message, stacklevel=3)
 
 
-def backend(recipe: str | dict | Recipe | None = None, *, strict: bool = False, **overrides: Any) -> Backend:
+def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = False, **overrides: Any) -> Backend:
     """The backend of a recipe, for `torch.compile(model, backend=...)`.
 
-    recipe: a name (see `recipes()`), a dict, a `Recipe`, or the path of a TOML file; None takes the environment
-        variable FP4COMPILE_RECIPE, or "nvfp4".
-    strict: raise RuntimeError where nothing was quantised, instead of one warning.
+    recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML file. None takes the recipe
+        that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set.
+    strict: raise RuntimeError where nothing of a model was quantised, instead of giving one warning.
     overrides: fields of the recipe to replace.
 
-    Raises ValueError or TypeError for an unknown recipe or field, a contradictory recipe, or an unknown pass in
-    `fp4compile.config.disabled_passes` or FP4COMPILE_DISABLE_PASSES.
+    Raises ValueError or TypeError for an unknown recipe or field, a contradictory recipe, a `strict` that is no bool,
+    or an unknown pass in `fp4compile.config.disabled_passes` or FP4COMPILE_DISABLE_PASSES; OSError for a file that does
+    not exist.
     """
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected a bool, got {type(strict).__name__}")
@@ -238,15 +253,15 @@ def backend(recipe: str | dict | Recipe | None = None, *, strict: bool = False, 
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:
-    """Whether the graph will have a backward. Dynamo guards all that this depends on."""
+    """Whether the graph will have a backward pass. Dynamo guards everything that the answer depends on."""
     return torch.is_grad_enabled() and any(
         isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
     )
 
 
 def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:
-    """The rows of a graph, those of wgrad with what its forward keeps for them."""
-    by_wgrad = {entry.wgrad: entry for entry in kept}
+    """The rows of a graph; each wgrad row with the bytes that the forward pass keeps for it."""
+    by_wgrad: dict[str | None, Saved] = {entry.wgrad: entry for entry in kept}
     found = ((row, by_wgrad.get(row.node)) for row in rows)
     return [row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain)
             for row, entry in found]  # fmt: skip
@@ -264,11 +279,12 @@ def as_passes(slot: Any) -> tuple:
     return tuple(slot) if isinstance(slot, list | tuple) else (slot,)
 
 
+# The functions that stand for backends in Dynamo's registry.
 _named: dict[Backend, Callable] = {}
 
 
 def named_reports() -> list[Report]:
-    """The reports of the backends that this process asked for by name, and of those it gave to `torch.compile`."""
+    """The report of every backend that this process has asked for by name or passed to `torch.compile`, each once."""
     given = {id(report): report for report in (*(used.report for used in _named), *_given_reports())}
     return list(given.values())
 
@@ -278,9 +294,17 @@ def _given_reports() -> list[Report]:
     return [report for report in reports if isinstance(report, Report)]
 
 
+def register_with_accelerate() -> None:
+    """Make accelerate, and HuggingFace's `Trainer`, accept this package's backends by name.
+
+    Raises ImportError where accelerate is not installed.
+    """
+    _inductor_patches.accept_in_accelerate(("fp4compile", *(f"fp4compile_{name}" for name in recipes())))
+
+
 def say_what_compiled_nothing() -> None:
-    """At exit: a backend that is never called has no other moment to speak."""
-    if hasattr(sys, "last_value"):  # the program died of an exception, which says more
+    """At exit, warn of backends that compiled nothing: one that is never called has no earlier chance to warn."""
+    if hasattr(sys, "last_value"):  # the program ends with an exception, which says more
         return
     for report in named_reports():
         if report.graphs == 0:
@@ -290,8 +314,11 @@ def say_what_compiled_nothing() -> None:
 atexit.register(say_what_compiled_nothing)
 
 
-def _by_name(name: str | Recipe) -> Callable:
-    """A function, because Dynamo's registry sets attributes on what it registers. `.report` is its backend's."""
+def _by_name(name: str | Recipe) -> Any:
+    """A function that compiles as the backend does, and has its `report` and `reset`.
+
+    Dynamo's registry sets attributes on what it registers, and the fields of a `Backend` are frozen.
+    """
     chosen = backend(name)
     if chosen in _named:
         return _named[chosen]
@@ -307,16 +334,17 @@ def _by_name(name: str | Recipe) -> Callable:
         return chosen(gm, example_inputs, **kwargs)
 
     compile_named.__name__ = chosen.__name__
-    compile_named.report, compile_named.reset = chosen.report, chosen.reset
+    compile_named.report = chosen.report  # type: ignore[attr-defined]
+    compile_named.reset = chosen.reset  # type: ignore[attr-defined]
     _named[chosen] = compile_named
     return compile_named
 
 
 class _FromEnvironment:
-    """`backend="fp4compile"`: the recipe that FP4COMPILE_RECIPE names when the name is first used.
+    """`backend="fp4compile"`: the recipe that FP4COMPILE_RECIPE names when the backend's name is first used.
 
-    Dynamo keeps what it once loaded for a name, so a process has one recipe of this name. Where the variable has
-    changed, compiling raises RuntimeError, and no graph of the first recipe is used for another `torch.compile` call.
+    Dynamo keeps what it once loaded for a name, so this name means one recipe in a process. If the variable has changed
+    since, compiling raises RuntimeError, and no graph of the first recipe serves another `torch.compile` call.
     """
 
     def __init__(self) -> None:
@@ -334,14 +362,14 @@ class _FromEnvironment:
         return self.compile(gm, example_inputs, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        # Dynamo asks before it gives a graph of one `torch.compile` call to another one.
+        # Dynamo compares backends before it reuses a graph of one `torch.compile` call for another call.
         return self is other and (os.environ.get(ENVIRONMENT) or None) == self.value
 
     __hash__ = object.__hash__
 
 
 def __getattr__(name: str) -> Callable:
-    """The backends that the `torch_dynamo_backends` entry points name: `default` and every named recipe."""
+    """The objects that the `torch_dynamo_backends` entry points name: `default`, and one for each named recipe."""
     if name == "default":
         return _FromEnvironment()
     if name in recipes():

@@ -1,28 +1,30 @@
-"""Static activation scales: run a model over sample batches and note each layer's largest activation."""
+"""Static activation scales: run a model over sample batches, and record each layer's largest activation."""
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fp4compile.explain import observe
 from fp4compile.passes.plan import Decision
-from fp4compile.recipe import Recipe
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve
 from fp4compile.reference import NVFP4_MAX
 
 
-def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Recipe = "nvfp4_static") -> Recipe:
-    """The recipe with static activation scales measured on the batches: amax / 2688 for each layer that reads one.
+def calibrate(model: Callable, batches: Iterable[Any], recipe: str | dict | Recipe | Path = "nvfp4_static") -> Recipe:
+    """The recipe, with static activation scales that are measured on the batches.
 
-    model: compiled or not; it runs uncompiled, without gradients.
-    batches: each a tensor, a tuple or list of positional arguments for the model, or a mapping of keyword arguments
-        (a dict, a tokenizer's output).
-    recipe: any whose activations (fprop_x) are NVFP4 with a tensor outer scale; its scales become static. Layers that
-        it leaves alone are not measured.
+    The scale of a layer is the decode factor amax / 2688 of all its activations. Layers that the recipe leaves alone,
+    or whose activations it does not scale so, are not measured.
 
-    Raises ValueError for another recipe, for no batches, if the recipe gives no layer a static scale, or if the
-    activation of one that it does is not finite; TypeError for `batches` that are a single batch.
+    model: a module or another callable, compiled or not; it runs uncompiled, and without gradients.
+    batches: an iterable of batches. A batch is a tensor, a tuple or list of positional arguments for the model, or a
+        mapping of keyword arguments (such as a dict, or a tokenizer's output).
+    recipe: one whose activations (fprop_x) are NVFP4 with one outer scale a tensor, static or dynamic.
+
+    Raises ValueError for another recipe, for no batches, if the recipe gives no layer a static scale, and if an
+    activation is not finite; TypeError for `batches` that are a single batch.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     _check_batches(batches)
@@ -68,5 +70,6 @@ def _call(model: Callable, batch: Any) -> None:
 def _decode_factor(name: str, amax: torch.Tensor) -> float:
     if not torch.isfinite(amax):
         raise ValueError(f"batches: the activation of layer {name!r} is not finite")
-    # A recipe takes normal float32 numbers: the inverse of a smaller one overflows. A larger factor clips nothing.
+    # A recipe takes normal float32 numbers only, because the inverse of a smaller one overflows. Raising the factor to
+    # the smallest of them clips nothing.
     return max((amax / NVFP4_MAX).item(), torch.finfo(torch.float32).tiny) if amax > 0 else 1.0

@@ -1,12 +1,13 @@
-"""Look at a model's graphs without compiling them: `explain` reports, `observe` watches activations.
+"""Look at a model's graphs without compiling them: `explain` reports on products, `observe` watches activations.
 
-Both capture with Dynamo and AOTAutograd under Inductor's decompositions, so that they see the graphs that the
-backend will see, and then run those graphs as they are.
+Both capture the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that they see the graphs that
+the backend will see. Then they run the captured graphs unchanged.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,20 +23,22 @@ from fp4compile.passes.find import find
 from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.passes.plan import Decision, plan
-from fp4compile.recipe import Recipe, unmatched_rules
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import NOTHING_CAPTURED, Report, Row
 
-# Takes a captured graph and the names of its inputs, returns what shall run in its place.
+# A function of a captured graph and the names of its inputs; it returns the function that runs in the graph's place.
 GraphRunner = Callable[[GraphModule, names.Names], Callable]
 
 
-def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | None = None, **kwargs: Any) -> Report:
-    """Run model(*args, **kwargs) once, uncompiled, and print and return what the recipe would do to its products.
+def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | Path | None = None, **kwargs: Any) -> Report:
+    """Run model(*args, **kwargs) once, uncompiled; print and return what a recipe would do to its matrix products.
 
-    With gradients enabled (and something to train) the backward products are reported too.
-    recipe: as for `fp4compile.backend`. Raises what `backend` raises for a bad recipe, ValueError if Dynamo captures
-    no graph of the model.
+    Where gradients are enabled and something requires them, the report has the products of the backward pass too.
+    Gives a warning for each rule of the recipe that decides for no layer.
+
+    model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
+
+    Raises what `backend` raises for a bad recipe, and ValueError if Dynamo captures no graph of the model.
     """
     chosen = resolve(recipe)
     report = Report(chosen.name, graphs=0)
@@ -44,7 +47,7 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | None = No
 
     def look(module: GraphModule, known: names.Names) -> Callable:
         rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs))
-        report.graphs += 1
+        report.graphs = (report.graphs or 0) + 1
         report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id())
         made.setdefault(id(known), []).extend(rows)
         shown.append((id(known), known.modules, known.prefix))
@@ -52,7 +55,7 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | None = No
 
     def enter(known: names.Names, now: names.Names) -> None:
         entry = (id(known), now.modules, now.prefix)
-        if entry not in shown:  # Dynamo runs a graph that it has, for another part of the model
+        if entry not in shown:  # Dynamo runs the graph of one part of the model for another part too
             shown.append(entry)
             report.add(now.in_full(made.get(id(known), [])), {})
 
@@ -67,9 +70,11 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | None = No
 
 
 def observe(model: Callable, recipe: Recipe, see: Callable[[Decision, torch.Tensor], None]) -> Callable:
-    """The model as a function that calls `see` with every fprop that reads a static scale, and its activation.
+    """The model, as a function that shows the activations of its layers.
 
-    recipe: with static activation scales. What it leaves alone is not seen.
+    see: called with the decision about each forward product that reads a static scale, and with the product's
+        activation. Layers that the recipe leaves alone are not shown.
+    recipe: one with static activation scales.
     """
 
     def watch(module: GraphModule, known: names.Names) -> Callable:
@@ -80,19 +85,21 @@ def observe(model: Callable, recipe: Recipe, see: Callable[[Decision, torch.Tens
 
 def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
     gemms = find(graph, inputs)
-    # With a scale for everyone, whoever is quantised and has none needs none.
+    # Every layer is given a scale here: a layer that is then quantised without one does not read a static scale.
     scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
     decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
     return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
 
 
 class _Watcher(torch.fx.Interpreter):
-    def __init__(self, module: GraphModule, decisions: list[Decision], see):
+    """Runs a graph, and calls `see` with each of the decisions and the activation of its product."""
+
+    def __init__(self, module: GraphModule, decisions: list[Decision], see: Callable[[Decision, torch.Tensor], None]):
         super().__init__(module)
         self.watched: dict[torch.fx.Node, list[Decision]] = {}
         for decision in decisions:
-            gemm = decision.gemm
-            activation = gemm.a if gemm.a.role == "fprop_x" else gemm.b
+            operands = (decision.gemm.a, decision.gemm.b)
+            activation = next(one for one in operands if one is not None and one.role == "fprop_x")
             self.watched.setdefault(activation.source, []).append(decision)
         self.see = see
 
@@ -106,10 +113,13 @@ class _Watcher(torch.fx.Interpreter):
 def run_captured(
     model: Callable, runner: GraphRunner, enter: Callable[[names.Names, names.Names], None] | None = None
 ) -> Callable:
-    """The model, with every captured joint or inference graph handed to `runner` and run as that says.
+    """The model, as a function that captures its joint and inference graphs and runs each as `runner` says.
 
+    runner: called once with each graph. What it returns runs in the place of an inference graph; a joint graph is
+        partitioned and then run as it is.
     enter: called at each run of a graph, with the names of its inputs when it was captured and those of this run.
-    Where the model or a part of it is compiled already, its original is captured.
+
+    Where the model or a part of it is compiled already, the uncompiled original is captured.
     """
     model = model._orig_mod if isinstance(model, OptimizedModule) else model
     root = model if isinstance(model, torch.nn.Module) else None
@@ -117,7 +127,7 @@ def run_captured(
     def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         known = names.record(gm, example_inputs, root)
 
-        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any):
+        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             runner(joint, known)
             kwargs.pop("static_lifetime_input_indices", None)
             return default_partition(joint, joint_inputs, **kwargs)
@@ -150,7 +160,7 @@ def run_captured(
 
 @contextmanager
 def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
-    """Let the modules that are compiled already run uncompiled."""
+    """While this lasts, the modules inside the model that are compiled already run uncompiled."""
     changed: list[tuple[dict, str, Any]] = []
     for part in () if model is None else model.modules():
         attributes = vars(part)
@@ -168,12 +178,12 @@ def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
 
 
 def _boxed(function: Callable) -> Callable:
-    """AOTAutograd's calling convention: one list, emptied by the callee."""
+    """A function under AOTAutograd's calling convention: it takes one list of arguments, and empties the list."""
 
     def call(args: list) -> Any:
         values = list(args)
         args.clear()
         return function(*values)
 
-    call._boxed_call = True
+    call._boxed_call = True  # type: ignore[attr-defined]
     return call

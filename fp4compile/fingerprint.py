@@ -1,4 +1,4 @@
-"""A hash of a tensor's contents, computed where the tensor is."""
+"""A hash of a tensor's contents, computed on the tensor's device."""
 
 import torch
 
@@ -6,10 +6,10 @@ _CHUNK = 1 << 22
 
 
 def fingerprint_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """128 bits of hash over a tensor's elements, as bytes in row-major order, computed on its device.
+    """A hash of 128 bits, as two int64 numbers, over the bytes of a tensor's elements in row-major order.
 
-    Every 8 bytes, with their place, go through a mixing function of 64 bits (splitmix64); the sum of the results, with
-    two seeds, is the hash.
+    Each word of 8 bytes is combined with its position and a seed, and goes through a mixing function of 64 bits
+    (splitmix64). The results are added up. Two seeds give the two numbers.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).view(torch.int64)
@@ -24,12 +24,12 @@ def fingerprint_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser, on int64; sums and products wrap around."""
+    """The last steps of splitmix64, on int64, where sums and products wrap around."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
         x = (x ^ _shifted(x, shift)) * factor
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits with zeros from the left; int64's own shift repeats the sign."""
+    """x >> bits, filled with zeros; the shift of int64 itself repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

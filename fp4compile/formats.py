@@ -9,6 +9,7 @@ it follows. It holds no tensors; `reference.py` gives the arithmetic.
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ NVFP4_CONTRACTS = ("torchao", "te")
 MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
 
 
-def unknown_name(what: str, name: object, allowed) -> str:
+def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
     """The message for a name that is none of `allowed`: what came, what is allowed, the nearest match."""
     allowed = sorted(allowed)
     near = difflib.get_close_matches(str(name), allowed, n=1)
@@ -48,7 +49,7 @@ class BlockFormat:
     outer: str | None
     contract: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.element not in ELEMENT_MAX:
             raise ValueError(unknown_name("element", self.element, ELEMENT_MAX))
         if self.outer not in (None, "tensor", "row"):
@@ -66,7 +67,7 @@ class BlockFormat:
         else:
             raise ValueError(f"scale={self.scale!r}: allowed are 'e4m3' (NVFP4), 'e8m0' (MX), None")
 
-    def _check_nvfp4(self):
+    def _check_nvfp4(self) -> None:
         if self.element != "e2m1":
             raise ValueError(f"element={self.element!r}: E4M3 block scales go with 'e2m1' elements")
         if self.block not in ((1, 16), (16, 16)):
@@ -78,7 +79,7 @@ class BlockFormat:
         if self.contract == "torchao" and (self.outer == "row" or self.block == (16, 16)):
             raise ValueError("contract='torchao' defines blocks (1, 16) with outer None or 'tensor'; use contract='te'")
 
-    def _check_mx(self):
+    def _check_mx(self) -> None:
         if self.block not in ((1, 32), (32, 32)):
             raise ValueError(f"block={self.block}: E8M0 block scales serve blocks (1, 32) and (32, 32)")
         if self.outer is not None:
@@ -130,11 +131,11 @@ class BlockFormat:
         return (4 if self.packed else 8) + scale_bits
 
 
-def _nvfp4(outer, contract, block=(1, 16)):
+def _nvfp4(outer: str | None, contract: str, block: tuple[int, int] = (1, 16)) -> BlockFormat:
     return BlockFormat("e2m1", block, "e4m3", outer, contract)
 
 
-def _mx(element, mode, block=(1, 32)):
+def _mx(element: str, mode: str, block: tuple[int, int] = (1, 32)) -> BlockFormat:
     return BlockFormat(element, block, "e8m0", None, mode)
 
 

@@ -1,4 +1,4 @@
-"""The eager interface: tensors quantised, multiplied and dequantised outside of any graph."""
+"""The eager interface: quantise, multiply and dequantise tensors outside of any compiled graph."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,19 @@ from fp4compile.layouts import ceil_div
 from fp4compile.ops import FLOAT_DTYPES, check_layout
 
 
-@dataclass(frozen=True, eq=False)  # tensors have no truth value: comparing fields would raise
+@dataclass(frozen=True, eq=False)  # no `==`: the comparison of two tensors has no truth value
 class BlockScaled:
     """A quantised tensor: codes, scales and what they mean. value = element * block scale * outer.
 
-    data: codes, the quantised dimension last and padded to whole blocks; uint8 with two codes a byte (E2M1),
+    data: the codes, with the quantised dimension last and padded to whole blocks: uint8 with two codes a byte (E2M1),
         float8_e4m3fn or float8_e5m2.
-    scales: block scales, float8_e4m3fn or float8_e8m0fnu, in `layout`; None for a format without block scales.
-        linear: [..., rows, blocks] (square blocks: [..., rows / block, blocks]); swizzled: one flat run a matrix.
-    outer: float32 decode factor, [] or [..., rows, 1]; None means 1.
-    format, layout: see `formats` and `layouts`.
-    shape: logical shape of the represented values, the quantised dimension last and without padding.
+    scales: the block scales, float8_e4m3fn or float8_e8m0fnu; None for a format without block scales. In the layout
+        "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
+        matrix.
+    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1.
+    format: the `BlockFormat`, see `formats`.
+    shape: the shape of the represented values, with the quantised dimension last and without padding.
+    layout: where the block scales lie, "linear" or "swizzled", see `layouts`.
     """
 
     data: torch.Tensor
@@ -31,7 +33,7 @@ class BlockScaled:
     layout: str = "linear"
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The represented values: `shape`, in dtype (bf16, fp16 or fp32). ValueError for another dtype."""
+        """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
         _check_float("dtype", dtype)
         return torch.ops.fp4compile.dequantize(
             self.data, self.scales, self.outer, self.format.name, self.shape[-1], dtype
@@ -50,19 +52,21 @@ def quantize(
 ) -> BlockScaled:
     """Quantise a tensor to a block format.
 
-    x: bf16, fp16 or fp32, one dimension or more, any strides, any size (padded with zeros to whole blocks).
+    x: bf16, fp16 or fp32, of one dimension or more, any strides and any size; it is padded with zeros to whole blocks.
     format: a name of `formats.NAMED`, a spec string or a `BlockFormat`.
-    dim: the dimension to quantise along; it is the last one of the result (dim=0 of a matrix gives 32x1 blocks,
-        the data transposed).
-    outer: a static decode factor, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
-    layout: "linear" or "swizzled".
-    seed: int64 []; rounds E2M1 elements stochastically, the same seed giving the same codes. None rounds to nearest.
-    hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16); the
-        values of the result are the transformed ones, and its shape has whole groups.
+    dim: the dimension to quantise along. It is the last dimension of the result: dim=0 of a matrix gives the codes of
+        the transposed matrix, whose blocks are columns of x (32x1).
+    outer: a static factor that decodes, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
+    layout: "linear" or "swizzled": where the block scales of the result lie.
+    seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
+    hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
+        result represents the transformed values, and its shape has whole groups.
 
-    Returns a `BlockScaled`. Not differentiable. Raises TypeError for what is no tensor or no floating point of 16
-    or 32 bits, ValueError for an unknown format or layout, a dim out of range, an outer scale or a seed of wrong
-    shape, dtype or device, and for a seed or a transform that the format does not go with.
+    Returns a `BlockScaled`, which is not differentiable.
+
+    Raises TypeError for an argument of the wrong type, and for an x that is not bf16, fp16 or fp32; ValueError for an
+    unknown format or layout, a dim out of range, an outer scale or a seed of wrong shape, dtype or device, and for a
+    seed or a transform that the format does not support.
     """
     fmt = formats.get(format)
     if not isinstance(x, torch.Tensor):
@@ -93,12 +97,16 @@ def quantize(
 def scaled_mm(
     a: BlockScaled, b: BlockScaled, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """A @ B^T of two quantised operands, rescaled: [..., M, K] x [..., N, K] -> [..., M, N] in out_dtype.
+    """A @ B^T of two quantised operands: [..., M, K] x [..., N, K] -> [..., M, N] in out_dtype.
 
-    The float32 product is multiplied once by outer_a * outer_b, bias [N] is added, the result is cast. Operands of
-    different formats multiply if scale type and block length agree (MXFP8 x MXFP4, NVFP4 1x16 x 16x16).
+    The float32 product is multiplied once by a.outer * b.outer, bias is added, and the result is cast.
 
-    Raises TypeError for an operand that is no `BlockScaled` or a bias that is no floating-point tensor, ValueError
+    a, b: both quantised along K. Operands of different formats can be multiplied if their scale types and block lengths
+        are equal (such as MXFP8 with MXFP4, or NVFP4 blocks of 1x16 with blocks of 16x16).
+    bias: [N], bf16, fp16 or fp32; None adds nothing.
+    out_dtype: bf16, fp16 or fp32.
+
+    Raises TypeError for an operand that is no `BlockScaled` or a bias that is no tensor of these dtypes, ValueError
     for shapes, formats, devices, a bias or an out_dtype that do not fit.
     """
     for name, operand in (("a", a), ("b", b)):

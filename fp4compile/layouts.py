@@ -6,19 +6,36 @@ rows padded to 128 and block columns to 4 with zero bytes, cut into 128x4 tiles 
 tiles; inside a tile the byte of (r, c) is at (r % 32) * 16 + (r // 32) * 4 + c. One flat run of bytes a matrix.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+
+from fp4compile.formats import BlockFormat
 
 LAYOUTS = ("linear", "swizzled")
 TILE_ROWS, TILE_COLS = 128, 4
 
 
-def ceil_div(n, d: int):
+def scale_layout(format: BlockFormat, *, native: bool) -> str:
+    """The layout of an operand's block scales: "swizzled" for a native product, "linear" for every other.
+
+    native: whether block-scaled matrix units compute the product; they read the scales themselves. A format without
+    block scales is "linear".
+
+    All who store scales follow this rule. An operand in a graph is native if its product is (`passes.plan`). A weight
+    that `weight_cache` keeps has the layout that its graph asks for. A packed layer (`packed.linear`) is never native,
+    because it moves between devices, and into files that serve every device.
+    """
+    return "swizzled" if native and format.scale is not None else "linear"
+
+
+def ceil_div(n: Any, d: int) -> Any:
     """n / d rounded up; n may be symbolic."""
     return (n + d - 1) // d
 
 
-def swizzled_numel(rows, cols):
+def swizzled_numel(rows: Any, cols: Any) -> Any:
     """Bytes of the swizzled scales of a [rows, cols] scale matrix, padding included; rows and cols may be symbolic."""
     return ceil_div(rows, TILE_ROWS) * TILE_ROWS * ceil_div(cols, TILE_COLS) * TILE_COLS
 

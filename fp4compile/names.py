@@ -1,14 +1,19 @@
-"""Names of what enters a Dynamo graph: those that rules decide by, and full ones for the report.
+"""Names of the tensors that enter a Dynamo graph: one that rules decide by, and a full one for the report.
 
-Entry: `record(gm, example_inputs, root)`. Rules decide by the name that Dynamo's source of a parameter gives, because
-Dynamo lets equal modules share one graph: the name below the module whose `forward` was captured. The full name is
-found by identity: a module on the call stack that holds the very tensor which enters the graph knows its name.
+Entry: `record(gm, example_inputs, root)`.
+
+A rule sees the name of a parameter below the module whose `forward` was captured, as Dynamo's source of the parameter
+gives it. It cannot be the full name, because Dynamo lets equal modules of a model share one graph.
+
+The full name is found by identity: some module on the call stack holds the very tensor that enters the graph, and that
+module knows the name of the tensor.
 """
 
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +26,7 @@ from fp4compile.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
 _STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
-# What Python and functools.partial put between a function and the objects that it brings along.
+# Attributes that Python and functools.partial put between a function and the objects that it carries.
 _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 
 
@@ -29,9 +34,11 @@ _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 class Names:
     """What is known of a graph's inputs.
 
-    inputs, names: by position; an input that a module holds has a name, a parameter or not. modules: the full name of
-    each layer whose name in the graph is a shorter one. prefix: what stands before every name of the graph in the full
-    names; "" where that is not known. root: the outermost module that was being called, if any.
+    inputs: by position, with the names of those that are parameters.
+    names: by position, the name of each input that a module holds, parameter or not; None for other inputs.
+    modules: the full name of each layer whose name in the graph is shorter.
+    prefix: what the full names have before the names of the graph; "" where that is not known.
+    root: the outermost module that was being called; None where there is none.
     """
 
     inputs: tuple[Input, ...]
@@ -41,11 +48,14 @@ class Names:
     root: torch.nn.Module | None = None
 
     def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
-        """The full names where Dynamo runs the same graph for another part of the model. values: the graph's inputs."""
+        """The same names, with the full names for the part of the model that Dynamo runs the graph for now.
+
+        values: the graph's inputs in this run. root: the model; None looks for it on the call stack.
+        """
         return _in_model(self.inputs, self.names, values, root)
 
     def in_full(self, rows: list[Row]) -> list[Row]:
-        """The rows under the full names of their layers; `Row.name` keeps the name that rules see."""
+        """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules see."""
         return [self._in_full(row) for row in rows]
 
     def _in_full(self, row: Row) -> Row:
@@ -55,7 +65,12 @@ class Names:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where Dynamo found an input. root: the expression of the object below which `path` is a chain of modules."""
+    """Where Dynamo found an input.
+
+    root: the expression of an object. path: the name of the input below that object, along a chain of modules.
+    label: the name of the variable that holds the object. always: whether the label belongs to the input's name even
+    where no other object is among the roots. parameter: whether the input is a parameter.
+    """
 
     root: str
     path: str
@@ -65,9 +80,10 @@ class _Place:
 
 
 def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
-    """Which inputs of a Dynamo graph are parameters, and their names. root: the model; None looks for it on the stack.
+    """Which inputs of a Dynamo graph are parameters, and what they are called.
 
-    Call it where the backend is called: the user's call is still on the stack then.
+    root: the model; None looks for it on the call stack, so this must be called while Dynamo calls the backend: then
+        the user's call of the model is on the stack.
     """
     nodes = gm.graph.find_nodes(op="placeholder")
     values = [_example(node, value) for node, value in zip(nodes, example_inputs, strict=True)]
@@ -83,7 +99,7 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
 def _in_model(
     inputs: tuple[Input, ...], names: tuple[str | None, ...], values: Sequence[Any], root: torch.nn.Module | None
 ) -> Names:
-    """With the names by which the model knows the tensors that enter the graph."""
+    """The names, completed with those by which the model on the call stack knows the tensors that enter the graph."""
     named = [(name, value) for name, value in zip(names, values, strict=True)
              if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
     stack = [] if root is None else [_unwrapped(root)]
@@ -99,7 +115,7 @@ def _in_model(
                 full[name] = _best_alias(known[id(value)], name)
                 owner = owner or module
     prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
-    if not full and stack:  # no tensor to know the module by: where the call stands is where the graph belongs
+    if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
         prefixes = {_path_of(stack[-1], stack)}
     modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
@@ -107,11 +123,12 @@ def _in_model(
 
 
 def _best_alias(paths: list[str], name: str) -> str:
-    """Of the names of a shared tensor, the one by which this graph reached it."""
+    """Of the full names of a shared tensor, one that ends in the name by which this graph reaches the tensor."""
     return next((path for path in paths if is_below(name, path)), paths[0])
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:
+    """The names of a module's parameters and buffers, by the tensor's id."""
     found: dict[int, list[str]] = {}
     for listing in (module.named_parameters, module.named_buffers):
         for path, value in listing(remove_duplicate=False):
@@ -120,6 +137,7 @@ def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def _path_of(inner: torch.nn.Module, stack: list[torch.nn.Module]) -> str:
+    """The name of a module in the outermost module that has it, with a dot behind; "" for the outermost itself."""
     for module in stack:
         for path, part in module.named_modules():
             if part is inner:
@@ -132,25 +150,26 @@ def _path_of(inner: torch.nn.Module, stack: list[torch.nn.Module]) -> str:
 
 
 def _modules_on_stack() -> list[torch.nn.Module]:
-    """The modules whose methods are running, the outermost first, each once."""
+    """The modules whose methods are running, each once, the outermost first."""
     found: dict[int, torch.nn.Module] = {}
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         module = _self_of(frame)
         if isinstance(module, torch.nn.Module):
             module = _unwrapped(module)
-            found[id(module)] = found.pop(id(module), module)  # its outermost call counts
+            found[id(module)] = found.pop(id(module), module)  # moved to the end: the place of its outermost call
         frame = frame.f_back
     return list(found.values())[::-1]
 
 
-def _self_of(frame) -> Any:
+def _self_of(frame: FrameType) -> Any:
+    """The `self` of the method that a frame runs; None where it runs something else."""
     code = frame.f_code
     if not code.co_argcount or code.co_varnames[0] != "self":
         return None
     values = frame.f_locals
     found = values.get("self")
-    # Up to Python 3.12 this is a copy that the frame keeps: a training loop's tensors would live as long as the loop.
+    # Up to Python 3.12 `f_locals` is a copy that the frame keeps alive, with every tensor in it: empty it.
     if isinstance(values, dict):
         values.clear()
     return found
@@ -171,13 +190,13 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _example(node: Node, value: Any) -> Any:
-    """The tensor that the user's model holds; `value` may be a stand-in for it."""
+    """The tensor that the user's model holds; the example input that Dynamo passes may be a fake one in its place."""
     example = getattr(node.meta.get("grapharg"), "example", None)
     return value if example is None else example
 
 
 def _place(node: Node, value: Any) -> _Place | None:
-    """Where an input comes from; None for what is neither a parameter nor held by a module."""
+    """Where an input comes from; None for an input that is no parameter and that no module holds."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     text = getattr(source, "name", None)
     text = text() if callable(text) else text
@@ -189,14 +208,17 @@ def _place(node: Node, value: Any) -> _Place | None:
 
 
 def _is_free(source: Any) -> bool:
-    """Whether a source starts at a variable that the function closes over."""
+    """Whether a source starts at a variable of the function's closure."""
     while getattr(source, "base", None) is not None:
         source = source.base
     return bool(getattr(source, "is_derefed_cell_contents", False))
 
 
 def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
-    """ "layers.0.weight" below "L['self']", of "L['self']._modules['layers']._modules['0']._parameters['weight']"."""
+    """The place that a source's text names; None where the text has another form, or names no tensor of a module.
+
+    Of "L['self']._modules['layers']._modules['0']._parameters['weight']" it is "layers.0.weight" below "L['self']".
+    """
     start = _ROOT.match(text)
     steps = list(_STEP.finditer(text, start.end())) if start else []
     if start is None or "".join(step.group() for step in steps) != text[start.end() :]:
@@ -210,7 +232,7 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     elif not is_parameter and (not kinds or kinds[-1] != "_buffers"):
         return None
     variable = start.group(2)
-    # `fn` is what Dynamo's own wrapper calls torch's modules and other callables that it is given.
+    # Dynamo's own wrapper calls `fn` what it was given where that is a module of torch's, or no function.
     free = (free or start.group(1) == "G") and variable != "fn" and not variable.startswith("__import_")
     inner = [_name(step) for step in steps[:first] if not _CARRIERS.fullmatch(_name(step))]
     passed = variable == "args" or (steps[0].group(3) in ("args", "keywords") if steps else False)
@@ -220,8 +242,8 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
     if not below:
         return _Place(root, label, "", False, True)
-    # A layer that a function closes over, or one in a list, has no name but that of its place. A model that it closes
-    # over, alone or as an attribute of something, or takes as an argument, is left unnamed.
+    # A layer in a list, or a single layer in a function's closure, has no other name than its variable's. A whole model
+    # in the closure, and one that is an argument, needs none: its layers have names of their own.
     listed = any(step.group(4) or step.group(5) for step in steps[:first])
     always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
     return _Place(root, below, label, always, is_parameter)
@@ -232,27 +254,28 @@ def _name(step: re.Match) -> str:
 
 
 def _names(places: Sequence[_Place | None]) -> list[str | None]:
-    """The names that rules see. Two roots with a name in common are told apart by the names of their variables."""
-    ambiguous = {root for roots in _roots([place and place.path for place in places], places).values()
-                 if len(roots) > 1 for root in roots}  # fmt: skip
+    """The names that rules see. Inputs of the same name below two roots also get the names of the roots' variables."""
+    paths = [None if place is None else place.path for place in places]
+    ambiguous = {root for roots in _roots(paths, places).values() if len(roots) > 1 for root in roots}
     names = [None if place is None else _prefixed(place, ambiguous) for place in places]
-    roots = _roots(names, places)  # still the same for two variables of one name: a function's and its module's
+    roots = _roots(names, places)  # two variables may have the same name too: a function's, and its module's
     return [
-        name if place is None or len(roots[name]) == 1 else f"{name}#{roots[name].index(place.root)}"
+        name if name is None or place is None or len(roots[name]) == 1 else f"{name}#{roots[name].index(place.root)}"
         for name, place in zip(names, places, strict=True)
     ]
 
 
 def _roots(names: list[str | None], places: Sequence[_Place | None]) -> dict[str, list[str]]:
-    """The roots that have each name, in order."""
+    """The roots below which each name occurs, in the order of the inputs."""
     found: dict[str, list[str]] = {}
     for name, place in zip(names, places, strict=True):
-        if place is not None and place.root not in found.setdefault(name, []):
+        if name is not None and place is not None and place.root not in found.setdefault(name, []):
             found[name].append(place.root)
     return found
 
 
 def _prefixed(place: _Place, ambiguous: set[str]) -> str:
+    """The path of a place, after its variable's name where that is part of the name."""
     if place.label and (place.always or place.root in ambiguous):
         return f"{place.label}.{place.path}"
     return place.path

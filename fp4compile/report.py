@@ -1,4 +1,4 @@
-"""What was quantised, what was not, and why: one row a matrix product."""
+"""What was quantised, what was not, and why: one `Row` for each matrix product, gathered in a `Report`."""
 
 import json
 from collections import Counter
@@ -20,17 +20,25 @@ class PassRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One matrix product of a compiled graph.
+    """One matrix product of a compiled graph: [m, k] times [k, n].
 
-    module: fully qualified name of the layer. product: fprop, dgrad, wgrad, attention or other.
-    m, n, k: its dimensions, as text where symbolic. left, right: format of each operand ("bfloat16" and the like
-    where it stays as it is). tier: native, emulated or reference; None where the product is left alone.
-    reason: why it is left alone; None where it is quantised. flops: at the sizes of the call that was captured, where
-    a size is symbolic; None where they are not known. category: one of CATEGORIES; experts are grouped products and
-    batched ones with a parameter. name: the layer's name as rules see it, where that is not `module`: below the
-    submodule that was compiled by itself. node: the product's node in the captured graph, as dumps show it.
-    saved, saved_plain: of a wgrad, the bytes of packed activation kept for it between forward and backward, and what
-    the activation has unquantised; None where nothing is (recomputed, kept for another layer with the same input).
+    module: fully qualified name of the layer; "" for a product outside of every layer.
+    product: "fprop", "dgrad", "wgrad", "attention" or "other".
+    m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
+    left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
+        there is no such operand to name.
+    tier: who computes the product: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
+        "reference" (PyTorch operations, on a CPU); None where the product is left alone.
+    reason: why the product is left alone; None where it is quantised.
+    flops: floating-point operations of one run. Where a size is symbolic, they are counted at the sizes of the call
+        that was captured; None where they are not known.
+    saved, saved_plain: of a wgrad, the bytes of packed activation that the forward pass keeps for it, and the bytes
+        that this activation has unquantised. None where nothing is kept for this product: the activation is
+        recomputed, or kept for another layer that has the same input.
+    category: one of CATEGORIES. "experts" are grouped products, and batched products with a parameter.
+    name: the layer's name as the rules of a recipe see it, where that differs from `module`: where a submodule was
+        compiled by itself, rules see the name below it.
+    node: the product's node in the captured graph, as graph dumps show it. It does not count when rows are compared.
     """
 
     module: str
@@ -51,6 +59,7 @@ class Row:
 
     @property
     def quantised(self) -> bool:
+        """Whether the product is quantised."""
         return self.reason is None
 
 
@@ -63,7 +72,7 @@ NOTHING_COMPILED = (
     "Likely causes: a module of torch's own was compiled in place (nn.Sequential(...).compile(): Dynamo passes over "
     f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}or the model was never called."
 )
-_HEAD: tuple[str, ...] = (
+_HEADER: tuple[str, ...] = (
     "module", "product", "M", "N", "K", "left", "right", "tier", "saved", "left alone because"
 )  # fmt: skip
 
@@ -72,10 +81,15 @@ _HEAD: tuple[str, ...] = (
 class Report:
     """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
 
-    counts: how often each pass matched, summed over the graphs. seconds: how long each pass took in this process, in
-    sum; graphs from Inductor's cache take none. A pass that is switched off is in neither. graphs: how many were
-    compiled; None where rows come from elsewhere. lost: of these, the graphs from Inductor's cache whose rows are not
-    there any more.
+    `print(report)` shows a table of the rows and the line of `summary`.
+
+    recipe: the name of the recipe.
+    rows: one for each matrix product.
+    counts: how often each pass matched, by the pass's name, summed over the graphs. A pass that is switched off is in
+        neither `counts` nor `seconds`.
+    graphs: how many graphs were compiled; None where the rows do not come from graphs (`fp4compile.pack_`).
+    lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
+    seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache takes none.
     """
 
     recipe: str
@@ -94,10 +108,10 @@ class Report:
         *,
         seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """Take in the rows of one graph, and the matches and times of its passes.
+        """Add the rows of one graph, and the match counts and times of its passes.
 
-        trace: Dynamo's identity of the compilation. One that compiles a function once more adds only what the earlier
-        ones of that function did not have.
+        trace: Dynamo's identity of the compilation. A recompilation of a function adds only rows that the earlier
+            compilations of this function did not have. None adds all rows.
         """
         self.rows.extend(rows if trace is None else self._unseen(rows, trace))
         for name, count in counts.items():
@@ -118,15 +132,16 @@ class Report:
         return [row for row in rows if frame.is_new(row)]
 
     def forget_compilations(self) -> None:
-        """After `torch.compiler.reset()` Dynamo numbers functions anew: what comes is no recompilation."""
+        """Forget which functions were compiled: after `torch.compiler.reset()`, Dynamo numbers functions anew."""
         self._frames.clear()
 
     @property
     def quantised(self) -> list[Row]:
+        """The rows of the products that are quantised."""
         return [row for row in self.rows if row.quantised]
 
     def reasons(self) -> dict[str, int]:
-        """How many products each reason left alone."""
+        """How many products were left alone for each reason."""
         counted: dict[str, int] = {}
         for row in self.rows:
             if row.reason is not None:
@@ -134,22 +149,25 @@ class Report:
         return counted
 
     def flops_share(self, category: str | None = None) -> float | None:
-        """Quantised share of the matrix FLOPs that are known, of one category if given; None where none are."""
+        """The quantised share (0 to 1) of the FLOPs that are known; None where none are.
+
+        category: one of CATEGORIES, to count its products only.
+        """
         rows = [row for row in self.rows if category in (None, row.category)]
         total = sum(row.flops or 0 for row in rows)
         return sum(row.flops or 0 for row in rows if row.quantised) / total if total else None
 
     def flops_shares(self) -> dict[str, float]:
-        """`flops_share` of each category that has FLOPs."""
+        """The `flops_share` of each category that has FLOPs."""
         shares = {category: self.flops_share(category) for category in CATEGORIES}
         return {category: share for category, share in shares.items() if share is not None}
 
     def saved(self) -> tuple[int, int]:
-        """Bytes of packed activations kept for the backward, and what they have unquantised."""
+        """(bytes of packed activations that are kept for the backward pass, bytes of these activations unquantised)."""
         return sum(row.saved or 0 for row in self.rows), sum(row.saved_plain or 0 for row in self.rows)
 
     def summary(self) -> str:
-        """One line: how many products, what share of the FLOPs, and of each category's where there are several."""
+        """One line: how many products are quantised, their share of the FLOPs, and the share of each category."""
         if self.graphs == 0:
             return f"recipe {self.recipe}: compiled nothing. {NOTHING_COMPILED}"
         share, shares = self.flops_share(), self.flops_shares()
@@ -167,7 +185,7 @@ class Report:
         return line + (f"; saved for backward: {_size(packed)} packed, unquantised {_size(plain)}" if packed else "")
 
     def to_dict(self) -> dict:
-        """JSON-able: recipe, rows, counts, summary figures."""
+        """The report as JSON takes it: recipe, rows, counts, and the figures of the summary."""
         return {
             "recipe": self.recipe,
             "rows": [asdict(row) for row in self.rows],
@@ -183,7 +201,7 @@ class Report:
         }
 
     def __str__(self) -> str:
-        table = [_HEAD, *(_cells(row) for row in self.rows)]
+        table = [_HEADER, *(_cells(row) for row in self.rows)]
         if not any(row.saved for row in self.rows):  # inference
             table = [(*line[:8], line[9]) for line in table]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -194,25 +212,30 @@ class Report:
 
 @dataclass
 class _Frame:
-    """A function that Dynamo compiled, once or more: the rows of the compilation that goes on, and those before it."""
+    """A function that Dynamo compiles, maybe several times.
+
+    number: that of the compilation under way. rows: how often each row is in it. earlier: the same for the compilations
+    before it, of each row the largest count.
+    """
 
     number: tuple[int, ...] | None = None
     rows: Counter = field(default_factory=Counter)
     earlier: Counter = field(default_factory=Counter)
 
     def enter(self, number: tuple[int, ...]) -> None:
-        """A compilation may make several graphs; a higher number is another one."""
+        """Begin a compilation if the number is a new one. One compilation may make several graphs, under one number."""
         if self.number is not None and number != self.number:
             self.earlier, self.rows = self.earlier | self.rows, Counter()
         self.number = number
 
     def is_new(self, row: Row) -> bool:
+        """Count a row, and return whether the compilation under way now has it more often than each earlier one."""
         self.rows[row] += 1
         return self.rows[row] > self.earlier[row]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain)}"
+    saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
     values = (
         _shown(row), row.product, row.m, row.n, row.k, row.left, row.right, row.tier, saved, row.reason
     )  # fmt: skip
@@ -220,7 +243,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _shown(row: Row) -> str:
-    """The full name, with that part in brackets which rules do not see."""
+    """The full name of the layer, with the part in brackets that rules do not see."""
     if row.name is None:
         return row.module or "(top)"
     if is_below(row.name, row.module):
@@ -229,7 +252,7 @@ def _shown(row: Row) -> str:
 
 
 def is_below(name: str, path: str) -> bool:
-    """Whether a dotted name is the whole or the last part of a path; the empty one is of any."""
+    """Whether a dotted name is the whole or the last part of a path; the empty name is, of every path."""
     return name in ("", path) or path.endswith(f".{name}")
 
 
@@ -238,9 +261,11 @@ def _size(count: int) -> str:
 
 
 def rows_to_json(rows: list[Row], counts: dict[str, int]) -> str:
+    """One line of JSON with the rows and the match counts of a graph."""
     return json.dumps({"rows": [asdict(row) for row in rows], "counts": counts})
 
 
 def rows_from_json(text: str) -> tuple[list[Row], dict[str, int]]:
+    """(rows, match counts) of what `rows_to_json` wrote."""
     stored = json.loads(text)
     return [Row(**row) for row in stored["rows"]], stored["counts"]

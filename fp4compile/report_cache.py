@@ -1,7 +1,8 @@
-"""Report rows beside Inductor's compile caches.
+"""Report rows, kept beside Inductor's compile caches.
 
-A graph that comes from a cache has been rewritten in another process: the passes do not run and make no rows. So the
-rows are stored once, under a key of what Dynamo captured, in Inductor's cache directory, and read back on a hit.
+Where a graph comes from a cache, the passes do not run, and make no rows: they ran in the process that filled the
+cache. So that process also stores the rows, in Inductor's cache directory, under a key of what Dynamo captured. A
+process that hits the cache reads them.
 """
 
 import hashlib
@@ -22,15 +23,17 @@ from fp4compile.report import Row, rows_from_json, rows_to_json
 log = logging.getLogger("fp4compile")
 
 
-def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, register_tile: dict[str, Any]) -> str:
-    """Hash of what rows depend on.
+def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, config_patches: dict[str, Any]) -> str:
+    """sha256 of everything that the rows of a Dynamo graph depend on.
 
-    A Dynamo graph and those inside it, the metadata of its inputs, the passes' uuid, Inductor's and AOTAutograd's
-    configurations (register_tile: what the compilation adds to Inductor's), autocast and gradient modes.
+    That is the graph and the graphs inside it, the metadata of its inputs, the uuid of the passes, the configurations
+    of Inductor and AOTAutograd, and the autocast and gradient modes.
+
+    config_patches: what this compilation adds to Inductor's configuration.
     """
     bodies = [f"{name}\n{part.code}" for name, part in gm.named_modules() if isinstance(part, GraphModule)]
     parts = [*bodies, *(_describe(value) for value in example_inputs), repr(uuid), torch.__version__]
-    with inductor_config.patch(register_tile):  # both without the slots of passes, which have uuids
+    with inductor_config.patch(config_patches):  # the portable configurations leave out the pass slots: see uuid
         parts += [_configuration(inductor_config), _configuration(functorch_config)]
     parts += [repr((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
     parts.append(repr((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
@@ -42,7 +45,7 @@ def _configuration(module: Any) -> str:
 
 
 def _stable(value: Any) -> str:
-    """A text that is the same in every process; functions have only a name."""
+    """The text of a value, the same in every process; a function is represented by its name."""
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
@@ -55,19 +58,19 @@ def _describe(value: Any) -> str:
 
 
 def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
-    """Write the rows of a compilation; a cache that cannot be written costs a report, not the run."""
+    """Write the rows of a compilation. Where the cache cannot be written, that is logged, and the run goes on."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text("\n".join(rows_to_json(rows, counts) for rows, counts in graphs))
-        scratch.replace(path)  # atomic: another process may read it
+        scratch.replace(path)  # atomic, because another process may be reading the file
     except OSError as error:
         log.warning("report rows not stored: %s", error)
 
 
 def load(key: str) -> list[tuple[list[Row], dict[str, int]]] | None:
-    """The stored rows of a compilation; None if they are gone."""
+    """The stored rows of a compilation; None, and a logged warning, where they no longer exist."""
     try:
         return [rows_from_json(line) for line in _path(key).read_text().splitlines()]
     except OSError:

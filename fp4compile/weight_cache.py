@@ -1,14 +1,18 @@
-"""The packed weights of inference graphs: quantised once, quantised again when the weight changes.
+"""The packed weights of inference graphs: quantised once, and quantised again when the weight changes.
 
-The packed tensors hang on the parameter itself, as an attribute: they go when the parameter goes, and nothing holds a
-weak reference on the parameter, which would forbid `torch.utils.swap_tensors`. They are used as long as nothing that
-can be seen of the weight has changed: storage, address, shape, strides, dtype, version counter. Else the weight is
-quantised again, into the same memory where that fits, because CUDA graphs hold its address.
+`passes/hoist.py` takes the quantising of weights out of the graphs; `packed_weight` below does it instead.
 
-Some writes leave the version counter as it is. Two places mark the storages that they may have written to as changed:
-a hook on the steps of all optimisers (fused ones count no version), and every forward and backward run of a training
-graph of this backend (what updates the parameters after it may be anything). `refresh` marks them by hand, for what
-cannot be seen at all. `hoist.py` takes the quantising out of the graphs.
+The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, and nothing holds a
+weak reference on the parameter, which would forbid `torch.utils.swap_tensors`.
+
+They are used as long as nothing visible of the weight has changed: storage, address, shape, strides, dtype, version
+counter. When something has, the weight is quantised again, into the same memory if it fits, because CUDA graphs hold
+the address of that memory.
+
+Some writes do not raise the version counter. So two kinds of event mark the storages that they may have written to:
+the steps of all optimisers, because fused ones raise no counter, and every forward and backward run of a training
+graph of this backend, because any code may update the parameters after it. `refresh` lets the user mark storages after
+a write that nothing can notice.
 """
 
 import functools
@@ -35,9 +39,10 @@ _ATTRIBUTE = "_fp4compile_packed"
 
 @dataclass(frozen=True)
 class Piece:
-    """What of a weight is packed, where that is not all of it as it is: a slice, a reshape, a cast.
+    """The part of a weight that is packed, where that is not the whole weight unchanged: a slice, a reshape, a cast.
 
-    Element (i, j, ...) is number offset + i * stride[0] + j * stride[1] + ... of the weight's, cast to each of casts.
+    Element (i, j, ...) of the piece is element number offset + i * stride[0] + j * stride[1] + ... of the weight in
+    row-major order, cast to each dtype of `casts` in turn.
     """
 
     size: tuple[int, ...]
@@ -46,6 +51,7 @@ class Piece:
     casts: tuple[torch.dtype, ...]
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The piece of a weight."""
         flat = weight.reshape(-1)
         piece = flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
         for dtype in self.casts:
@@ -55,8 +61,11 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What a weight, or a piece of it, is packed as. Made by `form`, one object for each, so that looking it up costs
-    little."""
+    """What a weight, or a piece of it, is packed as: the arguments of its quantise op.
+
+    `form` makes one object for each combination. Forms are therefore compared by identity, which costs little at every
+    call of the compiled model.
+    """
 
     format: str
     dim: int
@@ -69,14 +78,14 @@ def form(format: str, dim: int = -1, layout: str = "linear", piece: Piece | None
     return _form(format, dim, layout, piece)
 
 
-# Apart, because the cache tells apart the ways to pass arguments.
+# A function of its own, because the cache distinguishes positional from keyword arguments; `form` passes all one way.
 _form = functools.cache(Form)
 
 
 class _Storage:
-    """A storage that some weight was packed from, and the number of its last mark.
+    """A storage that some weight was packed from, and the number of its last mark (0: never marked).
 
-    The weak reference keeps the address of the storage object from being given to another one.
+    While the weak reference exists, no other storage object gets the same address.
     """
 
     def __init__(self, storage: torch.UntypedStorage):
@@ -85,7 +94,7 @@ class _Storage:
         self.mark = 0
 
 
-# By address of the storage object; an entry goes with the last weight packed from the storage.
+# By address of the storage object; an entry disappears with the last weight that was packed from the storage.
 _storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
 _marks = itertools.count(1)
 _lock = threading.Lock()
@@ -93,9 +102,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Packed tensors (data, scales, outer scale), and all that was seen of the weight that they were made from.
+    """Packed tensors (data, scales, outer scale), and everything visible of the weight when they were made from it.
 
-    Storage and address say what the offset and the device are. fingerprint: of the contents, where it was asked for.
+    Storage and address imply the offset and the device. fingerprint: that of the contents; None where it was not asked
+    for.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -109,7 +119,7 @@ class _Packed:
     fingerprint: tuple[int, int] | None
 
     def fits(self, weight: torch.Tensor) -> bool:
-        """Whether nothing that can be seen of the weight has changed."""
+        """Whether nothing visible of the weight has changed."""
         return (
             self.mark == self.storage.mark
             and self.version == weight._version
@@ -118,39 +128,41 @@ class _Packed:
             and self.shape == weight.shape
             and self.strides == weight.stride()
             and self.dtype is weight.dtype
-            and not weight.is_inference()  # made one by `.data = ...`, it counts no more versions
+            and not weight.is_inference()  # `.data = ...` may have made it one, and it then has no version counter
         )
 
 
 @dataclass(slots=True)
 class _Forms:
-    """The attribute of a weight: what it is packed as.
+    """The attribute of a weight: its packed tensors, by form.
 
-    owner: id of the weight. Who copies a tensor's attributes, or swaps them, does not make it the other's.
+    owner: id of the weight. It tells whether the attribute was copied or swapped from another tensor; then it is not
+    used.
     """
 
     owner: int
     packed: dict[Form, _Packed] = field(default_factory=dict)
 
-    def __reduce__(self):
-        # Pickled or copied with its parameter, it is empty, and can be read without this package.
+    def __reduce__(self) -> tuple:
+        # A pickle or a copy of the parameter has an empty dictionary in this place, which needs no package to read.
         return OrderedDict, ()
 
 
 def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) -> tuple[torch.Tensor, ...]:
-    """(data, scales, outer scale) of a weight, kept until the weight changes or is marked.
+    """(data, scales, outer scale) of a weight, kept until the weight changes or its storage is marked.
 
-    check: the parameter's name, to compare the contents as well. Raises RuntimeError where they changed unseen.
+    check: None, or the parameter's name, to compare the contents as well. RuntimeError is then raised where they have
+    changed and nothing visible has.
     """
     forms = getattr(weight, _ATTRIBUTE, None)
     if type(forms) is _Forms and forms.owner == id(weight):
         kept = forms.packed.get(form)
         if kept is not None and kept.fits(weight) and (check is None or _unchanged(weight, kept, check)):
             return kept.tensors
-    if weight.is_inference():  # no version counter: nothing tells whether it changed
+    if weight.is_inference():  # it has no version counter, so a change would be invisible
         return _quantize(weight, form)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Nothing runs now. Each replay of the user's CUDA graph quantises the weight that it finds.
+        # Nothing runs now, so nothing can be kept. Each replay of the user's CUDA graph quantises the weight anew.
         return _quantize(weight, form)
     with _lock:
         return _pack(weight, form, check)
@@ -163,9 +175,9 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
         setattr(weight, _ATTRIBUTE, forms)
     kept = forms.packed.get(form)
     if kept is not None and kept.fits(weight) and (check is None or kept.fingerprint is not None):
-        return kept.tensors  # another thread was first
+        return kept.tensors  # another thread packed it meanwhile
     storage = _tracked(weight.untyped_storage())
-    # Read before the contents: a write or a mark from now on makes what is packed here out of date.
+    # This is read before the contents are. So a write or a mark from now on makes the packed weight out of date.
     seen = (storage, storage.mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     fingerprint = None if check is None else fingerprint_of(weight)
     fresh = _quantize(weight, form)
@@ -174,7 +186,7 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
             old.copy_(new)
         fresh = kept.tensors
     if weight.is_cuda:
-        # Another thread may read what is kept from a stream of its own as soon as it finds it.
+        # As soon as another thread finds the packed tensors, it may read them on another stream.
         torch.cuda.current_stream(weight.device).synchronize()
     forms.packed[form] = _Packed(fresh, *seen, fingerprint)
     return fresh
@@ -197,12 +209,15 @@ def _tracked(storage: torch.UntypedStorage) -> _Storage:
 
 
 def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-    """Let the next inference call quantise weights again, after a write that nothing tells of.
+    """Make the next inference call quantise weights again, after a write that fp4compile cannot notice.
 
-    Such are writes through `parameter.data`, through numpy, through another tensor on the parameter's memory that does
-    not share its version counter, by a kernel that PyTorch does not know, or by the replay of a CUDA graph.
+    Such a write goes through `parameter.data`, through numpy, or through another tensor on the parameter's memory that
+    does not share its version counter; or it is made by a kernel that PyTorch does not know, or by the replay of a CUDA
+    graph.
 
-    model: a module, a tensor or tensors, of any shapes; what shares their storage is meant, too. None: every weight.
+    model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. Every weight in one of
+        these storages is quantised again. None marks the storage of every packed weight.
+
     Raises TypeError for anything else.
     """
     if model is None:
@@ -234,7 +249,7 @@ def _mark_storages(addresses: Iterable[int]) -> None:
 
 
 def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
-    """Addresses of the storage objects of tensors, of those inside a tensor subclass too."""
+    """The addresses of the storage objects of tensors, and of the tensors inside a wrapper subclass."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
@@ -245,7 +260,7 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on, a step of any optimiser in this process marks its parameters. Called again, it does nothing."""
+    """From now on, a step of any optimiser in this process marks its parameters. A second call does nothing."""
     register_optimizer_step_post_hook(_stepped)
 
 
@@ -255,9 +270,9 @@ def _stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 
 def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
-    """A compiled training graph whose every run, forward and backward, marks its parameters.
+    """A compiled training graph whose every run, forward and backward, marks the storages of its parameters.
 
-    parameters: their places among the arguments.
+    parameters: the positions of the parameters among the arguments.
     """
 
     @functools.wraps(compiled)
@@ -270,7 +285,7 @@ def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
         def mark(*gradients: Any) -> None:
             _mark(weights)
 
-        # What is packed between forward and backward is older than the update that follows the backward.
+        # A weight that is packed between forward and backward is older than the update that follows the backward.
         for node in {tensor.grad_fn for tensor in outputs if isinstance(tensor, torch.Tensor)} - {None}:
             node.register_hook(mark)
         return outputs
@@ -279,9 +294,9 @@ def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
 
 
 def _unchanged(weight: torch.Tensor, kept: _Packed, name: str) -> bool:
-    """Whether the contents are known to be those that were packed; False where no fingerprint was taken then.
+    """Whether the contents are known to be those that were packed; False where no fingerprint was taken of them.
 
-    Raises RuntimeError where they are others.
+    Raises RuntimeError where the contents differ.
     """
     if kept.fingerprint is None:
         return False

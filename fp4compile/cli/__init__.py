@@ -1,0 +1,1 @@
+"""The command line: `main.py` has the parser, and every other file one subcommand."""

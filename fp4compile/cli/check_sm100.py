@@ -287,12 +287,9 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def add_command(commands) -> None:
-    parser = commands.add_parser("check-sm100", help="compile the kernels for SM100 and look at the machine code")
-    add_arguments(parser)
+    """Add `check-sm100` to the subcommands of `python -m fp4compile`."""
+    parser = commands.add_parser("check-sm100", help="check the machine code of the kernels for SM100")
     parser.set_defaults(run=run)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sm", type=int, nargs="+", default=[100], help="compute capabilities, 100 for 10.0")
 
 
@@ -309,13 +306,3 @@ def run(args: argparse.Namespace) -> None:
             print(line.format(found.kernel, found.configuration, found.format, found.sm, found.registers, found.shared,
                               found.local_accesses, found.wide_loads, found.wide_stores, notes))  # fmt: skip
     raise SystemExit(1 if failed else 0)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="fp4compile check-sm100", description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,26 @@
-"""The demo: a small Llama-style model learns real text in bf16 and under a recipe, from the same seed and data.
+"""The demo: train a small Llama-style model on real text, in bf16 and under a recipe, from the same seed and data.
 
     python -m fp4compile demo [--recipe R] [--device D] [--steps N]
 
-It prints what was quantised, both loss curves, and how far the quantised model's logits are from bf16.
+It prints what was quantised, the losses of both runs, and how far the quantised model's logits are from bf16.
 """
 
 import argparse
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fp4compile.backend import Backend, backend
 from fp4compile.calibrate import calibrate
-from fp4compile.recipe import Recipe
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve
 
 BATCH, LENGTH = 8, 64
 LEARNING_RATE = 5e-3
@@ -43,13 +43,15 @@ class Shape:
 
 
 class Attention(nn.Module):
+    """Causal self-attention with rotary position embedding. x: [batch, tokens, hidden]."""
+
     def __init__(self, shape: Shape):
         super().__init__()
         self.heads = shape.heads
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, name, nn.Linear(shape.hidden, shape.hidden, bias=False))
 
-    def forward(self, x, cos, sin):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -59,17 +61,21 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """A gated MLP with SiLU. x: [batch, tokens, hidden]."""
+
     def __init__(self, shape: Shape):
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.inner, bias=False)
         self.down_proj = nn.Linear(shape.inner, shape.hidden, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
+    """Attention and MLP, each behind a norm and with a residual connection."""
+
     def __init__(self, shape: Shape):
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden)
@@ -77,12 +83,14 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(shape.hidden)
         self.mlp = MLP(shape)
 
-    def forward(self, x, cos, sin):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):
+    """The model: tokens [batch, length] -> logits [batch, length, vocabulary]."""
+
     def __init__(self, shape: Shape = Shape()):  # noqa: B008 (frozen)
         super().__init__()
         self.embed = nn.Embedding(shape.vocabulary, shape.hidden)
@@ -95,9 +103,9 @@ class Llama(nn.Module):
         for layer in self.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-        nn.init.normal_(self.lm_head.weight, std=0.02)  # the first guess is uniform
+        nn.init.normal_(self.lm_head.weight, std=0.02)  # small, so that the first prediction is nearly uniform
 
-    def forward(self, tokens):
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for layer in self.layers:
@@ -105,14 +113,15 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def rotary(width: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(width: int, length: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of rotary position embedding, [length, width]."""
     frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
     angles = torch.outer(torch.arange(length), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
-def rotate(x, cos, sin):
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., length, width] with rotary position embedding applied."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -120,16 +129,16 @@ def rotate(x, cos, sin):
 # ---------------------------------------------------------------- the text
 
 
-def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the standard library's sources as (training, held-out) text; the same on every run."""
+def text() -> tuple[Tensor, Tensor]:
+    """(training, held-out) text: bytes of the standard library's sources, the same in every run."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     cut = len(data) * 9 // 10
     return data[:cut], data[cut:]
 
 
-def batches(data: torch.Tensor, device: torch.device, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (tokens, next tokens), [BATCH, LENGTH] each, from random places."""
+def batches(data: Tensor, device: torch.device, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless pairs (tokens, next tokens), [BATCH, LENGTH] each, from random positions of the text."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=generator)
@@ -142,7 +151,7 @@ def batches(data: torch.Tensor, device: torch.device, seed: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model, its loss at every step, its loss on held-out text, and the seconds it took."""
+    """A trained model, its loss at each step, its loss on held-out text, and the seconds that the training took."""
 
     model: nn.Module
     losses: list[float]
@@ -151,7 +160,10 @@ class Run:
 
 
 def train(compile_backend: str | Backend, name: str, steps: int, device: torch.device) -> Run:
-    """Train the model from seed 0 under a torch.compile backend: fp32 parameters, bf16 autocast."""
+    """Train the model from seed 0 under a backend of torch.compile, with fp32 parameters and bf16 autocast.
+
+    name: for the progress bar.
+    """
     start = time.monotonic()
     torch.manual_seed(0)
     model = Llama().to(device)
@@ -173,26 +185,31 @@ def train(compile_backend: str | Backend, name: str, steps: int, device: torch.d
     return Run(model, losses, torch.stack(unseen).mean().item(), time.monotonic() - start)
 
 
-def logits_of(model, tokens):
-    # The same call in training and evaluation, so that one compiled graph serves both.
+def logits_of(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """The logits under bf16 autocast. Training and evaluation call this, so that one compiled graph serves both."""
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
         return model(tokens)
 
 
-def loss_of(logits, target):
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    """The mean cross entropy, in float32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
-def held_out_batches(data: torch.Tensor, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def held_out_batches(data: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     return take(batches(data, device, seed=2), 4)
 
 
 def take(endless: Iterator, count: int) -> Iterator:
+    """The first `count` items of an iterator."""
     return (item for item, _ in zip(endless, range(count), strict=False))
 
 
 def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device) -> float:
-    """Signal to quantisation noise in dB: the logits of one model, uncompiled in bf16 and under the backend."""
+    """The ratio of signal to quantisation noise of a model's logits, in dB.
+
+    The signal is the logits of the model uncompiled in bf16, the noise their difference to those under the backend.
+    """
     compiled = torch.compile(model, backend=compile_backend)
     signal = noise = 0.0
     for tokens, _ in held_out_batches(text()[1], device):
@@ -203,11 +220,12 @@ def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device)
 
 
 def sqnr(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB; infinity without noise."""
     return float("inf") if noise == 0 else 10 * torch.tensor(signal / noise).log10().item()
 
 
 class Progress:
-    """A bar on stderr, with what is left at its end; nothing where stderr is no terminal."""
+    """A progress bar on stderr, followed by a note; it prints nothing where stderr is no terminal."""
 
     WIDTH = 30
 
@@ -220,10 +238,11 @@ class Progress:
         return self
 
     def step(self, note: str) -> None:
+        """Count one step, and draw the bar with a note."""
         self.done += 1
         self._draw(note)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.visible:
             print(file=sys.stderr)
 
@@ -240,7 +259,7 @@ class Progress:
 
 def run(recipe: Recipe, device: torch.device, steps: int) -> None:
     """Train in bf16 and under the recipe, and print the comparison."""
-    torch.set_num_threads(1)  # tensors this small: a second thread costs more than it brings
+    torch.set_num_threads(1)  # the tensors are so small that a second thread costs more than it saves
     baseline = train("inductor", "bf16", steps, device)
     if recipe.activation_scale == "static" and not recipe.static_scales:
         samples = [tokens for tokens, _ in take(batches(text()[0], device, seed=3), 4)]
@@ -259,16 +278,16 @@ def run(recipe: Recipe, device: torch.device, steps: int) -> None:
     print(f"logits of the {recipe.name} model against the same weights in bf16, held-out text: SQNR {decibel:.1f} dB")
 
 
-def add_command(commands) -> None:
+def add_command(commands: Any) -> None:
     """Add `demo` to the subcommands of `python -m fp4compile`."""
-    parser = commands.add_parser("demo", help="train a small model in bf16 and under a recipe, and compare")
+    parser = commands.add_parser("demo", help="compare training in bf16 and under a recipe")
     parser.add_argument("--recipe", type=_recipe, help="a named recipe or a .toml file (FP4COMPILE_RECIPE, or nvfp4)")
     parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
     parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")
-    parser.set_defaults(run=lambda args: run(args.recipe or resolve(), args.device or _device(None), args.steps))
+    parser.set_defaults(run=lambda args: run(args.recipe or _recipe(None), args.device or _device(None), args.steps))
 
 
-def _recipe(name: str) -> Recipe:
+def _recipe(name: str | None) -> Recipe:
     try:
         return resolve(name)
     except (ValueError, TypeError, OSError) as error:

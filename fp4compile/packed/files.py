@@ -1,8 +1,8 @@
-"""Packed models in files: `save_packed` and `load_packed`, with safetensors.
+"""Packed models in safetensors files: `save_packed` and `load_packed`.
 
-A file holds the model's state, each memory once. Its metadata say how the packed layers multiply, and which tensors
-are one (`aliases`, those of them that are one object in `tied`) or views of another (`views`). Files of version 0.1
-have `aliases` alone, told by address and shape.
+A file holds the state of a model; memory that several tensors share is in it once. The metadata of the file say how the
+packed layers multiply, and which tensors of the model share memory: see `sharing.Sharing`, whose fields they hold.
+Files of version 0.1 have `aliases` alone, which they found by address and shape.
 """
 
 import json
@@ -38,11 +38,11 @@ _EXTRA_STATE = "_extra_state"
 
 
 def save_packed(model: nn.Module, path: str | PathLike) -> None:
-    """Write the state of a model, packed layers included, to a safetensors file.
+    """Write the state of a model with packed layers to a safetensors file.
 
-    Memory that tensors share is written once. The file is written beside `path` and then put in its place: what was
-    there stays until the new file is whole. Parameters and buffers are written, with a warning where modules have
-    extra state of another kind.
+    Parameters and persistent buffers are written, and memory that several of them share is written once. A warning says
+    where a module has extra state of another kind, which is not written. A file that exists at `path` stays until the
+    new one is complete.
 
     Raises TypeError for what is no module, ValueError if the model has no packed layer or has tensors on the meta
     device, OSError where the file cannot be written.
@@ -66,7 +66,7 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, themselves."""
+    """The parameters and persistent buffers of a model by name: the objects, not detached copies."""
     state = model.state_dict(keep_vars=True)
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)}
 
@@ -78,13 +78,13 @@ def _is_extra_state(key: str) -> bool:
 def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str) -> None:
     from safetensors.torch import save_file
 
-    target = Path(os.path.realpath(path))  # of a link, the file that it names
+    target = Path(os.path.realpath(path))  # where path is a link, replace the file that it points to
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         beside.touch()
         mode = beside.stat().st_mode
         save_file(tensors, beside, {_METADATA: metadata})
-        beside.chmod(mode)  # safetensors makes files that only their owner reads
+        beside.chmod(mode)  # safetensors has made it a file that only its owner can read
         os.replace(beside, target)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -95,16 +95,19 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
 
 
 def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.device | None = None) -> None:
-    """Give an unpacked model of the same architecture the packed layers and tensors of a file, in place.
+    """Replace layers and fill tensors of an unpacked model by those of a file, in place.
 
-    device: where parameters and buffers go that are on the meta device, the CPU where not given. All others stay where
-        they are.
+    model: of the same architecture as the model that was saved.
+    path: a file of `save_packed`.
+    device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
 
-    Tensors that were one when the file was written, or views of one memory, are so again. Everything is checked before
-    the model is touched. Raises TypeError for what is no module or no device; ValueError for a file that is truncated
-    or was not made by `save_packed`, for layers that the model does not have, that have other sizes or cannot be packed
-    (see `pack_`), for missing tensors, for tensors that are one in the model and differ in the file, and for buffers
-    on the meta device that are no part of the state.
+    Tensors that shared memory when the file was written share it again. Everything is checked before the model is
+    changed.
+
+    Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
+    that is truncated or was not made by `save_packed`, for layers that the model does not have, whose sizes differ or
+    that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
+    the file, and for buffers on the meta device that the file does not have.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -117,7 +120,7 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
     _check_tensors(path, stored, _expected(kept, packed))
     _check_twins(path, stored, packed)
     check_shared(path, stored, kept)
-    _place(model, packed, stored, target)
+    _insert(model, packed, stored, target)
     _materialise(model, stored, target)
     for name, tensor in kept.items():
         if not tensor.is_meta:
@@ -140,7 +143,10 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor], Sharing | None]:
-    """(state of the packed layers, tensors by name, what they shared) of a file; None of a file of version 0.1."""
+    """(state of the packed layers, tensors by name, which of them share memory) of a file.
+
+    The last is None for a file of version 0.1.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -152,7 +158,8 @@ def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
     layers, sharing, old = _parse(path, metadata)
-    sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases  # views first
+    # Views come first, because an alias may be one of a view.
+    sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases
     for name, source in sources.items():
         if source not in tensors:
             raise ValueError(f"{path}: tensor {source!r}, which {name!r} shares, is missing")
@@ -163,7 +170,8 @@ def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor
     return layers, tensors, None if old else sharing
 
 
-def _strided(path, name: str, source: torch.Tensor, *geometry) -> torch.Tensor:
+def _strided(path: str | PathLike, name: str, source: torch.Tensor, *geometry: Any) -> torch.Tensor:
+    """The view of a tensor with the shape, strides and offset that a file gives."""
     try:
         return source.as_strided(*geometry)
     except (RuntimeError, TypeError) as error:
@@ -171,7 +179,7 @@ def _strided(path, name: str, source: torch.Tensor, *geometry) -> torch.Tensor:
 
 
 def _parse(path: str | PathLike, metadata: str) -> tuple[dict[str, dict], Sharing, bool]:
-    """(state of the packed layers, shared tensors, whether the file is of version 0.1) of a file's metadata."""
+    """(state of the packed layers, which tensors share memory, whether the file is of version 0.1), of metadata."""
     keys = {field.name for field in fields(LayerFormat)} | {"in_features", "out_features"}
     try:
         content = json.loads(metadata)
@@ -190,34 +198,34 @@ def _parse(path: str | PathLike, metadata: str) -> tuple[dict[str, dict], Sharin
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A packed layer to be: where it goes (one name, or more of the same place), instead of which layer."""
+class _Replacement:
+    """A linear layer that a packed one will replace. names: every name that the model has for the layer's place."""
 
     names: list[str]
     linear: nn.Module
     layer_format: LayerFormat
 
 
-def _packed_layers(model: nn.Module, layers: dict[str, dict]) -> list[_Place]:
-    """The places of the packed layers of a file. ValueError where the model's layer is no match."""
+def _packed_layers(model: nn.Module, layers: dict[str, dict]) -> list[_Replacement]:
+    """The layers of the model that packed ones of a file replace. Raises ValueError where a layer does not match."""
     for name, state in layers.items():
         _check_layer(model, name, state)
     names: dict[tuple, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_linear(module):
             names.setdefault(_slot(model, name), []).append(name)
-    places: dict[tuple, _Place] = {}
+    places: dict[tuple, _Replacement] = {}
     for name, state in layers.items():
         layer_format = LayerFormat(state["weight"], state["activation"], state["activation_outer"])
         slot = _slot(model, name)
-        place = places.setdefault(slot, _Place(names[slot], model.get_submodule(name), layer_format))
+        place = places.setdefault(slot, _Replacement(names[slot], model.get_submodule(name), layer_format))
         if place.layer_format != layer_format:
             raise ValueError(f"layer {name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())
 
 
 def _slot(model: nn.Module, name: str) -> tuple[int, str]:
-    """What a name means: a module, by identity, and the name of a child in it."""
+    """The place that a name means: the id of a module, and the name of an attribute of it."""
     parent, _, child = name.rpartition(".")
     return id(model.get_submodule(parent)), child
 
@@ -237,8 +245,8 @@ def _check_layer(model: nn.Module, name: str, state: dict[str, Any]) -> None:
         raise ValueError(f"layer {name!r}: the file has in and out features {stored}, the model {sizes(linear)}")
 
 
-def _expected(kept: dict[str, torch.Tensor], packed: list[_Place]) -> dict[str, tuple]:
-    """Shape and dtype of every tensor that the packed model will have."""
+def _expected(kept: dict[str, torch.Tensor], packed: list[_Replacement]) -> dict[str, tuple]:
+    """The shape and dtype of every tensor that the packed model will have, by name."""
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
     for place in packed:
         inner, outer = sizes(place.linear)
@@ -248,7 +256,10 @@ def _expected(kept: dict[str, torch.Tensor], packed: list[_Place]) -> dict[str, 
 
 
 def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
-    """Raise where tensors are missing, unknown or of another shape or dtype; bytes take their type."""
+    """Raise where tensors of a file are missing, unknown, or of another shape or dtype than expected.
+
+    Tensors of bytes for which a dtype of one byte is expected become tensors of that dtype.
+    """
     for name, (shape, dtype) in expected.items():
         if name not in stored:
             raise ValueError(f"{path}: tensor {name!r} is missing")
@@ -264,8 +275,8 @@ def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expect
         raise ValueError(f"{path}: the model has no {unknown[0]!r}")
 
 
-def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: list[_Place]) -> None:
-    """Raise where the file has different packed weights for what is one layer in the model."""
+def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: list[_Replacement]) -> None:
+    """Raise where the file has different packed weights under several names of one layer of the model."""
     for place in packed:
         for buffer in BUFFERS:
             found = [stored[key] for name in place.names if (key := f"{name}.{buffer}") in stored]
@@ -275,6 +286,7 @@ def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: 
 
 
 def _check_meta(model: nn.Module, restored: set[str]) -> None:
+    """Raise where a tensor of the model is on the meta device, and loading does not give it values."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
         if tensor.is_meta and name not in restored:
@@ -285,12 +297,15 @@ def _check_meta(model: nn.Module, restored: set[str]) -> None:
 # ---------------------------------------------------------------- changing the model
 
 
-def _place(model: nn.Module, packed: list[_Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
+def _insert(
+    model: nn.Module, packed: list[_Replacement], stored: dict[str, torch.Tensor], target: torch.device
+) -> None:
+    """Put the packed layers into the model. Empties the list `packed` on the way, to free each weight."""
     made: dict[tuple, PackedLinear] = {}
     while packed:
         place = packed.pop(0)
         linear, names = place.linear, place.names
-        # One layer that is held in several places stays one where the file has one for them.
+        # A layer that the model holds in several places stays one layer if the file has one weight for all of them.
         key = (id(linear), stored[f"{names[0]}.weight_data"].data_ptr())
         if key not in made:
             layer = made[key] = PackedLinear.in_place_of(linear, place.layer_format)
@@ -298,11 +313,11 @@ def _place(model: nn.Module, packed: list[_Place], stored: dict[str, torch.Tenso
             for buffer in buffer_shapes(layer):
                 setattr(layer, buffer, stored[f"{names[0]}.{buffer}"].to(device))
         replace(model, names[0], made[key])
-        del place, linear  # and with them the weight
+        del place, linear  # frees the weight
 
 
 def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torch.device) -> None:
-    """New tensors in the place of those on the meta device; what is one object there stays one."""
+    """Replace the tensors on the meta device by stored ones; one object in several places stays one object."""
     made: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
@@ -315,13 +330,14 @@ def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torc
 
 
 def _made_of(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A tensor or parameter with these values, and with what else the old one has."""
     new = nn.Parameter(values, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else values
     vars(new).update(vars(old))
     return new
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    if repeats(tensor):  # not to be written to
+    if repeats(tensor):  # torch refuses to write to such a tensor
         tensor.data = values.to(tensor.device)
         return
     with torch.no_grad():

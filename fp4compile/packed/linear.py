@@ -1,4 +1,4 @@
-"""`PackedLinear`: the module that `fp4compile.pack_` puts in the place of a linear layer."""
+"""`PackedLinear`: the module that `fp4compile.pack_` puts in the place of a linear layer, and what it can replace."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp4compile import formats
+from fp4compile import formats, layouts
 from fp4compile.layouts import ceil_div
 from fp4compile.ops import FLOAT_DTYPES
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-# What a packed layer cannot keep. A forward pre-hook may change the weight, as that of weight_norm does.
+# The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as the one of weight_norm does.
 _REFUSED_HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
     "_backward_hooks": "a backward hook",
@@ -28,14 +28,24 @@ _REFUSED_HOOKS = {
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How a packed layer multiplies: its weight's format, its activation's (None: as it comes), and that one's static
-    outer scale (None: computed). Raises ValueError for formats that do not exist or cannot be multiplied."""
+    """How a packed layer multiplies.
+
+    weight: the name of the weight's format. activation: that of the activation's; None leaves it unquantised.
+    activation_outer: the static outer scale of the activation; None computes it.
+
+    Raises ValueError for formats that do not exist or that cannot be multiplied.
+    """
 
     weight: str
     activation: str | None
     activation_outer: float | None = None
 
-    def __post_init__(self):
+    @property
+    def scale_layout(self) -> str:
+        """Where the block scales of the weight lie. A layer moves between devices, so it is stored for every device."""
+        return layouts.scale_layout(formats.get(self.weight), native=False)
+
+    def __post_init__(self) -> None:
         weight = formats.get(self.weight)
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
@@ -44,9 +54,11 @@ class LayerFormat:
 class PackedLinear(nn.Module):
     """A linear layer for inference whose weight is block-scaled: y = x @ W^T + bias.
 
-    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; absent ones are None. They move between
-        devices and are never cast. bias: [out] or None; cast as usual.
-    weight_dtype: dtype of `weight`; that of the layer that was packed, and then what `.half()` and the like say.
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
+        move between devices and are never cast.
+    bias: a parameter [out_features], or None. It is cast as in every module.
+    weight_dtype: the dtype of `weight`. At first it is that of the layer that was packed; casts such as `.half()` set
+        it.
     in_first: whether `weight` is [in, out], as in the Conv1D of transformers, and not [out, in].
     """
 
@@ -69,14 +81,16 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
-        """The packed form of a linear layer, quantised along its in features; under autocast, of the weight that
-        autocast would multiply with."""
+        """The packed form of a linear layer. The weight is quantised along the in features.
+
+        Under autocast, it is cast first, as autocast casts it before a product.
+        """
         packed = cls.in_place_of(linear, layer_format)
         fmt, dim = formats.get(layer_format.weight), 0 if packed.in_first else -1
         weight = linear.weight.detach()
         if torch.is_autocast_enabled(weight.device.type):
             weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim)
+        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layer_format.scale_layout)
         packed.weight_data = data
         packed.weight_scales = scales if fmt.scale else None
         packed.weight_outer = outer if fmt.outer else None
@@ -84,20 +98,25 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
-        """A packed layer without its weight yet: with the layer's sizes, bias, forward hooks, attributes and mode."""
+        """A packed layer that still lacks its weight, with all else of a linear layer.
+
+        It has the layer's sizes, its bias, its forward hooks, its attributes and its training mode.
+        """
         in_features, out_features = sizes(linear)
         dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
         packed = cls(in_features, out_features, layer_format, linear.bias, weight_dtype=dtype, in_first=in_first)
-        # The dictionaries themselves: the handles that remove the hooks refer to them.
-        vars(packed).update({name: getattr(linear, name) for name in _KEPT_HOOKS})
-        vars(packed).update(_attributes(linear))
+        # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
+        packed.__dict__.update({name: getattr(linear, name) for name in _KEPT_HOOKS})
+        packed.__dict__.update(_attributes(linear))
         return packed.train(linear.training)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The values that the layer multiplies with, expanded anew at each reading: weight_dtype, the shape of the
-        weight that was packed. It is an inference tensor: writing to it, which would change nothing, raises (as ever,
-        not through `.data`)."""
+        """The weight that the layer multiplies with, dequantised anew at each access, in weight_dtype.
+
+        It has the shape of the weight that was packed. It is an inference tensor, so that writing to it, which would
+        not change the layer, raises (writing through `.data` does not).
+        """
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         with torch.inference_mode():
             weight = torch.ops.fp4compile.dequantize(
@@ -149,9 +168,9 @@ class PackedLinear(nn.Module):
         return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedLinear":
-        """As of every module, for what moves and casts; codes and scales only move."""
+        """Move and cast as every module does, but for codes and scales, which only move."""
         kept = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
-        # What casts a module casts floating-point tensors: as integers codes and scales are not cast even for a moment.
+        # A cast of a module casts its floating-point tensors. As integers, codes and scales stay what they are.
         hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in kept.items()}
         self._buffers.update(hidden)
         try:
@@ -166,7 +185,7 @@ class PackedLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickle reads no storages of scales and FP8 codes: they are pickled as integers.
+        # Pickle cannot read storages of scales and FP8 codes, so they are pickled as integers.
         hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
         return vars(self) | {"_buffers": hidden}
 
@@ -176,9 +195,12 @@ class PackedLinear(nn.Module):
             if self._buffers[name] is not None:
                 self._buffers[name] = self._buffers[name].view(dtype)
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors):
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
         problem = self._misfit(state_dict, prefix)
-        if problem is not None:  # nothing of it is taken
+        if problem is not None:  # load nothing of it
             errors.append(f"packed layer {prefix.removesuffix('.')!r}: {problem}")
             return
         super()._load_from_state_dict(
@@ -186,7 +208,7 @@ class PackedLinear(nn.Module):
         )  # fmt: skip
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Why a state is not one of this layer; shapes apart, which every module checks."""
+        """Why a state does not fit this layer; None where it does. Shapes are left to the check of every module."""
         state = state_dict.get(f"{prefix}_extra_state", self.get_extra_state())
         if state != self.get_extra_state():
             return f"the state is of {state}, the layer is {self.get_extra_state()}"
@@ -197,21 +219,26 @@ class PackedLinear(nn.Module):
         return None
 
     def get_extra_state(self) -> dict[str, Any]:
+        """The layer's format and sizes, which state dicts and files of `save_packed` hold."""
         return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing to take over: `_misfit` has compared the state."""
+        """Nothing is set: `_misfit` has made sure that the state is this layer's own."""
 
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"
         return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
 
 
+# The integer type of each item size among the buffers.
 _INTEGERS = {1: torch.uint8, 4: torch.int32}
 
 
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A buffer with the dtype it had: `hidden` is `before` as integers, `after` what a module's `_apply` made of it."""
+    """A buffer with its own dtype again, after a module's `_apply`.
+
+    before: the buffer. hidden: the same memory as integers. after: what `_apply` has made of `hidden`.
+    """
     if after is hidden:
         return before
     if after.dtype != hidden.dtype:  # `Module.type` casts integers too
@@ -224,8 +251,10 @@ def buffer_shapes(layer: PackedLinear) -> dict[str, tuple[tuple[int, ...], torch
     fmt = formats.get(layer.layer_format.weight)
     blocks = ceil_div(layer.in_features, fmt.block_cols)
     cols = blocks * fmt.block_cols // (2 if fmt.packed else 1)
-    shapes = {"weight_data": ((layer.out_features, cols), fmt.data_dtype)}
-    if fmt.scale:
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "weight_data": ((layer.out_features, cols), fmt.data_dtype)
+    }
+    if fmt.block is not None:
         shapes["weight_scales"] = ((ceil_div(layer.out_features, fmt.block[0]), blocks), fmt.scale_dtype)
     if fmt.outer:
         shapes["weight_outer"] = ((layer.out_features, 1) if fmt.outer == "row" else (), torch.float32)
@@ -241,7 +270,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """y = x @ W + bias with W [in, out], as in GPT-2. By name, so that transformers need not be there."""
+    """Whether it is transformers' Conv1D: y = x @ W + bias with W [in, out], as in GPT-2.
+
+    The class is compared by name, so that transformers need not be installed.
+    """
     return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
@@ -251,13 +283,13 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def obstacle(linear: nn.Module) -> str | None:
-    """Why a packed layer could not behave as this linear layer does; None where it can."""
+    """Why a packed layer could not replace this linear layer with the same behaviour; None where it could."""
     if parametrize.is_parametrized(linear):
         return f"parametrised: {', '.join(linear.parametrizations)}"
     if not (type(linear) is nn.Linear or _is_conv1d(linear)):
         return f"class {type(linear).__name__} is a subclass of Linear"
     extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
-    if extra:  # those of weight_norm, spectral_norm and pruning, for example
+    if extra:  # weight_norm, spectral_norm and pruning add some, for example
         return f"it holds more than weight and bias: {', '.join(sorted(extra))}"
     return _odd_tensors(linear) or _odd_hooks(linear) or _odd_attributes(linear)
 
@@ -290,23 +322,25 @@ def _odd_attributes(linear: nn.Module) -> str | None:
 
 
 def _attributes(linear: nn.Module) -> dict[str, Any]:
-    """What was written on the layer besides what every linear layer has."""
+    """The attributes that were set on a layer, besides those that every linear layer has."""
     standard = vars(nn.Module()).keys() | (set() if _is_conv1d(linear) else {"in_features", "out_features"})
     return {name: value for name, value in vars(linear).items() if name not in standard}
 
 
+# The attributes of a packed layer itself.
 _OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
 
 
-# ---------------------------------------------------------------- what would not run a packed layer
+# ---------------------------------------------------------------- torch's transformer encoders
 
 
 def leave_fast_paths(model: nn.Module) -> None:
-    """Make torch's transformer encoders run their packed layers.
+    """Make torch's transformer encoders call their packed layers.
 
-    In inference their fast path reads `linear1.weight` and calls no layer: of a packed one, it would leave out the
-    quantising of the activations. And the encoder would give its layers nested tensors. Both attributes say where the
-    fast path does not apply; torch sets them so itself, for other activation functions for example.
+    In inference, an encoder layer takes a fast path that reads `linear1.weight` and calls no linear layer, so the
+    activations of a packed layer would not be quantised. An encoder also gives its layers nested tensors. The two
+    attributes set here switch off both. torch itself sets them so where the fast path does not apply, such as for
+    other activation functions.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

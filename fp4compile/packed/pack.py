@@ -1,36 +1,39 @@
-"""Models whose weights are stored packed: `pack_` in place; `packed_files` writes and reads them.
+"""`pack_`: store the weights of a model packed, in place of its parameters. `packed.files` writes and reads the result.
 
-The backend keeps packed weights beside the parameters; `pack_` puts them in the parameters' place, so that the memory
-goes down too. A packed layer computes what the compiled layer would, with the same bits, eagerly and compiled. A weight
-that autocast would cast is packed as it is cast if `pack_` runs under autocast, too.
+The backend keeps packed weights beside the parameters (`weight_cache`). `pack_` removes the parameters, so that a model
+needs less memory. A packed layer computes what the compiled layer would compute, with the same bits, both eagerly and
+compiled.
 """
 
 import warnings
+from pathlib import Path
 
 from torch import nn
 
 from fp4compile.packed.linear import LayerFormat, PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import Layer, Model, of_layer
-from fp4compile.recipe import Recipe, unmatched_rules
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import Report, Row
 
 
-def pack_(model: nn.Module, recipe: str | dict | Recipe | None = None) -> Report:
-    """Replace the linear layers that a recipe quantises by packed ones, in place, freeing each weight as it goes.
+def pack_(model: nn.Module, recipe: str | dict | Recipe | Path | None = None) -> Report:
+    """Replace the linear layers that a recipe quantises by packed ones, in place, and free each weight on the way.
 
-    recipe: as for `fp4compile.backend`; of it, the forward product counts. Packed are modules of type `nn.Linear` and
-        the Conv1D of transformers, each one once, whatever number of names it has. Left alone, with a reason in the
-        report, are layers of a subclass, parametrised ones, those with hooks other than forward hooks, and those whose
-        weight another linear layer has too. A weight that an embedding shares stays with the embedding.
+    recipe: as for `fp4compile.backend`; what it says of the forward product decides.
 
-    Packed layers are for inference; forward hooks and attributes of a layer go over to its packed one. For a model that
-    runs under autocast, call it under autocast: the weights are then cast before they are quantised, as there.
+    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer that has several names in the
+    model is packed once. Left alone, with a reason in the report, are layers of a subclass, parametrised layers, layers
+    with other hooks than forward hooks, and layers whose weight another linear layer has too. A weight that an
+    embedding has too stays with the embedding.
 
-    Returns a report of what was packed and why the rest was not. Warns of rules that match no layer. Raises TypeError
-    for what is no module, ValueError for a model that is itself a linear layer, and what `backend` raises for a bad
-    recipe.
+    Packed layers are for inference. They keep the forward hooks and the attributes of the layers. For a model that runs
+    under autocast, call `pack_` under autocast, so that the weights are cast before they are quantised, as in a run.
+
+    Returns a report of what was packed, and of why the rest was not. Warns of rules that decide about no layer.
+
+    Raises TypeError for what is no module, ValueError for a model that is itself a linear layer, and what `backend`
+    raises for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -39,7 +42,7 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | None = None) -> Report
     _warn_of_rules(model, chosen, places)
     report = Report(chosen.name)
     choice = _Choice(model, chosen, places)
-    for names in places:  # a list of the modules would keep their weights
+    for names in places:  # names, because a list of the modules would keep the weights alive
         linear = model.get_submodule(names[0])
         layer_format = choice.layer_format(names, linear)
         if isinstance(layer_format, LayerFormat):
@@ -53,7 +56,7 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | None = None) -> Report
 
 
 def _places(model: nn.Module) -> list[list[str]]:
-    """The names of each linear layer: one for every place where a module of the model holds it."""
+    """The names of each linear layer: one name for every attribute of a module that holds the layer."""
     found: dict[int, list[str]] = {id(module): [] for module in model.modules() if is_linear(module)}
     if is_linear(model):
         found[id(model)].append("")
@@ -65,14 +68,18 @@ def _places(model: nn.Module) -> list[list[str]]:
 
 
 class _Choice:
-    """What a recipe makes of each linear layer of a model."""
+    """Decides what a recipe makes of each linear layer of a model.
+
+    around: what the recipe must know of the whole model. linears: the names of the linear layers that hold each
+    parameter, by the parameter's id. elsewhere: the ids of the parameters that other modules hold.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]]):
         self.recipe = recipe
         parameters = [clean_name(name) for name, _ in model.named_parameters()]
         layers = [_layer(names[0], model.get_submodule(names[0]), recipe) for names in places]
         self.around = Model.of(recipe, parameters, layers)
-        # By id: modules and parameters kept here would keep the weights.
+        # By id, because references to modules or parameters would keep the weights alive.
         self.linears: dict[int, list[str]] = {}
         for names in places:
             for parameter in model.get_submodule(names[0]).parameters(recurse=False):
@@ -81,7 +88,7 @@ class _Choice:
         self.elsewhere = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
 
     def layer_format(self, names: list[str], linear: nn.Module) -> LayerFormat | str:
-        """The format that a layer is packed in, or why it is not."""
+        """The format that a layer is packed in, or the reason why it is left alone."""
         reason = obstacle(linear)
         if reason is not None:
             return reason
@@ -89,8 +96,8 @@ class _Choice:
         if tied:
             return f"its weight is that of {tied[0]!r} too"
         layer_recipe, reason = self._decide(names, linear)
-        if reason is not None:
-            return reason
+        if layer_recipe is None or reason is not None:
+            return reason or "no recipe"
         if layer_recipe.fprop_w is None:
             return f"recipe {layer_recipe.name} leaves weights in high precision"
         if layer_recipe.activation_scale == "dynamic":
@@ -101,7 +108,7 @@ class _Choice:
         return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer)
 
     def _decide(self, names: list[str], linear: nn.Module) -> tuple[Recipe | None, str | None]:
-        """(the layer's recipe, why it is left alone all the same), as the backend decides."""
+        """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
         tied = id(linear.weight) in self.elsewhere
         decisions = [of_layer(_layer(name, linear, self.recipe, tied), self.recipe, self.around) for name in names]
         if any(decision != decisions[0] for decision in decisions):
@@ -111,22 +118,22 @@ class _Choice:
 
 def _layer(name: str, linear: nn.Module, recipe: Recipe, tied: bool = False) -> Layer:
     inner, outer = sizes(linear)
-    # The number of tokens is unknown here and counts as enough.
+    # The number of tokens is unknown here, and counts as large enough.
     return Layer(module_name(clean_name(f"{name}.weight")), (recipe.min_m, outer, inner), tied)
 
 
 def _row(name: str, linear: nn.Module, packed: LayerFormat | str) -> Row:
     inner, outer = sizes(linear)
-    dims = {"m": None, "n": outer, "k": inner, "flops": None}
     if isinstance(packed, str):
-        weight = linear._parameters.get("weight")  # reading a parametrised one computes it
-        right = None if weight is None else str(weight.dtype).removeprefix("torch.")
-        return Row(name, "fprop", left=None, right=right, tier=None, reason=packed, **dims)
-    return Row(name, "fprop", left=packed.activation, right=packed.weight, tier=None, reason=None, **dims)
+        weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
+        left, right, reason = None, None if weight is None else str(weight.dtype).removeprefix("torch."), packed
+    else:
+        left, right, reason = packed.activation, packed.weight, None
+    return Row(name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None)
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the submodule of that name."""
+    """Put a module in the place of the submodule of that name. Raises ValueError for "", the model itself."""
     parent, _, child = name.rpartition(".")
     if not name:
         raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
@@ -134,7 +141,7 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) -> None:
-    # Parameters of other modules, as of experts, are layers to the backend, and a recipe may serve both.
+    # To the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
     matrices = (name for name, parameter in model.named_parameters() if parameter.dim() > 1)
     names = [*(name for group in places for name in group), *map(module_name, matrices)]
     for rule in unmatched_rules(recipe, map(clean_name, names)):

@@ -1,4 +1,4 @@
-"""Which tensors of a model's state share memory: written once to a file, and shared again when it is read."""
+"""Tensors of a model's state that share memory: a file holds that memory once, and loading shares it again."""
 
 from dataclasses import dataclass, field
 from os import PathLike
@@ -11,8 +11,10 @@ from torch import nn
 class Sharing:
     """Which tensors of a state share memory.
 
-    aliases: name -> the name of a tensor with the same elements. tied: of these, those that are the same object.
-    views: name -> (the name of a contiguous tensor, shape, strides, offset in it), in elements.
+    aliases: the name of a tensor -> the name of a tensor with the same elements.
+    tied: the names in `aliases` whose tensor is the very same object.
+    views: the name of a tensor -> (the name of a contiguous tensor, and the shape, strides and offset of the view into
+        that one), in elements.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)
@@ -24,12 +26,12 @@ class Sharing:
 
 
 def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sharing]:
-    """(tensors to write, which others share their memory)."""
+    """(the tensors of a state to write, by name; how the others share memory with them)."""
     tensors: dict[str, torch.Tensor] = {}
     sharing = Sharing()
     first: dict[tuple, str] = {}
     written: dict[tuple, list[str]] = {}
-    # The largest of a memory first: the others may be views of it.
+    # Large tensors come first, because smaller ones may be views of them.
     for name, tensor in sorted(state.items(), key=lambda entry: -entry[1].numel()):
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -47,7 +49,8 @@ def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sh
             sharing.views[name] = (base, tuple(tensor.shape), tensor.stride(), offset)
             continue
         plain = storable(tensor.detach()).contiguous()
-        tensors[name] = plain.clone() if others and tensor.numel() else plain  # safetensors takes no shared memory
+        # safetensors refuses tensors that share memory.
+        tensors[name] = plain.clone() if others and tensor.numel() else plain
         others.append(name)
     return tensors, sharing
 
@@ -62,11 +65,12 @@ def _covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """Scales and FP8 codes as bytes: not every reader knows their types."""
+    """The tensor as a file holds it: scales and FP8 codes as bytes, because not every reader knows their dtypes."""
     return tensor.view(torch.uint8) if is_byte_float(tensor.dtype) else tensor
 
 
 def is_byte_float(dtype: torch.dtype) -> bool:
+    """Whether it is a floating-point dtype of one byte."""
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 
@@ -74,7 +78,10 @@ def is_byte_float(dtype: torch.dtype) -> bool:
 
 
 def check_shared(path: str | PathLike, stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Raise where tensors share memory in the model and the file has different values for it."""
+    """Raise ValueError where tensors share memory in the model and the file has different values for that memory.
+
+    path: for the message. stored: the tensors of the file. kept: the tensors of the model that the file will fill.
+    """
     groups: dict[int, list[str]] = {}
     for name, tensor in kept.items():
         if tensor.numel() and not repeats(tensor):
@@ -94,22 +101,24 @@ def check_shared(path: str | PathLike, stored: dict[str, torch.Tensor], kept: di
 
 
 def _view_of(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of bytes in memory, with the dtype, shape, strides and offset of a tensor."""
     size = tensor.dtype.itemsize
     values = memory[: memory.numel() // size * size].view(tensor.dtype)
     return values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes, in row-major order; NaNs count by their bits."""
     return a is b or torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)))
 
 
 def repeats(tensor: torch.Tensor) -> bool:
-    """Whether elements share a place, as after `expand`."""
+    """Whether several elements of a tensor have one place in memory, as after `expand`."""
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def share(model: nn.Module, sharing: Sharing) -> None:
-    """Make one again what was one when the file was written, where dtypes and devices are the same."""
+    """Let tensors share memory again as they did when the file was written, where their dtypes and devices agree."""
     for name, (source, shape, strides, offset) in sharing.views.items():
         mine, other = _tensor(model, name), _tensor(model, source)
         alike = (mine.dtype, mine.device) == (other.dtype, other.device)
@@ -136,7 +145,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _holder(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], str]:
-    """The dictionary of a module that holds a parameter or buffer, and its name there."""
+    """(the dictionary of a module that holds a parameter or buffer, its name in that dictionary)."""
     path, _, child = name.rpartition(".")
     module = model.get_submodule(path)
     return (module._parameters if child in module._parameters else module._buffers), child

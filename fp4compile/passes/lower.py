@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from fp4compile import _compat, ops
+from fp4compile import _inductor_patches, ops
 from fp4compile.passes.autotune import fastest
 from fp4compile.passes.graph import (
     FAKE_QUANTIZE,
@@ -46,8 +46,8 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
 
 def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
-    _compat.share_analysis("fp4compile")
-    _compat.launch_dependents("fp4compile")
+    _inductor_patches.share_kernel_analysis("fp4compile")
+    _inductor_patches.launch_as_dependents("fp4compile")
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     for op, implementation in _KERNELS.items():

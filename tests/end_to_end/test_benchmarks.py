@@ -112,7 +112,7 @@ def test_products_are_launched_as_asked(name, m):
         with dry_run(Target(90)) as made, launches.computes(m, asked):
             launches.product(x, weights)
         made = [one for one in made if one.kernel.__name__ != "swizzle_a_sm90"]
-        found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made), "GRID": made[0].programs}
+        found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made), "GRID": made[0].grid}
         asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
         if "GRID" in asked:
             asked["GRID"] = min(asked["GRID"], sum(sizes) // (16 * asked.get("TILES", 1)))

@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
-from fp4compile.__main__ import main
+from fp4compile import __version__
 from fp4compile.cli import demo
+from fp4compile.cli.main import main
 from fp4compile.recipe import recipes
 
 
@@ -71,10 +72,34 @@ def test_recipes_command_lists_every_recipe(capsys):
         (["demo", "--recipe", "absent.toml"], "absent.toml"),
         (["demo", "--device", "mps"], "'mps' is not available here"),
         (["demo", "--steps", "0"], "expected a positive whole number"),
-        ([], "required: command"),
+        (["run", "absent.py"], "there is no file 'absent.py'"),
+        (["train"], "invalid choice: 'train'"),
+        ([], "commands:"),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_bad_recipe_in_the_environment_is_a_usage_error(capsys, monkeypatch):
+    monkeypatch.setenv("FP4COMPILE_RECIPE", "nvfp5")
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--steps", "1"])
+    assert "FP4COMPILE_RECIPE=nvfp5: unknown recipe" in capsys.readouterr().err
+
+
+def test_help_has_one_line_a_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    lines = capsys.readouterr().out.partition("commands:")[2].splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == ["demo", "run", "recipes", "check-sm100"]
+    assert all(len(line.split()) > 3 for line in lines if line.startswith("    "))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fp4compile {__version__}\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import fp4compile
 from fp4compile.recipe import recipes
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,19 @@ def test_entry_points_resolve(name, target):
     loaded = EntryPoint(name, target, "torch_dynamo_backends").load()
     assert callable(loaded)
     assert name in ("fp4compile", loaded.__name__)
+
+
+def test_the_version_is_the_packages_literal():
+    """setuptools reads a literal without importing the package, and so without torch."""
+    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["dynamic"]
+    assert project()["dynamic"] == ["version"] and dynamic["version"] == {"attr": "fp4compile.__version__"}
+    source = (ROOT / "fp4compile" / "__init__.py").read_text(encoding="utf-8")
+    assert f'\n__version__ = "{fp4compile.__version__}"' in source
+
+
+def test_every_public_name_is_there():
+    assert all(hasattr(fp4compile, name) for name in fp4compile.__all__)
+    assert (ROOT / "fp4compile" / "py.typed").exists()
 
 
 def test_numpy_is_required():

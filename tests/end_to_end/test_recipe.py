@@ -8,8 +8,7 @@ import torch
 
 import fp4compile
 from fp4compile import formats
-from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, unmatched_rules
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, resolve, unmatched_rules
 
 BACKWARD = ("dgrad", "wgrad")
 FORWARD_ONLY = ("nvfp4_one_level", "nvfp4_static", "nvfp4_weight_only")

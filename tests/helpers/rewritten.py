@@ -8,7 +8,7 @@ from fp4compile.explain import run_captured
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.plan import Decision
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.recipe_io import resolve
+from fp4compile.recipe import resolve
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x", "attention_a", "attention_b")
 

@@ -236,13 +236,13 @@ QKV, GATE_UP = (4096, 1024, 1024), (14336, 14336)
 def test_one_configuration_for_all():
     """That of a product as large as all together; the expansion of A comes first."""
     (one,) = launches(90, QKV, 1)
-    assert (one.kernel.__name__, one.constants["EVEN"], one.programs) == ("gemv", 1, 384)
+    assert (one.kernel.__name__, one.constants["EVEN"], one.grid) == ("gemv", 1, 384)
     assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "k_vectors")] == [1, *QKV, 128]
     (one,) = launches(90, QKV, 5)
     assert (one.kernel.__name__, one.constants["TILES"], one.constants["EVEN"]) == ("gemm_skinny", 1, 1)
     assert [one.args[name] for name in ("m", "n", "n_1", "n_2", "k_vectors")] == [5, *QKV, 128]
     (one,) = launches(90, (1024, 1000), 2)
-    assert (one.programs, one.constants["EVEN"], one.constants["GROUP_SIZE"]) == (127, 0, 2)
+    assert (one.grid, one.constants["EVEN"], one.constants["GROUP_SIZE"]) == (127, 0, 2)
     (one,) = launches(90, GATE_UP, 8)
     assert (one.constants["TILES"], one.constants["CHAINS"]) == (2, 1)
     found = launches(90, QKV, 8, a="nvfp4")

@@ -101,7 +101,7 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
         assert not epilogues
         return
     assert sorted(epilogues.values()) == ["s0", "s4"]  # the sum, and silu times the other
-    gate, residual = (next(name for name in epilogues if epilogues[name] == value) for value in ("v4", "v0"))
+    gate, residual = (next(name for name in epilogues if epilogues[name] == value) for value in ("s4", "s0"))
     # Nor does it fill anything but what maxima of large tensors are added up in.
     assert not [name for name in kernels if name.startswith("triton_") and "zeros" not in name]
     assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]

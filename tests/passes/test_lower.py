@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile import _compat, formats, ops
+from fp4compile import _inductor_patches, formats, ops
 from fp4compile.operand import Operand
 from fp4compile.passes import autotune
 from fp4compile.passes.lower import lower
@@ -307,8 +307,8 @@ def test_a_signature_is_analysed_once(monkeypatch):
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
         original = getattr(triton_kernel_wrap, name, None)
         monkeypatch.setattr(triton_kernel_wrap, name, getattr(original, "__wrapped__", original), raising=False)
-    _compat.share_analysis("fp4compile")
-    _compat.share_analysis("fp4compile")
+    _inductor_patches.share_kernel_analysis("fp4compile")
+    _inductor_patches.share_kernel_analysis("fp4compile")
 
     def written(rows, dtype=torch.bfloat16):
         x = torch.empty(rows, 512, dtype=dtype, device="meta")

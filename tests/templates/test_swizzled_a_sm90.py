@@ -93,7 +93,7 @@ def test_launches(a, m, rows):
         assert image.args[name] is product.args[name]
     per = product.constants["STEPS_PER_STAGE"]
     assert tuple(image.args["image_ptr"].shape) == (2 * per * -(-4096 // (128 * per)), rows, 64)
-    assert image.programs == len(image.args["image_ptr"])
+    assert image.grid == len(image.args["image_ptr"])
 
 
 @compiles

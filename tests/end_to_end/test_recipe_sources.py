@@ -8,8 +8,7 @@ import torch
 from torch._dynamo.backends.registry import register_backend
 
 import fp4compile
-from fp4compile.recipe import Recipe, Rule, named
-from fp4compile.recipe_io import add_arguments, resolve
+from fp4compile.recipe import Recipe, Rule, add_arguments, named, resolve
 
 
 @pytest.fixture(autouse=True)

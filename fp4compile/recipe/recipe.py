@@ -1,79 +1,56 @@
-"""Recipes: which operand of which product takes which format, and which layers are left alone.
-
-A `Recipe` is frozen and hashable; contradictions raise when it is built. `recipe_io.py` reads recipes from TOML, the
-environment and command lines.
-"""
+"""`Recipe`: the user's decisions about precision, frozen and hashable; contradictions raise when one is built."""
 
 import dataclasses
 import functools
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from fp4compile import formats
 from fp4compile.formats import unknown_name
+from fp4compile.recipe import sources
+from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
+from fp4compile.recipe.rules import Rule, rule_of
 
-PRODUCTS = ("fprop", "dgrad", "wgrad", "attention")
-_OPERANDS = {
-    "fprop": ("fprop_x", "fprop_w"),
-    "dgrad": ("dgrad_dy", "dgrad_w"),
-    "wgrad": ("wgrad_dy", "wgrad_x"),
-    "attention": ("attention_a", "attention_b"),
-}
-_ACTIONS = ("skip", "quantize")
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _WEIGHT_CACHES = ("on", "off", "check")
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What to do with the layers whose fully qualified module name matches a glob.
-
-    action: "skip", "quantize" (also where the recipe's defaults would leave the layer alone), or the name of a
-    recipe whose formats the layer takes.
-    """
-
-    pattern: str
-    action: str
-
-    def __post_init__(self):
-        for name in ("pattern", "action"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"rules: {name} must be a string, got {type(getattr(self, name)).__name__}")
-        if not self.pattern or self.pattern != self.pattern.strip():
-            raise ValueError(f"rules: pattern {self.pattern!r} is empty or has spaces around it, so no name matches it")
-        if self.action not in (*_ACTIONS, *_NAMED):
-            raise ValueError(unknown_name("rule action", self.action, (*_ACTIONS, *_NAMED)))
-
-    def matches(self, module: str) -> bool:
-        return fnmatchcase(module, self.pattern)
-
-
-@dataclass(frozen=True)
 class Recipe:
     """The user's decisions about precision.
 
-    fprop_x ... attention_b: format name of each operand (`formats.NAMED`, a spec string or a `BlockFormat`); None,
-        or "none" where a file cannot say None, keeps it in high precision. A product with no format at all is left
-        alone.
-    rules: ordered; the first whose glob matches the layer's name decides. `unmatched_rules` tells those that never do.
-    min_m, min_n, min_k: smallest tokens, out features and in features of a layer worth quantising.
-    skip_first_blocks, skip_last_blocks: transformer blocks left alone at either end. num_blocks: how many there
-        are, for models whose graphs are broken into parts that do not show it.
-    skip_lm_head: leave output heads alone: layers called so (lm_head, classifier, proj_out and the like), those whose
-        weight is an embedding's, and the layer that comes last and is the widest.
-    activation_scale: "dynamic", or "static": the outer scale of fprop_x is read from static_scales.
-    static_scales: (module name, decode factor) pairs, as `fp4compile.calibrate` measures them; the factors positive
-        normal float32 numbers. Only where activation_scale, or the recipe of a rule, is "static".
+    name: shown in reports and messages; it changes no number.
+    fprop_x, fprop_w: formats of the activation and the weight in the forward product.
+    dgrad_dy, dgrad_w: formats of the output gradient and the weight in the product for the input gradient.
+    wgrad_dy, wgrad_x: formats of the output gradient and the activation in the product for the weight gradient.
+    attention_a, attention_b: formats of the operands of products without a parameter, in the order of the product.
+        A format is a name of `formats.NAMED`, a spec string or a `BlockFormat`. None keeps the operand in high
+        precision; files write it "none". A product without any format is left alone.
+    rules: in order; the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a
+        (pattern, action) pair or a dict of the two. `unmatched_rules` finds those that decide about no layer.
+    min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is left alone.
+    skip_first_blocks, skip_last_blocks: how many transformer blocks are left alone at either end of the model.
+    num_blocks: how many blocks there are, for models whose graphs are broken into parts that do not show it.
+    skip_lm_head: whether output heads are left alone. Heads are layers with such a name (lm_head, classifier, proj_out
+        and the like), layers whose weight is an embedding's, and a last layer that is wider than all others.
+    activation_scale: "dynamic" computes the outer scale of fprop_x; "static" reads it from static_scales.
+    static_scales: (module name, decode factor) pairs or a dict of them, as `fp4compile.calibrate` measures them. The
+        factors are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule
+        names, is "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
-    stochastic_rounding: of "dgrad" and "wgrad", those whose gradient operand is rounded stochastically.
-    weight_cache: of inference. "on": packed weights are kept until a change of the parameter is seen. "off": weights
-        are quantised at every call. "check": as "on", and RuntimeError is raised where a parameter's contents changed
-        unseen; it reads every weight at every call, and is slow.
+    stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
+    weight_cache: of inference. "on" keeps packed weights until a change of the parameter is noticed. "off" quantises
+        weights at every call. "check" does as "on", and raises RuntimeError where a parameter's contents have changed
+        unnoticed; it reads every weight at every call, and is slow.
+
+    Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
+    contradict each other; TypeError for a field of another type.
     """
 
     name: str = "custom"
@@ -99,7 +76,7 @@ class Recipe:
     stochastic_rounding: tuple[str, ...] = ()
     weight_cache: str = "on"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._normalise()
         self._check_types()
         for product in PRODUCTS:
@@ -111,9 +88,9 @@ class Recipe:
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
 
     def _normalise(self) -> None:
-        """Every spelling of a value becomes the one that compares, hashes and is written to JSON."""
-        normal = {role: _format_name(role, getattr(self, role)) for role in _ROLES}
-        normal["rules"] = tuple(_rule(entry) for entry in _sequence("rules", self.rules))
+        """Replace every spelling of a field's value by the one that is compared, hashed and written to JSON."""
+        normal: dict[str, Any] = {role: _format_name(role, getattr(self, role)) for role in ROLES}
+        normal["rules"] = tuple(rule_of(entry) for entry in _sequence("rules", self.rules))
         normal["static_scales"] = _scales(self.static_scales)
         for name in ("hadamard", "stochastic_rounding"):
             normal[name] = _products(name, getattr(self, name))
@@ -158,7 +135,7 @@ class Recipe:
                 raise ValueError(
                     f"activation_scale='static' needs an fprop_x whose outer scale is one a tensor, got {self.fprop_x}"
                 )
-        elif self.static_scales and not any(_is_static(rule) for rule in self.rules):
+        elif self.static_scales and not any(rule.takes_static_scale for rule in self.rules):
             raise ValueError(
                 "static_scales are given and never used: activation_scale is 'dynamic', and no rule names a recipe "
                 "whose scale is 'static'"
@@ -180,8 +157,11 @@ class Recipe:
                 raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
-        """Format names of a product's left and right operand, as the recipe's fields name them."""
-        first, second = _OPERANDS[product]
+        """The format names of a product's two operands, in the order of the recipe's fields; None: high precision.
+
+        product: one of PRODUCTS.
+        """
+        first, second = OPERANDS[product]
         return getattr(self, first), getattr(self, second)
 
     def quantizes(self, product: str) -> bool:
@@ -189,7 +169,7 @@ class Recipe:
         return any(fmt is not None for fmt in self.operands(product))
 
     def rule_for(self, module: str) -> Rule | None:
-        """The first rule whose glob matches the module name."""
+        """The first rule that matches the name of a layer; None where none does."""
         return next((rule for rule in self.rules if rule.matches(module)), None)
 
     def static_scale(self, module: str) -> float | None:
@@ -202,7 +182,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `from_dict` gives an equal recipe back."""
+        """The fields, as JSON takes them; `from_dict` makes an equal recipe of them."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
         plain["static_scales"] = dict(self.static_scales)
@@ -211,7 +191,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Recipe":
-        """From fields as `to_dict` gives them; a key "recipe" names the recipe that they override.
+        """The recipe of fields as `to_dict` gives them; a key "recipe" names the recipe whose fields they override.
 
         Raises ValueError for an unknown field or recipe, TypeError for what is no dict.
         """
@@ -222,39 +202,62 @@ class Recipe:
         return (cls() if base is None else named(base)).replace(**fields)
 
     @classmethod
-    def from_toml(cls, path) -> "Recipe":
-        """See `recipe_io.from_toml`."""
-        from fp4compile import recipe_io
+    def from_toml(cls, path: str | Path) -> "Recipe":
+        """The recipe of a TOML file: its table [fp4compile], or the whole file; fields as in `from_dict`.
 
-        return recipe_io.from_toml(path)
+        Beside the table the file may hold anything but fields of a recipe at top level, because nothing would read
+        them. A top-level `name` is allowed: other tools use that key too, and it changes no number.
+
+        Raises ValueError for a file that is not TOML, that has no recipe in it, or that has fields beside the table;
+        what `from_dict` raises, with the path in front; OSError for a file that does not exist.
+        """
+        fields = sources.read_toml(path, _field_names())
+        with sources.errors_name(f"{path}: "):
+            return cls.from_dict(fields)
 
     @classmethod
     def from_env(cls) -> "Recipe | None":
-        """See `recipe_io.from_env`."""
-        from fp4compile import recipe_io
+        """The recipe that FP4COMPILE_RECIPE names (a name or the path of a .toml file); None if it is unset or empty.
 
-        return recipe_io.from_env()
+        Raises what `resolve` raises, with the variable and its value in front.
+        """
+        value = sources.environment()
+        if value is None:
+            return None
+        with sources.errors_name(f"{sources.ENVIRONMENT}={value}: "):
+            return resolve(value)
 
     @classmethod
-    def from_args(cls, args) -> "Recipe | None":
-        """See `recipe_io.from_args`."""
-        from fp4compile import recipe_io
+    def from_args(cls, args: Namespace) -> "Recipe | None":
+        """The recipe of parsed --fp4compile-* options; None where neither they nor FP4COMPILE_RECIPE name one.
 
-        return recipe_io.from_args(args)
+        args: what a parser has parsed that went through `fp4compile.add_arguments`; TypeError for anything else.
+
+        Raises ValueError for an unknown recipe or field, for a malformed FIELD=VALUE, for a field that is set twice,
+        and for options without a recipe.
+        """
+        options = sources.read_arguments(args)
+        base = cls.from_env() if options.recipe is None else resolve(options.recipe)
+        if base is None:
+            if options.overrides or options.skipped:
+                raise ValueError(f"--fp4compile options without --fp4compile-recipe or {sources.ENVIRONMENT}")
+            return None
+        chosen = base.replace(**options.overrides)
+        # The layers that the command line skips outrank the recipe's own rules, and those of --fp4compile-set.
+        skips = tuple(Rule(glob, "skip") for glob in options.skipped)
+        return chosen.replace(rules=(*skips, *chosen.rules)) if skips else chosen
 
     def replace(self, **overrides: Any) -> "Recipe":
-        """A copy with fields replaced. Raises ValueError for a field that does not exist."""
-        allowed = [field.name for field in dataclasses.fields(self)]
+        """A copy with fields replaced. Raises ValueError for a field that does not exist, and what `Recipe` raises."""
+        allowed = _field_names()
         for name in overrides:
             if name not in allowed:
                 raise ValueError(unknown_name("recipe field", name, allowed))
         return dataclasses.replace(self, **overrides)
 
 
-_ROLES = tuple(role for pair in _OPERANDS.values() for role in pair)
-
-
 def _format_name(role: str, value: Any) -> str | None:
+    """The registered name or the spec string of a format; None for high precision."""
     if value is None or value == "none":
         return None
     try:
@@ -264,7 +267,7 @@ def _format_name(role: str, value: Any) -> str | None:
 
 
 def _sequence(field: str, value: Any) -> list | tuple:
-    # A string is a sequence of letters to Python, and a dict one of keys: both are mistakes here.
+    # To Python a string is a sequence of letters, and a dict one of keys. Both are mistakes here.
     if not isinstance(value, list | tuple):
         raise TypeError(f"{field}: expected a list or a tuple, got {type(value).__name__}")
     return value
@@ -279,11 +282,8 @@ def _products(field: str, value: Any) -> tuple[str, ...]:
     return tuple(sorted(set(products)))
 
 
-def _is_static(rule: Rule) -> bool:
-    return _NAMED.get(rule.action, {}).get("activation_scale") == "static"
-
-
 def _scales(value: Any) -> tuple[tuple[str, float], ...]:
+    """The pairs of `static_scales`, in alphabetical order."""
     scales: dict[str, float] = {}
     smallest, largest = _SCALE_RANGE
     for pair in value.items() if isinstance(value, dict) else _sequence("static_scales", value):
@@ -303,23 +303,11 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(scales.items()))
 
 
-def _rule(entry: Any) -> Rule:
-    if isinstance(entry, Rule):
-        return entry
-    if isinstance(entry, dict):
-        if set(entry) != {"pattern", "action"}:
-            raise ValueError(f"rules: a rule has a pattern and an action, got {entry}")
-        return Rule(**entry)
-    if isinstance(entry, tuple | list) and len(entry) == 2:
-        return Rule(*entry)
-    raise TypeError(f"rules: expected a Rule, a dict or a (pattern, action) pair, got {entry!r}")
-
-
 def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules of a recipe that decide for none of the layers: no name matches, or an earlier rule takes all that do.
+    """The rules of a recipe that decide about none of the layers: they match no name that an earlier rule leaves.
 
-    names: fully qualified names of a whole model's layers, as reports have them. A rule may be idle in one of a
-    model's graphs and decide in another, so the names of all of them belong here.
+    names: the names of all layers of a model, from all of its graphs, as reports have them: a rule that decides about
+        nothing in one graph may decide in another.
     """
     left = list(names)
     idle = []
@@ -331,38 +319,43 @@ def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
     return tuple(idle)
 
 
-def _all(x: str, w: str | None = None) -> dict[str, Any]:
-    """x for activations and gradients, w (x where not given) for weights."""
-    return dict.fromkeys(_ROLES[:6], x) | dict.fromkeys(("fprop_w", "dgrad_w"), w or x)
-
-
-# One-level scales have nothing to lift small gradients into range, static scales are measured on activations alone,
-# and weight-only keeps activations as they are: these three quantise the forward product only.
-_NAMED: dict[str, dict[str, Any]] = {
-    "nvfp4": _all("nvfp4"),
-    "nvfp4_one_level": {"fprop_x": "nvfp4_one_level", "fprop_w": "nvfp4_one_level"},
-    "nvfp4_static": {"fprop_x": "nvfp4", "fprop_w": "nvfp4", "activation_scale": "static"},
-    "nvfp4_rowwise": _all("nvfp4_te") | {"fprop_x": "nvfp4_rowwise"},
-    "nvfp4_weight_only": {"fprop_w": "nvfp4"},
-    "nvfp4_train": _all("nvfp4_te", w="nvfp4_16x16")
-    | {"hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad")},
-    "mxfp8": _all("mxfp8"),
-    "mxfp8_floor": _all("mxfp8_floor"),
-    "mxfp8_32x32": _all("mxfp8", w="mxfp8_32x32"),
-    "mxfp4": _all("mxfp4"),
-    "float8_rowwise": _all("float8_rowwise"),
-}
-
-
 def recipes() -> tuple[str, ...]:
     """The names of the named recipes."""
-    return tuple(_NAMED)
+    return tuple(FIELDS)
 
 
 def named(name: str) -> Recipe:
     """The recipe of a name. Raises ValueError for an unknown one, with the nearest match."""
     if not isinstance(name, str):
         raise TypeError(f"recipe: expected a name, got {type(name).__name__}")
-    if name not in _NAMED:
-        raise ValueError(unknown_name("recipe", name, _NAMED))
-    return Recipe(name=name, **_NAMED[name])
+    if name not in FIELDS:
+        raise ValueError(unknown_name("recipe", name, FIELDS))
+    return Recipe(name=name, **FIELDS[name])
+
+
+def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) -> Recipe:
+    """The recipe that the user means.
+
+    recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml file. None takes the
+        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set.
+    overrides: fields to replace.
+
+    Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that does not exist.
+    """
+    if recipe is None:
+        chosen = Recipe.from_env() or named(sources.DEFAULT)
+    elif isinstance(recipe, Recipe):
+        chosen = recipe
+    elif isinstance(recipe, dict):
+        chosen = Recipe.from_dict(recipe)
+    elif isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".toml")):
+        chosen = Recipe.from_toml(recipe)
+    elif isinstance(recipe, str):
+        chosen = named(recipe)
+    else:
+        raise TypeError(f"recipe: expected a name, a dict, a path or a Recipe, got {type(recipe).__name__}")
+    return chosen.replace(**overrides) if overrides else chosen
+
+
+def _field_names() -> list[str]:
+    return [field.name for field in dataclasses.fields(Recipe)]

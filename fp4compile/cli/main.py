@@ -1,0 +1,41 @@
+"""The parser of `python -m fp4compile <command>`.
+
+A subcommand is a module with `add_command(commands)`, which adds a parser whose default `run` is a function of the
+parsed arguments. It returns None or an exit status, and raises `argparse.ArgumentTypeError` for what it cannot use.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fp4compile import __version__
+from fp4compile.cli import check_sm100, demo, recipes, run
+
+_COMMANDS = (demo, run, recipes, check_sm100)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; arguments: as on the command line, which None takes. Returns 0, or 1 for a failed check.
+
+    Exits with status 2 for arguments that are missing or wrong.
+    """
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    try:
+        return chosen.run(chosen) or 0
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fp4compile", description="Block-scaled FP4 and FP8 matrix products for torch.compile."
+    )
+    parser.add_argument("--version", action="version", version=f"fp4compile {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command [options]", dest="command")
+    for command in _COMMANDS:
+        command.add_command(commands)
+    return parser

@@ -1,0 +1,19 @@
+"""Recipes: which operand of which matrix product takes which format, and which layers are left alone."""
+
+from fp4compile.recipe.named_recipes import PRODUCTS
+from fp4compile.recipe.recipe import Recipe, named, recipes, resolve, unmatched_rules
+from fp4compile.recipe.rules import Rule
+from fp4compile.recipe.sources import DEFAULT, ENVIRONMENT, add_arguments
+
+__all__ = [
+    "DEFAULT",
+    "ENVIRONMENT",
+    "PRODUCTS",
+    "Recipe",
+    "Rule",
+    "add_arguments",
+    "named",
+    "recipes",
+    "resolve",
+    "unmatched_rules",
+]

@@ -1,0 +1,124 @@
+"""Where recipes are written down: TOML files, the environment, command lines. Each is read into plain fields.
+
+`Recipe` makes recipes of these fields and checks them; nothing here knows that class.
+"""
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4compile.recipe.named_recipes import FIELDS
+
+ENVIRONMENT = "FP4COMPILE_RECIPE"
+DEFAULT = "nvfp4"
+_TABLE = "fp4compile"
+_OPTIONS = ("recipe", "skip", "skip_first", "skip_last", "lm_head", "set")
+# What --fp4compile-set takes without quotes: names, and spec strings of formats such as e2m1:1x16:e4m3:tensor:te.
+_BARE_WORD = re.compile(r"[\w.:+-]+")
+
+
+@contextmanager
+def errors_name(source: str) -> Iterator[None]:
+    """Put the name of a source in front of the message of an error."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        raise type(error)(f"{source}{error}") from error
+
+
+def environment() -> str | None:
+    """The value of FP4COMPILE_RECIPE; None where it is unset or empty."""
+    return os.environ.get(ENVIRONMENT) or None
+
+
+def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
+    """The recipe fields of a TOML file: its table [fp4compile], or the whole file. See `Recipe.from_toml`.
+
+    field_names: the fields of a recipe, which must not stand beside the table.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    fields = content.get(_TABLE, content)
+    if not fields:
+        raise ValueError(f'{path} has no recipe in it: expected recipe = "NAME", or fields of a recipe')
+    if _TABLE in content:
+        beside = sorted(content.keys() & {"recipe", *field_names} - {"name"})
+        if beside:
+            raise ValueError(f"{path}: {', '.join(beside)} at top level, beside the table [{_TABLE}]: move it in")
+    return fields
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the --fp4compile-* options to a parser; `Recipe.from_args` reads them."""
+    group = parser.add_argument_group("fp4compile")
+    group.add_argument("--fp4compile-recipe", metavar="NAME|FILE", help=f"one of {', '.join(FIELDS)}, or a .toml file")
+    group.add_argument(
+        "--fp4compile-skip", action="append", default=[], metavar="GLOB", help="leave layers of this name alone"
+    )
+    group.add_argument("--fp4compile-skip-first", type=int, metavar="N", help="leave the first N blocks alone")
+    group.add_argument("--fp4compile-skip-last", type=int, metavar="N", help="leave the last N blocks alone")
+    group.add_argument("--fp4compile-lm-head", action="store_true", help="quantise output heads too")
+    group.add_argument(
+        "--fp4compile-set", action="append", default=[], metavar="FIELD=VALUE", help="set a recipe field (TOML value)"
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the --fp4compile-* options say.
+
+    recipe: a name or a path; None where the option is absent. overrides: recipe fields by name.
+    skipped: globs of the layers to leave alone.
+    """
+
+    recipe: str | None
+    overrides: dict[str, Any]
+    skipped: tuple[str, ...]
+
+
+def read_arguments(args: argparse.Namespace) -> Options:
+    """What the parsed --fp4compile-* options say. See `Recipe.from_args`."""
+    if not all(hasattr(args, f"fp4compile_{option}") for option in _OPTIONS):
+        raise TypeError("args: expected what a parser with fp4compile.add_arguments has parsed")
+    return Options(args.fp4compile_recipe, _overrides(args), tuple(args.fp4compile_skip))
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    if args.fp4compile_skip_first is not None:
+        overrides["skip_first_blocks"] = args.fp4compile_skip_first
+    if args.fp4compile_skip_last is not None:
+        overrides["skip_last_blocks"] = args.fp4compile_skip_last
+    if args.fp4compile_lm_head:
+        overrides["skip_lm_head"] = False
+    for setting in args.fp4compile_set:
+        field, value = _setting(setting)
+        if field in overrides:
+            raise ValueError(f"--fp4compile-set {setting!r}: {field} is set by another option already")
+        overrides[field] = value
+    return overrides
+
+
+def _setting(setting: str) -> tuple[str, Any]:
+    """(field, value) of FIELD=VALUE. The value is one TOML value; a bare word is a string."""
+    field, equals, text = (part.strip() for part in setting.partition("="))
+    if not equals:
+        raise ValueError(f"--fp4compile-set {setting!r}: expected FIELD=VALUE")
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {"value": text} if _BARE_WORD.fullmatch(text) else {}
+    if parsed.keys() != {"value"}:  # a text of several lines may hold further assignments, and tables
+        raise ValueError(
+            f"--fp4compile-set {setting!r}: {text!r} is neither one TOML value nor one word; another field needs an "
+            "option of its own"
+        )
+    return field, parsed["value"]

@@ -1,0 +1,285 @@
+"""The house keeps its shape: imports go downwards, none of them in a circle; patches of other libraries have one place.
+
+Everything is read from the source text, imports inside functions included; nothing is run.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "fp4compile"
+PATCHES = "fp4compile._inductor_patches"
+MOST_LINES = 450
+
+# The rooms, the highest first. A module may import from its own room and from rooms below it. An entry is a module, or
+# a package with everything in it; where several entries fit a module, the longest one decides.
+ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("command line", ("fp4compile.cli", "fp4compile.__main__")),
+    ("public names", ("fp4compile",)),
+    ("entry points", (
+        "fp4compile.backend", "fp4compile.explain", "fp4compile.calibrate", "fp4compile.packed", "fp4compile.names",
+        "fp4compile.report_cache",
+    )),
+    ("passes", ("fp4compile.passes",)),
+    ("what passes read and write", (
+        "fp4compile.recipe", "fp4compile.report", "fp4compile.weight_cache", "fp4compile.fingerprint",
+    )),
+    ("operators", ("fp4compile.functional", "fp4compile.ops")),
+    ("templates", ("fp4compile.templates",)),
+    ("ground", (
+        "fp4compile.formats", "fp4compile.reference", "fp4compile.layouts", "fp4compile.targets", "fp4compile._compat",
+        "fp4compile._inductor_patches", "fp4compile.config", "fp4compile.epilogue", "fp4compile.operand",
+    )),
+)  # fmt: skip
+# Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.
+TEMPLATE_ROOMS = (
+    ("fp4compile.templates.gemm", "fp4compile.templates.grouped"),
+    ("fp4compile.templates.quantize", "fp4compile.templates.scale_sweep"),
+    ("fp4compile.templates.launch",),
+    ("fp4compile.templates.device",),
+)
+# (importing module, imported module) -> why this import must go up. Imports inside functions are no exception.
+ALLOWED_UP: dict[tuple[str, str], str] = {}
+# (importing module, imported module) -> why this import may close a circle. It must be inside a function.
+ALLOWED_IN_CIRCLES: dict[tuple[str, str], str] = {}
+
+
+# ---------------------------------------------------------------- reading the source
+
+
+def module_names(root: Path) -> dict[str, Path]:
+    """The file of each module of the package below a folder, by the module's dotted name."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(tree: ast.AST, modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports, anywhere in it.
+
+    `from package import name` is an import of the module `package.name` where there is one, else of `package`.
+    """
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in modules}
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    return found
+
+
+def import_graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """The modules that each module of the package imports.
+
+    Python also runs the `__init__` of every package above an imported module. That is no edge here: such a file may
+    gather the names of its package's modules.
+    """
+    modules = module_names(root)
+    graph = {name: imports_of(ast.parse(path.read_text(encoding="utf-8")), modules) for name, path in modules.items()}
+    return {name: imported - {name} for name, imported in graph.items()}
+
+
+# ---------------------------------------------------------------- circles
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            at = stack.index(module)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in graph:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def test_no_import_is_in_a_circle():
+    graph = {
+        module: {other for other in imported if (module, other) not in ALLOWED_IN_CIRCLES}
+        for module, imported in import_graph().items()
+    }
+    assert circles(graph) == []
+
+
+# ---------------------------------------------------------------- rooms
+
+
+def place_in(rooms: tuple[tuple[str, ...], ...], module: str) -> int | None:
+    """The number of the room that a module is in, 0 for the highest; None where no room has it."""
+    fitting = [
+        (len(entry), number)
+        for number, entries in enumerate(rooms)
+        for entry in entries
+        if module == entry or (module.startswith(f"{entry}.") and entry != PACKAGE)
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def arrows_up(graph: dict[str, set[str]], rooms: tuple[tuple[str, ...], ...]) -> list[str]:
+    """The imports from a room above the importing module's."""
+    places = {module: place_in(rooms, module) for module in graph}
+    return [
+        f"{module} imports {other}"
+        for module, imported in sorted(graph.items())
+        for other in sorted(imported)
+        if (module, other) not in ALLOWED_UP
+        and places[module] is not None
+        and places[other] is not None
+        and places[other] < places[module]
+    ]
+
+
+def test_every_module_is_in_a_room():
+    rooms = tuple(entries for _, entries in ROOMS)
+    graph = import_graph()
+    assert [module for module in graph if place_in(rooms, module) is None] == []
+
+
+def test_no_import_goes_up():
+    graph = import_graph()
+    assert arrows_up(graph, tuple(entries for _, entries in ROOMS)) == []
+    assert arrows_up(graph, TEMPLATE_ROOMS) == []
+
+
+def test_exceptions_are_imports_that_exist_and_have_a_reason():
+    graph = import_graph()
+    for (module, other), reason in (ALLOWED_UP | ALLOWED_IN_CIRCLES).items():
+        assert other in graph[module] and len(reason.split()) > 3
+
+
+# ---------------------------------------------------------------- patches of other libraries
+
+
+def foreign_names(tree: ast.AST) -> set[str]:
+    """The names in a module that an import of another library binds, or an assignment of such a library's attribute."""
+    own = sys.stdlib_module_names | {PACKAGE}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names
+                      if alias.name.split(".")[0] not in own}  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in own:
+            found |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and root_of(node.value) in found:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def root_of(node: ast.expr) -> str | None:
+    """The name at the beginning of `name.attribute.attribute`; None where there is another expression."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def targets_of(node: ast.AST) -> Iterator[ast.expr]:
+    """What a statement assigns to or deletes, and the object of a call of `setattr` or `delattr`."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        for target in node.targets:
+            yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        yield ast.Attribute(node.args[0], "")
+
+
+def patches_in(source: str) -> list[int]:
+    """The lines of a module that change an attribute, or an item of one, of what it imports from another library."""
+    tree = ast.parse(source)
+    foreign = foreign_names(tree)
+    lines = []
+    for node in ast.walk(tree):
+        for target in targets_of(node):
+            inner = target.value if isinstance(target, ast.Subscript) else target
+            if isinstance(inner, ast.Attribute) and root_of(inner) in foreign:
+                lines.append(node.lineno)  # type: ignore[attr-defined]
+    return lines
+
+
+def test_other_libraries_are_patched_in_one_module():
+    found = {name: patches_in(path.read_text(encoding="utf-8")) for name, path in module_names(ROOT).items()}
+    assert found.pop(PATCHES), "this check sees patches"
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+# ---------------------------------------------------------------- size
+
+
+def test_long_files_give_a_reason():
+    """A file above 450 lines has a paragraph in its docstring that begins with "One file, because"."""
+    unexplained = []
+    for path in module_names(ROOT).values():
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > MOST_LINES:
+            docstring = ast.get_docstring(ast.parse(text)) or ""
+            if not any(part.startswith("One file, because") for part in docstring.split("\n\n")):
+                unexplained.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
+    assert unexplained == []
+
+
+# ---------------------------------------------------------------- these checks can fail
+
+
+def a_package(folder: Path, **files: str) -> dict[str, set[str]]:
+    """The import graph of a package made of these files."""
+    (folder / PACKAGE).mkdir()
+    for name, text in {"__init__": "", **files}.items():
+        (folder / PACKAGE / f"{name}.py").write_text(text)
+    return import_graph(folder)
+
+
+def test_a_circle_through_a_function_is_found(tmp_path):
+    graph = a_package(
+        tmp_path,
+        recipe="def read():\n    from fp4compile import sources\n",
+        sources="from fp4compile.names import f\n",
+        names="import fp4compile.recipe\n",
+        formats="",
+    )
+    assert circles(graph) == [["fp4compile.names", "fp4compile.recipe", "fp4compile.sources"]]
+
+
+def test_an_import_that_goes_up_is_found(tmp_path):
+    graph = a_package(tmp_path, formats="from fp4compile import ops\n", ops="import fp4compile.formats\n")
+    rooms = tuple(entries for _, entries in ROOMS)
+    assert arrows_up(graph, rooms) == ["fp4compile.formats imports fp4compile.ops"]
+    assert place_in(rooms, "fp4compile.unknown") is None
+    assert place_in(rooms, "fp4compile.passes.find") == 3
+
+
+@pytest.mark.parametrize(("source", "lines"), [
+    ("import torch\ntorch.compile = None\n", [2]),
+    ("from torch._inductor import wrapper as w\nw.Codegen.define, x = 1, 2\n", [2]),
+    ("import torch\ndef patch():\n    inner = torch._higher_order_ops\n    setattr(inner, 'f', 1)\n", [4]),
+    ("from accelerate.utils import Backend\nBackend._missing_ = classmethod(print)\n", [2]),
+    ("import triton\ntriton.knobs.table['x'] = 1\ndel triton.knobs.y\n", [2, 3]),
+    ("import sys\nimport torch\nsys.argv = []\nx = torch.empty(1)\nx.grad = None\nself.weight = x\n", []),
+])  # fmt: skip
+def test_patches_are_recognised(source, lines):
+    assert sorted(patches_in(source)) == lines
