@@ -269,11 +269,11 @@ def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> 
     if layout == "linear":
         return scales.contiguous()
     if fmt.square:  # the matrix instruction reads a scale for each row
-        scales = _expand_rows(scales, fmt, rows)
+        scales = _repeat_square_scales(scales, fmt, rows)
     return to_swizzled(scales)
 
 
-def _expand_rows(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
+def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
     """Compact square-block scales [..., R / br, C] -> one a row [..., R, C]."""
     repeated = scales.view(torch.uint8).repeat_interleave(fmt.block[0], dim=-2)
     return repeated[..., :rows, :].view(scales.dtype)
@@ -341,7 +341,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
 # ---------------------------------------------------------------- dequantise and multiply
 
 
-def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
+def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
     """Codes times block scales in float32, without the outer scale: [..., R, padded K]. Every product is exact.
 
     scales: linear (as many dimensions as data) or swizzled (one fewer).
@@ -352,7 +352,7 @@ def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) ->
     if scales.dim() < data.dim():
         scales = from_swizzled(scales, data.shape[-2], values.shape[-1] // fmt.block_cols)
     elif fmt.square:
-        scales = _expand_rows(scales, fmt, data.shape[-2])
+        scales = _repeat_square_scales(scales, fmt, data.shape[-2])
     decoded = e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
     blocks = values.unflatten(-1, (scales.shape[-1], fmt.block_cols))
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)
@@ -361,13 +361,13 @@ def expand(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) ->
 def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantise along the last dimension, and `expand`: (values in float16 [..., padded K], outer scale).
+    """Quantise along the last dimension, and `dequantize_blocks`: (values in float16 [..., padded K], outer scale).
 
     x, outer, and the outer scale that is returned: as in `quantize`. fmt: one with E4M3 block scales of rows, of which
     float16 holds every value.
     """
     data, scales, outer = quantize(x, fmt, outer)
-    return expand(data, scales, fmt).half(), outer
+    return dequantize_blocks(data, scales, fmt).half(), outer
 
 
 def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -376,7 +376,7 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
         if scales is not None and scales.numel() == ceil_div(cols, fmt.block_cols):  # linear, not swizzled
             scales = scales.unsqueeze(0)
         return dequantize(data.unsqueeze(0), scales, outer, fmt, cols, dtype).squeeze(0)
-    values = expand(data, scales, fmt)[..., :cols]
+    values = dequantize_blocks(data, scales, fmt)[..., :cols]
     return (values if outer is None else values * outer).to(dtype).contiguous()
 
 
@@ -394,8 +394,8 @@ def scaled_mm(a, a_scales, a_outer, a_fmt, b, b_scales, b_outer, b_fmt, bias, ou
     check_bias(bias, b.shape[-2])
     if a_fmt is not None and b_fmt is not None and not compatible(a_fmt, b_fmt):
         raise ValueError(f"formats {a_fmt.name} and {b_fmt.name} cannot be multiplied: scale types or blocks differ")
-    left = a.float() if a_fmt is None else expand(a, a_scales, a_fmt)
-    right = b.float() if b_fmt is None else expand(b, b_scales, b_fmt)
+    left = a.float() if a_fmt is None else dequantize_blocks(a, a_scales, a_fmt)
+    right = b.float() if b_fmt is None else dequantize_blocks(b, b_scales, b_fmt)
     if right.dim() > 2 and left.shape[:-2] != right.shape[:-2]:
         raise ValueError(f"batch dimensions differ: a has {tuple(left.shape[:-2])}, b has {tuple(right.shape[:-2])}")
     k = contraction(left.shape[-1], a_fmt, right.shape[-1], b_fmt)
