@@ -16,7 +16,7 @@ from fp4compile.reference import FLOATS
 from fp4compile.targets import Target
 from fp4compile.templates.device.epilogue import OPERANDS, Epilogue, with_epilogue
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.quantize.dispatch import power_of_two
+from fp4compile.templates.quantize.views import power_of_two
 
 COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
