@@ -89,7 +89,7 @@ def plain_pair_scales(
     amaxes, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """A pair of amaxes -> (both scale scale_bytes in an int32, the factor of each), by `block_scale`."""
+    """A pair of amaxes -> (both scale bytes in an int32, the factor of each), by `block_scale`."""
     if len(amaxes) == 2:
         first, second = amaxes
     else:
@@ -106,7 +106,7 @@ def pair_scales(
     amaxes, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """A pair of amaxes -> (both scale scale_bytes in an int16, the factor of each as ROUNDING wants it)."""
+    """A pair of amaxes -> (both scale bytes in an int16, the factor of each as ROUNDING wants it)."""
     if ROUNDING == "fp16" and SCALE == "e4m3":
         scale_bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
     elif ROUNDING == "bounded":
