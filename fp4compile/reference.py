@@ -270,11 +270,11 @@ def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> 
     if layout == "linear":
         return scales.contiguous()
     if fmt.square:  # the matrix instruction reads a scale for each row
-        scales = _expand_rows(scales, fmt, rows)
+        scales = _repeat_square_scales(scales, fmt, rows)
     return to_swizzled(scales)
 
 
-def _expand_rows(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
+def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
     """Compact square-block scales [..., R / br, C] -> one a row [..., R, C]."""
     repeated = scales.view(torch.uint8).repeat_interleave(fmt.block[0], dim=-2)
     return repeated[..., :rows, :].view(scales.dtype)
@@ -353,7 +353,7 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
     if scales.dim() < data.dim():
         scales = from_swizzled(scales, data.shape[-2], values.shape[-1] // fmt.block_cols)
     elif fmt.square:
-        scales = _expand_rows(scales, fmt, data.shape[-2])
+        scales = _repeat_square_scales(scales, fmt, data.shape[-2])
     decoded = e8m0_decode(scales.view(torch.uint8)) if fmt.scale == "e8m0" else scales.float()
     blocks = values.unflatten(-1, (scales.shape[-1], fmt.block_cols))
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)

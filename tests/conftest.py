@@ -3,12 +3,13 @@ import os
 import pytest
 import torch
 
-from tests.helpers import in_interpreter
+from tests.helpers import in_interpreter, kept_shapes
 
 
 def pytest_configure():
     if os.environ.get("TRITON_INTERPRET") == "1":
         in_interpreter.patch_triton_once()
+        kept_shapes.keep_shapes()
 
 
 def pytest_collection_modifyitems(items):

@@ -144,6 +144,35 @@ def test_hadamard_is_the_formula():
     )
 
 
+def exact_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """diag(signs) H16 / 4 times groups of 16, in float64."""
+    matrix = [[s * (-1) ** (i & j).bit_count() for j in range(16)] for i, s in enumerate(SIGNS)]
+    return (x.double().unflatten(-1, (-1, 16)) @ torch.tensor(matrix).double()).flatten(-2) * 0.25
+
+
+@pytest.mark.parametrize("largest", [1e37, 2.1e37, 2.2e37, 8e37, 8.5e37])
+def test_the_hadamard_transform_overflows_only_where_the_result_does(largest):
+    """Of 16 values one result may be four times as large as they are, and the sum without the quarter 16 times."""
+    rows = exact_hadamard(torch.eye(16)).sign().mT[[0, 5, 15]] * torch.tensor(largest)
+    one = torch.zeros(1, 16)
+    one[0, 7] = 4 * largest
+    x = torch.cat((rows, one)).float()
+    got, expected = reference.hadamard(x), exact_hadamard(x)
+    assert expected.abs().max() > 3.9 * largest
+    assert torch.equal(got, expected.float())  # sums of powers of two times one number are exact
+    q = quantize(x, "nvfp4_te")
+    assert q.dequantize().isfinite().all()
+
+
+def test_the_quarter_of_the_hadamard_transform_is_rounded_first():
+    """2^-149 has no quarter. 3 * 2^-149 rounds to 2^-149; taken last, the quarter of sixteen would be 12 * 2^-149."""
+    signs = exact_hadamard(torch.eye(16)).sign().mT[0].float()
+    least = torch.tensor(1, dtype=torch.int32).view(torch.float32)
+    assert not reference.hadamard(signs * least).any()
+    assert reference.hadamard(signs * (3 * least))[0] == 16 * least
+    assert reference.hadamard(signs * (4 * least))[0] == 16 * least
+
+
 def test_hadamard_cancels_in_a_product_and_pads():
     a, b = torch.randint(-8, 8, (3, 21)).float(), torch.randint(-8, 8, (4, 21)).float()
     left, right = reference.hadamard(a), reference.hadamard(b)

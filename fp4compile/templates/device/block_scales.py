@@ -1,6 +1,6 @@
-"""Device functions of the quantise kernels: block scales and outer scales, and the factors that encode elements.
+"""Device functions for block scales, outer scales and the factors that encode elements.
 
-Amaxes come as the bits of float32 magnitudes, scales leave as bytes in an int32. `ISA`: see `elements`.
+Amaxes come in as bits of float32 magnitudes (int32). Scales go out as bytes in an int32. `ISA`: see `elements`.
 """
 
 import triton
@@ -15,7 +15,7 @@ SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 
 @triton.constexpr_function
 def reciprocal_max(element):
-    """1 / largest element, in float32."""
+    """1 / (the largest element), rounded to float32."""
     return {"e2m1": 0.1666666716337204, "e4m3": 0.002232142956927419, "e5m2": 1.743861685099546e-05}[element]
 
 
@@ -27,6 +27,7 @@ def emax(element):
 
 @triton.jit
 def _at_most(value, limit: tl.constexpr):
+    """The smaller one of both; NaN stays NaN."""
     return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -43,13 +44,16 @@ def reciprocal(value, ISA: tl.constexpr):
 
 @triton.jit
 def encode_scale(decode, ISA: tl.constexpr):
-    """The encode factor of a decode factor: its reciprocal, at most FLT_MAX; see `reference`."""
+    """Decode factor -> encode factor: the reciprocal, but at most FLT_MAX (as in `reference`)."""
     return _at_most(reciprocal(decode, ISA), FLT_MAX)
 
 
 @triton.jit
 def _reciprocal_e4m3(value, ISA: tl.constexpr):
-    """1 / value of a normal E4M3 number, correctly rounded: with four bits, one step from any estimate gets there."""
+    """1 / value, correctly rounded, of a normal E4M3 number.
+
+    Such a number has four significant bits, so one Newton step from the hardware's estimate is exact enough.
+    """
     if ISA == 0:
         return tl.div_rn(1.0, value)
     else:
@@ -62,7 +66,7 @@ def _reciprocal_e4m3(value, ISA: tl.constexpr):
 
 @triton.jit
 def _sixth(value, ISA: tl.constexpr):
-    """value / 6, correctly rounded where it is a normal number: a quotient, its remainder, and the correction."""
+    """value / 6, correctly rounded where the result is a normal number: a quotient, corrected by its remainder."""
     if ISA == 0:
         return tl.div_rn(value, 6.0)
     else:
@@ -72,7 +76,7 @@ def _sixth(value, ISA: tl.constexpr):
 
 @triton.jit
 def e4m3_round(value, ISA: tl.constexpr):
-    """float32 >= 0 -> (E4M3 byte as int32, its value in float32); saturating, NaN gives 0x7F and NaN."""
+    """float32 >= 0, rounded to E4M3 and saturated -> (byte as int32, value in float32); NaN gives 0x7F and NaN."""
     if ISA == 0:
         byte = fp8_code(value, "e4m3")
         return byte, fp8_value(byte, "e4m3")
@@ -109,7 +113,7 @@ def outer_from_amax(amax_bits, contract: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def float8_outer(amax_bits, ISA: tl.constexpr):
-    """Bits of a row's amax -> (encode, decode) scales of float8_rowwise, divided in float64."""
+    """Bits of a row's amax -> (encode, decode) scales of float8_rowwise in float32; the division is in float64."""
     amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True).to(tl.float64), 1e-12)
     encode = (448.0 * (1.0 / amax)).to(tl.float32)
     encode = tl.where(amax_bits > INFINITY_BITS, float("nan"), encode)  # the maximum above drops a NaN
@@ -123,14 +127,14 @@ def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.
     if contract == "torchao":
         if has_outer:
             scale = tl.div_rn(tl.div_rn(amax, 6.0), decode)
-        else:  # the clamp hides what is too small to be exact
+        else:  # `_sixth` is inexact only for results that the lower clamp replaces
             scale = _sixth(amax, ISA)
         scale = tl.maximum(scale, 0.015625, propagate_nan=tl.PropagateNan.ALL)
     elif has_outer:
         scale = _at_most(amax * (encode * SIXTH), FLT_MAX)
     else:
         scale = amax * SIXTH
-    # A block that is not finite shows in its scale.
+    # The scale of a block that is not finite is NaN.
     scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
     byte, s = e4m3_round(scale, ISA)
     if contract == "torchao":
@@ -138,14 +142,15 @@ def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.
     else:
         factor = _at_most(reciprocal(s * decode if has_outer else s, ISA), FLT_MAX)
     if has_outer:
-        # An infinite outer scale makes the factor 0, and products with 0 lose their sign in `encode_pair`. The
-        # smallest float32 rounds them to 0 as well.
+        # An infinite outer scale makes the factor 0, and a product with 0 would lose its sign in `encode_pair`. The
+        # smallest float32 as a factor gives the same codes, and keeps the sign.
         factor = tl.where(factor == 0.0, 1.401298464324817e-45, factor)
     return byte, factor
 
 
 @triton.jit
 def _ue8m0_round_up(value):
+    """float32 >= 0 -> E8M0 byte (int32) of the next power of two, by SM100's instruction."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 p; cvt.rp.satfinite.ue8m0x2.f32 p, 0f00000000, $1; cvt.u32.u16 $0, p; and.b32 $0, $0, 255; }",
         "=r,f", [value], dtype=tl.int32, is_pure=True, pack=1,
@@ -161,11 +166,11 @@ def e8m0_scale(amax_bits, element: tl.constexpr, mode: tl.constexpr, ISA: tl.con
             byte = _ue8m0_round_up(d)
         else:
             bits = d.to(tl.int32, bitcast=True)
-            # One more where the mantissa is not 0: a carry does it, and makes 255 of infinity, 256 of a NaN. The
-            # smallest byte stands for 2^-127, half of the smallest normal number.
+            # The exponent, plus one where the mantissa is not 0: the addition carries. It makes 255 of infinity and 256
+            # of a NaN. Byte 0 stands for 2^-127, which is half of the smallest normal number.
             byte = tl.minimum(((bits.to(tl.uint32) + 0x7FFFFF) >> 23).to(tl.int32), 255)
             byte = tl.where(bits > 0x400000, byte, 0)
-            # Of a finite amax the byte is at most 253.
+            # The byte of a finite amax is at most 253.
             factor = tl.maximum((254 - byte) << 23, 0x200000)
             return byte, factor.to(tl.float32, bitcast=True)
     elif mode == "even":
@@ -174,7 +179,7 @@ def e8m0_scale(amax_bits, element: tl.constexpr, mode: tl.constexpr, ISA: tl.con
         byte = tl.maximum(((amax_bits + 0x7FFFFF) >> 23) - emax(element), 0)
     else:
         byte = tl.maximum((amax_bits >> 23) - emax(element), 0)
-    # A block that is not finite shows in its scale.
+    # The scale of a block that is not finite is NaN.
     byte = tl.where(amax_bits < INFINITY_BITS, byte, 255)
     subnormal = tl.where(byte == 254, 0x400000, 0x200000)
     factor = tl.where(byte < 254, (254 - byte) << 23, subnormal)
@@ -186,22 +191,26 @@ def block_scale(
     amax_bits, encode, decode, has_outer: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Bits of block amaxes, outer scales -> (scale bytes as int32, factors that encode the block's elements)."""
+    """Bits of block amaxes -> (scale bytes as int32, factors that encode the block's elements).
+
+    encode, decode: outer scales, which broadcast to the amaxes; not used unless has_outer.
+    """
     if SCALE == "e8m0":
         return e8m0_scale(amax_bits, ELEMENT, CONTRACT, ISA)
     elif SCALE == "e4m3":
         return e4m3_scale(amax_bits, encode, decode, CONTRACT, has_outer, ISA)
-    else:  # no block scales: the outer scale is all
+    else:  # no block scales: elements are encoded by the outer scale alone
         return amax_bits, tl.broadcast_to(encode, amax_bits.shape)
 
 
 @triton.jit
-def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, MAXIMA: tl.constexpr, CONTRACT: tl.constexpr,
+def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.constexpr, CONTRACT: tl.constexpr,
                  ISA: tl.constexpr):  # fmt: skip
-    """(encode, decode) outer scales of a tensor.
+    """(encode, decode) outer scales of a tensor, scalars in float32.
 
-    OUTER: "none" gives 1; "tensor" reads the decode factor at outer_ptr; "amax" makes it from the bits of the MAXIMA
-    partial amaxes at amax_ptr, and the first program stores it at outer_ptr.
+    OUTER "none": both are 1. "tensor": the decode factor is read at outer_ptr. "amax": it is made from the amax of the
+    tensor, and the first program stores it at outer_ptr. amax_ptr points to the bits of PARTIAL_MAXIMA partial maxima
+    (int32). Any other OUTER: both are 1, and the caller makes its own.
     """
     encode = 1.0
     decode = 1.0
@@ -209,10 +218,10 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, MAXIMA: tl.constexpr,
         decode = tl.load(outer_ptr)
         encode = encode_scale(decode, ISA)
     elif OUTER == "amax":
-        if MAXIMA == 1:
+        if PARTIAL_MAXIMA == 1:
             bits = tl.load(amax_ptr)
         else:
-            bits = tl.max(tl.load(amax_ptr + tl.arange(0, MAXIMA)), 0)
+            bits = tl.max(tl.load(amax_ptr + tl.arange(0, PARTIAL_MAXIMA)), 0)
         encode, decode = outer_from_amax(bits, CONTRACT, ISA)
         if tl.program_id(0) == 0:
             tl.store(outer_ptr, decode)

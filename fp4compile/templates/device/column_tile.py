@@ -1,7 +1,8 @@
-"""A tile read for work down its columns: tile of BLOCK rows, whose rows are tensors of their own.
+"""Column tiles: a program's tile for work down the columns, where each thread holds whole blocks of its columns.
 
-The rows of a strip are a tuple of BLOCK tensors [ROW_TILES, WORDS] of words, so that a thread holds whole blocks of its
-columns: what runs down a column (maxima, the Hadamard transform, packing) stays in its registers by construction.
+The tile has ROW_TILES blocks of BLOCK rows. It is a tuple of BLOCK tensors [ROW_TILES, WORDS]: tensor i has row i of
+every block, as words (a word is a pair of columns). So what runs down a block of a column (maxima, the Hadamard
+transform, packing) combines tensors of the tuple, and stays in the registers of a thread.
 """
 
 import triton
@@ -19,13 +20,16 @@ def load_column_tile(
     ptr, row0, rows, cols, x_row, dtype: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The words of the rows from row0 on, each from `ptr` on; zero beyond `rows` rows and `cols` elements."""
+    """The words of a tile whose rows begin at row0 and `ptr`: a tuple of BLOCK tensors [ROW_TILES, WORDS].
+
+    Zero beyond `rows` rows and `cols` elements. ALIGN: as in `load_words`.
+    """
     row = row0 + tl.arange(0, ROW_TILES)[:, None] * BLOCK
     word = tl.arange(0, WORDS)[None, :]
-    x_row = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
+    x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
     tile = ()
     if ALIGN > 0:
-        # As `load_words`; a pointer walks down the rows.
+        # As `load_words`, with a pointer that walks down the rows.
         word_type: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 16 else tl.int64
         stride = x_row // (2 * ALIGN) * ALIGN
         word_ptr = ptr.to(tl.pointer_type(word_type), bitcast=True) + row * stride + word
@@ -41,7 +45,7 @@ def load_column_tile(
 
 @triton.jit
 def unpack_column_tile(tile, dtype: tl.constexpr):
-    """Rows of words -> rows of the even and rows of the odd columns, in float32."""
+    """A tuple of rows of words -> (the same of the even columns, the same of the odd columns), in float32."""
     first = ()
     second = ()
     for i in tl.static_range(len(tile)):
@@ -53,10 +57,10 @@ def unpack_column_tile(tile, dtype: tl.constexpr):
 
 @triton.jit
 def hadamard(values):
-    """`reference.hadamard` of 16 float32 tensors: along the tuple.
+    """`reference.hadamard` along a tuple of 16 float32 tensors.
 
-    The fused form keeps the compiler from fusing the quarters into the sums, which would save a rounding where a
-    quarter is not exact.
+    The quarters are written as fused multiply-adds, so that the compiler does not fuse them into the sums: that would
+    save a rounding, and change bits, where a quarter is not exact.
     """
     quarters = ()
     for i in tl.static_range(16):
@@ -66,7 +70,7 @@ def hadamard(values):
 
 @triton.jit
 def _butterflies(values, DISTANCE: tl.constexpr):
-    """Sums and differences of 16 values that lie DISTANCE apart."""
+    """Sums and differences of the pairs, among 16 values, that lie DISTANCE apart: one stage of the transform."""
     out = ()
     for i in tl.static_range(16):
         if i & DISTANCE:
@@ -78,7 +82,7 @@ def _butterflies(values, DISTANCE: tl.constexpr):
 
 @triton.jit
 def values_amax(values):
-    """Bits of the largest magnitudes along a tuple of float32 tensors; a NaN lies above infinity."""
+    """Bits (int32) of the largest magnitudes along a tuple of float32 tensors, NaN above infinity."""
     amax = tl.abs(values[0])
     for i in tl.static_range(1, len(values)):
         amax = tl.maximum(amax, tl.abs(values[i]), propagate_nan=tl.PropagateNan.ALL)
@@ -87,7 +91,7 @@ def values_amax(values):
 
 @triton.jit
 def column_tile_amax(tile, ISA: tl.constexpr, dtype: tl.constexpr):
-    """Bits of the largest magnitudes of the even and of the odd columns, along a tuple of words."""
+    """(bits of the amaxes of the even columns, of the odd columns), one for each block: [ROW_TILES, WORDS] each."""
     if ISA == 0 or dtype == tl.float32:
         first, second = unpack_column_tile(tile, dtype)
         return values_amax(first), values_amax(second)

@@ -1,12 +1,15 @@
-"""Starting a kernel before the one whose result it reads is done: programmatic dependent launch, from sm_90 on.
+"""Programmatic dependent launch (from sm_90 on): a kernel starts before the kernel whose result it reads is done.
 
-The first kernel lets the second one start (`launch_dependents`) when all of its own programs have started. The second loads what
-was complete before the first began, and waits for the first, and for all before it, to be done (`wait`), before it
-reads what that wrote or writes anything. Where the second is launched as usual, both instructions do nothing. It may
-be the first one of a third: all of its programs wait, so what waits for it waits for all that it has waited for.
+The first kernel calls `launch_dependents`. The second kernel may start as soon as every program of the first has done
+so. Until it calls `wait`, the second kernel only loads what was complete before the first kernel began, and writes
+nothing. `wait` returns when the first kernel, and all kernels before it, are done. If the second kernel is launched as
+usual, both instructions do nothing.
 
-Inductor would take PTX with side effects to write all of a kernel's arguments, so these pieces are pure; an offset of
-0 that they return, added to the address that is used next, keeps their place.
+The second kernel may itself let a third one start. All programs of the second kernel wait, so the third kernel's `wait`
+covers the first kernel too.
+
+Both functions are declared pure, because Inductor assumes that PTX with side effects writes all arguments of a kernel.
+The PTX returns an offset of 0, which is added to the pointer that is used next: that keeps it in its place.
 """
 
 import triton
@@ -15,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def launch_dependents(ptr):
-    """ptr, and the next kernel in the stream may start."""
+    """Let the next kernel in the stream start. Returns ptr, whose next use stays behind this."""
     zero = tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True,
         pack=1,
@@ -25,7 +28,7 @@ def launch_dependents(ptr):
 
 @triton.jit
 def wait(ptr):
-    """ptr, once the kernels before this one are done."""
+    """Wait until the kernels before this one are done. Returns ptr, whose next use stays behind this."""
     zero = tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=True, pack=1
     )

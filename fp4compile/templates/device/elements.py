@@ -1,17 +1,18 @@
-"""Device functions of the quantise kernels: rounding and packing of elements.
+"""Device functions for elements: reading, rounding, packing into codes, and decoding.
 
-Elements travel as pairs: two neighbours of a row in one word (`word`: int32 for 16-bit inputs, int64 for float32),
-decoded to two float32 tensors, encoded to one unit (`encode_pair`: uint8 of two E2M1 codes, uint16 of two FP8
-codes). So packing needs neither a split nor a reshape.
+Elements are handled in pairs of neighbours of a row. A pair is loaded as one word (int32 of two 16-bit elements, int64
+of two float32), computed with as two float32 tensors, and encoded to one unit (uint8 of two E2M1 codes, uint16 of two
+FP8 codes). So packing codes needs neither a split nor a reshape.
 
-`ISA` selects the form of an operation; every form gives the same bits:
-    0    portable: integer and float32 arithmetic only; what Triton's interpreter runs (its casts to FP8 and bf16 are
-         wrong where rounding carries) and what GPUs before SM89 need
-    90   FP8 conversion instructions, packed 16-bit maxima, E2M1 codes gathered in inline PTX
-    100  E2M1 and E8M0 conversion instructions, of E2M1 also stochastic ones (equal in distribution, not in bits)
-    120  as 100, without the stochastic conversion
-Fusing a multiply into an add changes no bit: products that feed an add are exact, or the fused form is written out.
-(Inductor's wrapper launches with fusion on, and lets nobody choose.)
+`ISA` selects how an operation is done. Every form gives the same bits, except where stated:
+    0    portable: integer and float32 arithmetic only. Triton's interpreter runs it (the interpreter's casts to FP8 and
+         bf16 are wrong where rounding carries), and GPUs before SM89 need it.
+    90   instructions that convert to FP8, maxima of packed 16-bit numbers, E2M1 codes made in inline PTX
+    100  instructions that convert to E2M1 and E8M0; the stochastic one for E2M1 is equal in distribution, not in bits
+    120  as 100, without the stochastic instruction
+
+Inductor launches kernels with fused multiply-adds allowed, and leaves no choice. Here that changes no bit: products
+that feed a sum are exact, or the fused form is written out.
 """
 
 import triton
@@ -86,7 +87,7 @@ def _max_f16x2(a, b):
 
 @triton.jit
 def max_words(a, b, dtype: tl.constexpr):
-    """The larger magnitudes of both halves of 16-bit words; the signs of the result mean nothing."""
+    """The larger magnitudes, in each half, of two words of 16-bit elements; the signs of the result mean nothing."""
     if dtype == tl.bfloat16:
         return _max_bf16x2(a, b)
     else:
@@ -95,7 +96,7 @@ def max_words(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def reduce_words(word, axis: tl.constexpr, dtype: tl.constexpr):
-    """Largest magnitudes along `axis` of both halves of 16-bit words; the signs of the result mean nothing."""
+    """The largest magnitudes along `axis`, in each half, of words of 16-bit elements; the signs mean nothing."""
     if dtype == tl.bfloat16:
         return tl.reduce(word, axis, _max_bf16x2)
     else:
@@ -104,7 +105,7 @@ def reduce_words(word, axis: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def word_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
-    """Largest magnitude of all elements of the words along `axis`: float32 bits (int32), a NaN above infinity."""
+    """The largest magnitude of all elements of the words along `axis`: float32 bits (int32), NaN above infinity."""
     if ISA == 0 or dtype == tl.float32:
         first, second = unpack(word, dtype)
         return tl.max(tl.maximum(magnitude_bits(first), magnitude_bits(second)), axis)
@@ -115,10 +116,10 @@ def word_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def column_amax(even, odd, ISA: tl.constexpr, dtype: tl.constexpr):
-    """Largest magnitudes of the words' first and of their second elements, over both tensors and their axes 0 and 2.
+    """(bits of the amaxes of the words' first elements, of their second elements), over both tensors and axes 0 and 2.
 
-    One plain axis after the other: Triton 3.6 reduces wrongly along an axis whose lanes or warps are not neighbours,
-    as reshaping several axes to one makes them.
+    The axes are reduced one after the other. Triton 3.6 reduces wrongly along an axis whose lanes or warps are not
+    neighbours, and reshaping several axes into one would make such an axis.
     """
     if ISA == 0 or dtype == tl.float32:
         even_first, even_second = unpack(even, dtype)
@@ -139,9 +140,9 @@ def column_amax(even, odd, ISA: tl.constexpr, dtype: tl.constexpr):
 def _e2m1_code(y, negative):
     """float32 y -> E2M1 code (int32), saturating, ties to the even code; NaN gives 7.
 
-    The grid has step 1/2 up to 2, step 1 up to 4, step 2 up to 6. Adding 2^23 to a float32 rounds it to an integer,
-    ties to even, in the low bits. The smallest of the three roundings, as codes, is the code: each one is the finest
-    where its step holds, and the coarser ones lie above it.
+    E2M1 has the step 1/2 up to 2, the step 1 up to 4 and the step 2 up to 6. Adding 2^23 to a float32 rounds it to an
+    integer, ties to even, which stands in the low bits. Each of the three sums rounds to one of the steps, and its low
+    bits are the code if that step holds. The sums of the steps that do not hold are larger, so the least sum counts.
     """
     m = tl.minimum(tl.abs(y), 6.0)
     fine = m * 2.0 + 8388608.0
@@ -153,7 +154,7 @@ def _e2m1_code(y, negative):
 
 @triton.jit
 def _e2m1_stochastic_code(y, negative, noise):
-    """As `_e2m1_code`; 16 bits of `noise` (int32) decide between neighbours: `reference.e2m1_encode_stochastic`."""
+    """As `_e2m1_code`, rounded by 16 bits of `noise` (int32): `reference.e2m1_encode_stochastic`."""
     m = tl.minimum(tl.abs(y), 6.0)
     subnormal = m < 1.0
     bits = tl.where(subnormal, m + 1.0, m).to(tl.int32, bitcast=True) + (noise << 6) + 32
@@ -162,10 +163,10 @@ def _e2m1_stochastic_code(y, negative, noise):
 
 
 def join_ptx(target: str, low: str, high: str) -> str:
-    """PTX that makes a 32-bit register of two 16-bit ones.
+    """PTX that joins two 16-bit registers into a 32-bit one.
 
-    Not `mov.b32 target, {low, high}`: ptxas 12.8 and 12.9 merge two FP8 conversions into one such register, and where
-    the two are provably equal (both of zeros, say) leave its upper half undefined.
+    `mov.b32 target, {low, high}` would be shorter, but ptxas 12.8 and 12.9 compile it wrongly after FP8 conversions:
+    where two of these are provably equal (both of zeros, say), the upper half stays undefined.
     """
     return (
         f"{{ .reg .b32 upper; cvt.u32.u16 {target}, {low}; cvt.u32.u16 upper, {high}; shl.b32 upper, upper, 16;"
@@ -174,13 +175,16 @@ def join_ptx(target: str, low: str, high: str) -> str:
 
 
 def _e2m1_gather_ptx() -> str:
-    """Eight values -> eight E2M1 codes in one register; $1-$4 the even, $5-$8 the odd elements of a row.
+    """PTX: eight float32 values -> eight E2M1 codes in $0. $1-$4: the even elements of a row, $5-$8: the odd ones.
 
-    Made for Hopper, where minima, shifts and logic run at half the rate of multiply-adds. With m = min(|y|, 6) and
-    p = max(m, 5/4), (m - 2^22 p) + 2^22 p is m rounded to one bit of mantissa, in steps of 1/2 below 2, ties to even
-    (checked for every float32): 2^22 p - m has the exponent of p plus 22, also where p is a power of two, up to
-    numbers that round to p either way. Scaled by 2^-6 the results are E4M3 numbers whose bits are the code, shifted
-    by 2. The signs are gathered by a funnel shift of the four top bits of each value.
+    Made for Hopper, where minima, shifts and logic run at half the rate of multiply-adds.
+
+    Rounding: let m = min(|y|, 6) and p = max(m, 5/4). Then (m - 2^22 p) + 2^22 p is m rounded to one bit of mantissa,
+    in steps of 1/2 below 2, ties to even (checked for every float32). The reason: 2^22 p - m has the exponent of 2^22 p
+    (also where p is a power of two, except for numbers that round to p either way), so the last bit of the difference
+    is the step of E2M1.
+    Code: scaled by 2^-6, the results are E4M3 numbers whose bits are the codes, shifted by 2.
+    Signs: a funnel shift collects the top four bits of each value, of which the mask keeps the sign.
     """
     steps = []
     for i in reversed(range(8)):
@@ -201,10 +205,13 @@ def _e2m1_gather_ptx() -> str:
 
 
 def _e2m1_stochastic_ptx() -> str:
-    """As `_e2m1_gather_ptx`, rounded stochastically; $9-$12 a random word for each pair, its low half the even one's.
+    """As `_e2m1_gather_ptx`, rounded stochastically.
 
-    m = min(|y|, 6) * 2^-126 is a float32 whose top bits are the code, those below 1 being subnormal in both formats.
-    Shifted by 2 the code lies in the top byte, and below it go two bytes of noise and the half that the reference adds.
+    $9-$12: a random word for each pair of elements. Its low half is for the even element.
+
+    m = min(|y|, 6) * 2^-126 is a float32 whose top bits are the code; values below 1 are subnormal in both formats.
+    Shifted by 2, the code lies in the top byte. To the bytes below it two bytes of noise are added, and the half of a
+    unit of noise that the reference adds.
     """
     steps = []
     for i in range(8):
@@ -231,11 +238,11 @@ def _e2m1_stochastic_ptx() -> str:
 
 
 def _e2m1_round_ptx() -> str:
-    """Two products $1, $2 -> a word of their E2M1 values in fp16, times the fp16 number that $3 has twice.
+    """PTX: two float32 products $1, $2 -> their E2M1 values in fp16, times the fp16 number that $3 holds twice.
 
-    The rounding of `_e2m1_gather_ptx`, without codes. p has the sign that the product y has not, so that 2^22 p + y
-    does not leave the exponent of 2^22 p (checked for every float32). What comes of infinities and NaNs ends as 6, and
-    the sign is that of y, also of what rounds to 0.
+    It rounds as `_e2m1_gather_ptx` does, without making codes. p has the sign opposite to that of the product y, so
+    that 2^22 p + y keeps the exponent of 2^22 p (checked for every float32). Infinities and NaNs become 6. The sign is
+    that of y, also where y rounds to 0.
     """
     return (
         "{ .reg .f32 p, q, a, b; .reg .b32 y, h, t; cvt.rn.f16x2.f32 y, $2, $1; mov.b32 p, 0fBFA00000;"
@@ -250,7 +257,7 @@ def _e2m1_round_ptx() -> str:
 _E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())
 _E2M1_ROUND = tl.constexpr(_e2m1_round_ptx())
 _E2M1_STOCHASTIC = tl.constexpr(_e2m1_stochastic_ptx())
-# The instruction takes one word for four elements; what it makes of the bits is its own affair.
+# The instruction takes one random word for four elements. How it uses the bits is not documented.
 _E2M1_STOCHASTIC_CONVERT = tl.constexpr(
     "{ .reg .b16 p, q; cvt.rs.satfinite.e2m1x4.f32 p, {$6, $2, $5, $1}, $9;"
     " cvt.rs.satfinite.e2m1x4.f32 q, {$8, $4, $7, $3}, $11; mov.b32 $0, {p, q}; }"
@@ -279,10 +286,10 @@ def fp8_code(y, element: tl.constexpr):
     largest: tl.constexpr = 448.0 if element == "e4m3" else 57344.0
     shift: tl.constexpr = 23 - mantissa
     bits = y.to(tl.int32, bitcast=True)
-    m = tl.minimum(tl.abs(y), largest)  # NaN is dealt with below
+    m = tl.minimum(tl.abs(y), largest)  # a NaN is replaced at the end
     m_bits = m.to(tl.int32, bitcast=True)
-    # Normal: round the float32 mantissa, a carry runs into the exponent. Subnormal: adding a power of two whose last
-    # place is the subnormal step rounds.
+    # A normal result: round the mantissa of the float32; a carry goes into the exponent. A subnormal result: add a
+    # power of two whose last place is the subnormal step, which rounds to that step.
     normal = ((m_bits + (1 << (shift - 1)) - 1 + ((m_bits >> shift) & 1)) >> shift) - ((127 - bias) << mantissa)
     round_at: tl.constexpr = 2.0 ** (24 - bias - mantissa)
     subnormal = (m + round_at).to(tl.int32, bitcast=True) & 0xFF
@@ -299,8 +306,8 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
             b = _e2m1_code(second * factor, (second < 0) & (factor == factor))
             return (a | (b << 4)).to(tl.uint8)
         else:
-            # x * factor + 0 is x * factor with the sign of the contract: -0.0 gives +0.0, and a negative product
-            # that underflows keeps its sign. The factor is not 0.
+            # x * factor + 0 has the sign that the contract wants: -0.0 gives +0.0, and a negative product that
+            # underflows keeps its sign. (The factor is never 0.)
             a = tl.fma(first, factor, 0.0)
             b = tl.fma(second, factor, 0.0)
             return tl.inline_asm_elementwise(
@@ -321,7 +328,7 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
 
 @triton.jit
 def rounding_scale(byte, ISA: tl.constexpr):
-    """E4M3 scale bytes (int32) as `round_pair` takes them: their values, from ISA 90 on in fp16, twice in an int32."""
+    """E4M3 scale bytes (int32) -> what `round_pair` takes: their values, in float32 or (ISA 90 on) as fp16 twice."""
     if ISA == 0:
         return fp8_value(byte, "e4m3")
     else:
@@ -332,7 +339,7 @@ def rounding_scale(byte, ISA: tl.constexpr):
 
 @triton.jit
 def round_pair(first, second, factor, scale, ISA: tl.constexpr):
-    """What the E2M1 codes of `encode_pair` stand for, times the block's scale (`rounding_scale`): words of two fp16."""
+    """The values of the E2M1 codes of `encode_pair`, times the block's scale (`rounding_scale`): words of two fp16."""
     if ISA == 0:
         a = e2m1_value(_e2m1_code(first * factor, (first < 0) & (factor == factor))) * scale
         b = e2m1_value(_e2m1_code(second * factor, (second < 0) & (factor == factor))) * scale
@@ -347,9 +354,9 @@ def round_pair(first, second, factor, scale, ISA: tl.constexpr):
 
 @triton.jit
 def encode_run(values, factor, noise, ELEMENT: tl.constexpr, ISA: tl.constexpr):
-    """A tuple of float32 tensors, times factor, rounded to codes side by side in an int32: 8 E2M1 or 4 FP8 codes.
+    """A tuple of 8 (E2M1) or 4 (FP8) float32 tensors, times factor, rounded to codes: an int32 of all codes.
 
-    noise: a tuple of four random words (uint32) for stochastic rounding, one for a pair, or an empty tuple.
+    noise: for stochastic rounding, a tuple of four random words (uint32), one a pair of elements; else an empty tuple.
     """
     if ISA == 0:
         return _portable_run(values, factor, noise, ELEMENT)
@@ -377,6 +384,7 @@ def encode_run(values, factor, noise, ELEMENT: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def _portable_run(values, factor, noise, ELEMENT: tl.constexpr):
+    """`encode_run` for ISA 0."""
     bits: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
     codes = tl.zeros(values[0].shape, tl.int32)
     for i in tl.static_range(len(values)):
@@ -397,7 +405,8 @@ def _portable_run(values, factor, noise, ELEMENT: tl.constexpr):
 def e2m1_value(code):
     """E2M1 code (int32, upper bits ignored) -> float32.
 
-    Its three low bits are the top of a float32 whose exponent is too small by 126; the product is exact.
+    The three low bits become the top of a float32 whose exponent is too small by 126. The product with 2^126 corrects
+    that, and is exact.
     """
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -444,4 +453,5 @@ def decode_pair(units, element: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def infinity_to_nan(value):
+    """float32, with NaN in place of both infinities."""
     return tl.where(magnitude_bits(value) == INFINITY_BITS, float("nan"), value)

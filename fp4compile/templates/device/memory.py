@@ -1,4 +1,8 @@
-"""Loads and stores of tiles: words of floats, units of codes, scale bytes in either layout."""
+"""Loads and stores of tiles: words (pairs of floats), units (several codes in one integer), scale bytes.
+
+The order in which Triton spreads the axes of a load over the lanes of a warp depends on its version (see
+FIRST_AXIS_FASTEST in `_compat`). `load_index` and `restore_axes` hide that.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +14,10 @@ FIRST_AXIS_FASTEST = tl.constexpr(_compat.FIRST_AXIS_FASTEST)
 
 @triton.jit
 def load_index(index, AXIS: tl.constexpr):
-    """An index vector along one of the three outer axes of a four-axis load: axis 2 goes to lanes first, 0 last."""
+    """An index vector as an axis of a load of four axes. Lanes go to AXIS 2 first and to AXIS 0 last.
+
+    The fourth axis is the vector that one lane loads.
+    """
     axis: tl.constexpr = 2 - AXIS if FIRST_AXIS_FASTEST else AXIS
     if axis == 0:
         return index[:, None, None, None]
@@ -21,29 +28,29 @@ def load_index(index, AXIS: tl.constexpr):
 
 
 @triton.jit
-def loaded(words):
-    """What was loaded, its axes in the order of `load_index`."""
+def restore_axes(words):
+    """A tensor loaded through `load_index`, its axes back in the order that the callers number them in."""
     return tl.permute(words, (2, 1, 0, 3)) if FIRST_AXIS_FASTEST else words
 
 
 @triton.jit
 def swizzle(row, col, tiles_per_row):
-    """Offset of the scale byte (row, col) in the swizzled layout; see `layouts`."""
+    """Offset of the scale byte (row, col) in the swizzled layout (see `layouts`). tiles_per_row: tiles side by side."""
     tile = (row // 128) * tiles_per_row + col // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4
 
 
 @triton.jit
 def load_words(ptr, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr):
-    """Words (pairs of `dtype` elements) at ptr + word, zero beyond `cols` elements and where row_mask is false.
+    """Words number `word` from `ptr` on, which points to a row; zero beyond `cols` elements and without row_mask.
 
-    ALIGN: words that divide a row's length and its address, at most 16 bytes of them; 0 where a word itself may be
-    cut (an odd length) or lie at an odd address.
+    A word is a pair of `dtype` elements: int32 of 16-bit elements, int64 of float32. ALIGN: words that divide a row's
+    length and its address, at most 16 bytes of them; 0 where not even one word does (an odd length or address).
     """
     bits: tl.constexpr = dtype.primitive_bitwidth
     word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
     if ALIGN > 0:
-        # Compared in whole vectors, so that the compiler sees one mask for each.
+        # Whole vectors are compared, so that the compiler sees one mask for each of them.
         mask = row_mask & (word // ALIGN < cols // 2 // ALIGN)
         return tl.load(ptr.to(tl.pointer_type(word_type), bitcast=True) + word, mask=mask, other=0)
     else:
@@ -57,43 +64,47 @@ def load_words(ptr, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constex
 @triton.jit
 def load_tile(
     ptr, cols, row_mask, dtype: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The words of a tile, [ROWS, BLOCKS, BLOCK / 2], from the row addresses `ptr` [ROWS]."""
+    """The words of a tile, [ROWS, BLOCKS, BLOCK / 2], whose rows begin at the pointers `ptr` [ROWS].
+
+    VECTORS: how many neighbouring runs of 16 bytes one thread loads. ALIGN: as in `load_words`.
+    """
     vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)  # words in 16 bytes
-    groups: tl.constexpr = BLOCKS * BLOCK // (2 * PIECES * vector)
-    piece = load_index(tl.arange(0, PIECES), 0)
+    groups: tl.constexpr = BLOCKS * BLOCK // (2 * VECTORS * vector)
+    vector_index = load_index(tl.arange(0, VECTORS), 0)
     group = load_index(tl.arange(0, groups), 2)
-    word = (group * PIECES + piece) * vector + tl.arange(0, vector)[None, None, None, :]
-    words = loaded(load_words(load_index(ptr, 1), word, cols, load_index(row_mask, 1), dtype, ALIGN))
+    word = (group * VECTORS + vector_index) * vector + tl.arange(0, vector)[None, None, None, :]
+    words = restore_axes(load_words(load_index(ptr, 1), word, cols, load_index(row_mask, 1), dtype, ALIGN))
     return tl.reshape(tl.permute(words, (1, 2, 0, 3)), (ROWS, BLOCKS, BLOCK // 2))
 
 
 @triton.jit
 def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr):
-    """Store units [ROWS, n] at the rows `row` [ROWS], from unit0 on, of a matrix with `per_row` units a row.
+    """Store units [ROWS, n] into a matrix with `per_row` units a row: at its rows `row` [ROWS], from unit0 on.
 
-    ALIGN: units that divide a row, at most 16.
+    Nothing is written beyond the end of a row and without row_mask. ALIGN: units that divide a row, at most 16.
     """
     unit = tl.arange(0, units.shape[1])[None, :]
-    per_row = per_row // ALIGN * ALIGN  # the same; the compiler sees how wide it may store
-    left = tl.minimum(per_row - unit0, units.shape[1]).to(tl.int32)
-    mask = row_mask[:, None] & (unit // ALIGN < left // ALIGN)
+    per_row = per_row // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
+    units_left = tl.minimum(per_row - unit0, units.shape[1]).to(tl.int32)
+    mask = row_mask[:, None] & (unit // ALIGN < units_left // ALIGN)
     ptr = data_ptr.to(tl.pointer_type(units.dtype), bitcast=True) + unit0
     tl.store(ptr + row.to(tl.int64)[:, None] * per_row + unit, units, mask=mask)
 
 
 @triton.jit
 def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
-    """Store scale bytes [ROWS, n] of the rows `row` [ROWS], from block0 on, of one matrix of a batch.
+    """Store scale bytes [ROWS, n] of one matrix of a batch: at its rows `row` [ROWS], from block0 on.
 
-    ALIGN: blocks that divide a row of scales, at most 16.
+    rows, blocks: the shape of the matrix of scales. SWIZZLED: its padding is filled with zeros, as far as this tile
+    covers it. ALIGN: blocks that divide a row of scales, at most 16.
     """
     count: tl.constexpr = byte.shape[1]
     align: tl.constexpr = ALIGN if ALIGN < count else count
     block = tl.arange(0, count)[None, :]
     row = row.to(tl.int64)[:, None]
-    blocks = blocks // align * align  # the same; the compiler sees how wide it may store
+    blocks = blocks // align * align  # changes nothing, but shows the compiler how wide it may store
     inside = (row < rows) & (block // align < tl.minimum(blocks - block0, count).to(tl.int32) // align)
     if SWIZZLED:
         tiles = tl.cdiv(blocks, 4)
@@ -108,10 +119,13 @@ def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: t
 
 @triton.jit
 def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr):
-    """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest. FLAT: one row."""
+    """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest.
+
+    FLAT: there is one row, and its tiles are all column tiles.
+    """
     if FLAT:
         return program * 0, program * 0, program
     else:
-        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # the one program of an empty tensor divides by them
+        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # an empty tensor has one program too, which divides by this
         col_tiles = tl.maximum(col_tiles, 1)
         return program // (row_tiles * col_tiles), program // col_tiles % row_tiles, program % col_tiles

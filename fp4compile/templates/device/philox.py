@@ -1,6 +1,7 @@
-"""Random bits of stochastic rounding: `reference.philox` on the GPU.
+"""The random bits of stochastic rounding: `reference.philox` on the GPU.
 
-One call of Philox gives four words, and a word rounds two elements: the thread that holds the eight elements makes it.
+One call of Philox gives four words, and a word rounds two elements. So the thread that holds a run of eight elements
+makes the words of that run.
 """
 
 import triton
@@ -21,7 +22,7 @@ def philox(index, seed, STREAM: tl.constexpr):
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
-        # As 64-bit products: one instruction gives both halves.
+        # The products are 64 bits wide: one instruction gives both halves.
         p0 = c0.to(tl.uint64) * 0xD2511F53
         p1 = c2.to(tl.uint64) * 0xCD9E8D57
         c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
@@ -34,9 +35,10 @@ def philox(index, seed, STREAM: tl.constexpr):
 
 
 @triton.jit
-def in_layout_of(index, words):
-    """index, spread over the threads as `words` is, so that random words are made where they are used.
+def match_layout(index, words):
+    """index, spread over the threads as `words` is, so that each random word is made by the thread that uses it.
 
-    Triton gives a tensor the layout of what it is computed with. `words | 1` is never 0, but only LLVM sees that.
+    Triton gives a tensor the layout of the tensors that it is computed from. So `words` takes part in the computation:
+    what is added is always 0, because `words | 1` is never 0, but only LLVM sees that.
     """
     return index + ((words | 1) == 0)

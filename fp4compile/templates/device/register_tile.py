@@ -1,7 +1,8 @@
-"""Patches of a tile: what one thread holds of it, and the maxima along their rows and down their columns.
+"""Register tiles: what one thread holds of a program's tile, and the maxima along its rows and down its columns.
 
-A patch has DEPTH rows of WORDS words (pairs of columns), each word a tensor [ROW_TILES, COL_TILES] of its own: so whatever
-combines words of a patch stays in registers by construction, along rows as down columns.
+A thread holds DEPTH rows of WORDS words (a word is a pair of columns). The program's tile is a tuple of DEPTH * WORDS
+tensors [ROW_TILES, COL_TILES]: one tensor for each place in the register tiles, with an element for each thread. So
+whatever combines words of one register tile stays in registers, along rows as well as down columns.
 """
 
 import triton
@@ -15,13 +16,17 @@ DEPTH = tl.constexpr(16)
 
 @triton.jit
 def tile_index(index, AXIS: tl.constexpr):
-    """An index vector of tile (0) or groups (1), along the axis of a load that gives lanes to the groups first."""
+    """An index vector over row tiles (AXIS 0) or column tiles (1), for a load whose lanes go to column tiles first.
+
+    Which axis of a load gets the lanes first depends on the version of Triton.
+    """
     axis: tl.constexpr = 1 - AXIS if FIRST_AXIS_FASTEST else AXIS
     return index[:, None, None] if axis == 0 else index[None, :, None]
 
 
 @triton.jit
 def split_last(words):
+    """[a, b, n] -> two tensors [a, b, n / 2]: the even and the odd places of the last axis."""
     return tl.split(tl.reshape(words, (words.shape[0], words.shape[1], words.shape[2] // 2, 2)))
 
 
@@ -40,7 +45,7 @@ def split_words(words):
 
 @triton.jit
 def in_order(parts):
-    """The parts of repeated splits, which come with the bits of their numbers reversed."""
+    """The parts of repeated `split_last` in order: splitting leaves part i where i has its bits reversed."""
     count: tl.constexpr = len(parts)
     ordered = ()
     for i in tl.static_range(count):
@@ -61,8 +66,8 @@ def reversed_bits(number, count):
 
 
 @triton.jit
-def stacked(tensors):
-    """n tensors [a, b] -> [a, b, n]."""
+def stack_tensors(tensors):
+    """n tensors [a, b], n a power of two -> [a, b, n]."""
     count: tl.constexpr = len(tensors)
     for level in tl.static_range(log2(count)):
         joined = ()
@@ -77,18 +82,18 @@ def load_register_tile(
     ptr, row0, rows, cols, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The words of the rows from row0 on, each from `ptr` on; zero beyond `rows` rows and `cols` elements.
+    """The words of a tile whose rows begin at row0 and `ptr`; zero beyond `rows` rows and `cols` elements.
 
-    WHOLE: nothing lies beyond them.
-
-    The word j of row i of the register_tile is number i * WORDS + j.
+    Returns DEPTH * WORDS tensors [ROW_TILES, COL_TILES]: word j of row i of the register tiles is number i * WORDS + j.
+    WHOLE: the whole tile exists, so nothing needs a mask. ALIGN: as in `load_words`.
     """
     row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
     word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
-    x_row = tl.full((), 0, tl.int64) + x_row  # a plain number where it is 1
-    register_tile = ()
+    x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
+    tile = ()
     if ALIGN > 0:
-        stride = x_row // (2 * ALIGN) * ALIGN  # the same in words; the compiler sees how wide it may load
+        # The stride in words, written so that the compiler sees how wide it may load.
+        stride = x_row // (2 * ALIGN) * ALIGN
         word_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * stride + word
         inside = word // ALIGN < cols // 2 // ALIGN
         loads = ()
@@ -103,17 +108,17 @@ def load_register_tile(
         for i in tl.static_range(DEPTH):
             loads = loads + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
     for i in tl.static_range(DEPTH):
-        register_tile = register_tile + split_words(tl.permute(loads[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else loads[i])
-    return register_tile
+        tile = tile + split_words(tl.permute(loads[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else loads[i])
+    return tile
 
 
 @triton.jit
-def gate(word, VALUE: tl.constexpr, ISA: tl.constexpr):
-    """VALUE, like `word`, after a barrier that what needs it cannot pass.
+def after_barrier(word, VALUE: tl.constexpr, ISA: tl.constexpr):
+    """VALUE in the shape of `word`, from a barrier of the program: what needs this value stays behind the barrier.
 
-    ptxas would begin with the arithmetic, and issue the last loads when it is half done. Loads stay before a barrier,
-    arithmetic stays behind it only if it needs what the barrier gives. (Said to be pure: of PTX with side effects
-    Inductor believes that it writes all of a kernel's arguments.)
+    Without it ptxas begins with the arithmetic, and issues the last loads when the arithmetic is half done. Loads are
+    never moved behind a barrier; arithmetic stays behind one only if it needs a result of the barrier. (The PTX is
+    declared pure, because Inductor assumes that PTX with side effects writes all arguments of the kernel.)
     """
     if ISA == 0:
         return tl.full(word.shape, VALUE, tl.int32)
@@ -125,40 +130,42 @@ def gate(word, VALUE: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
-def max_of(register_tile, least, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
+def word_amaxes(tile, initial, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
            dtype: tl.constexpr):  # fmt: skip
-    """Largest magnitudes of both halves of COUNT words from START on, STEP apart, and of `least`: a pair of amaxes.
+    """The amaxes of COUNT words from number START on, STEP apart, and of the word `initial`: a pair, one of each half.
 
-    A pair is a word whose signs mean nothing or, in the portable form, two tensors of bits.
+    A pair is a tuple: of one word whose signs mean nothing or, in the portable form, of two tensors of float32 bits.
+    The portable form ignores `initial`.
     """
     if ISA == 0:
-        first, second = unpack(register_tile[START], dtype)
+        first, second = unpack(tile[START], dtype)
         first = magnitude_bits(first)
         second = magnitude_bits(second)
         for i in tl.static_range(1, COUNT):
-            one, other = unpack(register_tile[START + i * STEP], dtype)
+            one, other = unpack(tile[START + i * STEP], dtype)
             first = tl.maximum(first, magnitude_bits(one))
             second = tl.maximum(second, magnitude_bits(other))
         return (first, second)
     else:
-        words = least
+        words = initial
         for i in tl.static_range(COUNT):
-            words = max_words(words, register_tile[START + i * STEP], dtype)
+            words = max_words(words, tile[START + i * STEP], dtype)
         return (words,)
 
 
 @triton.jit
-def max_of_rows(one, other, dtype: tl.constexpr):
-    """Pairs of amaxes of two rows -> the pair of their amaxes."""
+def amaxes_of_two_rows(one, other, dtype: tl.constexpr):
+    """Two rows' pairs of amaxes (`word_amaxes`, of the even and the odd columns) -> the pair of the rows' amaxes."""
     if len(one) == 2:
         return (tl.maximum(one[0], one[1]), tl.maximum(other[0], other[1]))
     else:
-        low, high = halves_of(one[0], other[0])
+        low, high = join_halves(one[0], other[0])
         return (max_words(low, high, dtype),)
 
 
 @triton.jit
 def reduce_pair(amaxes, SHAPE: tl.constexpr, AXIS: tl.constexpr, dtype: tl.constexpr):
+    """A pair of amaxes, reshaped to SHAPE -> the pair of its maxima along AXIS."""
     if len(amaxes) == 2:
         return tl.max(tl.reshape(amaxes[0], SHAPE), AXIS), tl.max(tl.reshape(amaxes[1], SHAPE), AXIS)
     else:
@@ -166,32 +173,34 @@ def reduce_pair(amaxes, SHAPE: tl.constexpr, AXIS: tl.constexpr, dtype: tl.const
 
 
 @triton.jit
-def max_along_row(amaxes, COL_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """[ROW_TILES, COL_TILES] -> [ROW_TILES, blocks]."""
+def block_amaxes_along_row(amaxes, COL_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """A pair of amaxes [ROW_TILES, COL_TILES] -> the pair of those of whole blocks, [ROW_TILES, blocks]."""
     row_tiles: tl.constexpr = amaxes[0].shape[0]
-    groups: tl.constexpr = amaxes[0].shape[1]
-    return reduce_pair(amaxes, (row_tiles, groups // COL_TILES_PER_BLOCK, COL_TILES_PER_BLOCK), 2, dtype)
+    col_tiles: tl.constexpr = amaxes[0].shape[1]
+    return reduce_pair(amaxes, (row_tiles, col_tiles // COL_TILES_PER_BLOCK, COL_TILES_PER_BLOCK), 2, dtype)
 
 
 @triton.jit
-def max_down_column(amaxes, ROW_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """[ROW_TILES, COL_TILES] -> [blocks, COL_TILES]."""
+def block_amaxes_down_column(amaxes, ROW_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """A pair of amaxes [ROW_TILES, COL_TILES] -> the pair of those of whole blocks, [blocks, COL_TILES]."""
     if ROW_TILES_PER_BLOCK == 1:
         return amaxes
     else:
         row_tiles: tl.constexpr = amaxes[0].shape[0]
-        groups: tl.constexpr = amaxes[0].shape[1]
-        return reduce_pair(amaxes, (row_tiles // ROW_TILES_PER_BLOCK, ROW_TILES_PER_BLOCK, groups), 1, dtype)
+        col_tiles: tl.constexpr = amaxes[0].shape[1]
+        return reduce_pair(amaxes, (row_tiles // ROW_TILES_PER_BLOCK, ROW_TILES_PER_BLOCK, col_tiles), 1, dtype)
 
 
 @triton.jit
 def repeat_along_row(values, TIMES: tl.constexpr):
+    """[a, b] -> [a, b * TIMES]: every value TIMES times in succession."""
     shape: tl.constexpr = (values.shape[0], values.shape[1], TIMES)
     return tl.reshape(tl.broadcast_to(values[:, :, None], shape), (values.shape[0], values.shape[1] * TIMES))
 
 
 @triton.jit
 def repeat_down_column(values, TIMES: tl.constexpr):
+    """[a, b] -> [a * TIMES, b]: every row TIMES times in succession."""
     if TIMES == 1:
         return values
     else:
@@ -200,6 +209,6 @@ def repeat_down_column(values, TIMES: tl.constexpr):
 
 
 @triton.jit
-def halves_of(one, other):
-    """Two words -> the words of their lower and of their upper halves."""
+def join_halves(one, other):
+    """Two words -> (the word of their lower halves, the word of their upper halves)."""
     return (one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -65536)

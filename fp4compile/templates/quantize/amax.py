@@ -1,8 +1,15 @@
-"""The amax of a tensor or of its columns, as float32 bits: the first of the two reads of a dynamic outer scale."""
+"""The amax (largest magnitude) of a tensor, of its rows or of its columns, as the bits of a float32.
 
+A dynamic outer scale takes two reads of the tensor; the first one is here. Bits of magnitudes are ordered as the
+magnitudes are, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
+"""
+
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
     hadamard,
@@ -13,7 +20,65 @@ from fp4compile.templates.device.column_tile import (
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
 from fp4compile.templates.device.memory import load_tile, tile_of
-from fp4compile.templates.quantize.both import max_of_rows, stacked
+from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS, amax_config, column_amax_config
+from fp4compile.templates.quantize.views import Matrices, Outer
+
+
+def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> Outer:
+    """The outer scales of a launch: given ones, none, or one of the tensor that is made from its amax."""
+    if outer is not None:
+        return Outer(outer, outer, "tensor" if outer.dim() == 0 else "row")
+    if fmt.outer is None:
+        return Outer(None, None, "none")
+    bits = tensor_amax_bits(source)
+    return Outer(source.tensor.new_empty(1, dtype=torch.float32), bits, "amax")
+
+
+def tensor_amax_bits(source: Matrices) -> torch.Tensor:
+    """Float32 bits of the tensor's amax, 0 of an empty one: int32 [], or [n] partial maxima of a small tensor."""
+    flat = source.flat()
+    source = flat or source
+    # The kernel that reads partial maxima has their number as a constant, so no symbolic size will do.
+    small = flat is not None and isinstance(source.cols, int) and source.cols <= PARTIAL_MAXIMA_ELEMENTS
+    config = amax_config(source.cols if small else None)
+    grid = source.batch * ceil_div(source.rows, config.rows) * ceil_div(source.cols, config.blocks * config.block)
+    device = source.tensor.device
+    if small:
+        grid = 1 << (max(grid, 1) - 1).bit_length()
+        bits = torch.empty(grid, dtype=torch.int32, device=device)
+    else:
+        bits = torch.zeros((), dtype=torch.int32, device=device)
+    target = target_of(device)
+    launch(
+        tensor_amax, grid, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small,
+        LAUNCH_DEPENDENTS=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa,
+        num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return bits
+
+
+def columns_amax_bits(source: Matrices, *, rows: str | None, transform: bool, each: bool) -> torch.Tensor:
+    """Float32 bits of amaxes down the columns (int32), after the Hadamard transform down the columns if asked.
+
+    each: an amax for each column, [batch * cols]; otherwise one of all columns, [1].
+    rows: what to find besides, of the tensor without the transform. "all": its one amax, which comes first, [1 + ...].
+    "each" (only with `each`): an amax for each row; every matrix has its rows before its columns, [batch * (rows +
+    cols)].
+    """
+    lanes = source.cols + (source.rows if rows == "each" else 0)
+    count = (source.batch * lanes if each else 1) + int(rows == "all")
+    bits = torch.zeros(count, dtype=torch.int32, device=source.tensor.device)
+    config = column_amax_config()
+    height, width = config.row_tiles * config.block, 2 * config.words
+    grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
+    launch(
+        columns_amax, grid, source.tensor, bits, *source.args,
+        PLAIN=rows == "all", ROWS=rows == "each", TRANSFORM=transform, EACH=each, ALIGN=source.align,
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return bits
 
 
 @triton.jit
@@ -22,10 +87,10 @@ def tensor_amax(
     FLAT: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at amax_ptr (0 before) to the bits of x's largest magnitude; a NaN lies above infinity.
+    """Raise the int32 at amax_ptr, which is 0 before, to the bits of x's amax. x: [batch, rows, cols].
 
-    PARTIAL: store the largest of each program, [programs]. Programs beyond the tensor store 0. LAUNCH_DEPENDENTS: the next kernel
-    may start early, see `device.dependent_launch`.
+    PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store 0.
+    FLAT: x is one row. LAUNCH_DEPENDENTS: the next kernel may start early, see `device.dependent_launch`.
     """
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
@@ -35,8 +100,8 @@ def tensor_amax(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     col0 = col_tile.to(tl.int64) * (BLOCKS * BLOCK)
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
-    left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
-    words = load_tile(ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN)
+    cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
+    words = load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN)
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
     if PARTIAL:
         tl.store(amax_ptr + tl.program_id(0), bits)
@@ -50,11 +115,12 @@ def columns_amax(
     PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32s at amax_ptr as `tensor_amax` does, x being transformed down its columns (TRANSFORM).
+    """Raise the int32s at amax_ptr, which are 0 before, to the bits of the amaxes of x's columns.
 
-    EACH: one for each column, [batch, cols], or (ROWS) for each row of x as it is and for each column, [batch, rows +
-    cols]; otherwise one of all. PLAIN: before them, the amax of x as it is. (One pointer, because Inductor does not
-    order two that a kernel writes in one tensor.)
+    TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
+    amax of all columns. ROWS (with EACH): each row's amax as well, without the transform, [batch, rows + cols]. PLAIN:
+    the amax of x without the transform comes before the others. (All results have one pointer, because Inductor does
+    not order the writes of a kernel to one tensor through two pointers.)
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -63,8 +129,8 @@ def columns_amax(
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
-    left = tl.minimum(cols - col0, col_count)
-    tile = load_column_tile(ptr, row0, rows, left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
+    cols_left = tl.minimum(cols - col0, col_count)
+    tile = load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:
@@ -82,28 +148,28 @@ def columns_amax(
         bits = tl.reshape(tl.join(tl.max(first_amax, 0), tl.max(second_amax, 0)), (col_count,))
         if ROWS:
             rows_amax_ptr = column_amax_ptr + batch.to(tl.int64) * (rows + cols)
-            raise_rows(rows_amax_ptr, tile, row0, rows, dtype, ISA)
+            raise_row_amaxes(rows_amax_ptr, tile, row0, rows, dtype, ISA)
             column_amax_ptr = rows_amax_ptr + rows
         else:
             column_amax_ptr += batch.to(tl.int64) * cols
         at = column_amax_ptr + col0 + column
-        tl.atomic_max(at, bits, mask=column < left, sem="relaxed")
+        tl.atomic_max(at, bits, mask=column < cols_left, sem="relaxed")
     else:
         tl.atomic_max(column_amax_ptr, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")
 
 
 @triton.jit
-def raise_rows(amax_ptr, tile, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
-    """Raise the int32s of the rows to the bits of their largest magnitudes in a tile of words."""
+def raise_row_amaxes(amax_ptr, tile, row0, rows, dtype: tl.constexpr, ISA: tl.constexpr):
+    """Raise the int32s at amax_ptr, one a row of the tensor, to the bits of the rows' amaxes in a column tile."""
     bits = ()
     for i in tl.static_range(0, len(tile), 2):
         if ISA == 0 or dtype == tl.float32:
             bits = bits + (word_amax(tile[i], 1, ISA, dtype)[:, None],)
             bits = bits + (word_amax(tile[i + 1], 1, ISA, dtype)[:, None],)
-        else:  # both rows in one word
-            (words,) = max_of_rows((tile[i],), (tile[i + 1],), dtype)
+        else:  # one word holds the amaxes of both rows
+            (words,) = amaxes_of_two_rows((tile[i],), (tile[i + 1],), dtype)
             first, second = unpack(reduce_words(words, 1, dtype), dtype)
             bits = bits + (magnitude_bits(first)[:, None], magnitude_bits(second)[:, None])
     count: tl.constexpr = tile[0].shape[0] * len(tile)
     row = row0 + tl.arange(0, count)
-    tl.atomic_max(amax_ptr + row, tl.reshape(stacked(bits), (count,)), mask=row < rows, sem="relaxed")
+    tl.atomic_max(amax_ptr + row, tl.reshape(stack_tensors(bits), (count,)), mask=row < rows, sem="relaxed")

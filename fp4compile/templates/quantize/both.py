@@ -1,51 +1,95 @@
 """Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest.
 
-The only outer scale is that of a bf16 tensor, contract "torchao"; with others ptxas spills (see `quantize_columns`).
+The only outer scale is one of the tensor, for bf16 and the contract "torchao"; with others ptxas spills registers
+(`quantize_columns` serves them).
 
-A thread holds a patch of the tile (`register_tile`). Rows and columns take turns, some rows at a time, so that what one
-unpacks serves the other, and no more than the registers of four programs on a multiprocessor are needed.
+A thread holds a patch of 16 rows (`device.register_tile`). Rows and columns are encoded in turns of a few rows, so that
+what is unpacked for the rows serves the columns too. No more registers are needed than four programs a multiprocessor
+leave to each.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
+from fp4compile.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, outer_scales
 from fp4compile.templates.device.elements import encode_run, magnitude_bits, unpack
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_rounding import (
-    LEAST_AMAX,
-    MOST,
+    CLAMP_LIMIT,
+    MIN_AMAX,
     PACKED_SCALE,
     clamp_packed,
     encode_packed_columns,
     encode_packed_row,
-    most_packed,
-    ordinary,
+    in_packed_range,
+    packed_clamp_limit,
     packed_e4m3_scales,
     packed_outer_scales,
     packed_rounding,
 )
 from fp4compile.templates.device.register_tile import (
     DEPTH,
-    gate,
-    halves_of,
+    after_barrier,
+    amaxes_of_two_rows,
+    block_amaxes_along_row,
+    block_amaxes_down_column,
+    join_halves,
     load_register_tile,
-    max_along_row,
-    max_down_column,
-    max_of,
-    max_of_rows,
     repeat_along_row,
     repeat_down_column,
-    stacked,
+    stack_tensors,
+    word_amaxes,
+)
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.heuristics import both_config
+from fp4compile.templates.quantize.views import (
+    Matrices,
+    Outer,
+    column_aligns,
+    format_constants,
+    store_aligns,
+    tile_grid,
 )
 
 
+def serves(source: Matrices, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
+    """Whether the kernel quantises such a tensor in both directions."""
+    dtype = source.tensor.dtype
+    quick_outer = outer.mode in ("tensor", "amax") and fmt.contract == "torchao" and dtype == torch.bfloat16
+    one_read = quick_outer or (outer.mode == "none" and dtype.itemsize == 2)
+    return one_read and not seeded and not transform
+
+
+def launch_both(
+    source: Matrices,
+    fmt: BlockFormat,
+    outer: Outer,
+    layout: str,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    columns: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Launch the kernel. rows, columns: (data, scales) to fill for x and for x transposed, uint8."""
+    config = both_config(fmt.element)
+    height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
+    divides = statically_true(source.rows % height == 0) and statically_true(source.cols % width == 0)
+    launch(
+        quantize_both, tile_grid(source, height, width, layout), source.tensor, *rows, *columns,
+        *outer.arguments(rows[0]), *source.args, **format_constants(fmt), **outer.constants,
+        SWIZZLED=layout == "swizzled", WHOLE=divides and source.align > 0, ALIGN=source.align,
+        **store_aligns(source.cols, fmt), **column_aligns(source.rows, fmt),
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+
+
 @triton.jit
-def each_scale(
+def plain_pair_scales(
     amaxes, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """(both bytes of a pair of amaxes in an int32, the factor of each), as `block_scale`."""
+    """A pair of amaxes -> (both scale bytes in an int32, the factor of each), by `block_scale`."""
     if len(amaxes) == 2:
         first, second = amaxes
     else:
@@ -59,47 +103,49 @@ def each_scale(
 
 @triton.jit
 def pair_scales(
-    amaxes, most, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+    amaxes, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Scales of both amaxes of a pair: their bytes in an int16, and the factors as the encoding wants them."""
+    """A pair of amaxes -> (both scale bytes in an int16, the factor of each as ROUNDING wants it)."""
     if ROUNDING == "fp16" and SCALE == "e4m3":
-        bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
+        scale_bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
     elif ROUNDING == "bounded":
-        bytes, factor0, factor1 = packed_outer_scales(amaxes[0], most, encode, decode, ROUNDING, CLAMP)
+        scale_bytes, factor0, factor1 = packed_outer_scales(amaxes[0], limit, encode, decode, ROUNDING, CLAMP)
     elif HAS_OUTER and ISA >= 100:
-        if ordinary(decode):
-            bytes, factor0, factor1 = packed_outer_scales(amaxes[0], most, encode, decode, ROUNDING, CLAMP)
+        if in_packed_range(decode):
+            scale_bytes, factor0, factor1 = packed_outer_scales(amaxes[0], limit, encode, decode, ROUNDING, CLAMP)
         else:
-            bytes, factor0, factor1 = each_scale(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, dtype,
-                                                 ISA)  # fmt: skip
+            scale_bytes, factor0, factor1 = plain_pair_scales(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE,
+                                                              CONTRACT, dtype, ISA)  # fmt: skip
     else:
-        bytes, factor0, factor1 = each_scale(amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, dtype, ISA)
+        scale_bytes, factor0, factor1 = plain_pair_scales(
+            amaxes, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, dtype, ISA
+        )
         if ROUNDING == "fp16":
             factor0 *= PACKED_SCALE
             factor1 *= PACKED_SCALE
-    return bytes.to(tl.int16), factor0, factor1
+    return scale_bytes.to(tl.int16), factor0, factor1
 
 
 @triton.jit
-def scales_of(
-    pairs, most, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+def scales_of_pairs(
+    pairs, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """`pair_scales` of each: a tuple of bytes, and one of twice as many factors."""
-    every = ()
+    """`pair_scales` of a tuple of pairs: a tuple of scale_bytes, and a tuple of twice as many factors."""
+    all_bytes = ()
     factors = ()
     for i in tl.static_range(len(pairs)):
-        bytes, factor0, factor1 = pair_scales(pairs[i], most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
-                                              ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
-        every = every + (bytes,)
+        scale_bytes, factor0, factor1 = pair_scales(pairs[i], limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
+                                                    CONTRACT, ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+        all_bytes = all_bytes + (scale_bytes,)
         factors = factors + (factor0, factor1)
-    return every, factors
+    return all_bytes, factors
 
 
 @triton.jit
-def long_units(runs):
-    """An even number of int32 tensors -> half as many int64 tensors."""
+def join_to_int64(runs):
+    """An even number of int32 tensors -> half as many int64 tensors, each of two neighbours."""
     units = ()
     for i in tl.static_range(0, len(runs), 2):
         units = units + ((runs[i].to(tl.int64) & 0xFFFFFFFF) | (runs[i + 1].to(tl.int64) << 32),)
@@ -107,49 +153,52 @@ def long_units(runs):
 
 
 @triton.jit
-def rows_of(register_tile, most, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
-    """Some of the words, clamped if asked (`clamp_packed`)."""
+def take_words(tile, limit, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.constexpr):
+    """COUNT words of the tile from START on, clamped to +-`limit` if CLAMP (`clamp_packed`)."""
     words = ()
     for i in tl.static_range(START, START + COUNT):
         if CLAMP:
-            words = words + (clamp_packed(register_tile[i], most),)
+            words = words + (clamp_packed(tile[i], limit),)
         else:
-            words = words + (register_tile[i],)
+            words = words + (tile[i],)
     return words
 
 
 @triton.jit
-def encode_row(register_tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
+def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
                ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
-    """Codes of COUNT words side by side, as int32 tensors."""
+    """Codes of COUNT neighbouring words of a row, as a tuple of int32 tensors."""
     words: tl.constexpr = 4 if ELEMENT == "e2m1" else 2
     runs = ()
     for i in tl.static_range(START, START + COUNT, words):
         if ROUNDING != "":
-            run = (register_tile[i], register_tile[i + 1], register_tile[i + 2], register_tile[i + 3])
+            run = (tile[i], tile[i + 1], tile[i + 2], tile[i + 3])
             runs = runs + (encode_packed_row(run, factor, ROUNDING, dtype),)
         else:
-            values = unpack(register_tile[i], dtype)
+            values = unpack(tile[i], dtype)
             for j in tl.static_range(1, words):
-                values = values + unpack(register_tile[i + j], dtype)
+                values = values + unpack(tile[i + j], dtype)
             runs = runs + (encode_run(values, factor, (), ELEMENT, ISA),)
     return runs
 
 
 @triton.jit
-def encode_columns(register_tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
+def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
                    dtype: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
-    """Codes of COUNT rows of the two columns of a word: an int32 each, or one of both (COUNT 4, E2M1)."""
+    """Codes of COUNT rows in both columns of a word: an int32 tensor for each column, or one for both.
+
+    One for both where ROUNDING is packed: then COUNT is 4, and each half of the int32 has four E2M1 codes of a column.
+    """
     if ROUNDING != "":
         words = ()
         for i in tl.static_range(ROW, ROW + COUNT):
-            words = words + (register_tile[i * WORDS + WORD],)
+            words = words + (tile[i * WORDS + WORD],)
         return (encode_packed_columns(words, factors[2 * WORD], factors[2 * WORD + 1], ROUNDING, dtype),)
     else:
         first = ()
         second = ()
         for i in tl.static_range(ROW, ROW + COUNT):
-            one, other = unpack(register_tile[i * WORDS + WORD], dtype)
+            one, other = unpack(tile[i * WORDS + WORD], dtype)
             first = first + (one,)
             second = second + (other,)
         return (
@@ -159,18 +208,25 @@ def encode_columns(register_tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: 
 
 
 @triton.jit
-def join_quarters(quarters, WORDS: tl.constexpr):
-    """Codes of four rows of both columns of a word, all words of the rows -> runs of eight rows, one a column."""
+def join_packed_columns(quarters, WORDS: tl.constexpr):
+    """What `encode_columns` makes for both columns in one int32 -> an int32 of eight rows' codes for each column.
+
+    quarters: WORDS tensors of the first four rows, then WORDS of the next four, and so on.
+    """
     runs = ()
     for i in tl.static_range(0, len(quarters), 2 * WORDS):
         for j in tl.static_range(i, i + WORDS):
-            runs = runs + halves_of(quarters[j], quarters[j + WORDS])
+            runs = runs + join_halves(quarters[j], quarters[j + WORDS])
     return runs
 
 
 @triton.jit
 def row_pointer(data_ptr, row, group, per_row, RUNS: tl.constexpr):
-    """Where the codes of the groups `group` go that a thread has in the rows `row`, RUNS int32 runs of them."""
+    """Where a thread's codes in the rows `row` go: pointers to int32 if RUNS is 1, else to int64 (an axis more).
+
+    group: the number in its row of the group of neighbouring columns that a thread holds. per_row: int32 (or int64)
+    units in a row of codes. RUNS: int32 runs of codes in a group.
+    """
     if RUNS == 1:
         return data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (row.to(tl.int64) * per_row + group)
     else:
@@ -181,13 +237,13 @@ def row_pointer(data_ptr, row, group, per_row, RUNS: tl.constexpr):
 
 @triton.jit
 def store_row(row_ptr, runs, rows, group, per_row, WHOLE: tl.constexpr):
-    """Store the int32 runs of the groups `group`; per_row: units in a row, of 8 bytes each if there are 2 runs."""
+    """Store a row's int32 runs of codes at `row_pointer`. rows: which rows exist. WHOLE: nothing needs a mask."""
     if len(runs) == 1:
         units = runs[0]
         mask = rows & (group < per_row)
     else:
         long: tl.constexpr = len(runs) // 2
-        units = stacked(long_units(runs))
+        units = stack_tensors(join_to_int64(runs))
         mask = rows[:, :, None] & (group[:, :, None] * long + tl.arange(0, long)[None, None, :] < per_row)
     if WHOLE:
         tl.store(row_ptr, units)
@@ -197,7 +253,7 @@ def store_row(row_ptr, runs, rows, group, per_row, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
-    """Store the scale bytes of pairs of rows from row0 on, [pairs, n] (int16), as `store_scales`."""
+    """Store scales from row0 on, as `store_scales`; an int16 has the bytes of two neighbouring rows, [pairs, n]."""
     row = row0 + 2 * tl.arange(0, pairs.shape[0])
     store_scales(scales_ptr, pairs, batch, row, block0, rows, blocks, SWIZZLED, ALIGN)
     store_scales(scales_ptr, pairs >> 8, batch, row + 1, block0, rows, blocks, SWIZZLED, ALIGN)
@@ -205,19 +261,19 @@ def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: 
 
 @triton.jit
 def encode_turn(
-    register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row,
+    tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row,
     ROW: tl.constexpr, dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr,
     COL_TILES_PER_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
     WHOLE: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the register_tile from ROW on, for every pair of which there are amaxes; stores their codes.
+    """Encode a turn: the rows from ROW on of each thread, two for each pair of `row_amaxes`. Stores the rows' codes.
 
-    Returns (scales of the pairs, codes of the columns).
+    Returns (scale bytes of the pairs of rows, codes of the columns as `encode_columns` makes them).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
-    bytes, factors = scales_of(row_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ROUNDING, CLAMP,
-                               dtype, ISA)  # fmt: skip
-    words = rows_of(register_tile, most, ROW * WORDS, turn * WORDS, CLAMP)
+    scale_bytes, factors = scales_of_pairs(row_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
+                                           ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+    words = take_words(tile, limit, ROW * WORDS, turn * WORDS, CLAMP)
     column_runs = ()
     for j in tl.static_range(WORDS):
         column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, ROUNDING,
@@ -227,54 +283,59 @@ def encode_turn(
         codes = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, ROUNDING, ISA)
         store_row(row_ptr, codes, row < rows - (ROW + k), group, per_row, WHOLE)
         row_ptr += per_row
-    return bytes, column_runs
+    return scale_bytes, column_runs
 
 
 @triton.jit
 def encode_tile(
-    register_tile, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
+    tile, initial, limit, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
     batch, row_tile, col_tile, rows, cols, dtype: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr,
     ROUNDING: tl.constexpr, CLAMP: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     COLUMN_UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Scales and codes of a tile's register_tile."""
+    """Compute and store scales and codes of a tile, in both directions.
+
+    initial: what maxima begin with. limit: see `clamp_packed`. CLAMP: whether elements may be beyond it.
+    """
     row_count: tl.constexpr = ROW_TILES * DEPTH
     col_count: tl.constexpr = 2 * COL_TILES * WORDS
-    groups_a_block: tl.constexpr = BLOCK // (2 * WORDS)
-    strips_a_block: tl.constexpr = BLOCK // DEPTH
+    col_tiles_per_block: tl.constexpr = BLOCK // (2 * WORDS)
+    row_tiles_per_block: tl.constexpr = BLOCK // DEPTH
     row0 = row_tile * row_count
     col0 = col_tile * col_count
 
     column_amaxes = ()
     for j in tl.static_range(WORDS):
-        amaxes = max_of(register_tile, least, j, DEPTH, WORDS, ISA, dtype)
-        column_amaxes = column_amaxes + (max_down_column(amaxes, strips_a_block, dtype),)
+        amaxes = word_amaxes(tile, initial, j, DEPTH, WORDS, ISA, dtype)
+        column_amaxes = column_amaxes + (block_amaxes_down_column(amaxes, row_tiles_per_block, dtype),)
     if ROUNDING == "bounded":
-        if ordinary(decode):
-            column_bytes, factors = scales_of(column_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
-                                              ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+        if in_packed_range(decode):
+            column_bytes, factors = scales_of_pairs(column_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
+                                                    CONTRACT, ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
         else:
-            column_bytes, factors = scales_of(column_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
-                                              "float32", False, dtype, ISA)  # fmt: skip
+            column_bytes, factors = scales_of_pairs(column_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
+                                                    CONTRACT, "float32", False, dtype, ISA)  # fmt: skip
     else:
-        column_bytes, factors = scales_of(column_amaxes, most, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
-                                          ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
+        column_bytes, factors = scales_of_pairs(column_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE,
+                                                CONTRACT, ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
     column_factors = ()
     for j in tl.static_range(2 * WORDS):
-        column_factors = column_factors + (repeat_down_column(factors[j], strips_a_block),)
+        column_factors = column_factors + (repeat_down_column(factors[j], row_tiles_per_block),)
 
-    strip0 = row_tile * (ROW_TILES // strips_a_block)
-    pairs = tl.reshape(tl.permute(stacked(column_bytes), (1, 2, 0)), (col_count // 2, ROW_TILES // strips_a_block))
-    store_pairs(column_scales_ptr, pairs, batch, col0, strip0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
+    row_block0 = row_tile * (ROW_TILES // row_tiles_per_block)
+    pairs = tl.reshape(
+        tl.permute(stack_tensors(column_bytes), (1, 2, 0)), (col_count // 2, ROW_TILES // row_tiles_per_block)
+    )
+    store_pairs(column_scales_ptr, pairs, batch, col0, row_block0, cols, tl.cdiv(rows, BLOCK), SWIZZLED,
                 COLUMN_SCALE_ALIGN)  # fmt: skip
 
     # An int32 holds 8 codes of four bits, or 4 of eight.
     run: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
     turn: tl.constexpr = 8 if ELEMENT == "e2m1" and ROUNDING == "" else 4
     row_runs: tl.constexpr = 2 * WORDS // run
-    per_row = tl.cdiv(cols, BLOCK) * (groups_a_block * tl.cdiv(row_runs, 2))
+    per_row = tl.cdiv(cols, BLOCK) * (col_tiles_per_block * tl.cdiv(row_runs, 2))
     row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
     group = col0 // (2 * WORDS) + tl.arange(0, COL_TILES)[None, :]
     row_ptr = row_pointer(data_ptr, batch * rows + row, group, per_row, row_runs)
@@ -283,39 +344,41 @@ def encode_tile(
     for i in tl.static_range(0, DEPTH, turn):
         row_amaxes = ()
         for k in tl.static_range(i, i + turn, 2):
-            amaxes = max_of_rows(max_of(register_tile, least, k * WORDS, WORDS, 1, ISA, dtype),
-                                 max_of(register_tile, least, (k + 1) * WORDS, WORDS, 1, ISA, dtype), dtype)  # fmt: skip
-            row_amaxes = row_amaxes + (max_along_row(amaxes, groups_a_block, dtype),)
+            one = word_amaxes(tile, initial, k * WORDS, WORDS, 1, ISA, dtype)
+            other = word_amaxes(tile, initial, (k + 1) * WORDS, WORDS, 1, ISA, dtype)
+            amaxes = amaxes_of_two_rows(one, other, dtype)
+            row_amaxes = row_amaxes + (block_amaxes_along_row(amaxes, col_tiles_per_block, dtype),)
         if ROUNDING == "bounded":
-            # Each turn has this branch: one around all of them takes 200 registers.
-            if ordinary(decode):
-                bytes, runs = encode_turn(
-                    register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
-                    dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
+            # The branch is in each turn: one branch around all turns takes 200 registers.
+            if in_packed_range(decode):
+                scale_bytes, runs = encode_turn(
+                    tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
                 )  # fmt: skip
             else:
-                bytes, runs = encode_turn(
-                    register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
-                    dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, "float32", False, WHOLE, WORDS, ISA,
+                scale_bytes, runs = encode_turn(
+                    tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
+                    dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, "float32", False, WHOLE, WORDS,
+                    ISA,
                 )  # fmt: skip
         else:
-            bytes, runs = encode_turn(
-                register_tile, row_amaxes, column_factors, most, encode, decode, row_ptr, row, rows, group, per_row, i,
-                dtype, ELEMENT, SCALE, CONTRACT, groups_a_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
+            scale_bytes, runs = encode_turn(
+                tile, row_amaxes, column_factors, limit, encode, decode, row_ptr, row, rows, group, per_row, i,
+                dtype, ELEMENT, SCALE, CONTRACT, col_tiles_per_block, HAS_OUTER, ROUNDING, CLAMP, WHOLE, WORDS, ISA,
             )  # fmt: skip
-        row_bytes = row_bytes + bytes
+        row_bytes = row_bytes + scale_bytes
         column_runs = column_runs + runs
         for _ in tl.static_range(turn):
             row_ptr += per_row
     if ROUNDING != "":
-        column_runs = join_quarters(column_runs, WORDS)
+        column_runs = join_packed_columns(column_runs, WORDS)
 
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // (2 * run)
     column = col0 + tl.arange(0, col_count)
-    store_columns(columns_ptr, column_runs, batch * cols + column, strip0 * per_block,
+    store_columns(columns_ptr, column_runs, batch * cols + column, row_block0 * per_block,
                   tl.cdiv(rows, BLOCK) * per_block, column < cols, 2 * WORDS, COLUMN_UNIT_ALIGN)  # fmt: skip
-    pairs = tl.reshape(tl.permute(stacked(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
+    pairs = tl.reshape(tl.permute(stack_tensors(row_bytes), (0, 2, 1)), (row_count // 2, col_count // BLOCK))
     store_pairs(scales_ptr, pairs, batch, row0, col0 // BLOCK, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
@@ -323,41 +386,43 @@ def encode_tile(
 def quantize_both(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
+    OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns; x: [batch, rows, cols], strides x_batch, x_row, 1.
+    """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
-    Codes and scales of x go to data_ptr, scales_ptr; those of x transposed to columns_ptr, column_scales_ptr.
-    OUTER: as in `outer_scales`, one of both. WHOLE: tiles divide each matrix, and nothing needs a mask.
+    x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
+    Codes and scales of x go to data_ptr and scales_ptr, those of x transposed to columns_ptr and column_scales_ptr.
+    OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same. WHOLE: tiles divide each matrix, so
+    nothing needs a mask.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * DEPTH
     col_count: tl.constexpr = 2 * COL_TILES * WORDS
     rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, OUTER, dtype, ISA)
 
-    # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
+    # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
     col_tiles = tl.cdiv(padded_cols, col_count)
     program = tl.program_id(0)
     if OUTER == "amax":
-        # The epilogue of the tensor is what the amax kernel has left in the cache.
+        # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
     batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, row_count, False)
     batch = batch.to(tl.int64)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
-    left = tl.minimum(cols - col0, col_count)
-    register_tile = load_register_tile(x_ptr + batch * x_batch + col0, row0, rows, left, x_row, dtype, ROW_TILES, COL_TILES, WORDS,
-                           ALIGN, WHOLE)  # fmt: skip
-    least = gate(register_tile[0], LEAST_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
+    cols_left = tl.minimum(cols - col0, col_count)
+    tile = load_register_tile(x_ptr + batch * x_batch + col0, row0, rows, cols_left, x_row, dtype, ROW_TILES,
+                              COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+    initial = after_barrier(tile[0], MIN_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"
-    most = MOST if OUTER == "none" else most_packed(decode)
-    encode_tile(register_tile, least, most, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
+    limit = CLAMP_LIMIT if OUTER == "none" else packed_clamp_limit(decode)
+    encode_tile(tile, initial, limit, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,
                 batch, row_tile, col_tile, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
                 rounding, clamp, SWIZZLED, WHOLE, COLUMN_UNIT_ALIGN, SCALE_ALIGN, COLUMN_SCALE_ALIGN,
                 ROW_TILES, COL_TILES, WORDS, ISA)  # fmt: skip
@@ -365,13 +430,17 @@ def quantize_both(
 
 @triton.jit
 def store_columns(columns_ptr, runs, row, unit0, per_row, row_mask, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
-    """Store the int32 runs [ROW_TILES, COL_TILES] of a tile's columns, COLUMNS in a group, whose first runs come first."""
+    """Store a tile's codes of columns: int32 runs [ROW_TILES, COL_TILES], a thread's COLUMNS columns fastest.
+
+    row, row_mask: the numbers of the tile's columns in the transposed tensor, and whether they exist. unit0, per_row:
+    in units of int64.
+    """
     n: tl.constexpr = len(runs) // (2 * COLUMNS)
     units = ()
     for j in tl.static_range(COLUMNS):
         for k in tl.static_range(n):
-            units = units + long_units((runs[2 * k * COLUMNS + j], runs[(2 * k + 1) * COLUMNS + j]))
-    both = stacked(units)
+            units = units + join_to_int64((runs[2 * k * COLUMNS + j], runs[(2 * k + 1) * COLUMNS + j]))
+    both = stack_tensors(units)
     row_tiles: tl.constexpr = both.shape[0]
     groups: tl.constexpr = both.shape[1]
     both = tl.permute(tl.reshape(both, (row_tiles, groups, COLUMNS, n)), (1, 2, 0, 3))

@@ -1,11 +1,13 @@
-"""Quantise down the columns, with the Hadamard transform if asked, and along the rows of the same tile.
+"""Quantise down the columns, after the Hadamard transform if asked, and along the rows of the same tile.
 
-The tile is read twice, as tile and, for the rows, as blocks of a row; the second time it comes from the cache.
+The tile is read twice: as a column tile and, for the rows, as blocks of a row. The second read comes from the cache.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile.formats import BlockFormat
 from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
@@ -22,20 +24,87 @@ from fp4compile.templates.device.column_tile import (
 )
 from fp4compile.templates.device.elements import encode_run, infinity_to_nan, word_amax
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
-from fp4compile.templates.device.philox import in_layout_of, philox
+from fp4compile.templates.device.philox import match_layout, philox
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of
+from fp4compile.templates.quantize.heuristics import column_config
 from fp4compile.templates.quantize.row import encode_and_store
+from fp4compile.templates.quantize.views import (
+    Matrices,
+    Outer,
+    column_aligns,
+    format_constants,
+    or_placeholder,
+    store_aligns,
+    tile_grid,
+)
+
+
+def outers_of(
+    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, *, with_rows: bool, transform: bool
+) -> tuple[Outer, Outer]:
+    """The outer scales along the rows and down the columns; they differ where they are dynamic and depend on either.
+
+    With a scale of its own for each row or column, the mode is "row amax" and the shapes are [batch * rows] (no tensor
+    unless with_rows) and [batch * cols].
+    """
+    x = source.tensor
+    if outer is None and fmt.outer == "row":
+        amax = columns_amax_bits(source, rows="each" if with_rows else None, transform=transform, each=True)
+        down = x.new_empty(source.batch * source.cols, dtype=torch.float32)
+        along = x.new_empty(source.batch * source.rows, dtype=torch.float32) if with_rows else None
+        return Outer(along, amax, "row amax"), Outer(down, amax, "row amax")
+    if outer is None and fmt.outer == "tensor" and transform:
+        amax = columns_amax_bits(source, rows="all" if with_rows else None, transform=True, each=False)
+        first, last = (amax.narrow(0, 0, 1), amax.narrow(0, 1, 1)) if with_rows else (amax, amax)
+        along, down = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
+        return Outer(along, first, "amax"), Outer(down, last, "amax")
+    both = outer_of(source, fmt, outer)
+    return both, both
+
+
+def launch_columns(
+    source: Matrices,
+    fmt: BlockFormat,
+    outers: tuple[Outer, Outer],
+    layout: str,
+    columns: tuple[torch.Tensor, torch.Tensor | None],
+    rows: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    *,
+    seed: torch.Tensor | None,
+    stream: int,
+    transform: bool,
+) -> None:
+    """Launch the kernel of columns and, where `rows` is given, of rows.
+
+    columns, rows: (data, scales) to fill, uint8. outers: of the rows and of the columns (`outers_of`).
+    """
+    along, down = outers
+    constants = format_constants(fmt)
+    config = column_config(fmt.element, constants["BLOCK"], rows is not None)
+    data, scales = columns
+    row_data, row_scales = rows or columns
+    launch(
+        quantize_columns, tile_grid(source, config.row_tiles * constants["BLOCK"], 2 * config.words, layout),
+        source.tensor, row_data, or_placeholder(row_scales, data), *along.arguments(data),
+        data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data), *source.args,
+        **constants, ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, STREAM=stream,
+        **along.constants, SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        **column_aligns(source.rows, fmt), ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps,
+        **config.constants,
+    )  # fmt: skip
 
 
 @triton.jit
 def interleave_columns(first, second):
-    """[ROW_TILES, WORDS, n] of the even and of the odd columns -> [columns, ROW_TILES * n]."""
+    """[ROW_TILES, WORDS, n] of the even columns and of the odd columns -> [columns, ROW_TILES * n]."""
     both = tl.permute(tl.join(first, second), (1, 3, 0, 2))
     return tl.reshape(both, (both.shape[0] * 2, both.shape[2] * both.shape[3]))
 
 
 @triton.jit
-def stack(runs):
-    """2, 4 or 8 int32 tensors -> int64 tensors of two runs each, along a new last axis."""
+def join_runs(runs):
+    """2, 4 or 8 int32 tensors [a, b] -> one int64 tensor [a, b, n / 2], two neighbouring runs in each number."""
     pairs = ()
     for i in tl.static_range(0, len(runs), 2):
         low = runs[i].to(tl.int64) & 0xFFFFFFFF
@@ -52,19 +121,20 @@ def stack(runs):
 @triton.jit
 def encode_column_tile(
     values, factor, seed_ptr, run0,
-    ELEMENT: tl.constexpr, HIDES: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
+    ELEMENT: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a column's blocks, 8 bytes an int64: [ROW_TILES, WORDS, n].
+    """Codes of one block in each column, 8 bytes an int64: [ROW_TILES, WORDS, n].
 
-    run0: the number of the first run of 8 codes, [ROW_TILES, WORDS] (int64); it counts the random words.
-    HIDES: no scale shows an infinity, and saturation would hide it.
+    values: the rows of the block, a tuple of float32 tensors [ROW_TILES, WORDS]. run0: the number in the tensor of each
+    block's first run of 8 codes (int64), [ROW_TILES, WORDS]; it is the counter of the random words. MASK_INFINITY:
+    infinite elements become NaN, because no scale shows them and saturation would hide them.
     """
     count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
     runs = ()
     for i in tl.static_range(0, len(values), count):
         run = ()
         for j in tl.static_range(i, i + count):
-            if HIDES:
+            if MASK_INFINITY:
                 run = run + (infinity_to_nan(values[j]),)
             else:
                 run = run + (values[j],)
@@ -72,14 +142,16 @@ def encode_column_tile(
         if SEEDED:
             noise = philox(run0 + i // count, tl.load(seed_ptr), STREAM)
         runs = runs + (encode_run(run, factor, noise, ELEMENT, ISA),)
-    return stack(runs)
+    return join_runs(runs)
 
 
 @triton.jit
-def each_outer(amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):
-    """(encode, decode) outer scales of some rows or columns, from the bits at the pointers amax_ptr.
+def make_outer_scales(
+    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
+):
+    """(encode, decode) outer scales of some rows or columns, from their amax bits at the pointers amax_ptr.
 
-    `first`: of the programs that make the same ones this one stores them, at outer_ptr + at.
+    Several programs make the same scales. The one with `first` stores the decode factors, at outer_ptr + at.
     """
     bits = tl.load(amax_ptr, mask=mask, other=0)
     if SCALE == "none":
@@ -98,51 +170,52 @@ def quantize_columns(
     rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
+    OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    ROW_TILES: tl.constexpr, WORDS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
+    ROW_TILES: tl.constexpr, WORDS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
+    """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
-    Codes and scales of x transposed go to columns_ptr, column_scales_ptr; ALONG_ROWS: those of x to data_ptr,
-    scales_ptr, rounded by stream 0 where the columns are by stream 1.
-    OUTER: as in `outer_scales`; or of the columns: "row" reads decode factors at column_outer_ptr, "row amax" makes
-    them from the bits at column_amax_ptr, [batch, cols], and stores them at column_outer_ptr. ALONG_ROWS with "row
-    amax": bits of rows and columns, [batch, rows + cols], and factors of the rows at outer_ptr.
+    Codes and scales of x transposed go to columns_ptr and column_scales_ptr. ALONG_ROWS: those of x go to data_ptr and
+    scales_ptr; their random bits are stream 0, those of the columns are STREAM.
+    OUTER, PARTIAL_MAXIMA: as in `outer_scales`. Besides, OUTER "row": a decode factor for each column is read at
+    column_outer_ptr. OUTER "row amax": it is made from the bits at column_amax_ptr, [batch, cols], and stored at
+    column_outer_ptr; with ALONG_ROWS the bits of rows and columns are [batch, rows + cols], and the decode factors of
+    the rows are stored at outer_ptr.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
 
-    # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
+    # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
     col_tiles = tl.cdiv(padded_cols, col_count)
     batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
-    left = tl.minimum(cols - col0, col_count)
+    cols_left = tl.minimum(cols - col0, col_count)
     tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
-        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, left, row < rows, dtype,
-                          row_count, col_count // BLOCK, BLOCK, PIECES, ALIGN)  # fmt: skip
+        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, cols_left, row < rows, dtype,
+                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN)  # fmt: skip
         if OUTER == "row amax":
-            encode, decode = each_outer(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
+            encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
                                         batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
                                         SCALE, CONTRACT, ISA)  # fmt: skip
             encode = encode[:, None]
             decode = decode[:, None]
         else:
-            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
+            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
         encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
                          OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
-    tile = load_column_tile(tile_ptr, row0, rows, left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
+    tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
     first, second = unpack_column_tile(tile, dtype)
     if TRANSFORM:
         first = hadamard(first)
@@ -163,12 +236,14 @@ def quantize_columns(
                 column_amax_ptr += batch.to(tl.int64) * (rows + cols) + rows
             else:
                 column_amax_ptr += batch.to(tl.int64) * cols
-            encode, decode = each_outer(column_amax_ptr + column, column_outer_ptr, at, column < cols, row_tile == 0,
-                                        SCALE, CONTRACT, ISA)  # fmt: skip
+            encode, decode = make_outer_scales(column_amax_ptr + column, column_outer_ptr, at, column < cols,
+                                               row_tile == 0, SCALE, CONTRACT, ISA)  # fmt: skip
         first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
         first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
     else:
-        first_encode, first_decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, MAXIMA, CONTRACT, ISA)
+        first_encode, first_decode = outer_scales(
+            OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA
+        )
         second_encode = first_encode
         second_decode = first_decode
     first_byte, first_factor = block_scale(
@@ -179,20 +254,20 @@ def quantize_columns(
     )
 
     blocks = tl.cdiv(rows, BLOCK)
-    strip0 = row_tile * ROW_TILES
-    # Runs of 8 codes before this one, for the random words.
+    block0 = row_tile * ROW_TILES
+    # The numbers of the columns' first runs of 8 codes, which count the random words.
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
-    run0 = in_layout_of((even_column * blocks + strip0 + tl.arange(0, ROW_TILES)[:, None]) * (BLOCK // 8), tile[0])
-    hides: tl.constexpr = SCALE == "none" and OUTER == "row"
-    first_units = encode_column_tile(first, first_factor, seed_ptr, run0, ELEMENT, hides, SEEDED, STREAM, ISA)
+    run0 = match_layout((even_column * blocks + block0 + tl.arange(0, ROW_TILES)[:, None]) * (BLOCK // 8), tile[0])
+    mask_infinity: tl.constexpr = SCALE == "none" and OUTER == "row"
+    first_units = encode_column_tile(first, first_factor, seed_ptr, run0, ELEMENT, mask_infinity, SEEDED, STREAM, ISA)
     second_units = encode_column_tile(
-        second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, hides, SEEDED, STREAM, ISA
+        second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, mask_infinity, SEEDED, STREAM, ISA
     )
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
     per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block
     store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
-                strip0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
+                block0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
     if SCALE != "none":
         bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
-        store_scales(column_scales_ptr, bytes, batch, column, strip0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN)
+        store_scales(column_scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN)

@@ -1,11 +1,55 @@
-"""Dequantise: codes times block scales times the outer scale, for every layout that the quantise kernels write."""
+"""Dequantise: codes times block scales times outer scale, for both scale layouts and every format."""
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.elements import decode_pair, pack
 from fp4compile.templates.device.memory import swizzle, tile_of
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.heuristics import dequantize_config
+from fp4compile.templates.quantize.views import code_pairs, format_constants, or_placeholder, power_of_two
+
+
+def dequantize(
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    fmt: BlockFormat,
+    cols,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The represented values [..., cols] in dtype: `reference.dequantize` on the GPU, bit for bit; same arguments."""
+    lead = data.shape[:-1]
+    out = data.new_empty((*lead, cols), dtype=dtype)
+    *batch, rows = lead or (1,)
+    constants = format_constants(fmt)
+    del constants["CONTRACT"]
+    block = constants["BLOCK"]
+    blocks = ceil_div(cols, block)
+    swizzled = scales is not None and not (
+        scales.dim() == data.dim() and (lead or statically_true(scales.numel() == blocks))
+    )
+    mode = "none" if outer is None else "tensor" if outer.dim() == 0 else "row"
+    codes = data.contiguous().view(torch.uint8)
+    if fmt.block is None and not statically_true(cols % 2 == 0):
+        codes = torch.nn.functional.pad(codes, (0, 1))  # the kernel reads pairs
+    scale_bytes = codes if scales is None else scales.contiguous().view(torch.uint8)
+    config = dequantize_config(block)
+    grid = math.prod(batch) * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
+    launch(
+        dequantize_rows, grid, codes, scale_bytes, or_placeholder(outer, out), out, rows, cols,
+        **constants, SQUARE=fmt.square, OUTER=mode, SWIZZLED=swizzled, ALIGN=power_of_two(cols, 8) // 2,
+        UNIT_ALIGN=power_of_two(code_pairs(cols, fmt), 16), ISA=target_of(data.device).isa,
+        num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -15,9 +59,11 @@ def dequantize_rows(
     OUTER: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROWS x BLOCKS blocks of a batch of [rows, cols] matrices; out: contiguous.
+    """One tile of ROWS x BLOCKS blocks of a batch of [rows, cols] matrices. out: contiguous [batch, rows, cols].
 
-    OUTER: "none", "tensor" or "row". ALIGN: pairs of elements that divide a row of out, 0 where a pair may be cut.
+    SQUARE: linear scales of square blocks, one for BLOCK rows. OUTER: outer scales, "none", one of the "tensor", or one
+    a "row". ALIGN: pairs of elements that divide a row of out; 0 where the length of a row is odd. UNIT_ALIGN: pairs of
+    codes that divide a row of codes.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     bits: tl.constexpr = dtype.primitive_bitwidth
@@ -34,9 +80,9 @@ def dequantize_rows(
 
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else blocks * half
     per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # the same; the compiler sees how wide it may load
-    left = tl.minimum(per_row - block0 * half, count).to(tl.int32)
+    cols_left = tl.minimum(per_row - block0 * half, count).to(tl.int32)
     data_row_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + flat_row * per_row + block0 * half
-    units = tl.load(data_row_ptr + unit, mask=row_mask & (unit // UNIT_ALIGN < left // UNIT_ALIGN), other=0)
+    units = tl.load(data_row_ptr + unit, mask=row_mask & (unit // UNIT_ALIGN < cols_left // UNIT_ALIGN), other=0)
     first, second = decode_pair(units, ELEMENT, ISA)
 
     if SCALE != "none":
@@ -62,15 +108,15 @@ def dequantize_rows(
         second = second * outer
 
     out_row_ptr = out_ptr + flat_row * cols + block0 * BLOCK
-    left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
+    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     if ALIGN > 0:
         word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
-        mask = row_mask & (unit // ALIGN < left // 2 // ALIGN)
+        mask = row_mask & (unit // ALIGN < cols_left // 2 // ALIGN)
         ptr = out_row_ptr.to(tl.pointer_type(word_type), bitcast=True) + unit
         tl.store(ptr, pack(first, second, dtype, ISA), mask=mask)
     else:
         half_type: tl.constexpr = tl.int16 if bits == 16 else tl.int32
         word = pack(first, second, dtype, ISA)
         ptr = out_row_ptr.to(tl.pointer_type(half_type), bitcast=True) + 2 * unit
-        tl.store(ptr, word.to(half_type), mask=row_mask & (2 * unit < left))
-        tl.store(ptr + 1, (word >> bits).to(half_type), mask=row_mask & (2 * unit + 1 < left))
+        tl.store(ptr, word.to(half_type), mask=row_mask & (2 * unit < cols_left))
+        tl.store(ptr + 1, (word >> bits).to(half_type), mask=row_mask & (2 * unit + 1 < cols_left))

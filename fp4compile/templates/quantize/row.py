@@ -1,15 +1,20 @@
 """Quantise along the contiguous dimension: blocks of a row, and rows with their own outer scale.
 
-A program writes codes and block scales, or at once what they stand for (`encode_and_store`).
+A program quantises a tile of ROWS x BLOCKS blocks. It writes codes and block scales or, to fake-quantise, the values
+that these stand for (`encode_and_store`).
 
-A program's tile is ROWS x BLOCKS blocks. Its load has an axis of its own for `PIECES` runs of 16 bytes that touch, the
-axis that Triton spreads over lanes last: so a thread owns whole blocks where that saves work (an E4M3 scale is dear)
-and as many bytes of output as one wide store takes.
+The load of a tile has an axis of its own for VECTORS neighbouring runs of 16 bytes. Triton spreads this axis over lanes
+last, so one thread loads all of them. It then owns whole blocks where that saves work (the arithmetic of an E4M3 scale
+is expensive), and as many bytes of codes as one wide store takes.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
@@ -28,16 +33,87 @@ from fp4compile.templates.device.elements import (
     word_amax,
 )
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
-from fp4compile.templates.device.philox import in_layout_of, philox
+from fp4compile.templates.device.philox import match_layout, philox
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.amax import outer_of
+from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
+from fp4compile.templates.quantize.views import (
+    Matrices,
+    format_constants,
+    or_placeholder,
+    padded_scale_shape,
+    store_aligns,
+)
+
+
+def launch_rows(
+    source: Matrices,
+    fmt: BlockFormat,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    layout: str = "linear",
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+) -> torch.Tensor | None:
+    """Launch the row kernel; returns the outer scale.
+
+    data: uint8 to fill with codes, or float16 to fill with codes times block scales; then there are no `scales`.
+    """
+    outer = outer_of(source, fmt, outer)
+    constants = format_constants(fmt)
+    block = constants["BLOCK"]
+    whole_blocks = statically_true(source.cols % block == 0)
+    flat = source.flat() if layout == "linear" and outer.mode != "row" and whole_blocks else None
+    source = flat or source
+    config = row_config(fmt.element, block, None if flat is None else source.cols)
+    rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
+    grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
+    target = target_of(source.tensor.device)
+    # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
+    dependent = outer.mode == "amax" and outer.amax.dim() == 1 and target.dependent_launch
+    launch(
+        quantize_rows, grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
+        or_placeholder(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
+        **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent, ALIGN=source.align,
+        **store_aligns(source.cols, fmt), ISA=target.isa, num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return outer.result
+
+
+def launch_scaled_rows(
+    source: Matrices,
+    fmt: BlockFormat,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    outer: torch.Tensor,
+    layout: str = "linear",
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+) -> None:
+    """Launch the kernel of rows with their own dynamic outer scale.
+
+    data: as for `launch_rows`. outer: float32 to fill with a decode factor for each row.
+    """
+    constants = format_constants(fmt)
+    config = scaled_row_config(fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols)
+    rows, _ = padded_scale_shape(source.rows, 0, layout)
+    grid = source.batch * ceil_div(rows, config.rows) * config.parts
+    launch(
+        quantize_scaled_rows, grid, source.tensor, data, or_placeholder(scales, data), outer,
+        or_placeholder(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
+        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
 
 
 @triton.jit
 def encode_seeded(
     words, factor, block, seed_ptr, dtype: tl.constexpr, ELEMENT: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr
 ):
-    """Codes of words [ROWS, BLOCKS, BLOCK / 2], stochastically rounded, 8 an int32: [ROWS, BLOCKS * BLOCK / 8].
+    """Words [ROWS, BLOCKS, BLOCK / 2] -> stochastically rounded E2M1 codes, 8 an int32: [ROWS, BLOCKS * BLOCK / 8].
 
-    factor, block (number of the block, int64): [ROWS, BLOCKS].
+    factor: the encode factor of each block, [ROWS, BLOCKS]. block: its number in the tensor (int64), [ROWS, BLOCKS].
     """
     runs: tl.constexpr = words.shape[2] // 4
     shape: tl.constexpr = (words.shape[0], words.shape[1], runs)
@@ -46,7 +122,7 @@ def encode_seeded(
     word1, word3 = tl.split(odd)
     values = unpack(word0, dtype) + unpack(word1, dtype) + unpack(word2, dtype) + unpack(word3, dtype)
     run = block[:, :, None] * runs + tl.arange(0, runs)[None, None, :]
-    noise = philox(in_layout_of(run, word0), tl.load(seed_ptr), STREAM)
+    noise = philox(match_layout(run, word0), tl.load(seed_ptr), STREAM)
     codes = encode_run(values, tl.broadcast_to(factor[:, :, None], shape), noise, ELEMENT, ISA)
     return tl.reshape(codes, (words.shape[0], words.shape[1] * runs))
 
@@ -58,13 +134,14 @@ def encode_and_store(
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2], whose block amaxes are known.
+    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2].
 
-    Where data_ptr points to fp16, write the codes' values times the block scales (E4M3) there, and nothing else.
-    STATIC: the outer scale was given, so that an infinity is not in it.
+    amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
+    If data_ptr points to fp16, the values of the codes times their block scales (E4M3) go there, and no scales are
+    written. STATIC: the outer scale was given, so an infinite element does not show in it.
     """
     half: tl.constexpr = BLOCK // 2
-    expanded: tl.constexpr = data_ptr.dtype.element_ty == tl.float16
+    fake: tl.constexpr = data_ptr.dtype.element_ty == tl.float16
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
     matrix_row = batch.to(tl.int64) * rows + row
@@ -78,14 +155,14 @@ def encode_and_store(
             first = infinity_to_nan(first)
             second = infinity_to_nan(second)
         factor = tl.broadcast_to(factor[:, :, None], words.shape)
-        if expanded:
+        if fake:
             scale = rounding_scale(byte, ISA)
             units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
         else:
             units = encode_pair(first, second, factor, ELEMENT, ISA)
         units = tl.reshape(units, (words.shape[0], words.shape[1] * half))
         store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
-    if SCALE != "none" and not expanded:
+    if SCALE != "none" and not fake:
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
@@ -93,34 +170,34 @@ def encode_and_store(
 def quantize_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, MAXIMA: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of blocks along the row. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
+    """One tile of ROWS x BLOCKS blocks. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
-    data_ptr: bytes for codes, or fp16, see `encode_and_store`. FLAT: x is one row, perhaps of more than 2^31 elements.
-    OUTER: as in `outer_scales`; or "row": decode factors of the rows at outer_ptr. PDL: the kernel of the amax
-    may not be done yet, see `device.dependent_launch`.
+    data_ptr: bytes for codes, or fp16 (see `encode_and_store`). FLAT: x is one row, which may have more than 2^31
+    elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for each row.
+    PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     program = tl.program_id(0)
     if OUTER == "amax":
-        # The epilogue of the tensor is what the amax kernel has left in the cache.
+        # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
     batch, row_tile, col_tile = tile_of(program, padded_rows, tl.cdiv(padded_cols, BLOCKS * BLOCK), ROWS, FLAT)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
-    left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
-    words = load_tile(x_row_ptr, left, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
+    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
+    words = load_tile(x_row_ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
 
     if PDL:
         amax_ptr = wait(amax_ptr)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
         encode = encode_scale(decode, ISA)
@@ -135,14 +212,14 @@ def quantize_scaled_rows(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, ON_CHIP: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ON_CHIP: tl.constexpr, PARTS: tl.constexpr,
     ISA: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows, each with its own outer scale, stored at outer_ptr.
+    """Whole rows, each with its own dynamic outer scale, whose decode factor is stored at outer_ptr.
 
-    data_ptr: bytes for codes, or fp16, see `encode_and_store`.
-    ON_CHIP: the tile holds whole rows, which are read once. Otherwise the program walks its rows twice. PARTS > 1, on
-    chip: so many programs share a row; each finds its amax and writes one part.
+    data_ptr: bytes for codes, or fp16 (see `encode_and_store`).
+    ON_CHIP: the tile holds whole rows and reads them once; otherwise the program walks its rows twice. PARTS > 1 (only
+    with ON_CHIP): this many programs share a row. Each finds the amax of the whole row and writes one part of it.
     SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -152,24 +229,24 @@ def quantize_scaled_rows(
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
     if ON_CHIP:
-        words = load_tile(x_row_ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, PIECES, ALIGN)
+        words = load_tile(x_row_ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
         part_blocks: tl.constexpr = BLOCKS // PARTS
         block0 = part * part_blocks
         if PARTS > 1:
-            left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
-            words = load_tile(x_row_ptr + block0 * BLOCK, left, row < rows, dtype, ROWS, part_blocks, BLOCK, PIECES,
-                              ALIGN)  # fmt: skip
+            cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
+            words = load_tile(x_row_ptr + block0 * BLOCK, cols_left, row < rows, dtype, ROWS, part_blocks, BLOCK,
+                              VECTORS, ALIGN)  # fmt: skip
             amax = word_amax(words, 2, ISA, dtype)
     else:
-        # Tiles up to the end of the padding of swizzled scales.
+        # The last tile covers the padding of swizzled scales.
         width: tl.constexpr = BLOCKS * BLOCK
         tiles = tl.cdiv(tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK, width)
         rows_amax = tl.zeros((ROWS,), tl.int32)
         for tile in range(tiles):
             words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
-                              ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
+                              ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)  # fmt: skip
             rows_amax = tl.maximum(rows_amax, tl.max(word_amax(words, 2, ISA, dtype), 1))
 
     if SCALE == "none":
@@ -187,7 +264,7 @@ def quantize_scaled_rows(
     else:
         for tile in range(tiles):
             words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
-                              ROWS, BLOCKS, BLOCK, PIECES, ALIGN)  # fmt: skip
+                              ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)  # fmt: skip
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
                              dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,

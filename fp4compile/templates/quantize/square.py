@@ -1,22 +1,58 @@
-"""Quantise in square blocks: along rows, columns or both, whose codes are the same.
+"""Quantise in square blocks: along the rows, down the columns or both. The codes are the same, transposed.
 
-A tile of x is read as words (pairs of neighbours in a row), its even and its odd rows apart: [DEPTH, ROW_TILES, LANES,
-words], where a strip is BLOCK rows, a lane DEPTH neighbouring pairs of rows. So a thread holds 2x2 neighbours: pairs
-along the row are a word's two halves, pairs down the column the same half of two words. The maximum over a column's
-block runs over a thread's registers and the lanes of its warp; only the finished codes are transposed.
+A tile of x is read as words (two neighbours of a row), its even rows apart from its odd rows. Each load has the axes
+[DEPTH, ROW_TILES, LANES, WORDS]: a row tile is one block high, and each of the LANES threads that share its rows holds
+DEPTH pairs of neighbouring rows. So a thread holds squares of 2x2 neighbours. A pair along the row is the two halves of
+a word; a pair down the column is the same half of two words. The amax of a block runs over registers of a thread and
+lanes of its warp; only finished codes are transposed.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from fp4compile.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, outer_scales
 from fp4compile.templates.device.elements import column_amax, encode_pair, unpack
-from fp4compile.templates.device.memory import load_index, load_words, loaded, store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import (
+    load_index,
+    load_words,
+    restore_axes,
+    store_scales,
+    store_units,
+    tile_of,
+)
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.amax import outer_of
+from fp4compile.templates.quantize.heuristics import square_config
+from fp4compile.templates.quantize.views import Matrices, format_constants, store_aligns, tile_grid
+
+
+def launch_squares(
+    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, *, rows=None, columns=None
+) -> torch.Tensor | None:
+    """Launch the kernel of square blocks; returns the outer scale.
+
+    rows, columns: (data, scales) to fill for x and for x transposed, uint8; either may be None, not both.
+    """
+    outer = outer_of(source, fmt, outer)
+    constants = format_constants(fmt)
+    config = square_config(fmt.element)
+    wanted = rows or columns
+    launch(
+        quantize_squares, tile_grid(source, config.row_tiles * constants["BLOCK"], 2 * config.words, layout),
+        source.tensor, *(rows or wanted), *(columns or wanted), *outer.arguments(wanted[0]), *source.args,
+        **constants, ALONG_ROWS=rows is not None, ALONG_COLUMNS=columns is not None, **outer.constants,
+        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        **store_aligns(source.rows, fmt, "COLUMN_"), ISA=target_of(source.tensor.device).isa,
+        num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return outer.result
 
 
 @triton.jit
 def interleave_rows(even, odd):
-    """Even and odd rows of a tile, [DEPTH, ROW_TILES, LANES, n] each -> [rows, n]."""
+    """Units of the even and the odd rows of a tile, [DEPTH, ROW_TILES, LANES, n] each -> [rows, n]."""
     both = tl.permute(tl.join(even, odd), (1, 2, 0, 4, 3))
     return tl.reshape(both, (both.shape[0] * both.shape[1] * both.shape[2] * 2, both.shape[4]))
 
@@ -30,20 +66,23 @@ def interleave_columns(first, second):
 
 @triton.jit
 def transpose_e2m1(even, odd):
-    """Units of the even and of the odd rows -> units of the even and of the odd columns: the codes change places."""
+    """Code pairs (uint8) of the even and the odd rows -> code pairs of the even and the odd columns.
+
+    The second code of the even row and the first code of the odd row change places.
+    """
     return (even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)
 
 
 @triton.jit
 def repeat_rows(values, TIMES: tl.constexpr):
-    """[a, b] -> [a * TIMES, b], every row TIMES times."""
+    """[a, b] -> [a * TIMES, b]: every row TIMES times in succession."""
     shape: tl.constexpr = (values.shape[0], TIMES, values.shape[1])
     return tl.reshape(tl.broadcast_to(values[:, None, :], shape), (values.shape[0] * TIMES, values.shape[1]))
 
 
 @triton.jit
 def repeat_last(values, TIMES: tl.constexpr):
-    """[a, b, c, d] -> [a, b, c, d * TIMES], every value TIMES times."""
+    """[a, b, c, d] -> [a, b, c, d * TIMES]: every value TIMES times in succession."""
     a: tl.constexpr = values.shape[0]
     b: tl.constexpr = values.shape[1]
     c: tl.constexpr = values.shape[2]
@@ -56,7 +95,10 @@ def store_square_scales(
     scales_ptr, byte, batch, row_block0, block0, rows, cols,
     BLOCK: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales of square blocks [n, m]: compact, or one for each row where the matrix units read them."""
+    """Store the scales of n x m square blocks: one a block in the linear layout, one a row in the swizzled layout.
+
+    The matrix units read the swizzled layout, and want a scale for every row.
+    """
     blocks = tl.cdiv(cols, BLOCK)
     if SWIZZLED:
         row = row_block0 * BLOCK + tl.arange(0, byte.shape[0] * BLOCK)
@@ -72,15 +114,15 @@ def quantize_squares(
     rows, cols, x_batch, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr, MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
+    OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
     ROW_TILES: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns; x: [batch, rows, cols] with strides x_batch, x_row and 1.
+    """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
-    ALONG_ROWS: codes and scales of x at data_ptr, scales_ptr. ALONG_COLUMNS: those of x transposed, at columns_ptr,
-    column_scales_ptr. OUTER: as in `outer_scales`.
+    ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write those of x transposed to
+    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     half: tl.constexpr = BLOCK // 2
@@ -88,7 +130,7 @@ def quantize_squares(
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
 
-    # Swizzled scales have padding below and beside those of the tensor; the tiles cover it.
+    # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
     col_tiles = tl.cdiv(padded_cols, col_count)
@@ -96,18 +138,20 @@ def quantize_squares(
     row0 = row_tile * row_count
     col0 = col_tile * col_count
 
-    strip = load_index(tl.arange(0, ROW_TILES), 1)
+    row_tile_index = load_index(tl.arange(0, ROW_TILES), 1)
     lane = load_index(tl.arange(0, LANES), 2)
-    even_row = row0 + strip * BLOCK + (lane * depth + load_index(tl.arange(0, depth), 0)) * 2
+    even_row = row0 + row_tile_index * BLOCK + (lane * depth + load_index(tl.arange(0, depth), 0)) * 2
     odd_row = even_row + 1
     word = tl.arange(0, WORDS)[None, None, None, :]
-    left = tl.minimum(cols - col0, col_count)
+    cols_left = tl.minimum(cols - col0, col_count)
     x_tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
-    even = loaded(load_words(x_tile_ptr + even_row.to(tl.int64) * x_row, word, left, even_row < rows, dtype, ALIGN))
-    odd = loaded(load_words(x_tile_ptr + odd_row.to(tl.int64) * x_row, word, left, odd_row < rows, dtype, ALIGN))
+    even = load_words(x_tile_ptr + even_row.to(tl.int64) * x_row, word, cols_left, even_row < rows, dtype, ALIGN)
+    odd = load_words(x_tile_ptr + odd_row.to(tl.int64) * x_row, word, cols_left, odd_row < rows, dtype, ALIGN)
+    even = restore_axes(even)
+    odd = restore_axes(odd)
     even_first, even_second = unpack(even, dtype)
     odd_first, odd_second = unpack(odd, dtype)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, MAXIMA, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
 
     first_amax, second_amax = column_amax(even, odd, ISA, dtype)
     amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (ROW_TILES, WORDS // half, half)), 2)
@@ -125,7 +169,7 @@ def quantize_squares(
     if ALONG_COLUMNS:
         if ELEMENT == "e2m1":
             first_units, second_units = transpose_e2m1(even_units, odd_units)
-        else:  # cheap to encode again (and ptxas 12.8 crashes on the bytes changing places)
+        else:  # encoding again is cheap, and ptxas 12.8 crashes on bytes that change places
             first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
             second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
         column = col0 + tl.arange(0, col_count)

@@ -1,0 +1,178 @@
+"""How the quantise and dequantise kernels are launched: tile sizes and warps, by format and size.
+
+Each kernel has a frozen dataclass whose fields are the kernel's tile constants in lower case (`rows` is the constexpr
+ROWS), and a function that chooses its values. The values were measured on an H200 at 8192 x 8192 bf16
+(benchmarks/quantize.py).
+"""
+
+from dataclasses import dataclass, fields
+
+# A flat tensor of up to this many elements has its amax in partial maxima, one a program. They are written, not raised
+# by atomics, so that nothing has to be set to 0 first.
+PARTIAL_MAXIMA_ELEMENTS = 2**21
+# The most partial maxima of one tensor. Every program of the quantise kernel reads all of them.
+MAX_PARTIAL_MAXIMA = 128
+# The longest row, in elements, that one program holds in its registers.
+MAX_ROW_ON_CHIP = 32768
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How one kernel is launched. num_warps: warps of a program."""
+
+    num_warps: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernel's constexpr arguments, by the names they have there."""
+        return {field.name.upper(): getattr(self, field.name) for field in fields(self) if field.name != "num_warps"}
+
+
+@dataclass(frozen=True)
+class RowConfig(LaunchConfig):
+    """`quantize_rows`: tiles of rows x blocks; a thread loads `vectors` neighbouring runs of 16 bytes."""
+
+    rows: int
+    blocks: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class ScaledRowConfig(LaunchConfig):
+    """`quantize_scaled_rows`. on_chip: whether a tile holds whole rows. parts: programs that share a row."""
+
+    rows: int
+    blocks: int
+    vectors: int
+    on_chip: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class AmaxConfig(LaunchConfig):
+    """`tensor_amax`: tiles of rows x blocks of `block` elements."""
+
+    rows: int
+    blocks: int
+    block: int
+
+
+@dataclass(frozen=True)
+class ColumnAmaxConfig(LaunchConfig):
+    """`columns_amax`: tiles of row_tiles * block rows by 2 * words columns."""
+
+    block: int
+    row_tiles: int
+    words: int
+
+
+@dataclass(frozen=True)
+class ColumnConfig(LaunchConfig):
+    """`quantize_columns`: tiles of row_tiles blocks down the columns by 2 * words columns."""
+
+    row_tiles: int
+    words: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class BothConfig(LaunchConfig):
+    """`quantize_both`: tiles of row_tiles * DEPTH rows by 2 * col_tiles * words columns."""
+
+    row_tiles: int
+    col_tiles: int
+    words: int
+
+
+@dataclass(frozen=True)
+class SquareConfig(LaunchConfig):
+    """`quantize_squares`: tiles of row_tiles blocks by 2 * words columns. lanes: threads that share a block's rows."""
+
+    row_tiles: int
+    lanes: int
+    words: int
+
+
+@dataclass(frozen=True)
+class DequantizeConfig(LaunchConfig):
+    """`dequantize_rows`: tiles of rows x blocks."""
+
+    rows: int
+    blocks: int
+
+
+def row_config(element: str, block: int, elements: int | None) -> RowConfig:
+    """For a tensor that is one row of `elements` elements (which may be symbolic), or None: for separate rows.
+
+    A thread writes 16 bytes of codes at a time. In a small tensor it writes fewer, so that there are more threads.
+    """
+    vectors = 4 if element == "e2m1" else 2
+    if elements is None:
+        return RowConfig(num_warps=4, rows=128, blocks=64 // block, vectors=vectors)
+    if element == "e2m1":
+        small = isinstance(elements, int) and elements <= 2**16
+        return RowConfig(num_warps=4, rows=1, blocks=(512 if small else 4096) // block, vectors=1 if small else vectors)
+    return RowConfig(num_warps=4, rows=1, blocks=2048 // block, vectors=vectors)
+
+
+def scaled_row_config(element: str, block: int, rows: int, cols: int) -> ScaledRowConfig:
+    """For rows that each have an outer scale of their own; up to MAX_ROW_ON_CHIP elements, a row is read once."""
+    vectors = 4 if element == "e2m1" else 2
+    width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
+    on_chip = width <= MAX_ROW_ON_CHIP
+    if not on_chip:
+        width = 16384
+    elements_per_thread = 64 if element == "e2m1" or width > 8192 else 32
+    parts = 1
+    if element == "e2m1" and on_chip and isinstance(rows, int) and rows <= 128:
+        # There are fewer rows than multiprocessors, and latency decides: several programs quantise one row.
+        vectors, elements_per_thread = 2, 16
+        while parts * rows <= 64 and width // parts > 4096:
+            parts *= 2
+        elements_per_thread = max(elements_per_thread, width // parts // 512)
+    return ScaledRowConfig(
+        num_warps=width // parts // (32 * elements_per_thread), rows=1, blocks=width // block, vectors=vectors,
+        on_chip=int(on_chip), parts=parts,
+    )  # fmt: skip
+
+
+def amax_config(elements: int | None) -> AmaxConfig:
+    """For a flat tensor of `elements` elements whose programs write partial maxima, or None: they raise one maximum."""
+    if elements is None:
+        return AmaxConfig(num_warps=8, rows=1, blocks=512, block=32)
+    width = max(2048, 1 << (-(-elements // MAX_PARTIAL_MAXIMA) - 1).bit_length())
+    return AmaxConfig(num_warps=4, rows=1, blocks=width // 32, block=32)
+
+
+def column_amax_config() -> ColumnAmaxConfig:
+    return ColumnAmaxConfig(num_warps=4, block=16, row_tiles=8, words=64)
+
+
+def column_config(element: str, block: int, both: bool) -> ColumnConfig:
+    """both: whether the kernel quantises along the rows as well.
+
+    A thread holds whole blocks of its columns. With more words a thread, loads would be 16 bytes wide, but the
+    registers would suffice for fewer programs: that measured slower.
+    """
+    if element == "e2m1":
+        return ColumnConfig(num_warps=4, row_tiles=128 // block, words=32, vectors=4)
+    if both:
+        return ColumnConfig(num_warps=4, row_tiles=4, words=64, vectors=2)
+    return ColumnConfig(num_warps=8, row_tiles=8, words=64, vectors=2)
+
+
+def both_config(element: str) -> BothConfig:
+    if element == "e2m1":
+        return BothConfig(num_warps=4, row_tiles=8, col_tiles=16, words=4)
+    return BothConfig(num_warps=8, row_tiles=8, col_tiles=32, words=4)
+
+
+def square_config(element: str) -> SquareConfig:
+    """Lanes that share a block repeat the arithmetic of its scale."""
+    if element == "e2m1":
+        return SquareConfig(num_warps=4, row_tiles=4, lanes=2, words=64)
+    return SquareConfig(num_warps=4, row_tiles=4, lanes=4, words=32)
+
+
+def dequantize_config(block: int) -> DequantizeConfig:
+    return DequantizeConfig(num_warps=4, rows=1, blocks=(4096 if block == 16 else 2048) // block)

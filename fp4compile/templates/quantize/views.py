@@ -1,0 +1,194 @@
+"""What the launches of all quantise kernels share: views of tensors as matrices, output tensors, common arguments."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile._compat import statically_true, tracing
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements."""
+
+    tensor: torch.Tensor
+    batch: int
+    rows: int
+    cols: int
+    batch_stride: int
+    row_stride: int
+
+    @property
+    def args(self) -> tuple:
+        """The arguments that every quantise kernel takes after its pointers: rows, cols and both strides."""
+        return self.rows, self.cols, self.batch_stride, self.row_stride
+
+    @property
+    def numel(self):
+        return self.batch * self.rows * self.cols
+
+    def flat(self) -> "Matrices | None":
+        """The same elements as one row; None if they do not lie that way in memory."""
+        one_matrix = statically_true(self.batch == 1) or statically_true(self.batch_stride == self.rows * self.cols)
+        one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)
+        if not (one_matrix and one_row):
+            return None
+        return Matrices(self.tensor, 1, 1, self.numel, 0, 0)
+
+    @property
+    def align(self) -> int:
+        """Words (pairs of elements) that divide a row's length and every row's address, at most 16 bytes of them.
+
+        0 if not even one word does: an odd length or an odd address.
+        """
+        size = self.tensor.element_size()
+        divisor = power_of_two(self.cols, 16 // size)
+        if not statically_true(self.rows == 1):
+            divisor = power_of_two(self.row_stride, divisor)
+        divisor = power_of_two(self.batch_stride, divisor)
+        return power_of_two(_address(self.tensor) // size, divisor) // 2
+
+
+def matrices(x: torch.Tensor) -> Matrices:
+    """x as matrices whose rows run along its last dimension; copied only where its strides leave no other way."""
+    if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
+        x = x.contiguous()
+    while x.dim() < 3:
+        x = x.unsqueeze(0)
+    if x.dim() > 3:
+        x = x.flatten(0, -3)
+    return Matrices(x, *x.shape, 0 if statically_true(x.shape[0] == 1) else x.stride(0), x.stride(1))
+
+
+def power_of_two(n, limit: int) -> int:
+    """The largest power of two up to `limit` that is known to divide n (which may be symbolic)."""
+    while limit > 1 and not statically_true(n % limit == 0):
+        limit //= 2
+    return limit
+
+
+def _address(x: torch.Tensor):
+    """The address of x, as far as it is known: under tracing, its offset in a storage that the allocator aligns."""
+    return x.storage_offset() * x.element_size() if tracing() else x.data_ptr()
+
+
+def lies_transposed(x: torch.Tensor) -> bool:
+    """Whether the second but last dimension of x is the contiguous one, and its last is not."""
+    along_last = statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)
+    return not along_last and statically_true(x.stride(-2) == 1)
+
+
+def code_pairs(cols, fmt: BlockFormat):
+    """Pairs of codes in a row of `cols` elements, padding included."""
+    return ceil_div(cols, 2) if fmt.block is None else ceil_div(cols, fmt.block_cols) * (fmt.block_cols // 2)
+
+
+def empty_outputs(
+    x: torch.Tensor, fmt: BlockFormat, layout: str, down_columns: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Uninitialised uint8 tensors for the codes and the block scales (None without) of x along its last dimension.
+
+    down_columns: for the kernel of columns, which stores 16 bytes at a time; a row of codes is padded to that.
+    """
+    *batch, rows, cols = x.shape
+    if fmt.block is None:
+        row_bytes = ceil_div(cols, 16 if down_columns else 2) * (16 if down_columns else 2)
+    else:
+        row_bytes = code_pairs(cols, fmt) * (1 if fmt.packed else 2)
+    data = x.new_empty((*batch, rows, row_bytes), dtype=torch.uint8)
+    if fmt.scale is None:
+        return data, None
+    blocks = ceil_div(cols, fmt.block_cols)
+    matrix = (swizzled_numel(rows, blocks),) if layout == "swizzled" else (ceil_div(rows, fmt.block[0]), blocks)
+    return data, x.new_empty((*batch, *matrix), dtype=torch.uint8)
+
+
+def typed_outputs(
+    data: torch.Tensor, scales: torch.Tensor | None, cols, fmt: BlockFormat
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The uint8 tensors of `empty_outputs` as codes and scales; without blocks, rows lose their padding."""
+    data = data.view(fmt.data_dtype)
+    if fmt.block is None and not statically_true(data.shape[-1] == cols):
+        data = data[..., :cols].contiguous()
+    return data, None if scales is None else scales.view(fmt.scale_dtype)
+
+
+def padded_scale_shape(rows, blocks, layout: str):
+    """Rows and block columns whose scale bytes a kernel writes, the padding of swizzled scales included."""
+    if layout == "swizzled":
+        return ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(blocks, TILE_COLS) * TILE_COLS
+    return rows, blocks
+
+
+def tile_grid(source: Matrices, height: int, width: int, layout: str):
+    """Programs of a kernel whose height x width tiles cover each matrix and, below and beside it, padding of scales."""
+    rows, cols = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
+    # Without rows there are still outer scales of the columns to write.
+    return source.batch * torch.sym_max(ceil_div(rows, height), 1) * ceil_div(cols, width)
+
+
+def format_constants(fmt: BlockFormat) -> dict:
+    """The constexpr arguments that say what the numbers mean. Without block scales, BLOCK is only a unit of work."""
+    return {
+        "ELEMENT": fmt.element,
+        "SCALE": fmt.scale or "none",
+        "CONTRACT": fmt.contract,
+        "BLOCK": fmt.block_cols if fmt.block else 32,
+    }
+
+
+def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
+    """The constexpr arguments that say how wide stores may be: what divides a row of code pairs and one of scales."""
+    return {
+        prefix + "UNIT_ALIGN": power_of_two(code_pairs(cols, fmt), 16),
+        prefix + "SCALE_ALIGN": power_of_two(ceil_div(cols, fmt.block_cols), 16),
+    }
+
+
+def column_aligns(rows, fmt: BlockFormat) -> dict:
+    """`store_aligns` of the columns, for the kernels that store 8 bytes of codes at a time."""
+    aligns = store_aligns(rows, fmt, "COLUMN_")
+    aligns["COLUMN_UNIT_ALIGN"] = 2 if fmt.block is None else power_of_two(code_pairs(rows, fmt) // 8, 2)
+    return aligns
+
+
+def or_placeholder(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
+    """The tensor or, where there is none, the placeholder.
+
+    A kernel takes a tensor for every pointer, also for pointers that its constants leave unused.
+    """
+    return placeholder if tensor is None else tensor
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer scales of a launch, as the kernels take them (`device.block_scales.outer_scales`).
+
+    scale: float32 decode factors, given or to be written; None without outer scales.
+    amax: the float32 bits (int32) that they are made from; any tensor where none is read.
+    mode: the kernels' constexpr OUTER.
+    """
+
+    scale: torch.Tensor | None
+    amax: torch.Tensor | None
+    mode: str
+
+    @property
+    def constants(self) -> dict:
+        """OUTER, and how many partial maxima the amax consists of."""
+        return {"OUTER": self.mode, "PARTIAL_MAXIMA": self.amax.numel() if self.mode == "amax" else 1}
+
+    def arguments(self, placeholder: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pointers of the scale and of the amax."""
+        return or_placeholder(self.scale, placeholder), or_placeholder(self.amax, placeholder)
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """The scale in the shape that callers know.
+
+        A scale of the tensor that is made here has the shape [1]: Inductor would fill an empty tensor without
+        dimensions by a launch of its own.
+        """
+        return self.scale.view(()) if self.mode == "amax" else self.scale
