@@ -15,7 +15,7 @@ import fp4compile
 from fp4compile.packed import files as packed_files
 from fp4compile.packed.linear import PackedLinear
 from fp4compile.recipe import recipes
-from tests.end_to_end.test_packing import Net, Twice, recipe_of, run
+from tests.helpers.packed_models import Net, Twice, recipe_of, run
 
 
 @pytest.mark.parametrize("name", recipes())

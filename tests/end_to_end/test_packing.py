@@ -8,35 +8,8 @@ import torch
 import fp4compile
 from fp4compile.packed.pack import PackedLinear
 from fp4compile.recipe import named, recipes
+from tests.helpers.packed_models import TOKENS, Net, Twice, recipe_of
 from tests.helpers.rewritten import rewritten
-
-
-class Net(torch.nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.embed = torch.nn.Embedding(96, width)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=i == 0) for i in range(2))
-        self.lm_head = torch.nn.Linear(width, 96, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.lm_head(x)
-
-
-TOKENS = torch.arange(24).view(2, 12)
-STATIC = {"layers.0": 0.002, "layers.1": 0.001}
-
-
-def run(model):
-    with torch.no_grad():
-        return model(TOKENS)
-
-
-def recipe_of(name):
-    return named(name).replace(static_scales=STATIC) if name == "nvfp4_static" else named(name)
 
 
 def test_weights_are_freed_as_it_goes(monkeypatch):
@@ -124,20 +97,6 @@ def test_what_is_no_module(model):
 
 
 # ---------------------------------------------------------------- layers with two names, weights with two layers
-
-
-class Twice(torch.nn.Module):
-    """A layer with two names, and another that lies in a block with two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Linear(64, 64)
-        self.b = self.a
-        self.one = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 64))
-        self.two = self.one
-
-    def forward(self, x):
-        return self.two(self.b(self.one(self.a(x))))
 
 
 def test_a_layer_with_two_names_is_one():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import fp4compile
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.recipe import named
-from tests.end_to_end.test_composed_by_hand import assert_rounds_to, by_hand, drawn
+from tests.helpers.by_hand import assert_rounds_to, by_hand, drawn
 from tests.helpers.graphs import Recorder
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1,6 +1,8 @@
 """Training on two processes, and the same training in one: what tests/end_to_end/test_distributed.py runs and compares.
 
-python tests/helpers/distributed_worker.py cpu|cuda OUTPUT CASE...     CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8
+python tests/helpers/distributed_worker.py cpu|cuda OUTPUT CASE...
+
+CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8
 """
 
 import copy

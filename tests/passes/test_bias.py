@@ -15,7 +15,7 @@ from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as kernels
 from fp4compile.templates.gemm.problem import problem_of
 from fp4compile.templates.launch import dry_run
-from tests.passes.test_lower import launched_on, recipe_of
+from tests.helpers.absent_gpu import launched_on, recipe_of
 
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 M, N, K = 6, 48, 64

@@ -19,7 +19,7 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
-from fp4compile.passes.graph import FAKE_QUANTIZE, QUANTIZE, SCALED_MM, arguments_of
+from fp4compile.passes.graph import QUANTIZE, SCALED_MM, arguments_of
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.plan import plan
@@ -29,39 +29,29 @@ from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as scaled_mm
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as kernels
-from tests.passes.test_fuse_epilogue import fused_graph
-from tests.passes.test_fuse_horizontal import BF16, K, on_the_cpu, packed, product, quantised, quantised_each, traced
-from tests.passes.test_lower import assert_product
+from tests.helpers.absent_gpu import fused_graph
+from tests.helpers.by_hand import assert_product
+from tests.helpers.products import (
+    BF16,
+    K,
+    multiplied,
+    on_the_cpu,
+    operand,
+    outer_kept,
+    packed,
+    product,
+    quantised,
+    quantised_each,
+    replaced,
+    traced,
+)
 
 quantize = torch.ops.fp4compile.quantize
-
-
-def operand(x, name="nvfp4", dim=-1, given=False, **options):
-    """(data, (scales, outer, format)), as `product` takes them."""
-    outer = x.new_full((), 0.01, dtype=torch.float32) if given else None
-    data, scales, computed = quantize(x, name, dim, outer=outer, **options)
-    return data, (scales, computed if outer is None else outer, name)
-
-
-def multiplied(*args, **options):
-    """A function of activations and a weight: the product of the activations, quantised so."""
-
-    def function(x, w):
-        data, a = operand(x, *args, **options)
-        return product(data, w, a=a)
-
-    return function
 
 
 def one_level(x, w):
     data, scales, _ = quantize(x, "nvfp4_one_level")
     return product(data, w, a=(scales, None, "nvfp4_one_level"))
-
-
-def outer_kept(x, w):
-    """The outer scale is there as before, for whoever wants it."""
-    data, a = operand(x)
-    return product(data, w, a=a), a[1] * 2
 
 
 def of_three_dimensions(x, w):
@@ -138,17 +128,6 @@ LEFT = {
     "square": multiplied("nvfp4_16x16"), "transposed": of_a_transposed_tensor,
     "few columns": expanded_in_registers_too,
 }  # fmt: skip
-
-
-def replaced(graph_module, sm=90):
-    """How many quantises the pass replaces."""
-    with dry_run(Target(sm)):
-        merge_quantize(graph_module.graph)
-        count = fake_quantize(graph_module.graph)
-    graph_module.graph.lint()
-    graph_module.recompile()
-    assert count == len(graph_module.graph.find_nodes(op="call_function", target=FAKE_QUANTIZE))
-    return count
 
 
 @pytest.mark.parametrize("name", [*REPLACED, *LEFT])

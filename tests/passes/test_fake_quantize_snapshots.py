@@ -6,8 +6,7 @@ Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 from expecttest import TestCase
 
 from tests.helpers.graphs import summary
-from tests.passes.test_fake_quantize import REPLACED, replaced
-from tests.passes.test_fuse_horizontal import packed, quantised_each, traced
+from tests.helpers.products import multiplied, outer_kept, packed, quantised_each, replaced, traced
 
 
 def before_and_after(function, *columns):
@@ -41,7 +40,7 @@ return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bf
 
     def test_a_static_scale(self):
         self.assertExpectedInline(
-            before_and_after(REPLACED["static"], 64),
+            before_and_after(multiplied(given=True), 64),
             """\
 quantize = fp4compile.quantize(arg0_1, nvfp4, outer=new_full)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, new_full, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
@@ -54,7 +53,7 @@ return scaled_mm: bfloat16[1, 64]""",
 
     def test_an_outer_scale_that_is_kept(self):
         self.assertExpectedInline(
-            before_and_after(REPLACED["outer kept"], 64),
+            before_and_after(outer_kept, 64),
             """\
 quantize = fp4compile.quantize(arg0_1, nvfp4)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)

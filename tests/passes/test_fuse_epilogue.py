@@ -2,74 +2,27 @@
 
 import re
 from contextlib import nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._inductor import config
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.runtime import driver
 
 import fp4compile
 from fp4compile.passes import manager
-from fp4compile.passes.find import Input, find
-from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.graph import SCALED_MM_EPILOGUE
 from fp4compile.passes.lower import lower
-from fp4compile.passes.plan import plan
-from fp4compile.passes.rewrite import rewrite
-from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.block_scaled_sm100 import gemm_block_scaled_sm100
-from fp4compile.templates.launch import dry_run
-from tests.end_to_end.test_composed_by_hand import assert_rounds_to
-from tests.passes.test_lower import NoGpu
+from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
+from tests.helpers.by_hand import assert_rounds_to
 
 BF16, F32 = torch.bfloat16, torch.float32
-ANY = object()  # a symbolic size
 X, W, SAME, ROW = (2, 128, 512), (1024, 512), (2, 128, 1024), (1024,)
-
-
-@dataclass
-class Result:
-    """A graph after the pass: how many epilogues were fused, and what it was lowered to."""
-
-    graph: torch.fx.Graph
-    fused: int
-    launches: list
-    mode: FakeTensorMode
-
-
-def fused_graph(function, *shapes, recipe="nvfp4", dtype=BF16, dtypes=(), sm=100, then=None, paper=dry_run, fuse=True):
-    """The graph of a function of activations, weights (`w`, `v`) and more, quantised, decomposed as Inductor does it,
-    with its epilogues; on fake CUDA tensors."""
-    names = function.__code__.co_varnames
-    dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
-    inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, paper(Target(sm)) as launches:
-        symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
-        size = mode.shape_env.create_symintnode(symbol, hint=4)
-        shapes = [[size if entry is ANY else entry for entry in shape] for shape in shapes]
-        values = [torch.empty(shape, device="cuda", dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
-        with enable_python_dispatcher():  # symbolic sizes
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*values).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
-        fused = fuse_epilogue(graph) if fuse else 0
-        graph.lint()
-        if then is not None:
-            then(graph)
-    return Result(graph, fused, launches, mode)
 
 
 def graph_of(function, *shapes, **options):
@@ -266,7 +219,7 @@ def test_other_arithmetic_is_left_to_inductor(switch):
 
 def test_launched_as_a_node(monkeypatch):
     """Traced, the launch is a node with the operands among its arguments, which it does not write."""
-    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
     monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(90))
     shapes = ((40, 512), W, (40, 1024), ROW)
     graph, fused = graph_of(FUSED["layer scale"], *shapes, recipe="mxfp8", then=lower, paper=nullcontext)

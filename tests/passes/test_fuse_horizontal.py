@@ -5,44 +5,39 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.source import ConstantSource
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
-from fp4compile import formats, reference
+from fp4compile import formats
 from fp4compile.cli import check_sm100
 from fp4compile.passes import manager
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.graph import SCALED_MM_HORIZONTAL
 from fp4compile.passes.lower import lower
-from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as scaled_mm
 from fp4compile.templates.gemm import horizontal as scaled_mm_horizontal
 from fp4compile.templates.launch import dry_run
-from tests.templates.test_gemm_kernels import OLD_TRITON
+from tests.helpers.kernels import OLD_TRITON
+from tests.helpers.products import (
+    BF16,
+    F32,
+    K,
+    made_late,
+    merged,
+    on_the_cpu,
+    packed,
+    product,
+    quantised,
+    quantised_each,
+    traced,
+    users_between,
+)
 
 TARGETS = [sm for sm in (90, 100, 120) if sm < 120 or not OLD_TRITON]
-BF16, F32 = torch.bfloat16, torch.float32
-K = 128
-
-
-def packed(n, fmt="nvfp4", layout="linear", k=K):
-    """(data, scales, outer, format) of random weights."""
-    fmt = formats.get(fmt)
-    return *reference.quantize(torch.randn(n, k), fmt, None, layout), fmt.name
-
-
-def product(x, w, bias=None, out_dtype=BF16, a=(None, None, None)):
-    return torch.ops.fp4compile.scaled_mm(x, *a, *w, bias, out_dtype)
-
-
-def users_between(x, q, k, v):
-    return product(x, q).exp() * product(x, k).sum() + product(x, v).amax()
 
 
 def views_of_one(x, q, k, v):
@@ -50,25 +45,8 @@ def views_of_one(x, q, k, v):
     return [product(x.view(1, 1, K).view(-1, K), w) for w in (q, k, v)]
 
 
-def quantised(x, *weights):
-    data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4")
-    return [product(data, w, a=(scales, outer, "nvfp4")) for w in weights]
-
-
-def quantised_each(x, q, k, v):
-    """As packed layers have it."""
-    return [quantised(x.view(1, 1, K).view(-1, K), w)[0] for w in (q, k, v)]
-
-
 def biased(x, q, k, v):
     return [product(x, w, x.new_ones(w[0].shape[0])) for w in (q, k, v)]
-
-
-def made_late(x, q, k, v):
-    """What the others need is computed after the first product, partly from things that are there before."""
-    first = product(x, q)
-    scale = k[2].exp()
-    return first, product(x, (*k[:2], scale * 2, k[3])), product(x, (*v[:2], scale, v[3]))
 
 
 def other_activations(x, q, k, v):
@@ -129,44 +107,6 @@ MERGED = {
     biased_differently: [], without_outer: [], rounded_differently: [], bias_of_a_product: [], changed_between: [],
     drawn_between: [],
 }  # fmt: skip
-
-
-def traced(function, weights, rows=1):
-    """The graph of a function of activations and weights, on fake CUDA tensors. rows: None for any number."""
-    names = [fmt for *_, fmt in weights]
-
-    def of_tensors(x, *flat):
-        return function(x, *((*flat[3 * i : 3 * i + 3], fmt) for i, fmt in enumerate(names)))
-
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, dry_run(Target(90)):
-        if rows is None:
-            symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
-            rows = mode.shape_env.create_symintnode(symbol, hint=4)
-        x = torch.empty(rows, K, dtype=BF16, device="cuda")
-        flat = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for *tensors, _ in weights for t in tensors]
-        return make_fx(of_tensors)(x, *flat)
-
-
-def merged(graph_module, sm=90):
-    """How many products each launch has, after the pass."""
-    with dry_run(Target(sm)):
-        merge_quantize(graph_module.graph)
-        count = fuse_horizontal(graph_module.graph)
-    graph_module.graph.lint()
-    graph_module.recompile()
-    found = graph_module.graph.find_nodes(op="call_function", target=SCALED_MM_HORIZONTAL)
-    assert len(found) == count
-    return [len(node.args[4]) for node in found]
-
-
-def on_the_cpu(graph_module, x, weights):
-    """What a graph of CUDA tensors computes from CPU tensors."""
-    for node in graph_module.graph.nodes:
-        if "device" in node.kwargs:
-            node.update_kwarg("device", torch.device("cpu"))
-    graph_module.recompile()
-    torch.manual_seed(0)
-    return torch.utils._pytree.tree_leaves(graph_module(x, *(t for *tensors, _ in weights for t in tensors)))
 
 
 @pytest.mark.parametrize("function", MERGED, ids=lambda function: function.__name__)

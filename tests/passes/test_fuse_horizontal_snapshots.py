@@ -6,7 +6,7 @@ Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 from expecttest import TestCase
 
 from tests.helpers.graphs import summary
-from tests.passes.test_fuse_horizontal import made_late, merged, packed, quantised_each, traced, users_between
+from tests.helpers.products import made_late, merged, packed, quantised_each, traced, users_between
 
 
 def before_and_after(function):

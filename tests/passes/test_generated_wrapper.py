@@ -19,7 +19,6 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fp4compile.passes.fake_quantize import fake_quantize
@@ -30,20 +29,10 @@ from fp4compile.passes.lower import lower
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from tests.helpers import in_interpreter
-from tests.passes.test_fuse_epilogue import fused_graph
+from tests.helpers.absent_gpu import NoGpu, fused_graph
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
-
-
-class NoGpu:
-    """A Triton driver that knows its target and nothing else."""
-
-    def __init__(self, sm):
-        self.sm = sm
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.sm, 32)
 
 
 def pretend(monkeypatch, sm):

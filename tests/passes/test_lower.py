@@ -1,7 +1,5 @@
 """Lowering: on a GPU the generated wrapper launches the kernels; elsewhere it calls the ops."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import triton
@@ -11,24 +9,20 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _compat, formats, ops
 from fp4compile.passes import autotune
-from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
-from fp4compile.passes.plan import plan
-from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import dispatch as scaled_mm
 from fp4compile.templates.gemm import horizontal as scaled_mm_horizontal
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as quantize
-from tests.end_to_end.test_composed_by_hand import FP8_UNITS_ERROR, assert_rounds_to, values
+from tests.helpers.absent_gpu import NoGpu, launched_on
+from tests.helpers.by_hand import assert_product
 
 
 def generated_code(layer, backend, x, **options):
@@ -68,14 +62,6 @@ def test_products_are_launched_from_the_wrapper(recipe, rows, launched):
     assert_product(got, x, layer, named(recipe))
 
 
-def assert_product(got, x, layer, recipe):
-    """got [tokens, N] bf16 is the product of the quantised operands, by the CPU's reference, rounded once."""
-    weight, bias = (p.detach().cpu() for p in (layer.weight, layer.bias))
-    left, right = values(x.cpu(), recipe.fprop_x, -1), values(weight, recipe.fprop_w, -1)
-    slack = FP8_UNITS_ERROR * (left.abs() @ right.abs().t()) if recipe.fprop_x == "float8_rowwise" else None
-    assert_rounds_to(got.cpu().double(), left @ right.t() + bias.double(), torch.bfloat16, slack)
-
-
 @pytest.mark.gpu
 def test_any_number_of_rows_keeps_the_op():
     """Which kernel is best is known when the graph runs; no guard is added for it."""
@@ -113,34 +99,6 @@ def test_the_cpu_keeps_the_ops():
     layer = torch.nn.Linear(64, 48)
     code = generated_code(layer, fp4compile.backend("nvfp4", strict=True), torch.randn(8, 64))
     assert "fp4compile.quantize.default" in code and "fp4compile.scaled_mm.default" in code
-
-
-RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"})}
-
-
-def recipe_of(name):
-    base, changes = RECIPES.get(name, (name, {}))
-    return named(base).replace(**changes)
-
-
-LIBRARY = torch.ops.aten._scaled_mm.default
-
-
-def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
-    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there; the
-    library's product, which a node of the graph calls, at their end."""
-    m, n, k = shape
-    inputs = (Input(), Input("weight"))
-    with FakeTensorMode(), dry_run(Target(sm)) as launches:
-        x, w = (torch.empty(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
-        graph = make_fx(function)(x, w).graph
-        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
-            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
-        decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
-        rewrite(graph, decisions)
-        lower(graph)
-    calls = [("_scaled_mm", None) for _ in graph.find_nodes(op="call_function", target=LIBRARY)]
-    return decisions[0].tier, [(one.kernel.__name__, one.constants.get("SWIZZLED")) for one in launches] + calls
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_rowwise", "nvfp4_train", "mxfp8", "mxfp8_32x32", "mxfp4"])
@@ -278,13 +236,6 @@ def test_every_kernel_gives_the_bits_of_the_op(dynamic):
         assert f"def {kernel}(" in code
 
 
-class NoGpu:
-    """A Triton driver that knows its target and nothing else."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
 def launches():
     """One of every kernel, in each of the ways that change what it writes."""
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
@@ -325,7 +276,7 @@ def dtypes_of(launch):
 
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
     """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
-    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
     kernels, expanded = set(), 0
     for launch in launches():
         dtypes = dtypes_of(launch)
@@ -353,7 +304,7 @@ def test_a_signature_is_analysed_once(monkeypatch):
     made = []
     to_functions = triton_kernel_wrap.ttir_to_functions
     monkeypatch.setattr(triton_kernel_wrap, "ttir_to_functions", lambda ttir: made.append(ttir) or to_functions(ttir))
-    monkeypatch.setattr(driver, "_active", NoGpu())
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
     for name in ("identify_mutated_tensors", "identify_accessed_tensors"):
         original = getattr(triton_kernel_wrap, name, None)
         monkeypatch.setattr(triton_kernel_wrap, name, getattr(original, "__wrapped__", original), raising=False)

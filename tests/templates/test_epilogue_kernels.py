@@ -16,11 +16,12 @@ from fp4compile import _compat, formats, ops
 from fp4compile.cli import check_sm100
 from fp4compile.templates.device.epilogue import OPERANDS, Epilogue, text_of
 from tests.helpers import in_interpreter
+from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
-from tests.passes.test_fuse_epilogue import fused_graph
-from tests.templates.test_gemm_kernels import (
+from tests.helpers.kernels import (
     DEVICE,
     INTERPRETING,
+    NEW_PTXAS,
     OLD_TRITON,
     for_gpus,
     gpu,
@@ -29,7 +30,6 @@ from tests.templates.test_gemm_kernels import (
     quantized,
     spilled_bytes,
 )
-from tests.templates.test_machine_code import NEW_PTXAS
 
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.templates.gemm import dispatch as kernels

@@ -5,31 +5,30 @@ imported: `test_in_the_interpreter` runs this file again in a process of its own
 """
 
 import itertools
-import os
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from fp4compile import formats, reference
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.layouts import ceil_div
 from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
+from tests.helpers.kernels import (
+    DEVICE,
+    INTERPRETING,
+    OLD_TRITON,
+    compile_ahead,
+    for_gpus,
+    gpu,
+    kernels_only,
+    launches,
+    part_by_part,
+    quantized,
+    spilled_bytes,
+)
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETING else "cuda"
-
-OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
-
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-on_kernels = [] if INTERPRETING else [pytest.mark.gpu, no_gpu]
-kernels_only = pytest.mark.skipif(not INTERPRETING and not torch.cuda.is_available(), reason="run in the interpreter")
-for_gpus = pytest.mark.skipif(INTERPRETING, reason="sizes for a GPU")
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.templates.gemm import dispatch as kernels
     from fp4compile.templates.gemm import problem
@@ -39,19 +38,6 @@ FORMATS = [*map(formats.get, formats.NAMED), *MORE]
 PAIRS = [(a, b) for a, b in itertools.product(FORMATS, FORMATS) if compatible(a, b)]
 HARD_FORMATS = ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2", "mxfp4", "float8_rowwise")
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def gpu(function):
-    for mark in on_kernels:
-        function = mark(function)
-    return kernels_only(function)
-
-
-def quantized(x, fmt, layout="linear"):
-    """(data, scales, outer, fmt) of x by the reference; x itself where fmt is a dtype."""
-    if isinstance(fmt, torch.dtype):
-        return x.to(fmt), None, None, None
-    return (*reference.quantize(x, fmt, None, layout if fmt.block else "linear"), fmt)
 
 
 def values(data, scales, outer, fmt, k):
@@ -265,46 +251,6 @@ def test_weights_are_expanded_while_wgmma_runs():
     assert len(awaited) > 2
 
 
-def launches(sm, a, b, m, epilogue=None, n=8192):
-    """The launches of one product of m x n x 4096, on a GPU that need not be there."""
-    import fp4compile.ops  # noqa: F401
-    from fp4compile.targets import Target
-    from fp4compile.templates.gemm import dispatch as scaled_mm
-    from fp4compile.templates.launch import dry_run
-
-    def operand(format, rows):
-        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
-        if isinstance(format, torch.dtype):
-            return x.to(format), None, None, None
-        fmt = formats.get(format)
-        data, scales, outer = torch.ops.fp4compile.quantize(x, fmt.name, -1, layout="swizzled")
-        return data, scales, outer if fmt.outer else None, fmt
-
-    with dry_run(Target(sm)) as found:
-        scaled_mm.scaled_mm(*operand(a, m), *operand(b, n), None, torch.bfloat16, epilogue)
-    return found
-
-
-def compile_ahead(sm, a, b, m, n=8192):
-    """The kernel of a product, compiled."""
-    from fp4compile import _compat
-
-    product = next(one for one in launches(sm, a, b, m, n=n) if one.kernel.__name__.startswith("gem"))
-    return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
-
-
-def spilled_bytes(cubin):
-    """Bytes of stack and local memory a thread, as cuobjdump reports them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    usage = re.findall(r"(?:STACK|LOCAL):(\d+)", report.stdout + report.stderr)
-    assert usage, "cuobjdump reported nothing"
-    return sum(map(int, usage))
-
-
 @gpu
 @for_gpus
 @pytest.mark.parametrize("m", [1, 7, 16, 31, 64, 100, 600])
@@ -360,24 +306,6 @@ def test_library_part_by_part(a, b, layout, columns, monkeypatch):
     ends = [(None, torch.bfloat16), (torch.randn(n).bfloat16(), torch.bfloat16), (torch.randn(n), torch.float32)]
     for bias, out_dtype in ends[::2] if INTERPRETING else ends:  # the interpreter takes seconds for each
         check(a, b, k, bias, out_dtype)
-
-
-def part_by_part(monkeypatch, columns):
-    """Let the library's product take as little at a time as it may. Returns a shape of several parts."""
-    for name in ("WHOLE_BYTES", "PART_BYTES", "LEAST_RESULTS"):
-        monkeypatch.setattr(kernels, name, 1)
-    monkeypatch.setattr(kernels, "LEAST_LINES", 128)
-    if INTERPRETING:
-        monkeypatch.setattr(kernels, "_use_library", lambda problem: True)
-        monkeypatch.setattr(torch, "mm", _mm)
-        return (16, 200, 64) if columns else (200, 16, 64)
-    return (512, 777, 272) if columns else (777, 512, 272)
-
-
-def _mm(a, b, *, out_dtype=None, out=None):
-    """torch.mm with an out_dtype, which the CPU's has not."""
-    product = (a.double() @ b.double()).to(out_dtype or a.dtype)
-    return product if out is None else out.copy_(product)
 
 
 def check_streamed(shapes, a, b, layout, *out_dtype):

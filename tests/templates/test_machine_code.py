@@ -11,9 +11,8 @@ triton = pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
 from fp4compile.cli import check_sm100  # noqa: E402
+from tests.helpers.kernels import NEW_PTXAS  # noqa: E402
 
-# ptxas of Triton 3.6 (CUDA 12.8) knows neither sm_103 nor all conversions of sm_120.
-NEW_PTXAS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
 
 

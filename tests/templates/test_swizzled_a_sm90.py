@@ -10,7 +10,7 @@ import torch
 
 from fp4compile import formats, reference
 from tests.helpers import in_interpreter
-from tests.templates.test_gemm_kernels import DEVICE, INTERPRETING, gpu, launches, quantized
+from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, launches, quantized
 
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.templates.gemm import dispatch as kernels

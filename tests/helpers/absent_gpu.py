@@ -1,0 +1,97 @@
+"""Graphs for a GPU that need not be there, on fake CUDA tensors, and the launches that they are lowered to."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.backends.compiler import GPUTarget
+
+from fp4compile.passes.find import Input, find
+from fp4compile.passes.fuse_epilogue import fuse_epilogue
+from fp4compile.passes.lower import lower
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
+
+RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"})}
+
+
+def recipe_of(name):
+    base, changes = RECIPES.get(name, (name, {}))
+    return named(base).replace(**changes)
+
+
+LIBRARY = torch.ops.aten._scaled_mm.default
+
+
+def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
+    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there; the
+    library's product, which a node of the graph calls, at their end."""
+    m, n, k = shape
+    inputs = (Input(), Input("weight"))
+    with FakeTensorMode(), dry_run(Target(sm)) as launches:
+        x, w = (torch.empty(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
+        graph = make_fx(function)(x, w).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
+        rewrite(graph, decisions)
+        lower(graph)
+    calls = [("_scaled_mm", None) for _ in graph.find_nodes(op="call_function", target=LIBRARY)]
+    return decisions[0].tier, [(one.kernel.__name__, one.constants.get("SWIZZLED")) for one in launches] + calls
+
+
+class NoGpu:
+    """A Triton driver that knows its target and nothing else."""
+
+    def __init__(self, sm):
+        self.sm = sm
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.sm, 32)
+
+
+ANY = object()  # a symbolic size
+
+
+@dataclass
+class Result:
+    """A graph after the pass: how many epilogues were fused, and what it was lowered to."""
+
+    graph: torch.fx.Graph
+    fused: int
+    launches: list
+    mode: FakeTensorMode
+
+
+def fused_graph(
+    function, *shapes, recipe="nvfp4", dtype=torch.bfloat16, dtypes=(), sm=100, then=None, paper=dry_run, fuse=True
+):
+    """The graph of a function of activations, weights (`w`, `v`) and more, quantised, decomposed as Inductor does it,
+    with its epilogues; on fake CUDA tensors."""
+    names = function.__code__.co_varnames
+    dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
+    inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, paper(Target(sm)) as launches:
+        symbol = mode.shape_env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC)
+        size = mode.shape_env.create_symintnode(symbol, hint=4)
+        shapes = [[size if entry is ANY else entry for entry in shape] for shape in shapes]
+        values = [torch.empty(shape, device="cuda", dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
+        with enable_python_dispatcher():  # symbolic sizes
+            graph = make_fx(function, decomposition_table=select_decomp_table())(*values).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)  # as AOTAutograd has it
+        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        fused = fuse_epilogue(graph) if fuse else 0
+        graph.lint()
+        if then is not None:
+            then(graph)
+    return Result(graph, fused, launches, mode)
