@@ -1,5 +1,6 @@
 """Kernel tests run twice: on a GPU where there is one, and in Triton's interpreter in a process of their own."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -17,10 +18,13 @@ def assert_passes(test_file: str, variable: str = "TRITON_INTERPRET") -> None:
 
 
 def patch_triton_once() -> None:
-    """Let the interpreter keep what it puts into triton.language, for a process that does nothing else with it.
+    """Let the interpreter leave out work of which nothing depends, for a process that does nothing else with it.
 
-    It puts it there anew at every call of a device function, which takes a third of these tests' time.
+    It puts itself into triton.language anew at every call of a device function. It computes every sum and product of
+    integers again in 64 bits, for an assertion that is switched off. It makes a table of types for every value, and the
+    shape of every value from that of its type. (And of matrices this small several threads have nothing to compute.)
     """
+    import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -34,3 +38,30 @@ def patch_triton_once() -> None:
         return interpreter._LangPatchScope()  # of changes to take back: none
 
     interpreter._patch_lang = patch_once
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    numpy_type, found = interpreter._get_np_dtype, {}
+
+    def known_numpy_type(dtype):
+        name = str(dtype)
+        if name not in found:
+            found[name] = numpy_type(dtype)
+        return found[name]
+
+    interpreter._get_np_dtype = known_numpy_type
+
+    make_tensor, fields = tl.core.tensor.__init__, {}
+
+    def make_tensor_of_known_type(self, handle, type):
+        name = str(type)
+        if name not in fields:
+            make_tensor(self, handle, type)
+            fields[name] = dict(vars(self))
+        self.__dict__.update(fields[name], handle=handle, type=type)
+
+    tl.core.tensor.__init__ = make_tensor_of_known_type
+
+    torch.set_num_threads(1)

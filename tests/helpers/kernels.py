@@ -84,7 +84,7 @@ def part_by_part(monkeypatch, columns):
     if INTERPRETING:
         choices.only(monkeypatch, "dequant_operand")
         monkeypatch.setattr(torch, "mm", _mm)
-        return (16, 200, 64) if columns else (200, 16, 64)
+        return (16, 130, 64) if columns else (130, 16, 64)
     return (512, 777, 272) if columns else (777, 512, 272)
 
 

@@ -1,32 +1,27 @@
-"""The kernels of the scaled product against the reference, within the error of a float32 sum.
+"""The product kernels that take any formats, against the reference, within the error of a float32 sum.
 
 On a GPU (`-m gpu`) at larger sizes; without one in Triton's interpreter, which has to be chosen before Triton is
 imported: `test_in_the_interpreter` runs this file again in a process of its own.
 """
 
 import itertools
-import re
 
 import pytest
 import torch
 
 from fp4compile import formats, reference
 from fp4compile.formats import BlockFormat, compatible
-from fp4compile.layouts import ceil_div
 from tests.helpers import in_interpreter
+from tests.helpers.check_products import check, name, values
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import (
-    DEVICE,
     INTERPRETING,
     OLD_TRITON,
-    compile_ahead,
     for_gpus,
     gpu,
     kernels_only,
-    launches,
     part_by_part,
     quantized,
-    spilled_bytes,
 )
 
 if INTERPRETING or torch.cuda.is_available():
@@ -40,42 +35,7 @@ HARD_FORMATS = ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2", 
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def values(data, scales, outer, fmt, k):
-    """Without the outer scale, in float64."""
-    return data.double() if fmt is None else reference.dequantize_blocks(data, scales, fmt)[..., :k].double()
-
-
-def check(a, b, k, bias=None, out_dtype=torch.float32):
-    """The kernels' product of two operands (as `quantized` gives them) against float64."""
-    left, right = values(*a, k), values(*b, k)
-    outer = reference._outer_product(a[2], b[2])  # float32, as the contract has it: it may underflow
-    outer = 1.0 if outer is None else outer.double()
-    expected = left @ right.mT * outer
-    sums = left.abs() @ right.abs().mT
-    bound = sums * outer * (8 + k**0.5) * 2.0**-23 + 2.0**-140
-    if bias is not None:
-        expected = expected + bias.double()
-        bound = bound + expected.abs() * 2.0**-23
-    bound = bound + expected.abs() * torch.finfo(out_dtype).eps
-
-    def there(tensor):
-        return tensor.to(DEVICE) if isinstance(tensor, torch.Tensor) else tensor
-
-    got = kernels.scaled_mm(*map(there, a), *map(there, b), there(bias), out_dtype)
-    assert (got.shape, got.dtype) == (expected.shape, out_dtype)
-    got = got.cpu().double()
-    limit = torch.finfo(out_dtype).max
-    inside = (torch.maximum(sums, sums * outer) < 2.0**127) & (expected.abs() < limit)
-    assert (got[inside] - expected[inside]).abs().le(bound[inside]).all()
-    assert not got[~expected.isfinite()].isfinite().any()
-    return got
-
-
 M, N, K = (5, 18, 72) if INTERPRETING else (70, 200, 528)
-
-
-def name(value):
-    return value.name if isinstance(value, BlockFormat) else str(value).removeprefix("torch.")
 
 
 @gpu
@@ -95,7 +55,7 @@ def test_one_plain_operand(fmt, dtype):
     for k in (K, K + 5, 31):
         x, w = torch.randn(M, k), torch.randn(N, k)
         check(quantized(x, dtype), quantized(w, fmt), k, torch.randn(N))
-    for outer in (torch.tensor(0.37), torch.rand(M, 1)):  # of activations that were quantised and expanded
+    for outer in (torch.tensor(0.37), torch.rand(M, 1)):  # of A that was quantised and dequantised
         check((x.to(dtype), None, outer, None), quantized(w, fmt), k)
     check(quantized(x, fmt, "swizzled"), quantized(w, dtype), k, out_dtype=torch.float16)
 
@@ -182,7 +142,7 @@ NATIVE = [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("mxfp4", "mxfp4
 
 @pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
 @pytest.mark.parametrize(("a", "b"), NATIVE)
-def test_native_form(a, b, monkeypatch):
+def test_block_scaled_gemm(a, b, monkeypatch):
     """Indexing, swizzled scales of several tiles, padding, batches and epilogue of the block-scaled kernel."""
     a, b = formats.get(a), formats.get(b)
     monkeypatch.setattr(kernels, "native", lambda *operands: True)
@@ -194,63 +154,6 @@ def test_native_form(a, b, monkeypatch):
     check(quantized(x, a, "swizzled"), quantized(w[0], b, "swizzled"), 64)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize(("a", "b", "m", "instruction"), [
-    (torch.bfloat16, "nvfp4", 1, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
-    ("nvfp4", "nvfp4", 8, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
-    ("nvfp4", "nvfp4", 16, "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16"),
-    (torch.bfloat16, "nvfp4_16x16", 17, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16"),
-    (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16"),
-    ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
-    (torch.bfloat16, "mxfp8", 64, "wgmma.mma_async"),
-    ("mxfp8", "mxfp8", 300, "wgmma.mma_async"),
-], ids=str)  # fmt: skip
-def test_emulated_form_compiles_ahead(a, b, m, instruction):
-    """On Hopper the sums are made by the matrix units, and nothing spills."""
-    compiled = compile_ahead(90, a, b, m)
-    assert instruction in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= 232448
-    assert spilled_bytes(compiled.asm["cubin"]) == 0
-
-
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize("m", [9, 32, 64])
-def test_shared_memory_is_reserved(m):
-    """What the inline PTX takes is what Triton allocates for a loop that is never run."""
-    from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
-
-    (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
-    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "STEPS_PER_STAGE")))
-    assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == found.constants["SHARED"] >= needed + 1023
-
-
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize(("n", "m"), [(512, 16), (4096, 16), (33792, 16), (4096, 32), (512, 64), (4096, 64)])
-def test_registers_of_running_wgmma_are_left_alone(n, m):
-    """Weights that are multiplied lie in other registers than those that are expanded meanwhile."""
-    from fp4compile.cli.check_sm100 import _disassemble
-
-    sass, _ = _disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", m, n).asm["cubin"])
-    used = re.findall(r"HGMMA\.64x\d+x16\S* R\d+, R(\d+), .*?(gsb0)?\s*;", sass)
-    groups = [set()]
-    for register, last in used:
-        groups[-1].add(register)
-        groups += [set()] if last else []
-    assert not groups.pop() and len(groups) > 1
-    assert all(not one & other for one, other in zip(groups, groups[1:] + groups[:1], strict=True))
-
-
-@pytest.mark.skipif(INTERPRETING, reason="compiles")
-def test_weights_are_expanded_while_wgmma_runs():
-    """ptxas awaits every group at once where it cannot follow the registers of those that run."""
-    from fp4compile.cli.check_sm100 import _disassemble
-
-    sass, _ = _disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", 64).asm["cubin"])
-    awaited = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
-    assert awaited == ["0x1"] * (len(awaited) - 1) + ["0x0"]
-    assert len(awaited) > 2
-
-
 @gpu
 @for_gpus
 @pytest.mark.parametrize("m", [1, 7, 16, 31, 64, 100, 600])
@@ -259,7 +162,7 @@ def test_weights_are_expanded_while_wgmma_runs():
                                       (torch.bfloat16, "nvfp4"), (torch.float16, "nvfp4"), (torch.bfloat16, "mxfp8"),
                                       (torch.float16, "mxfp4"), (torch.float32, "nvfp4")], ids=str)  # fmt: skip
 def test_large(a, b, m):
-    """Every kernel: decode, split sums, tiles, the library's product; shapes that no tile divides, too."""
+    """Every kernel: gemv, skinny, wgmma, split-K, dequant tiles, the library's; also shapes that no tile divides."""
     a = a if isinstance(a, torch.dtype) else formats.get(a)
     b = formats.get(b)
     for n, k in ((1024, 4096), (4096, 2048), (777, 1008)):
@@ -304,114 +207,10 @@ def test_library_part_by_part(a, b, layout, columns, monkeypatch):
     a = quantized(x, a if isinstance(a, torch.dtype) else formats.get(a), layout)
     b = quantized(w, formats.get(b), layout)
     ends = [(None, torch.bfloat16), (torch.randn(n).bfloat16(), torch.bfloat16), (torch.randn(n), torch.float32)]
-    for bias, out_dtype in ends[::2] if INTERPRETING else ends:  # the interpreter takes seconds for each
+    if INTERPRETING:  # which is slow: the stored product and the rescaled sums, each with one layout of scales
+        ends = ends[:1] if layout == "linear" else ends[2:]
+    for bias, out_dtype in ends:
         check(a, b, k, bias, out_dtype)
-
-
-def check_streamed(shapes, a, b, layout, *out_dtype):
-    """Products of streamed weights, with a bias, of m x n x k."""
-    a = a if isinstance(a, torch.dtype) else formats.get(a)
-    for m, n, k in shapes:
-        x, w = torch.randn(m, k), torch.randn(n, k)
-        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n), *out_dtype)
-
-
-@gpu
-@for_gpus
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
-def test_decode(a, b, layout):
-    """A few rows and streamed weights: whole steps of every warp and ragged ends, rows that no program divides."""
-    shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768),
-              (1, 8200, 1088), (8, 8192, 1024), (4, 16392, 512)]  # fmt: skip
-    check_streamed(shapes, a, b, layout)
-
-
-# ROWS, TILES, WARPS, STAGES, CHAINS, GRID: see `decode_config`.
-FORMS = [(2, 1, 4, 3, 2, 99), (2, 2, 4, 3, 1, 2), (2, 1, 8, 2, 1, 1), (4, 2, 4, 3, 2, 2), (8, 1, 4, 2, 1, 5),
-         (8, 2, 4, 1, 2, 99)]  # fmt: skip
-
-
-@gpu
-@for_gpus
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_forms_of_decode(form, a, b, layout, monkeypatch):
-    """Each, with whole steps and ragged ends, also where a launch would be of another form."""
-    config = dict(zip(("ROWS", "TILES", "WARPS", "STAGES", "CHAINS", "GRID"), form, strict=True))
-    monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: dict(config))
-    monkeypatch.setattr(kernels, "few_config", lambda *_: None)
-    rows = config["ROWS"]
-    shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
-    check_streamed(shapes, a, b, layout)
-
-
-# ROWS, WARPS, GRID: see `few_config`.
-FORMS_OF_FEW = [(1, 4, 99), (2, 8, 1), (1, 8, 2), (2, 4, 2), (1, 16, 1), (2, 16, 99)]
-
-
-@gpu
-@for_gpus
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
-@pytest.mark.parametrize("form", FORMS_OF_FEW, ids=str)
-def test_forms_of_few_rows(form, a, b, layout, monkeypatch):
-    """Each, with whole steps and ragged ends, and more tiles of a program than are added at once."""
-    rows, warps, programs = form
-
-    def config(m, n, k, target):
-        return {"ROWS": rows, "WARPS": warps, "STEPS": ceil_div(k, 256 * warps), "GRID": programs,
-                "SHARED": target.shared_memory // 4096 * 4096}  # fmt: skip
-
-    monkeypatch.setattr(kernels, "few_config", config)
-    check_streamed([(rows, 256, 8192), (rows, 17, 64), (1, 1096, 7616)], a, b, layout)
-
-
-@gpu
-@for_gpus
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
-@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
-def test_a_few_dozen_rows(a, b, layout):
-    """Shared activations: one part and several, the last of them short or empty, phases and programs with ends."""
-    shapes = [(16, 512, 4096), (16, 1024, 16384), (9, 205, 1088), (17, 784, 2112), (32, 40, 64), (48, 200, 8768),
-              (64, 256, 2048)]  # fmt: skip
-    check_streamed(shapes, a, b, layout)
-    check_streamed([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
-
-
-# Rows, warps, stages, steps of a phase and parts: see `wgmma_config`.
-SHARED = [(16, 4, 3, 1, 1), (16, 8, 3, 2, 4), (32, 8, 3, 2, 1), (32, 4, 2, 1, 8), (64, 8, 3, 1, 2), (64, 16, 4, 2, 1)]
-
-
-@gpu
-@for_gpus
-@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
-@pytest.mark.parametrize("form", SHARED, ids=str)
-def test_forms_of_shared_activations(form, a, monkeypatch):
-    """Each, with fewer phases than there are buffers, and with so many that every buffer is used again and again."""
-    rows, warps, stages, per, split = form
-    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "STEPS_PER_STAGE": per, "SPLIT": split}
-    monkeypatch.setattr(kernels, "wgmma_config", lambda *sizes: dict(config))
-    shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * per * turns) for turns in range(1, 10))]
-    check_streamed(shapes, a, "nvfp4", "linear")
-
-
-@gpu
-@for_gpus
-@pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
-def test_hard_inputs_of_streamed_weights(hard):
-    for m in (1, 7, 16, 50):
-        for fmt in map(formats.get, ("nvfp4", "nvfp4_rowwise")):
-            x = hard_input(hard, (64, 192), torch.float32, 16)
-            w = hard_input(hard if hard != "huge" else "tiny", (64, 192), torch.float32, 16)
-            check(quantized(x[:m], fmt), quantized(torch.randn(64, 192), fmt), 192)
-            check(quantized(torch.randn(m, 192), torch.bfloat16), quantized(x, fmt), 192)
-            check(quantized(x[:m], fmt), quantized(w, fmt), 192)
 
 
 @gpu

@@ -1,6 +1,6 @@
-"""The image of the activations bit for bit, and how the product that reads it brings it into shared memory.
+"""Swizzled A bit for bit, and how the product that reads it brings it to shared memory.
 
-As in test_scaled_mm_kernels.py: the kernel on a GPU, and in Triton's interpreter in a process of its own.
+As in test_gemm_kernels.py: the kernel runs on a GPU, and in Triton's interpreter in a process of its own.
 """
 
 import re
@@ -19,27 +19,27 @@ if INTERPRETING or torch.cuda.is_available():
 compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
 
-def image_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
-    """[matrices, rows, 64] of x [m, k], as the module's text says it."""
+def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
+    """[matrices, rows, 64] of x [m, k], as the docstring of the kernel's module says it."""
     padded = x.new_zeros(rows, matrices * 64)
     padded[: x.shape[0], : x.shape[1]] = x
     blocks = padded.view(rows, matrices, 4, 2, 2, 4)  # of a row: matrices, blocks, halves, quarters, elements
     units = blocks.permute(1, 0, 3, 5, 2, 4).reshape(matrices, rows, 8, 8)
-    image = torch.empty_like(units)
+    swizzled = torch.empty_like(units)
     for row in range(rows):
         for unit in range(8):
-            image[:, row, unit ^ row % 8] = units[:, row, unit]
-    return image.view(matrices, rows, 64)
+            swizzled[:, row, unit ^ row % 8] = units[:, row, unit]
+    return swizzled.view(matrices, rows, 64)
 
 
 def check(a, rows: int, steps: int):
-    """The image of an operand, as `quantized` gives it, in memory in which every bit was set."""
+    """Swizzled A of an operand (as `quantized` gives it), in memory in which every bit was set before."""
     x = a[0] if a[3] is None else reference.dequantize_blocks(*a[:2], a[3]).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
     there = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in (*a, *b, None)]
     got = kernels._image(problem_of(*there, torch.float32), rows, steps).cpu()
-    phases = -(-x.shape[1] // (128 * steps))
-    expected = image_of(x, rows, 2 * steps * phases)
+    stages = -(-x.shape[1] // (128 * steps))
+    expected = swizzled_a_of(x, rows, 2 * steps * stages)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     nans = expected.isnan()
     assert torch.equal(got.isnan(), nans)
@@ -60,8 +60,8 @@ SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (32, 32, 128, 1), (17, 32, 64, 2), 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("m", "rows", "k", "steps"), SHAPES)
 @pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4", "nvfp4_rowwise", "nvfp4_16x16"], ids=str)
-def test_image(a, m, rows, k, steps):
-    """Whole phases and ragged ones, missing rows; both layouts of scales, a block that is not a number."""
+def test_swizzled_a(a, m, rows, k, steps):
+    """Whole stages and ragged ones, missing rows; both layouts of scales, a block that is not a number."""
     x = torch.randn(m, k)
     if isinstance(a, torch.dtype):
         check(quantized(x, a), rows, steps)
@@ -73,8 +73,8 @@ def test_image(a, m, rows, k, steps):
 
 @gpu
 @pytest.mark.usefixtures("poisoned_memory")
-def test_image_of_every_16_bits():
-    """Plain activations keep their bits; negative zeros, infinities and what is not normal among them."""
+def test_swizzled_a_of_every_16_bits():
+    """A plain A keeps its bits; negative zeros, infinities and subnormal numbers are among them."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(64, 1024)
     for dtype in (torch.bfloat16, torch.float16):
         check((bits.view(dtype), None, None, None), 64, 2)
@@ -84,41 +84,43 @@ def test_image_of_every_16_bits():
 @pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64)])
 @pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
 def test_launches(a, m, rows):
-    """The product is launched early, behind the image, which the weights are an argument of."""
-    image, product, *_ = launches(90, a, "nvfp4", m)
-    assert [image.kernel.__name__, product.kernel.__name__] == ["swizzle_a_sm90", "gemm_wgmma_sm90"]
-    assert image.constants["LAUNCH_DEPENDENTS"] and product.constants["PDL"]
-    assert image.args["image_ptr"] is product.args["image_ptr"]
+    """The product is launched early, after the kernel that swizzles A, which has B as an argument."""
+    swizzle, product, *_ = launches(90, a, "nvfp4", m)
+    assert [swizzle.kernel.__name__, product.kernel.__name__] == ["swizzle_a_sm90", "gemm_wgmma_sm90"]
+    assert swizzle.constants["LAUNCH_DEPENDENTS"] and product.constants["PDL"]
+    assert swizzle.args["swizzled_a_ptr"] is product.args["swizzled_a_ptr"]
     for name in ("b_ptr", "b_scales_ptr"):
-        assert image.args[name] is product.args[name]
-    per = product.constants["STEPS_PER_STAGE"]
-    assert tuple(image.args["image_ptr"].shape) == (2 * per * -(-4096 // (128 * per)), rows, 64)
-    assert image.grid == len(image.args["image_ptr"])
+        assert swizzle.args[name] is product.args[name]
+    steps = product.constants["STEPS_PER_STAGE"]
+    assert tuple(swizzle.args["swizzled_a_ptr"].shape) == (2 * steps * -(-4096 // (128 * steps)), rows, 64)
+    assert swizzle.grid == len(swizzle.args["swizzled_a_ptr"])
 
 
 @compiles
 @pytest.mark.parametrize("m", [9, 32, 64])
 @pytest.mark.parametrize("n", [1024, 8192, 32768])
-def test_weights_are_on_their_way_before_the_image_is_awaited(n, m):
-    """Nothing else is read before, and nothing written; from then on one copy brings each phase."""
+def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
+    """Only B is read before, and nothing is written; afterwards one copy brings each stage of A."""
     from fp4compile import _compat
     from fp4compile.cli.check_sm100 import _disassemble
 
-    image, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, None, n)
-    arranged, multiplied = (
-        _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90).asm for one in (image, product)
+    swizzle, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, None, n)
+    swizzles, multiplies = (
+        _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90).asm for one in (swizzle, product)
     )
-    sass = _disassemble(arranged["cubin"])[0]
+    sass = _disassemble(swizzles["cubin"])[0]
     assert sass.index("PREEXIT") < sass.index("LDG")
-    before, after = _disassemble(multiplied["cubin"])[0].split("ACQBULK")
-    before = before[before.rindex("SYNCS.EXCH") :]  # the barriers are made; what reserves shared memory stands before
+    before, after = _disassemble(multiplies["cubin"])[0].split("ACQBULK")
+    before = before[
+        before.rindex("SYNCS.EXCH") :
+    ]  # from where the barriers are made; before that is what reserves shared memory
     assert "LDGSTS" in before and not re.search(r"UBLKCP|\bLDG\b|\bSTG\b", before)
-    assert after.count("UBLKCP") == 3  # two phases at first, then one a phase
+    assert after.count("UBLKCP") == 3  # two stages at first, then one a stage
 
     size = product.constants["STEPS_PER_STAGE"] * product.constants["ROWS"] * 256
-    for brought in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
-        assert re.findall(brought, multiplied["ptx"]) == [str(size)] * 3
-    assert image.args["image_ptr"].numel() * 2 % size == 0
+    for copy in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
+        assert re.findall(copy, multiplies["ptx"]) == [str(size)] * 3
+    assert swizzle.args["swizzled_a_ptr"].numel() * 2 % size == 0
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

@@ -37,7 +37,7 @@ def _load_codes(ptr, row, col, rows, per_row, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _load_swizzled(ptr, row_tile, col_tile, row_tiles, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Scale bytes [ROWS, COLS] of the swizzled layout. Tiles of 128 x 4 are loaded whole, as they lie, then permuted."""
+    """Scale bytes [ROWS, COLS] of the swizzled layout, by whole tiles of 128 x 4 that are permuted afterwards."""
     r = row_tile + tl.arange(0, ROWS // 128)[:, None, None]
     c = col_tile + tl.arange(0, COLS // 4)[None, :, None]
     byte = tl.arange(0, 512)[None, None, :]

@@ -11,7 +11,7 @@ from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
 from fp4compile.templates.device.epilogue import AUXILIARIES, with_epilogue
 from fp4compile.templates.gemm.problem import OperandType, Problem
-from fp4compile.templates.quantize.dispatch import power_of_two
+from fp4compile.templates.quantize.views import power_of_two
 
 
 @dataclass(frozen=True, eq=False)

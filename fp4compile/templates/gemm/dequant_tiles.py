@@ -195,7 +195,7 @@ def gemm_dequant_tiles(
 
 @triton.constexpr_function
 def bytes_per_unit(ELEMENT):
-    """Pointer elements in what `per_row` counts: bytes of a unit of codes; 1 of a plain operand (it counts elements)."""
+    """Pointer elements in one of `per_row`: bytes of a unit of codes; 1 of a plain operand, counted in elements."""
     return 2 if ELEMENT in ("e4m3", "e5m2") else 1
 
 

@@ -1,0 +1,27 @@
+"""Every kernel is compiled ahead of time once in a process, however many tests look at its code."""
+
+import pytest
+import torch
+
+from fp4compile import _compat
+
+_compile_ahead, _compiled = _compat.compile_ahead, {}
+
+
+def _signature(value):
+    """What the code depends on in an argument."""
+    return value.dtype if isinstance(value, torch.Tensor) else (value == 1, value % 16 == 0, abs(value) < 2**31)
+
+
+def compile_once(kernel, args, constants, num_warps, sm):
+    """`_compat.compile_ahead`, the same for launches of one kernel, signature and GPU."""
+    arguments = tuple((name, _signature(value)) for name, value in args.items())
+    key = (kernel.cache_key, kernel.__name__, arguments, tuple(constants.items()), num_warps, sm)
+    if key not in _compiled:
+        _compiled[key] = _compile_ahead(kernel, args, constants, num_warps, sm)
+    return _compiled[key]
+
+
+@pytest.fixture(autouse=True)
+def kernels_compiled_once(monkeypatch):
+    monkeypatch.setattr(_compat, "compile_ahead", compile_once)

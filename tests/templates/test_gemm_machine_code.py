@@ -1,0 +1,59 @@
+"""Machine code of products on Hopper: the instructions, registers and shared memory that the kernels rely on."""
+
+import re
+
+import pytest
+import torch
+
+from fp4compile.cli.check_sm100 import _disassemble
+from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
+from tests.helpers.kernels import INTERPRETING, compile_ahead, launches, spilled_bytes
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
+
+
+@pytest.mark.parametrize(("a", "b", "m", "instruction"), [
+    (torch.bfloat16, "nvfp4", 1, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
+    ("nvfp4", "nvfp4", 8, "mma.sync.aligned.m16n8k16.row.col.f32.f16"),
+    ("nvfp4", "nvfp4", 16, "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16"),
+    (torch.bfloat16, "nvfp4_16x16", 17, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16"),
+    (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16"),
+    ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
+    (torch.bfloat16, "mxfp8", 64, "wgmma.mma_async"),
+    ("mxfp8", "mxfp8", 300, "wgmma.mma_async"),
+], ids=str)  # fmt: skip
+def test_dequantised_products_use_matrix_units(a, b, m, instruction):
+    """On Hopper the matrix units make the sums, nothing spills, and shared memory suffices."""
+    compiled = compile_ahead(90, a, b, m)
+    assert instruction in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 232448
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+@pytest.mark.parametrize("m", [9, 32, 64])
+def test_shared_memory_is_reserved(m):
+    """Triton allocates, for a loop that is never run, what the inline PTX uses."""
+    (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
+    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "STEPS_PER_STAGE")))
+    assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == found.constants["SHARED"] >= needed + 1023
+
+
+@pytest.mark.parametrize(("n", "m"), [(512, 16), (4096, 16), (33792, 16), (4096, 32), (512, 64), (4096, 64)])
+def test_registers_of_running_wgmma_are_left_alone(n, m):
+    """While `wgmma` reads some registers of B, the next elements of B are dequantised to other registers."""
+    sass, _ = _disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", m, n).asm["cubin"])
+    used = re.findall(r"HGMMA\.64x\d+x16\S* R\d+, R(\d+), .*?(gsb0)?\s*;", sass)
+    groups = [set()]
+    for register, last in used:
+        groups[-1].add(register)
+        groups += [set()] if last else []
+    assert not groups.pop() and len(groups) > 1
+    assert all(not one & other for one, other in zip(groups, groups[1:] + groups[:1], strict=True))
+
+
+def test_b_is_dequantised_while_wgmma_runs():
+    """One group of `wgmma` always runs on. ptxas waits for all of them where it cannot follow their registers."""
+    sass, _ = _disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", 64).asm["cubin"])
+    awaited = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
+    assert awaited == ["0x1"] * (len(awaited) - 1) + ["0x0"]
+    assert len(awaited) > 2

@@ -1,0 +1,124 @@
+"""The kernels that stream NVFP4 weights (gemv, skinny, wgmma): written in inline PTX, so they run on a GPU alone."""
+
+import pytest
+import torch
+
+from fp4compile import formats
+from fp4compile.layouts import ceil_div
+from tests.helpers.check_products import check
+from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
+from tests.helpers.kernels import INTERPRETING, gpu, quantized
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="inline PTX")
+
+if torch.cuda.is_available():
+    from fp4compile.templates.gemm import dispatch as kernels
+
+
+def check_shapes(shapes, a, b, layout, *out_dtype):
+    """Products with a bias, of m x n x k."""
+    a = a if isinstance(a, torch.dtype) else formats.get(a)
+    for m, n, k in shapes:
+        x, w = torch.randn(m, k), torch.randn(n, k)
+        check(quantized(x, a), quantized(w, formats.get(b), layout), k, torch.randn(n), *out_dtype)
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+def test_gemv_and_skinny(a, b, layout):
+    """Up to eight rows: whole steps of every warp and ragged ends, rows of B that no tile divides."""
+    shapes = [(1, 256, 2048), (5, 200, 1088), (8, 96, 8192), (7, 40, 64), (3, 2064, 4096), (2, 2072, 8768),
+              (1, 8200, 1088), (8, 8192, 1024), (4, 16392, 512)]  # fmt: skip
+    check_shapes(shapes, a, b, layout)
+
+
+# ROWS, TILES, WARPS, STAGES, CHAINS, GRID: see `decode_config`.
+SKINNY_CONFIGURATIONS = [
+    (2, 1, 4, 3, 2, 99), (2, 2, 4, 3, 1, 2), (2, 1, 8, 2, 1, 1), (4, 2, 4, 3, 2, 2), (8, 1, 4, 2, 1, 5),
+    (8, 2, 4, 1, 2, 99),
+]  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", SKINNY_CONFIGURATIONS, ids=str)
+def test_configurations_of_skinny(form, a, b, layout, monkeypatch):
+    """Each configuration, with whole steps and ragged ends, also where `decode_config` gives another one."""
+    config = dict(zip(("ROWS", "TILES", "WARPS", "STAGES", "CHAINS", "GRID"), form, strict=True))
+    monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: dict(config))
+    monkeypatch.setattr(kernels, "few_config", lambda *_: None)
+    rows = config["ROWS"]
+    shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
+    check_shapes(shapes, a, b, layout)
+
+
+# ROWS, WARPS, GRID: see `few_config`.
+GEMV_CONFIGURATIONS = [(1, 4, 99), (2, 8, 1), (1, 8, 2), (2, 4, 2), (1, 16, 1), (2, 16, 99)]
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", GEMV_CONFIGURATIONS, ids=str)
+def test_configurations_of_gemv(form, a, b, layout, monkeypatch):
+    """Each configuration, with whole steps and ragged ends, and more tiles of a program than are added at once."""
+    rows, warps, grid = form
+
+    def config(m, n, k, target):
+        return {"ROWS": rows, "WARPS": warps, "STEPS": ceil_div(k, 256 * warps), "GRID": grid,
+                "SHARED": target.shared_memory // 4096 * 4096}  # fmt: skip
+
+    monkeypatch.setattr(kernels, "few_config", config)
+    check_shapes([(rows, 256, 8192), (rows, 17, 64), (1, 1096, 7616)], a, b, layout)
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("b", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
+def test_wgmma(a, b, layout):
+    """Nine to 64 rows: one part of K and several, the last of them short or empty, ragged stages and programs."""
+    shapes = [(16, 512, 4096), (16, 1024, 16384), (9, 205, 1088), (17, 784, 2112), (32, 40, 64), (48, 200, 8768),
+              (64, 256, 2048)]  # fmt: skip
+    check_shapes(shapes, a, b, layout)
+    check_shapes([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
+
+
+# ROWS, WARPS, STAGES, STEPS_PER_STAGE, SPLIT: see `wgmma_config`.
+WGMMA_CONFIGURATIONS = [
+    (16, 4, 3, 1, 1),
+    (16, 8, 3, 2, 4),
+    (32, 8, 3, 2, 1),
+    (32, 4, 2, 1, 8),
+    (64, 8, 3, 1, 2),
+    (64, 16, 4, 2, 1),
+]
+
+
+@gpu
+@pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4_rowwise"], ids=str)
+@pytest.mark.parametrize("form", WGMMA_CONFIGURATIONS, ids=str)
+def test_configurations_of_wgmma(form, a, monkeypatch):
+    """Each configuration, with fewer stages of A than buffers, and with so many that every buffer is used again."""
+    rows, warps, stages, steps, split = form
+    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "STEPS_PER_STAGE": steps, "SPLIT": split}
+    monkeypatch.setattr(kernels, "wgmma_config", lambda *sizes: dict(config))
+    shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * steps * count) for count in range(1, 10))]
+    check_shapes(shapes, a, "nvfp4", "linear")
+
+
+@gpu
+@pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
+def test_hard_inputs(hard):
+    for m in (1, 7, 16, 50):
+        for fmt in map(formats.get, ("nvfp4", "nvfp4_rowwise")):
+            x = hard_input(hard, (64, 192), torch.float32, 16)
+            w = hard_input(hard if hard != "huge" else "tiny", (64, 192), torch.float32, 16)
+            check(quantized(x[:m], fmt), quantized(torch.randn(64, 192), fmt), 192)
+            check(quantized(torch.randn(m, 192), torch.bfloat16), quantized(x, fmt), 192)
+            check(quantized(x[:m], fmt), quantized(w, fmt), 192)
