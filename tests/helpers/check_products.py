@@ -4,7 +4,7 @@ import torch
 
 from fp4compile import reference
 from fp4compile.formats import BlockFormat
-from tests.helpers.kernels import DEVICE
+from tests.helpers.kernels import on_device
 
 
 def name(value):
@@ -12,17 +12,19 @@ def name(value):
     return value.name if isinstance(value, BlockFormat) else str(value).removeprefix("torch.")
 
 
-def values(data, scales, outer, fmt, k):
+def values(x, k):
     """An operand without its outer scale, in float64."""
-    return data.double() if fmt is None else reference.dequantize_blocks(data, scales, fmt)[..., :k].double()
+    if x.format is None:
+        return x.data.double()
+    return reference.dequantize_blocks(x.data, x.scales, x.format)[..., :k].double()
 
 
 def check(a, b, k, bias=None, out_dtype=torch.float32):
-    """The kernels' product of two operands (as `quantized` gives them) against float64."""
-    from fp4compile.templates.gemm import dispatch as kernels
+    """The kernels' product of two operands against float64."""
+    from fp4compile.templates.gemm.dispatch import scaled_mm
 
-    left, right = values(*a, k), values(*b, k)
-    outer = reference._outer_product(a[2], b[2])  # float32, as the contract has it: it may underflow
+    left, right = values(a, k), values(b, k)
+    outer = reference._outer_product(a.outer, b.outer)  # float32, as the contract has it: it may underflow
     outer = 1.0 if outer is None else outer.double()
     expected = left @ right.mT * outer
     sums = left.abs() @ right.abs().mT
@@ -31,11 +33,7 @@ def check(a, b, k, bias=None, out_dtype=torch.float32):
         expected = expected + bias.double()
         bound = bound + expected.abs() * 2.0**-23
     bound = bound + expected.abs() * torch.finfo(out_dtype).eps
-
-    def there(tensor):
-        return tensor.to(DEVICE) if isinstance(tensor, torch.Tensor) else tensor
-
-    got = kernels.scaled_mm(*map(there, a), *map(there, b), there(bias), out_dtype)
+    got = scaled_mm(*map(on_device, (a, b, bias)), out_dtype)
     assert (got.shape, got.dtype) == (expected.shape, out_dtype)
     got = got.cpu().double()
     limit = torch.finfo(out_dtype).max

@@ -30,10 +30,17 @@ def gpu(function):
 
 
 def quantized(x, fmt, layout="linear"):
-    """(data, scales, outer, fmt) of x by the reference; x itself where fmt is a dtype."""
+    """x as an operand, quantised by the reference; plain where fmt is a dtype."""
     if isinstance(fmt, torch.dtype):
-        return x.to(fmt), None, None, None
-    return (*reference.quantize(x, fmt, None, layout if fmt.block else "linear"), fmt)
+        return Operand(x.to(fmt))
+    return Operand(*reference.quantize(x, fmt, None, layout if fmt.block else "linear"), fmt)
+
+
+def on_device(value):
+    """An operand, a tensor or None, where the kernels run."""
+    if isinstance(value, Operand):
+        return Operand(*map(on_device, (value.data, value.scales, value.outer)), value.format)
+    return None if value is None else value.to(DEVICE)
 
 
 def launches(sm, a, b, m, epilogue=None, auxiliaries=(), n=8192):

@@ -300,3 +300,16 @@ def test_training_saves_the_product():
         x.grad = None
         y.sum().backward()
         assert x.grad.isfinite().all() and x.grad.any()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_graph_runs_on_the_cpu(name):
+    """By the reference of the steps, it computes what the graph before the pass computes, rounded fewer times."""
+    function = FUSED[name]
+    shapes = (X, W, SAME, ROW)[: function.__code__.co_argcount]
+    values = [torch.randn(shape, dtype=BF16) for shape in shapes]
+    graphs = [graph_of(function, *shapes, sm=90, fuse=fuse)[0] for fuse in (False, True)]
+    before, after = (torch.fx.GraphModule({}, graph)(*values) for graph in graphs)
+    assert (before.shape, before.dtype) == (after.shape, after.dtype)
+    before, after = before.float(), after.float()
+    assert ((before - after).abs() <= 0.02 * before.abs() + 0.02 * before.abs().mean()).all()

@@ -14,9 +14,12 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 
 from fp4compile import _compat, formats, ops
 from fp4compile.cli import check_sm100
-from fp4compile.templates.device.epilogue import OPERANDS, Epilogue, text_of
+from fp4compile.epilogue import Epilogue
+from fp4compile.operand import Operand
+from fp4compile.templates.device.epilogue import AUXILIARIES, source
 from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import fused_graph
+from tests.helpers.choices import only
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import (
     DEVICE,
@@ -26,51 +29,49 @@ from tests.helpers.kernels import (
     for_gpus,
     gpu,
     launches,
+    on_device,
     part_by_part,
     quantized,
     spilled_bytes,
 )
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm import dispatch as kernels
+    from fp4compile.templates.gemm.dispatch import scaled_mm
 
-# Kinds of operands, steps, and the same in PyTorch.
+# Steps, and the same in PyTorch.
 EPILOGUES = {
-    "relu": ((), [("relu", ("product",))], F.relu),
-    "silu and gate": (("matrix",), [("neg", ("product",)), ("exp", (0,)), ("add", (1, 1.0)), ("div", ("product", 2)),
-                                    ("mul", (3, "x0"))], lambda y, gate: F.silu(y) * gate),
-    "gelu, scale, residual": (("row", "matrix"), [
-        ("mul", ("product", 0.5)), ("mul", ("product", 0.7071067811865476)), ("erf", (1,)), ("add", (2, 1.0)),
-        ("mul", (0, 3)), ("mul", (4, "x0")), ("add", (5, "x1"))], lambda y, scale, x: F.gelu(y) * scale + x),
-    "gelu by tanh": ((), [
-        ("mul", ("product", 0.5)), ("cube", ("product",)), ("mul", (1, 0.044715)), ("add", ("product", 2)),
-        ("mul", (3, 0.7978845608028654)), ("tanh", (4,)), ("add", (5, 1.0)), ("mul", (0, 6))],
-        lambda y: F.gelu(y, approximate="tanh")),
-    "two matrices": (("matrix", "matrix"), [
-        ("sub", ("x0", "product")), ("sigmoid", (0,)), ("square", (1,)), ("sub", (2, "x1")), ("mul", (3, -2.5))],
-        lambda y, a, b: ((torch.sigmoid(a - y)) ** 2 - b) * -2.5),
+    "relu": (["relu product"], F.relu),
+    "silu and gate": (["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"],
+                      lambda y, gate: F.silu(y) * gate),
+    "gelu, scale, residual": (["mul product 0.5", "mul product 0.7071067811865476", "erf s1", "add s2 1.0", "mul s0 s3",
+                               "mul s4 row0", "add s5 aux1"], lambda y, scale, x: F.gelu(y) * scale + x),
+    "gelu by tanh": (["mul product 0.5", "cube product", "mul s1 0.044715", "add product s2",
+                      "mul s3 0.7978845608028654", "tanh s4", "add s5 1.0", "mul s0 s6"],
+                     lambda y: F.gelu(y, approximate="tanh")),
+    "two matrices": (["sub aux0 product", "sigmoid s0", "square s1", "sub s2 aux1", "mul s3 -2.5"],
+                     lambda y, a, b: ((torch.sigmoid(a - y)) ** 2 - b) * -2.5),
 }  # fmt: skip
 EXACT = ("relu",)  # no function that two libraries compute differently
 
 
-def epilogue_of(name, product_dtype, operands, dtype):
-    kinds, steps, _ = EPILOGUES[name]
-    return Epilogue(text_of(product_dtype, kinds, steps), tuple(operands), dtype)
+def epilogue_of(name, product_dtype, dtype):
+    return Epilogue.parse(EPILOGUES[name][0], product_dtype, dtype)
 
 
-def operands_of(name, shape, dtype, device=DEVICE):
-    sizes = {"matrix": shape, "row": shape[-1:]}
-    return [torch.randn(sizes[kind], dtype=dtype, device=device) for kind in EPILOGUES[name][0]]
+def auxiliaries_of(name, shape, dtype, device=DEVICE):
+    """Random tensors for an epilogue of a product of that shape."""
+    kinds = epilogue_of(name, dtype, dtype).kinds
+    return [torch.randn(shape if kinds[i] == "aux" else shape[-1:], dtype=dtype, device=device) for i in sorted(kinds)]
 
 
 def check(name, a, b, bias=None, product_dtype=torch.bfloat16, dtype=torch.bfloat16, operand_dtype=torch.bfloat16):
     """A product with an epilogue against the one without, and the epilogue in float32."""
-    there = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in (*a, *b, bias)]
-    product = kernels.scaled_mm(*there, product_dtype)
-    operands = operands_of(name, product.shape, operand_dtype)
-    got = kernels.scaled_mm(*there, product_dtype, epilogue_of(name, product_dtype, operands, dtype)).cpu()
-    values = [t.cpu().float() for t in (product, *operands)]
-    expected = EPILOGUES[name][2](*values).to(dtype)
+    there = [on_device(value) for value in (a, b, bias)]
+    product = scaled_mm(*there, product_dtype)
+    auxiliaries = auxiliaries_of(name, product.shape, operand_dtype)
+    got = scaled_mm(*there, product_dtype, epilogue_of(name, product_dtype, dtype), auxiliaries).cpu()
+    values = [t.cpu().float() for t in (product, *auxiliaries)]
+    expected = EPILOGUES[name][1](*values).to(dtype)
     assert (got.shape, got.dtype) == (expected.shape, dtype)
     got, expected = got.float(), expected.float()
     assert torch.equal(got.isnan(), expected.isnan())
@@ -165,7 +166,7 @@ def test_library_part_by_part(name, columns, monkeypatch):
 @pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_block_scaled_gemm(name, monkeypatch):
-    monkeypatch.setattr(kernels, "native", lambda *operands: True)
+    only(monkeypatch, "block_scaled_sm100")
     for a, b in (("nvfp4", "nvfp4"), ("mxfp8", "mxfp4")):
         a, b = formats.get(a), formats.get(b)
         x, w = torch.randn(140, 96), torch.randn(130, 96)
@@ -187,56 +188,52 @@ def test_library_product(name):
 def test_bad_epilogues():
     fmt = formats.get("mxfp8")
     a, b = quantized(torch.randn(M, 64), fmt), quantized(torch.randn(8, 64), fmt)
-    a, b = ([t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in operand] for operand in (a, b))
-    plain = torch.randn(M, 64, device=DEVICE)
+    a, b = on_device(a), on_device(b)
+    plain = Operand(torch.randn(M, 64, device=DEVICE))
 
-    def call(*operands, dtype=torch.bfloat16, a=a, b=b):
-        epilogue = Epilogue(
-            text_of(torch.bfloat16, ["matrix"] * len(operands), [("relu", ("product",))]), operands, dtype
-        )
-        kernels.scaled_mm(*a, *b, None, torch.bfloat16, epilogue)
+    def call(*auxiliaries, steps=("add product aux0",), dtype=torch.bfloat16, a=a, b=b):
+        scaled_mm(a, b, None, torch.bfloat16, Epilogue.parse(steps, torch.bfloat16, dtype), auxiliaries)
 
     with pytest.raises(ValueError, match="epilogue: expected floating-point operands of the product's size or of 8"):
         call(torch.randn(M, 7, device=DEVICE))
     with pytest.raises(ValueError, match="epilogue: expected floating-point operands"):
-        call(torch.ones(8, dtype=torch.int32, device=DEVICE))
+        call(torch.ones(8, dtype=torch.int32, device=DEVICE), steps=("add product row0",))
     with pytest.raises(ValueError, match="epilogue: at most 2 operands, got 3"):
-        call(*torch.randn(OPERANDS + 1, 8, device=DEVICE))
+        call(*torch.randn(AUXILIARIES + 1, 8, device=DEVICE))
     with pytest.raises(ValueError, match="epilogue: dtype torch.float64"):
-        call(dtype=torch.float64)
+        call(steps=("relu product",), dtype=torch.float64)
     with pytest.raises(ValueError, match="epilogue: the product of two plain operands"):
-        call(a=(plain, None, None, None), b=(plain, None, None, None))
+        call(a=plain, b=plain)
 
 
-def test_text():
-    kinds, steps, _ = EPILOGUES["gelu, scale, residual"]
+def test_source():
     assert (
-        text_of(torch.bfloat16, kinds, steps)
+        source(epilogue_of("gelu, scale, residual", torch.bfloat16, torch.bfloat16))
         == """\
 @triton.jit
 def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):
     product = rounded(acc, tl.bfloat16, ISA)
-    x0 = tl.load(epilogue_0_ptr + col, mask=col < n, other=0.0).to(tl.float32)
-    x1 = tl.load(epilogue_1_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    v0 = product * 0.5
-    v1 = product * 0.7071067811865476
-    v2 = erf(v1)
-    v3 = v2 + 1.0
-    v4 = v0 * v3
-    v5 = v4 * x0
-    v6 = v5 + x1
-    return v6
+    row0 = tl.load(epilogue_0_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+    aux1 = tl.load(epilogue_1_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    s0 = product * 0.5
+    s1 = product * 0.7071067811865476
+    s2 = erf(s1)
+    s3 = s2 + 1.0
+    s4 = s0 * s3
+    s5 = s4 * row0
+    s6 = s5 + aux1
+    return s6
 """
     )
-    assert text_of(torch.float32, [], [("mul", ("product", -2.0))]).splitlines()[2:] == [
-        "    product = acc", "    v0 = product * (-2.0)", "    return v0",
+    assert source(Epilogue.parse(["mul product -2.0"], torch.float32, torch.float32)).splitlines()[2:] == [
+        "    product = acc", "    s0 = product * (-2.0)", "    return s0",
     ]  # fmt: skip
 
 
 def last_launch(sm, a, b, m, name, n=8192):
     """The launch that has the epilogue."""
-    operands = operands_of(name, (m, n), torch.bfloat16, "meta")
-    return launches(sm, a, b, m, epilogue_of(name, torch.bfloat16, operands, torch.bfloat16), n)[-1]
+    auxiliaries = auxiliaries_of(name, (m, n), torch.bfloat16, "meta")
+    return launches(sm, a, b, m, epilogue_of(name, torch.bfloat16, torch.bfloat16), auxiliaries, n)[-1]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")

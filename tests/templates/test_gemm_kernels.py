@@ -5,14 +5,17 @@ imported: `test_in_the_interpreter` runs this file again in a process of its own
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fp4compile import formats, reference
 from fp4compile.formats import BlockFormat, compatible
+from fp4compile.operand import Operand
 from tests.helpers import in_interpreter
 from tests.helpers.check_products import check, name, values
+from tests.helpers.choices import only
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import (
     INTERPRETING,
@@ -20,13 +23,15 @@ from tests.helpers.kernels import (
     for_gpus,
     gpu,
     kernels_only,
+    on_device,
     part_by_part,
     quantized,
 )
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm import dispatch as kernels
-    from fp4compile.templates.gemm import problem
+    from fp4compile.templates.gemm.call import kernel_operand
+    from fp4compile.templates.gemm.dispatch import scaled_mm
+    from fp4compile.templates.gemm.problem import OperandType
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
 FORMATS = [*map(formats.get, formats.NAMED), *MORE]
@@ -56,7 +61,7 @@ def test_one_plain_operand(fmt, dtype):
         x, w = torch.randn(M, k), torch.randn(N, k)
         check(quantized(x, dtype), quantized(w, fmt), k, torch.randn(N))
     for outer in (torch.tensor(0.37), torch.rand(M, 1)):  # of A that was quantised and dequantised
-        check((x.to(dtype), None, outer, None), quantized(w, fmt), k)
+        check(Operand(x.to(dtype), outer=outer), quantized(w, fmt), k)
     check(quantized(x, fmt, "swizzled"), quantized(w, dtype), k, out_dtype=torch.float16)
 
 
@@ -114,20 +119,20 @@ def test_bad_input():
     a, b = quantized(torch.randn(4, 64), nvfp4), quantized(torch.randn(8, 64), nvfp4)
 
     def call(a=a, b=b, bias=None, out_dtype=torch.bfloat16):
-        return kernels.scaled_mm(*a, *b, bias, out_dtype)
+        return scaled_mm(a, b, bias, out_dtype)
 
     with pytest.raises(ValueError, match="cannot be multiplied"):
         call(a=quantized(torch.randn(4, 64), mxfp8))
     with pytest.raises(ValueError, match="contraction dimensions"):
         call(a=quantized(torch.randn(4, 48), nvfp4))
     with pytest.raises(ValueError, match="b_scales: expected"):
-        call(b=(b[0], b[1][:4], *b[2:]))
+        call(b=replace(b, scales=b.scales[:4]))
     with pytest.raises(ValueError, match="a_scales: .* needs block scales"):
-        call(a=(a[0], None, *a[2:]))
+        call(a=replace(a, scales=None))
     with pytest.raises(ValueError, match="a_outer: expected"):
-        call(a=(*a[:2], torch.ones(8, 1), nvfp4))
+        call(a=replace(a, outer=torch.ones(8, 1)))
     with pytest.raises(TypeError, match="b: data of format nvfp4"):
-        call(b=(b[0].float(), *b[1:]))
+        call(b=replace(b, data=b.data.float()))
     with pytest.raises(ValueError, match="bias: expected"):
         call(bias=torch.randn(4))
     with pytest.raises(ValueError, match="batch dimensions"):
@@ -145,7 +150,7 @@ NATIVE = [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("mxfp4", "mxfp4
 def test_block_scaled_gemm(a, b, monkeypatch):
     """Indexing, swizzled scales of several tiles, padding, batches and epilogue of the block-scaled kernel."""
     a, b = formats.get(a), formats.get(b)
-    monkeypatch.setattr(kernels, "native", lambda *operands: True)
+    only(monkeypatch, "block_scaled_sm100")
     for m, n, k in ((140, 60, 300), (3, 130, 32)):
         x, w = torch.randn(m, k), torch.randn(n, k)
         check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), k, torch.randn(n))
@@ -179,7 +184,8 @@ def test_parts_of_an_operand(name, layout):
     fmt = formats.get(name)
     if fmt.block is None and layout == "swizzled":
         return
-    whole = problem.operand_of("a", *quantized(torch.randn(300, 96), fmt, layout))
+    swizzled = layout == "swizzled"
+    whole = kernel_operand(quantized(torch.randn(300, 96), fmt, layout), OperandType(fmt, fmt.data_dtype, swizzled))
     expected = _dequantized(whole)
     for start, rows in ((0, 128), (128, 128), (256, 44)):
         part = whole.part(start, rows)
@@ -187,7 +193,7 @@ def test_parts_of_an_operand(name, layout):
 
 
 def _dequantized(operand):
-    fmt = operand.fmt
+    fmt = operand.type.format
     scales = None if operand.scales is None else operand.scales.view(fmt.scale_dtype)
     return reference.dequantize(operand.data.view(fmt.data_dtype), scales, operand.outer, fmt, operand.k, torch.float32)
 
@@ -221,10 +227,9 @@ def test_float8_on_fp8_matrix_units(m):
     fmt = formats.get("float8_rowwise")
     x, w, bias = torch.randn(m, 1024), torch.randn(256, 1024), torch.randn(256).bfloat16()
     a, b = quantized(x, fmt), quantized(w, fmt)
-    left, right = (values(*operand, 1024) * operand[2].double() for operand in (a, b))
+    left, right = (values(operand, 1024) * operand.outer.double() for operand in (a, b))
     for bias_or_none in (bias, None):
-        there = [t.cuda() if isinstance(t, torch.Tensor) else t for t in (*a, *b, bias_or_none)]
-        got = kernels.scaled_mm(*there, torch.bfloat16).cpu().double()
+        got = scaled_mm(*map(on_device, (a, b, bias_or_none)), torch.bfloat16).cpu().double()
         expected = left @ right.T + (0.0 if bias_or_none is None else bias.double())
         bound = (left.abs() @ right.abs().T) * 2.0**-12 + expected.abs() * 2.0**-8
         assert ((got - expected).abs() <= bound).all()

@@ -5,14 +5,14 @@ import torch
 
 from fp4compile import formats
 from fp4compile.layouts import ceil_div
+from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig, WgmmaConfig, with_shared_memory
+from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
+from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import INTERPRETING, gpu, quantized
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="inline PTX")
-
-if torch.cuda.is_available():
-    from fp4compile.templates.gemm import dispatch as kernels
 
 
 def check_shapes(shapes, a, b, layout, *out_dtype):
@@ -34,7 +34,7 @@ def test_gemv_and_skinny(a, b, layout):
     check_shapes(shapes, a, b, layout)
 
 
-# ROWS, TILES, WARPS, STAGES, CHAINS, GRID: see `decode_config`.
+# Rows, tiles, warps, stages, chains, grid.
 SKINNY_CONFIGURATIONS = [
     (2, 1, 4, 3, 2, 99), (2, 2, 4, 3, 1, 2), (2, 1, 8, 2, 1, 1), (4, 2, 4, 3, 2, 2), (8, 1, 4, 2, 1, 5),
     (8, 2, 4, 1, 2, 99),
@@ -47,16 +47,15 @@ SKINNY_CONFIGURATIONS = [
 @pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, "nvfp4_rowwise"], ids=str)
 @pytest.mark.parametrize("form", SKINNY_CONFIGURATIONS, ids=str)
 def test_configurations_of_skinny(form, a, b, layout, monkeypatch):
-    """Each configuration, with whole steps and ragged ends, also where `decode_config` gives another one."""
-    config = dict(zip(("ROWS", "TILES", "WARPS", "STAGES", "CHAINS", "GRID"), form, strict=True))
-    monkeypatch.setattr(kernels, "decode_config", lambda m, n, k: dict(config))
-    monkeypatch.setattr(kernels, "few_config", lambda *_: None)
-    rows = config["ROWS"]
+    """Each configuration, with whole steps and ragged ends, also where `skinny_config` gives another one."""
+    choices.configured(monkeypatch, "skinny", SkinnyConfig(*form))
+    choices.without(monkeypatch, "gemv")
+    rows = form[0]
     shapes = [(rows, 256, 2048), ((rows + 1) // 2, 201, 1088), (rows, 17, 64), (rows, 96, 7616)]
     check_shapes(shapes, a, b, layout)
 
 
-# ROWS, WARPS, GRID: see `few_config`.
+# Rows, warps, grid.
 GEMV_CONFIGURATIONS = [(1, 4, 99), (2, 8, 1), (1, 8, 2), (2, 4, 2), (1, 16, 1), (2, 16, 99)]
 
 
@@ -69,11 +68,11 @@ def test_configurations_of_gemv(form, a, b, layout, monkeypatch):
     """Each configuration, with whole steps and ragged ends, and more tiles of a program than are added at once."""
     rows, warps, grid = form
 
-    def config(m, n, k, target):
-        return {"ROWS": rows, "WARPS": warps, "STEPS": ceil_div(k, 256 * warps), "GRID": grid,
-                "SHARED": target.shared_memory // 4096 * 4096}  # fmt: skip
+    def config(problem):
+        shared = problem.target.shared_memory // 4096 * 4096
+        return GemvConfig(warps, ceil_div(problem.k, 256 * warps), rows, shared, grid)
 
-    monkeypatch.setattr(kernels, "few_config", config)
+    choices.configured(monkeypatch, "gemv", config)
     check_shapes([(rows, 256, 8192), (rows, 17, 64), (1, 1096, 7616)], a, b, layout)
 
 
@@ -89,7 +88,7 @@ def test_wgmma(a, b, layout):
     check_shapes([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
 
 
-# ROWS, WARPS, STAGES, STEPS_PER_STAGE, SPLIT: see `wgmma_config`.
+# Rows, warps, stages, steps per stage, parts of K.
 WGMMA_CONFIGURATIONS = [
     (16, 4, 3, 1, 1),
     (16, 8, 3, 2, 4),
@@ -105,9 +104,12 @@ WGMMA_CONFIGURATIONS = [
 @pytest.mark.parametrize("form", WGMMA_CONFIGURATIONS, ids=str)
 def test_configurations_of_wgmma(form, a, monkeypatch):
     """Each configuration, with fewer stages of A than buffers, and with so many that every buffer is used again."""
-    rows, warps, stages, steps, split = form
-    config = {"ROWS": rows, "WARPS": warps, "STAGES": stages, "STEPS_PER_STAGE": steps, "SPLIT": split}
-    monkeypatch.setattr(kernels, "wgmma_config", lambda *sizes: dict(config))
+    rows, steps = form[0], form[3]
+
+    def config(problem):
+        return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)
+
+    choices.configured(monkeypatch, "wgmma_sm90", config)
     shapes = [(rows, 512, 16384), (rows - 3, 1288, 8768), *((rows, 264, 128 * steps * count) for count in range(1, 10))]
     check_shapes(shapes, a, "nvfp4", "linear")
 

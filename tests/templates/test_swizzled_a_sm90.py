@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from fp4compile import formats, reference
+from fp4compile.operand import Operand
 from tests.helpers import in_interpreter
-from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, launches, quantized
+from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm import dispatch as kernels
-    from fp4compile.templates.gemm.problem import problem_of
+    from fp4compile.templates.gemm.dispatch import call_of
+    from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
 
 compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
@@ -33,11 +34,10 @@ def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
 
 
 def check(a, rows: int, steps: int):
-    """Swizzled A of an operand (as `quantized` gives it), in memory in which every bit was set before."""
-    x = a[0] if a[3] is None else reference.dequantize_blocks(*a[:2], a[3]).half()
+    """Swizzled A of an operand, in memory in which every bit was set before."""
+    x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
-    there = [t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in (*a, *b, None)]
-    got = kernels._image(problem_of(*there, torch.float32), rows, steps).cpu()
+    got = swizzled_a(call_of(on_device(a), on_device(b), None, torch.float32), rows, steps).cpu()
     stages = -(-x.shape[1] // (128 * steps))
     expected = swizzled_a_of(x, rows, 2 * steps * stages)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
@@ -77,7 +77,7 @@ def test_swizzled_a_of_every_16_bits():
     """A plain A keeps its bits; negative zeros, infinities and subnormal numbers are among them."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(64, 1024)
     for dtype in (torch.bfloat16, torch.float16):
-        check((bits.view(dtype), None, None, None), 64, 2)
+        check(Operand(bits.view(dtype)), 64, 2)
 
 
 @compiles
@@ -104,7 +104,7 @@ def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     from fp4compile import _compat
     from fp4compile.cli.check_sm100 import _disassemble
 
-    swizzle, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, None, n)
+    swizzle, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, n=n)
     swizzles, multiplies = (
         _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90).asm for one in (swizzle, product)
     )

@@ -1,0 +1,67 @@
+"""The epilogue of a product as data: its reference, what the op carries, and what is no epilogue."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fp4compile.epilogue import OPERATIONS, Epilogue, Step, apply
+from fp4compile.templates.device import epilogue as device
+
+BF16, F32 = torch.bfloat16, torch.float32
+SILU_AND_GATE = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
+
+
+def test_reference():
+    """All in float32 from the rounded product on, one rounding at the end."""
+    product, gate, row = torch.randn(2, 5, 8), torch.randn(10, 8, dtype=BF16), torch.randn(8)
+    got = apply(product, Epilogue.parse(SILU_AND_GATE, BF16, F32), [gate])
+    rounded = product.bfloat16().float()
+    assert torch.allclose(got, F.silu(rounded) * gate.float().view(2, 5, 8), rtol=1e-6)
+    got = apply(product, Epilogue.parse(["sub row0 product"], F32, BF16), [row])
+    assert torch.equal(got, (row - product).bfloat16())
+    got = apply(product, Epilogue.parse(["add product aux1", "mul s0 row0"], F32, F32), [row, gate])
+    assert torch.equal(got, (product + gate.float().view(2, 5, 8)) * row)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_is_printed_and_computed(operation):
+    """The reference and the device function know the same operations."""
+    assert set(device._TRITON) == set(OPERATIONS)
+    arguments = ["product", "aux0"][: device._TRITON[operation].count("{}") or 1]
+    epilogue = Epilogue((Step(operation, tuple(arguments)),), F32, F32)
+    x, y = torch.rand(3, 4) + 0.5, torch.rand(3, 4) + 0.5
+    assert apply(x, epilogue, [y]).isfinite().all()
+    assert "s0 = " in device.source(epilogue)
+
+
+def test_strings():
+    """What the op carries reads back as it was, numbers to the last bit."""
+    steps = (Step("mul", ("product", 0.7071067811865476)), Step("add", ("s0", -1e-30)), Step("erf", ("s1",)))
+    epilogue = Epilogue(steps, BF16, BF16)
+    assert epilogue.strings() == ["mul product 0.7071067811865476", "add s0 -1e-30", "erf s1"]
+    assert Epilogue.parse(epilogue.strings(), BF16, BF16) == epilogue
+    assert Epilogue.parse(["sub aux1 row0"], BF16, BF16).kinds == {1: "aux", 0: "row"}
+
+
+@pytest.mark.parametrize(("step", "message"), [
+    ("sin product", "no such operation of 1 arguments"), ("add product", "no such operation of 1 arguments"),
+    ("relu product 1.0", "no such operation of 2 arguments"), ("relu s0", "s0 is no earlier step"),
+    ("add product x0", "'x0' is neither a name nor a number"),
+])  # fmt: skip
+def test_what_is_no_step(step, message):
+    with pytest.raises(ValueError, match=message):
+        Epilogue.parse([step], BF16, BF16)
+
+
+def test_the_op_on_the_cpu():
+    """`scaled_mm_epilogue` is `scaled_mm` and the reference of the steps after it."""
+    x, w, gate = torch.randn(6, 64), torch.randn(16, 64), torch.randn(6, 16, dtype=BF16)
+    a, b = (torch.ops.fp4compile.quantize(value, "nvfp4") for value in (x, w))
+    arguments = (*a, "nvfp4", *b, "nvfp4", torch.randn(16), BF16)
+    got = torch.ops.fp4compile.scaled_mm_epilogue(*arguments, [gate], SILU_AND_GATE, BF16)
+    expected = apply(torch.ops.fp4compile.scaled_mm(*arguments), Epilogue.parse(SILU_AND_GATE, BF16, BF16), [gate])
+    assert torch.equal(got, expected)
+    checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(
+        torch.ops.fp4compile.scaled_mm_epilogue.default, (*arguments, [gate], SILU_AND_GATE, BF16), test_utils=checks
+    )
