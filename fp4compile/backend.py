@@ -76,6 +76,7 @@ class _Compilation:
         self.ran(runs)
 
     def ran(self, runs: dict[str, PassRun]) -> None:
+        """Take in what passes did on one graph."""
         for name, run in runs.items():
             before = self.runs.get(name, PassRun(0, 0.0))
             self.runs[name] = PassRun(before.matches + run.matches, before.seconds + run.seconds)
@@ -84,6 +85,7 @@ class _Compilation:
 
     @property
     def outcome(self) -> Outcome:
+        """Rows and match counts as far as they are known now."""
         return _with_saved(self.rows or [], self.saved), _matches(self.runs)
 
 
@@ -166,11 +168,12 @@ class Backend:
         if told.rows is not None:
             report_cache.store(key, [told.outcome])
             self._record(known, [told.outcome], seconds=_seconds(told.runs))
+            reports = [shared.report for shared in {self._own, self._join(self._own)}]
 
             def late(runs: dict[str, PassRun]) -> None:
                 report_cache.store(key, [told.outcome])
-                for shared in {self._own, self._join(self._own)}:
-                    shared.report.add([], _matches(runs), seconds=_seconds(runs))
+                for report in reports:
+                    report.add([], _matches(runs), seconds=_seconds(runs))
 
             told.late = late
         else:  # the compiled graph came from a cache, and the passes did not run
