@@ -76,7 +76,7 @@ class _Compilation:
         self.ran(runs)
 
     def ran(self, runs: dict[str, PassRun]) -> None:
-        """Take in what passes did on one graph."""
+        """Passes have run: add their matches and times."""
         for name, run in runs.items():
             before = self.runs.get(name, PassRun(0, 0.0))
             self.runs[name] = PassRun(before.matches + run.matches, before.seconds + run.seconds)
@@ -85,7 +85,7 @@ class _Compilation:
 
     @property
     def outcome(self) -> Outcome:
-        """Rows and match counts as far as they are known now."""
+        """The rows and match counts of the graph so far."""
         return _with_saved(self.rows or [], self.saved), _matches(self.runs)
 
 
