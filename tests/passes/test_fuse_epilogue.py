@@ -19,9 +19,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile.passes.find import find
+from fp4compile.passes.find import Input, find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
-from fp4compile.passes.gemm import Input
 from fp4compile.passes.graph import SCALED_MM_EPILOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan

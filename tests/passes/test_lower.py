@@ -18,8 +18,7 @@ from triton.runtime import driver
 import fp4compile
 from fp4compile import _inductor_patches, formats, ops
 from fp4compile.passes import autotune
-from fp4compile.passes.find import find
-from fp4compile.passes.gemm import Input
+from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
