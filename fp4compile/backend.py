@@ -178,11 +178,12 @@ class Backend:
         if told.rows is not None:
             report_cache.store(key, [told.outcome])
             self._record(known, [told.outcome], seconds=_seconds(told.runs))
+            reports = [shared.report for shared in {self._own, self._join(self._own)}]
 
             def late(runs: dict[str, PassRun]) -> None:
                 report_cache.store(key, [told.outcome])
-                for shared in {self._own, self._join(self._own)}:
-                    shared.report.add([], _matches(runs), seconds=_seconds(runs))
+                for report in reports:
+                    report.add([], _matches(runs), seconds=_seconds(runs))
 
             told.late = late
         else:  # the compiled graph came from a cache, and the passes did not run

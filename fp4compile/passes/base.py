@@ -45,6 +45,11 @@ def run_passes(
     return runs
 
 
+def summary(runs: dict[str, PassRun]) -> str:
+    """The runs in a line of the log."""
+    return ", ".join(f"{name} {run.matches} in {1e3 * run.seconds:.1f} ms" for name, run in runs.items())
+
+
 @contextmanager
 def _dumped(graph: Graph, name: str):
     """Write the graph before and after a pass to the directory FP4COMPILE_DUMP, if that is set."""
@@ -61,6 +66,8 @@ def _dumped(graph: Graph, name: str):
 
 
 def _write(graph: Graph, path: Path) -> None:
-    module = torch.fx.GraphModule(graph.owning_module or {}, graph)
+    owner = graph.owning_module
+    text = torch.fx.GraphModule(owner or {}, graph).print_readable(print_output=False)
+    graph.owning_module = owner  # making a module of the graph had changed it
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(module.print_readable(print_output=False))
+    path.write_text(text)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch.fx import Graph, GraphModule, Node
 
-from fp4compile.passes.base import Pass, run_passes
+from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.find import parameters_of
 from fp4compile.passes.gemm import Input
 from fp4compile.passes.views import view_of
@@ -75,7 +75,7 @@ def hoisting(
         hoisted = Hoisted()
         runs = run_passes([HOIST], gm.graph, inputs, hoisted)
         gm.recompile()
-        log.info("inference graph: %s", runs)
+        log.info("inference graph: %s", summary(runs))
         sink(runs)
         if not hoisted.recipients:
             return inner_compile(gm, example_inputs, **kwargs)

@@ -22,7 +22,7 @@ from torch.fx import Graph
 
 from fp4compile import config
 from fp4compile.passes import flops
-from fp4compile.passes.base import Pass, run_passes
+from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
@@ -86,7 +86,7 @@ class JointPasses(CustomGraphPass):
         runs = {"find": PassRun(len(decisions), time.perf_counter() - start)}
         rows = describe(graph, self.inputs, decisions)
         runs |= run_passes(JOINT, graph, decisions, disabled=self.disabled)
-        log.info("joint graph: %s", _told(runs))
+        log.info("joint graph: %s", summary(runs))
         for row in rows:
             log.debug("%s", row)
         self.sink(rows, runs)
@@ -118,7 +118,7 @@ class LowerPasses(CustomGraphPass):
             user_pass(graph)
         kept = saved(graph)
         runs = run_passes(POST_GRAD, graph, disabled=self.disabled)
-        log.info("post-grad graph: %s", _told(runs))
+        log.info("post-grad graph: %s", summary(runs))
         self.sink(kept, runs)
 
     def uuid(self) -> tuple | None:
@@ -131,10 +131,6 @@ def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | No
     if any(key is None for key in theirs):
         return None
     return ("fp4compile", *own, tuple(sorted(disabled)), device_key(), source_digest(), *theirs)
-
-
-def _told(runs: dict[str, PassRun]) -> str:
-    return ", ".join(f"{name} {run.matches} in {1e3 * run.seconds:.1f} ms" for name, run in runs.items())
 
 
 def _left_alone(decision: Decision) -> Decision:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fp4compile
 from fp4compile import weight_cache
 from fp4compile.fingerprint import fingerprint_of
-from fp4compile.passes.gemm import Input
+from fp4compile.passes.find import Input
 from fp4compile.passes.hoist import Hoisted, Recipient, hoist
 from fp4compile.weight_cache import form, packed_weight
 from tests.helpers.graphs import compile_recorded

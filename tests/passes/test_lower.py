@@ -15,6 +15,7 @@ import fp4compile
 from fp4compile import _inductor_patches, formats, ops
 from fp4compile.operand import Operand
 from fp4compile.passes import autotune
+from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.targets import Target

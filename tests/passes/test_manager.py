@@ -315,10 +315,12 @@ def test_a_pass_that_fails_still_dumps_what_it_left(monkeypatch, tmp_path):
     monkeypatch.setenv("FP4COMPILE_DUMP", str(tmp_path))
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
+    module = torch.fx.GraphModule({}, graph)
 
     def fail(graph):
         raise RuntimeError("failed")
 
     with pytest.raises(RuntimeError, match="failed"):
-        run_passes([Pass("broken", fail)], graph)
+        run_passes([Pass("broken", fail)], module.graph)
+    assert module.graph.owning_module is module
     assert {file.name.split("_")[-1] for file in tmp_path.iterdir()} == {"before.py", "after.py"}
