@@ -22,7 +22,7 @@ MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
 
 
 def unknown_name(what: str, name: object, allowed) -> str:
-    """The message for a name that is none of `allowed`: what came, what is allowed, the nearest match."""
+    """The message for a name that is not in `allowed`: what came, the nearest match, what is allowed."""
     allowed = sorted(allowed)
     near = difflib.get_close_matches(str(name), allowed, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -177,8 +177,9 @@ def get(format: "str | BlockFormat") -> BlockFormat:
 
 
 def compatible(a: BlockFormat, b: BlockFormat) -> bool:
-    """Whether the matrix units multiply these two: equal scale type and block length along the contraction.
+    """Whether the matrix units multiply operands of these formats: same scale type and same block length along K.
 
-    SM100 kinds: mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), f8f6f4 (float8_rowwise).
+    The kinds of SM100's instruction: mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), f8f6f4
+    (float8_rowwise).
     """
     return (a.scale, a.block_cols) == (b.scale, b.block_cols)
