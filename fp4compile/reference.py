@@ -217,7 +217,7 @@ def quantize(
 
     Returns three tensors.
     data: [..., R, ceil(K / block) * block]; E2M1 codes are packed, two in a byte, and half as many bytes.
-    block scales: [..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None without block scales.
+    block scales: [..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None if there are none.
     outer scale: float32; None if the format has none and none was given.
     """
     if x.dim() == 1:
