@@ -178,8 +178,9 @@ def get(format: "str | BlockFormat") -> BlockFormat:
 
 
 def compatible(a: BlockFormat, b: BlockFormat) -> bool:
-    """Whether the matrix units multiply these two: equal scale type and block length along the contraction.
+    """Whether the matrix units multiply operands of these formats: same scale type and same block length along K.
 
-    SM100 kinds: mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), f8f6f4 (float8_rowwise).
+    The kinds of SM100's instruction: mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), f8f6f4
+    (float8_rowwise).
     """
     return (a.scale, a.block_cols) == (b.scale, b.block_cols)

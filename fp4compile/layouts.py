@@ -1,9 +1,10 @@
 """Scale layouts: where the byte of a block scale lies in memory.
 
-`linear`: [..., rows, blocks], as the blocks lie in the matrix.
-`swizzled`: the layout that the block-scaled matrix instructions read (cuBLAS "1D block scaling factors layout"):
-rows padded to 128 and block columns to 4 with zero bytes, cut into 128x4 tiles of 512 bytes, row-major over the
-tiles; inside a tile the byte of (r, c) is at (r % 32) * 16 + (r // 32) * 4 + c. One flat run of bytes a matrix.
+`linear`: [..., rows, blocks], in the order of the blocks in the matrix.
+`swizzled`: the order in which the block-scaled matrix instructions read (cuBLAS calls it "1D block scaling factors
+layout"). Rows are padded to 128 and block columns to 4, with zero bytes. This matrix is cut into tiles of 128 x 4, 512
+bytes each, row-major over the tiles. Inside a tile the byte of (r, c) is at (r % 32) * 16 + (r // 32) * 4 + c. Each
+matrix of a batch is one flat run of bytes.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The numeric contract in plain PyTorch: the CPU implementation, and the oracle of every kernel.
 
-All arithmetic is float32 after upcasting, one rounding per written operation. No constant tensors are made, so
-that the functions run inside CUDA graph capture. Shapes: `quantize` takes the quantised dimension last.
+All arithmetic is float32 after upcasting, with one rounding for each written operation. The functions make no tensors
+of constants, so that they run while a CUDA graph is captured. The quantised dimension is always the last one.
 
 Sources of the formulas: torchao 0.18 `nvfp4_quantize`, `to_mx` and float8 rowwise; Transformer Engine's NVFP4
 reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil); Philox: Salmon et al., "Parallel Random
@@ -40,7 +40,8 @@ MX_MBITS = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
 def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     """float32 y, |y| <= 6 -> uint8 E2M1 codes 0..15, round to nearest, ties to the even code; NaN gives 7.
 
-    `negative` sets the sign bit: the sign of the unscaled value, so that underflow keeps it and -0.0 has none.
+    `negative` is the sign bit. It comes from the value before scaling: a negative value that underflows keeps its sign,
+    and -0.0 has none.
     """
     mag = y.abs()
     code = negative.to(torch.uint8) << 3
@@ -52,9 +53,10 @@ def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """As `e2m1_encode`, rounded up with probability (|y| - lo) / (hi - lo) between neighbouring values lo and hi.
 
-    noise: int32 in [0, 2^16), of y's shape. Its unit is 2^-16 of a step; the half that is added centres it. A float32
-    with one bit of mantissa is a code: the noise carries into that bit or not. Below 1, where codes are subnormal,
-    the 1 that is added gives them the step 1/2.
+    noise: int32 in [0, 2^16), of y's shape, in units of 2^-16 of a step. Half a unit is added, which centres it.
+
+    The exponent of a float32 and the first bit of its mantissa are the code. The noise is added below that bit, and
+    carries into it or not. Below 1, where codes are subnormal, adding 1 to y gives the step 1/2.
     """
     mag = y.abs()
     subnormal = mag < 1
@@ -96,8 +98,8 @@ def saturate(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return y.clamp(-limit, limit).nan_to_num_(nan=torch.nan).to(dtype)
 
 
-def _visible(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scales, 0x7F (NaN) wherever the block amax is not finite."""
+def _nan_where_not_finite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """E4M3 scales, with 0x7F (NaN) wherever the amax of the block is not finite."""
     return torch.where(amax.isfinite(), scale.view(torch.uint8), 0x7F).view(torch.float8_e4m3fn)
 
 
@@ -137,9 +139,9 @@ def _f32(value: float) -> float:
 
 
 def _divide(a, b) -> torch.Tensor:
-    """a / b with one rounding, where one of the two is a number.
+    """a / b with one rounding, where either a or b is a Python number.
 
-    PyTorch computes number / tensor, and on CUDA tensor / number, as a product with the reciprocal: two roundings.
+    PyTorch computes number / tensor, and on CUDA also tensor / number, as a product with a reciprocal: two roundings.
     """
     if isinstance(a, torch.Tensor):
         return a / a.new_full((), b)
@@ -150,9 +152,9 @@ def _divide(a, b) -> torch.Tensor:
 
 
 def philox(seed: torch.Tensor, stream: int, words: int) -> torch.Tensor:
-    """`words` random 32-bit words as int64: Philox 4x32 with 7 rounds.
+    """`words` random 32-bit words, as int64 [words]: Philox 4x32 with 7 rounds.
 
-    seed: int64 [], its halves are the key. Word i is output i % 4 of the counter (i // 4 as 64 bits, stream, 0).
+    seed: int64 []; its two halves are the key. Word i is output i % 4 of the counter (i // 4 as 64 bits, stream, 0).
     """
     low = 0xFFFFFFFF
     index = torch.arange((words + 3) // 4, dtype=torch.int64, device=seed.device)
@@ -166,7 +168,10 @@ def philox(seed: torch.Tensor, stream: int, words: int) -> torch.Tensor:
 
 
 def rounding_noise(seed: torch.Tensor, stream: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """16 random bits an element (int32) for `shape`, [..., K] with K even: a word a pair, its low half for the even."""
+    """16 random bits for each element of `shape` [..., K], K even, as int32.
+
+    Each pair of elements has one word of `philox`; the low half is for the even element.
+    """
     words = philox(seed, stream, math.prod(shape) // 2)
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).to(torch.int32).view(shape)
 
@@ -176,8 +181,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
     Each group times diag(signs) H16 / 4 (Sylvester's H16), by four stages of sums and differences at the distances
     1, 2, 4, 8. The transform is orthogonal: where both operands of a product have it, it cancels.
-    The quarter comes first, so that no sum overflows where the results are finite: each sum is the mean of two sums of
-    the next stage. Taking it is exact, but for the last bits of float32 numbers below 2^-123.
+    The factor 1/4 is applied first, so that no sum overflows where the results are finite: each sum is the mean of two
+    sums of the next stage. The factor is exact, except for the last bits of float32 numbers below 2^-123.
     """
     pad = -x.shape[-1] % HADAMARD_SIZE
     groups = (F.pad(x, (0, pad)) if pad else x).float().unflatten(-1, (-1, HADAMARD_SIZE))
@@ -205,12 +210,16 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Quantise along the last dimension.
 
-    x: [..., R, K] (or [K]) bf16, fp16 or fp32. outer: float32 decode factor, [] or [..., R, 1]; None computes it
-    from x where the format has one. seed: int64 [], rounds stochastically (E2M1), with the bits of `stream`.
-    transform: quantises the Hadamard transform of x, along the same dimension.
-    Returns data [..., R, ceil(K / block) * block] (half of that, packed, for E2M1), block scales
-    ([..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None without block scales), and
-    the outer scale in float32 (None where the format has none and none was given).
+    x: [..., R, K] (or [K]) bf16, fp16 or fp32.
+    outer: float32 decode factor, [] or [..., R, 1]; None computes it from x if the format has one.
+    layout: of the block scales, "linear" or "swizzled".
+    seed: int64 [], to round stochastically (E2M1 only) with the random bits of `stream`; None rounds to nearest.
+    transform: quantise the Hadamard transform of x, along the same dimension.
+
+    Returns three tensors.
+    data: [..., R, ceil(K / block) * block]; E2M1 codes are packed, two in a byte, and half as many bytes.
+    block scales: [..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None if there are none.
+    outer scale: float32; None if the format has none and none was given.
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
@@ -234,7 +243,7 @@ def quantize(
 
 
 def drop_row(result, layout: str):
-    """The result of quantising one row as that of quantising a vector."""
+    """The result of quantising a vector, given the result of quantising it as the one row of a matrix."""
     data, scales, outer = result
     if scales is not None and layout == "linear":
         scales = scales.squeeze(0)
@@ -267,27 +276,29 @@ def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:
+    """Linear scales in the layout that was asked for."""
     if layout == "linear":
         return scales.contiguous()
-    if fmt.square:  # the matrix instruction reads a scale for each row
+    if fmt.square:  # the matrix units read a scale for each row
         scales = _repeat_square_scales(scales, fmt, rows)
     return to_swizzled(scales)
 
 
 def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> torch.Tensor:
-    """Compact square-block scales [..., R / br, C] -> one a row [..., R, C]."""
+    """Scales of square blocks, [..., R / br, C] -> a scale for each row, [..., R, C]."""
     repeated = scales.view(torch.uint8).repeat_interleave(fmt.block[0], dim=-2)
     return repeated[..., :rows, :].view(scales.dtype)
 
 
 def _amax(x: torch.Tensor, per_row: bool) -> torch.Tensor:
-    """abs max of the tensor ([]) or of each row ([..., R, 1]); 0 where there is nothing."""
+    """The largest magnitude of the tensor ([]) or of each row ([..., R, 1]); 0 of an empty one."""
     if x.shape[-1] == 0 or x.numel() == 0:
         return x.new_zeros((*x.shape[:-1], 1) if per_row else ())
     return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
 
 
 def _torchao_outer(x: torch.Tensor) -> torch.Tensor:
+    """The decode factor of contract torchao from the amax of x, float32 []."""
     p = _divide(_amax(x, per_row=False), NVFP4_MAX)
     return torch.where(p == 0, 1.0, p)  # all zero, or so small that p underflows: 0 / 0 would be NaN
 
@@ -297,13 +308,13 @@ def _torchao_scales(amax: torch.Tensor, outer: torch.Tensor | None) -> tuple[tor
     scale = _divide(amax, 6.0)
     if outer is not None:
         scale = scale / outer
-    scales = _visible(saturate(scale.clamp(min=E4M3_MIN_NORMAL), torch.float8_e4m3fn), amax)
+    scales = _nan_where_not_finite(saturate(scale.clamp(min=E4M3_MIN_NORMAL), torch.float8_e4m3fn), amax)
     s = scales.float()
     return scales, (1.0 / s if outer is None else (_encode_scale(outer) / s).clamp(max=FLT_MAX))
 
 
 def _encode_scale(outer: torch.Tensor) -> torch.Tensor:
-    """The reciprocal of a decode factor, capped: an infinite one would make NaNs of zeros, and codes 7 of them."""
+    """Decode factor -> encode factor: the reciprocal, but finite. (Infinity times 0 is NaN, which has the code 7.)"""
     return (1.0 / outer).clamp(max=FLT_MAX)
 
 
@@ -322,7 +333,7 @@ def _te_outer(x, fmt: BlockFormat, outer) -> tuple[torch.Tensor, torch.Tensor | 
 def _te_scales(amax: torch.Tensor, senc: torch.Tensor, outer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(E4M3 block scales, encode factors) of contract te."""
     scale = (amax * (senc * _f32(1.0 / 6.0))).clamp(max=FLT_MAX)
-    scales = _visible(saturate(scale, torch.float8_e4m3fn), amax)
+    scales = _nan_where_not_finite(saturate(scale, torch.float8_e4m3fn), amax)
     s = scales.float()
     return scales, (1.0 / (s if outer is None else s * outer)).clamp(max=FLT_MAX)
 
@@ -335,7 +346,8 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
         outer = 1.0 / encode
     else:
         encode = _encode_scale(outer)
-    y = (x * encode).masked_fill_(x.isinf(), torch.nan)  # a static scale does not show an infinity; saturation hides it
+    # A given scale does not show an infinite element, and saturation would hide it.
+    y = (x * encode).masked_fill_(x.isinf(), torch.nan)
     return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
 
@@ -362,10 +374,10 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
 def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantise along the last dimension, and `dequantize_blocks`: (values in float16 [..., padded K], outer scale).
+    """`quantize` along the last dimension, then `dequantize_blocks`: (float16 values [..., padded K], outer scale).
 
-    x, outer, and the outer scale that is returned: as in `quantize`. fmt: one with E4M3 block scales of rows, of which
-    float16 holds every value.
+    x, outer, and the outer scale that is returned are as in `quantize`. fmt must have E4M3 block scales of rows:
+    float16 holds every value of such a format.
     """
     data, scales, outer = quantize(x, fmt, outer)
     return dequantize_blocks(data, scales, fmt).half(), outer
@@ -384,13 +396,12 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
 def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
 
-    A B of two dimensions serves every batch of A.
+    If B has two dimensions, it serves every matrix of A. A format of None marks a plain floating-point operand, which
+    may have an outer scale like any other. The float32 product is multiplied once by outer_a * outer_b (a missing one
+    is 1), then the bias [N] is added, then the result is cast to out_dtype.
 
-    A format of None marks a plain floating-point operand, which may have an outer scale like any other. The float32
-    product is multiplied once by outer_a * outer_b (a missing one is 1), then bias [N] is added, then the result is
-    cast.
-
-    Raises ValueError for formats, batch or contraction dimensions that do not go together, and for another bias.
+    Raises ValueError for formats, batch dimensions or contraction dimensions that do not go together, and for a bias of
+    another shape or no floating-point dtype.
     """
     check_bias(bias, b.data.shape[-2])
     if a.format is not None and b.format is not None and not compatible(a.format, b.format):
@@ -416,13 +427,17 @@ def _values(x: Operand) -> torch.Tensor:
 
 
 def check_bias(bias: torch.Tensor | None, n) -> None:
-    """Raises ValueError for a bias that is not floating point of shape (n,): none is broadcast."""
+    """Raises ValueError for a bias that is not floating point of shape (n,); no bias is broadcast."""
     if bias is not None and (bias.dtype not in FLOATS or tuple(bias.shape) != (n,)):
         raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
 
 
 def contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:
-    """The common contraction length: a plain operand has no padding, that of a packed one is zero and drops out."""
+    """The contraction length of a product: the shorter of both lengths, k_a and k_b.
+
+    A packed operand is longer by its padding, which is zero and drops out. A plain operand has none. Raises ValueError
+    if the lengths differ by anything else.
+    """
     k = min(k_a, k_b)
     for length, fmt in ((k_a, a_fmt), (k_b, b_fmt)):
         whole = k if fmt is None else ceil_div(k, fmt.block_cols) * fmt.block_cols
@@ -432,7 +447,7 @@ def contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockForma
 
 
 def _outer_product(a_outer, b_outer):
-    """outer_a ([] or [..., M, 1]) * outer_b ([] or [..., N, 1], turned into a row), or the one that is there."""
+    """outer_a ([] or [..., M, 1]) * outer_b ([] or [..., N, 1], as a row); if one is None, the other; None of none."""
     if b_outer is not None and b_outer.dim() > 0:
         b_outer = b_outer.transpose(-2, -1)
     if a_outer is None or b_outer is None:

@@ -31,7 +31,7 @@ class Target:
     def multiprocessors(self) -> int:
         """How many multiprocessors the GPU has, as far as its compute capability tells.
 
-        A capability that is not listed counts as the largest listed one below it, or as an H200's below all of them.
+        A capability that is not listed counts as the nearest one below it or, if there is none, as that of an H200.
         """
         known = [sm for sm in _MULTIPROCESSORS if sm <= self.sm]
         return _MULTIPROCESSORS[max(known, default=90)]

@@ -1,4 +1,4 @@
-"""The few PTX instructions of `templates.packed_rounding`, played in NumPy on arrays of registers."""
+"""Inline PTX played in NumPy on arrays of registers: the few instructions that rounding in `templates.device` takes."""
 
 import re
 
@@ -8,10 +8,12 @@ F32, F16, U32 = np.float32, np.float16, np.uint32
 
 
 def f16(words):
+    """uint32 [n] of two fp16 numbers -> float64 [n, 2], the lower half first."""
     return np.ascontiguousarray(words).view(F16).reshape(-1, 2).astype(np.float64)
 
 
 def pack_f16(values):
+    """Numbers [n, 2], rounded to fp16 -> uint32 [n]; NaN gives 0x7FFF, as from the instructions."""
     halves = np.where(np.isnan(values), F16("nan"), values.astype(F16)).view(np.uint16)
     halves = np.where(np.isnan(values), np.uint16(0x7FFF), halves).astype(U32)
     return halves[..., 0] | halves[..., 1] << U32(16)
@@ -31,6 +33,7 @@ def prmt(a, b, selector):
 
 
 def lop3(a, b, c, table):
+    """As the instruction: each bit of the result is the bit of `table` that the bits of a, b and c number."""
     result = np.zeros_like(a)
     for i in range(8):
         if table >> i & 1:
@@ -40,7 +43,10 @@ def lop3(a, b, c, table):
 
 
 def play(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
-    """Run the text of an inline assembly; registers are uint32 arrays. -> its outputs."""
+    """The outputs $0, $1, ... of an inline PTX text, as uint32 arrays.
+
+    inputs: arrays of 32-bit numbers, all of one shape, for the operands that follow the outputs.
+    """
     registers = {f"${outputs + i}": np.ascontiguousarray(x).view(U32) for i, x in enumerate(inputs)}
     shape = registers[f"${outputs}"].shape
 
@@ -63,6 +69,7 @@ def play(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _step(op, args, get, single):
+    """The result of one instruction. get, single: an operand's register as uint32, and as a float32 in float64."""
     base = op.split(".")[0]
     if base == "mov":
         return get(args[0])
@@ -76,6 +83,8 @@ def _step(op, args, get, single):
         return prmt(get(args[0]), get(args[1]), int(args[2], 0))
     if base == "lop3":
         return lop3(*map(get, args[:3]), int(args[3], 0))
+    if op in ("mul.rn.f32", "neg.f32"):
+        return (np.prod([single(arg) for arg in args], 0) * (-1 if base == "neg" else 1)).astype(F32).view(U32)
     if op == "cvt.rn.f16x2.f32":  # the upper half comes first
         return pack_f16(np.stack([single(args[1]), single(args[0])], -1))
     if op == "max.xorsign.abs.f32":
