@@ -1,9 +1,21 @@
+"""What holds for every test: how Inductor compiles, which tests need a GPU, and the order in which files start."""
+
 import os
 
 import pytest
 import torch
 
 from tests.helpers import in_interpreter
+
+# Without a GPU Inductor writes C++. The two processes of `make test` keep two cores busy by themselves, so a pool of
+# compiling processes in each of them (and in each script that a test starts) only costs their start. Scalar code
+# compiles in half the time of vector code; the package's operations are called from it, and never compiled into it.
+FOR_CPU = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+
+# Read by torch._inductor.config when it is imported: before the tests are.
+if not torch.cuda.is_available():
+    for variable, value in FOR_CPU.items():
+        os.environ.setdefault(variable, value)
 
 
 def pytest_configure():
@@ -12,11 +24,13 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` run where there is one."""
+    """Tests marked `gpu` run where there is one. Files with tests marked `slow` start first: see `make test`."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # keeps the order otherwise
 
 
 @pytest.fixture(autouse=True)
