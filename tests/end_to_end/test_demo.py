@@ -1,3 +1,5 @@
+"""The commands `demo` and `recipes`: what they print, and what they say of bad arguments."""
+
 import functools
 import re
 import sys
