@@ -17,6 +17,7 @@ from fp4compile.recipe import recipes
 from tests.helpers import without_codegen
 from tests.helpers.graphs import Recorder, compile_recorded
 
+pytestmark = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

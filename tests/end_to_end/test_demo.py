@@ -20,6 +20,7 @@ def one_layer(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_static"])
 def test_demo_trains_and_compares(one_layer, capsys, recipe):
     main(["demo", "--recipe", recipe, "--device", "cpu", "--steps", "4"])

@@ -16,6 +16,7 @@ from fp4compile import formats
 from fp4compile.recipe import named
 from tests.helpers import resume_worker
 
+pytestmark = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_rowwise", "nvfp4_train", "float8_rowwise"]
 

@@ -16,6 +16,7 @@ from tests.helpers.cached_weights import RECIPE, assert_current, two_layers, unc
 from tests.helpers.graphs import compile_recorded
 from tests.helpers.rewritten import rewritten
 
+pytestmark = pytest.mark.slow
 PLACES = [
     ("cpu", "default"),
     pytest.param("cuda", "default", marks=pytest.mark.gpu),
