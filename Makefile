@@ -14,18 +14,25 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --quiet
 TRITON := 3.9.0
 TORCHAO := 0.18.0
+# A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Stamps: set-up runs once, and again when one of these files changes.
 INSTALLED := $(VENV)/installed
 TESTABLE := $(VENV)/testable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test lint setup bench clean
+.PHONY: demo test quick lint setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
 
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadfile $(PYTEST)
+	$(RUN) -m pytest $(WORKERS) $(PYTEST)
+
+# For the edit loop: every folder of tests, without what takes more than some seconds (marked `slow`: kernels in
+# Triton's interpreter, machine code, whole models, scripts and processes). About 2 minutes on two quiet cores.
+quick: $(TESTABLE)
+	$(RUN) -m pytest $(WORKERS) -m "not slow and not gpu" $(PYTEST)
 
 lint: $(TESTABLE)
 	$(RUN) -m ruff check .

@@ -1,9 +1,24 @@
+"""What holds for every test: how Inductor compiles, which tests need a GPU, and the order in which files start."""
+
 import os
 
 import pytest
 import torch
 
 from tests.helpers import in_interpreter, kept_shapes
+
+# Tests that run their whole file again in a process of its own.
+SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own")
+
+# Without a GPU Inductor writes C++. The two processes of `make test` keep two cores busy by themselves, so a pool of
+# compiling processes in each of them (and in each script that a test starts) only costs their start. Scalar code
+# compiles in half the time of vector code; the package's operations are called from it, and never compiled into it.
+FOR_CPU = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+
+# Read by torch._inductor.config when it is imported: before the tests are.
+if not torch.cuda.is_available():
+    for variable, value in FOR_CPU.items():
+        os.environ.setdefault(variable, value)
 
 
 def pytest_configure():
@@ -13,11 +28,18 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` run where there is one."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+    """Mark slow kernel tests, skip GPU tests where there is no GPU, and put the files with slow tests first.
+
+    With `--dist loadfile --no-loadscope-reorder` files start in this order. So no process is left with a long file
+    while the other has nothing to do.
+    """
+    for item in items:
+        if not torch.cuda.is_available() and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+        if getattr(item, "originalname", None) in SLOW_TESTS or item.path.stem.endswith("machine_code"):
+            item.add_marker(pytest.mark.slow)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
 
 
 @pytest.fixture(autouse=True)

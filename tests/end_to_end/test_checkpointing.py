@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fp4compile
 from tests.helpers.graphs import Keeping
 
+pytestmark = pytest.mark.slow
 RECIPES = ["mxfp8", "nvfp4_train"]
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default)
 

@@ -8,6 +8,7 @@ import fp4compile
 from fp4compile.recipe import named, recipes
 from tests.helpers.by_hand import FP8_UNITS_ERROR, STATIC, assert_rounds_to, by_hand, drawn, values
 
+pytestmark = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

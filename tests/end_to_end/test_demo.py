@@ -1,3 +1,5 @@
+"""The commands `demo` and `recipes`: what they print, and what they say of bad arguments."""
+
 import functools
 import re
 import sys
@@ -19,6 +21,7 @@ def one_layer(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_static"])
 def test_demo_trains_and_compares(one_layer, capsys, recipe):
     main(["demo", "--recipe", recipe, "--device", "cpu", "--steps", "4"])

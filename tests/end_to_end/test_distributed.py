@@ -18,6 +18,7 @@ import torch
 from tests.helpers import distributed_worker
 from tests.helpers.distributed_worker import RANKS, STEPS, Case, train_alone
 
+pytestmark = pytest.mark.slow
 CASES = {
     "cpu": ["fsdp/float32/mxfp8", "fsdp/bfloat16/mxfp8", "ddp/float32/mxfp8", "ddp/bfloat16/mxfp8",
             "fsdp/float32/nvfp4", "fsdp/bfloat16/nvfp4_train"],

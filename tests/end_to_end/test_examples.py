@@ -12,6 +12,7 @@ import pytest
 
 import fp4compile
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RECIPES = ["mxfp8", "nvfp4", "nvfp4_train"]

@@ -1,7 +1,7 @@
 """Real models, compiled whole, against the same models with every linear layer quantised by hand in eager mode.
 
 A difference in the last bit before a quantiser can move an element to the next code, and every quantiser behind it
-widens that, up to the quantisation noise itself in a deep model. So two layers agree to a signal-to-noise ratio far
+widens that, up to the quantisation noise itself in a deep model. So one layer agrees to a signal-to-noise ratio far
 above that of the quantisation (most often to 120 dB), and the six of the trained model in how far they are from it.
 """
 
@@ -16,6 +16,7 @@ from fp4compile.recipe import named
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["nvfp4", "mxfp8"]
 SAME = 30.0  # dB: two computations of the same quantised model
@@ -81,7 +82,7 @@ def llama(device="cpu"):
         vocab_size=128,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.2,
@@ -138,7 +139,7 @@ def bert(device="cpu"):
         vocab_size=128,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         initializer_range=0.2,
         hidden_dropout_prob=0.0,

@@ -1,3 +1,5 @@
+"""The package's metadata: entry points, dependencies, versions."""
+
 import re
 import tomllib
 from importlib.metadata import EntryPoint

@@ -1,3 +1,5 @@
+"""The recipe: its fields and their checks, rules, named recipes, and what each part of a model gets."""
+
 import json
 import subprocess
 import sys

@@ -33,8 +33,11 @@ LIBRARY = torch.ops.aten._scaled_mm.default
 
 
 def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
-    """The launches that the graph of a linear layer of m x n x k is lowered to for a GPU that need not be there; the
-    library's product, which a node of the graph calls, at their end."""
+    """(tier, launches) of a linear layer whose graph is lowered for a GPU that need not be there.
+
+    shape: (m, n, k) of the product. A launch is (kernel's name, whether its scales are swizzled). Products that the
+    library computes are no launches: they stand at the end as ("_scaled_mm", None).
+    """
     m, n, k = shape
     inputs = (Input(), Input("weight"))
     with FakeTensorMode(), dry_run(Target(sm)) as launches:
@@ -64,7 +67,7 @@ ANY = object()  # a symbolic size
 
 @dataclass
 class Result:
-    """A graph after the pass: how many epilogues were fused, and what it was lowered to."""
+    """A graph after `fuse_epilogue`: how many epilogues were fused, and the launches it was lowered to."""
 
     graph: torch.fx.Graph
     fused: int
@@ -75,8 +78,11 @@ class Result:
 def fused_graph(
     function, *shapes, recipe="nvfp4", dtype=torch.bfloat16, dtypes=(), sm=100, then=None, paper=dry_run, fuse=True
 ):
-    """The graph of a function of activations, weights (`w`, `v`) and more, quantised, decomposed as Inductor does it,
-    with its epilogues; on fake CUDA tensors."""
+    """The graph of a function on fake CUDA tensors: decomposed as Inductor does it, quantised, with fused epilogues.
+
+    Arguments of the function whose names begin with `w` or `v` are weights. shapes: one an argument; `ANY` is a
+    symbolic size. then: a pass that runs last. paper: the context that stands in for the GPU. fuse: whether to fuse.
+    """
     names = function.__code__.co_varnames
     dtypes = [*dtypes, *[dtype] * (len(shapes) - len(dtypes))]
     inputs = [Input("weight" if names[i][0] in "wv" else None) for i in range(len(shapes))]

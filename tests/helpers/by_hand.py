@@ -8,7 +8,7 @@ STATIC = {"": 0.0021}
 
 
 def values(x, fmt, dim, outer=None, **training):
-    """x as the product sees it: quantised along dim and expanded again, in x's own orientation, float64."""
+    """x as the product sees it: quantised along dim and dequantised, in x's own orientation, in float64."""
     if fmt is None:
         return x.double()
     scale = None if outer is None else torch.tensor(outer, device=x.device)

@@ -1,4 +1,4 @@
-"""What the tests of GEMM kernels share: where they run, their operands, and their launches and code for absent GPUs."""
+"""What the tests of GEMM kernels share: where they run, their operands, launches and code for GPUs that are absent."""
 
 import os
 import re

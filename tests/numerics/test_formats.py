@@ -1,3 +1,5 @@
+"""The named formats: their fields, their text form, which formats go together, and what is refused."""
+
 import contextlib
 import dataclasses
 import pickle

@@ -1,3 +1,5 @@
+"""The swizzled layout of block scales: where each scale lies, padding, and the way back."""
+
 import pytest
 import torch
 
