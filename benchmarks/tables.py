@@ -88,7 +88,7 @@ def _variant(name: str) -> str:
         "no_sr": "no stochastic rounding",
         "no_hadamard": "no Hadamard transform",
         "with_head": "head quantised",
-        "forward_bf16": "forward products of the last 200 steps in bf16",
+        "forward_bf16": "forward products of the last fifth of the steps in bf16",
         "last_bf16": "last quarter of the blocks in bf16",
         "uncompiled": "uncompiled",
     }
