@@ -17,9 +17,10 @@ TORCHAO := 0.18.0
 # Stamps: set-up runs once, and again when one of these files changes.
 INSTALLED := $(VENV)/installed
 TESTABLE := $(VENV)/testable
+DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test lint setup bench clean
+.PHONY: demo test lint docs setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
@@ -29,6 +30,11 @@ test: lint
 
 lint: $(TESTABLE)
 	$(RUN) -m ruff check .
+
+# The pages of docs/ and the API reference, in build/docs. A warning, of a link that leads nowhere too, is an error.
+docs: $(DOCUMENTABLE)
+	$(RUN) -m benchmarks.tables --check
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 bench: $(TESTABLE)
 	$(RUN) -m benchmarks.compile_time
@@ -52,4 +58,8 @@ $(INSTALLED): $(SETUP)
 $(TESTABLE): $(INSTALLED)
 	$(PIP) --constraint constraints.txt --editable ".[test]"
 	$(PIP) --no-deps torchao==$(TORCHAO)
+	touch $@
+
+$(DOCUMENTABLE): $(INSTALLED)
+	$(PIP) --constraint constraints.txt --editable ".[docs]"
 	touch $@
