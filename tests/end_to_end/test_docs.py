@@ -18,6 +18,7 @@ import pytest
 import fp4compile
 from benchmarks import tables
 from fp4compile import formats
+from fp4compile.passes import manager
 from fp4compile.recipe import Recipe, recipes
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +277,11 @@ def test_formats_are_described_as_they_are():
             outer = "none" if fmt.outer is None else f"a {fmt.outer}"
             expected = [fmt.element.upper(), block, (fmt.scale or "none").upper(), outer, fmt.contract]
             assert [cells[0], cells[1], cells[2].upper(), cells[3], contract] == expected
+
+
+def test_every_switch_of_a_pass_is_described():
+    names = {one.name for one in getattr(manager, "ALL", ())}
+    assert names <= set(first_cells("report.md"))
 
 
 def test_every_public_name_is_in_the_reference():
