@@ -19,6 +19,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Stamps: set-up runs once, and again when one of these files changes.
 INSTALLED := $(VENV)/installed
 TESTABLE := $(VENV)/testable
+DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
 .PHONY: demo test quick lint setup bench clean
@@ -38,6 +39,11 @@ lint: $(TESTABLE)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# The pages of docs/ and the API reference, in build/docs. A warning, of a link that leads nowhere too, is an error.
+docs: $(DOCUMENTABLE)
+	$(RUN) -m benchmarks.tables --check
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 bench: $(TESTABLE)
 	$(RUN) -m benchmarks.compile_time
@@ -61,4 +67,8 @@ $(INSTALLED): $(SETUP)
 $(TESTABLE): $(INSTALLED)
 	$(PIP) --constraint constraints.txt --editable ".[test]"
 	$(PIP) --no-deps torchao==$(TORCHAO)
+	touch $@
+
+$(DOCUMENTABLE): $(INSTALLED)
+	$(PIP) --constraint constraints.txt --editable ".[docs]"
 	touch $@

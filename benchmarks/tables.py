@@ -1,0 +1,397 @@
+"""The tables of docs/measured.md, made from the JSON files in benchmarks/results.
+
+    python -m benchmarks.tables            # writes the tables into the page
+    python -m benchmarks.tables --check    # exits with 1 where the page is out of date, and changes nothing
+
+The page holds hand-written text and, between the lines `<!-- table: NAME -->` and `<!-- end -->`, one generated table
+each. A table is a function of the content of one file: a new benchmark adds a function, an entry of TABLES and two
+lines in the page. Needs nothing but Python.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measured.md"
+_MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# The first row is the header. A cell that is None is left empty.
+Cells = list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One generated table.
+
+    file: name of the JSON file in benchmarks/results. cells: header and rows, from the content of the file.
+    environment: the part of the content that says where and with what it was measured.
+    """
+
+    file: str
+    cells: Callable[[dict], Cells]
+    environment: Callable[[dict], dict] = lambda content: content["environment"]
+
+    def lines(self) -> list[str]:
+        """The table in Markdown, under a line that says where, with what and when it was measured."""
+        content = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))
+        header, *rows = self.cells(content)
+        return [
+            _provenance(self.environment(content), self.file),
+            "",
+            _line(header),
+            _line(["---"] + ["--:"] * (len(header) - 1)),
+            *map(_line, rows),
+            "",
+        ]
+
+
+def _provenance(environment: dict, file: str) -> str:
+    facts = [environment["device"]]
+    if "cpus" in environment:
+        facts.append(f"{environment['cpus']} CPU cores")
+    facts.append(f"torch {environment['torch']}")
+    facts.append(f"Triton {environment['triton']}")
+    if "python" in environment:
+        facts.append(f"Python {environment['python']}")
+    facts.append(environment["date"])
+    return f"Measured on {', '.join(facts)} ([{file}](../benchmarks/results/{file}))."
+
+
+def _line(cells: list[Any]) -> str:
+    return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
+
+
+def _number(value: float | None, digits: int) -> str | None:
+    """A number to so many digits. A half is rounded away from zero as the file's decimal digits have it: 0.835 is 0.84,
+    although the nearest binary number is smaller."""
+    if value is None:
+        return None
+    return str(Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
+
+
+def _percent(value: float, digits: int = 2) -> str:
+    """With its sign; zero has none."""
+    number = _number(value + 0.0, digits)  # the sum is without the sign of a negative zero
+    return f"+{number} %" if value > 0 and float(number) else f"{number} %"
+
+
+def _variant(name: str) -> str:
+    """The name of a training run in words: "nvfp4_train-no_sr" is "nvfp4_train, no stochastic rounding"."""
+    words = {
+        "no_sr": "no stochastic rounding",
+        "no_hadamard": "no Hadamard transform",
+        "with_head": "head quantised",
+        "forward_bf16": "forward products of the last fifth of the steps in bf16",
+        "last_bf16": "last quarter of the blocks in bf16",
+        "uncompiled": "uncompiled",
+    }
+    base, *switches = name.split("-")
+    return ", ".join((f"`{base}`" if base != "bf16" else base, *(words[switch] for switch in switches)))
+
+
+# ---------------------------------------------------------------- accuracy and compile time
+
+
+def minilm(content: dict) -> Cells:
+    rows = [
+        ["bf16, not quantised" if row["recipe"] == "bf16" else f"`{row['recipe']}`",
+         _number(row["mean cosine"], 4), _number(row["min"], 4)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [["recipe", "mean cosine", "lowest cosine"], *rows]
+
+
+def compile_time(content: dict) -> Cells:
+    rows = [
+        ["Inductor alone" if row["backend"] == "inductor" else f"`{row['backend']}`",
+         _number(row["median s"], 1), _number(row["min s"], 1), _number(row["max s"], 1), _number(row["ratio"], 2)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [["backend", "median, s", "lowest, s", "highest, s", "median over Inductor's"], *rows]
+
+
+# ---------------------------------------------------------------- quantising
+
+# What the kernel of a benchmark's case does, in words.
+_CASES = {
+    "rows": "rows",
+    "rows, swizzled": "rows, swizzled scales",
+    "32x32": "square blocks",
+    "row-scaled": "rows with a scale each",
+    "two-level, static": "rows, tensor scale given",
+    "two-level, dynamic": "rows, tensor scale computed",
+    "columns": "columns",
+    "16x16, static": "square blocks, tensor scale given",
+    "16x16, dynamic": "square blocks, tensor scale computed",
+    "both": "rows and columns from one read",
+    "both, dynamic": "rows and columns, tensor scale computed",
+    "row-scaled columns": "columns with a scale each (two reads)",
+    "rows, stochastic": "rows, stochastic, tensor scale computed",
+    "columns, Hadamard": "transformed columns, tensor scale computed",
+    "columns, Hadamard, stochastic": "transformed columns, stochastic, tensor scale computed",
+    "both, Hadamard": "rows and transformed columns, tensor scale computed",
+    "both, Hadamard, stochastic": "rows and transformed columns, stochastic, tensor scale computed",
+}
+_TWO_READS = {("both", "float8_rowwise"): "rows and columns with a scale each (two reads)"}
+
+
+def quantize(content: dict) -> Cells:
+    sizes = ("8192x8192", "16384x16384")
+    found = {(row["case"], row["shape"]): row for row in content["rows"]}
+    header = ["what", "format"]
+    for size in sizes:
+        header += [f"{size}: us", "of copy's rate", "torchao 0.18, us"]
+    rows = []
+    for case in dict.fromkeys(row["case"] for row in content["rows"]):
+        what, _, fmt = case.rpartition(", ")
+        cells = [_TWO_READS.get((what, fmt), _CASES[what]), f"`{fmt}`"]
+        for size in sizes:
+            row = found[case, size]
+            cells += [_number(row["us"], 1), _number(row["of copy"], 2), _number(row["torchao us"], 1)]
+        rows.append(cells)
+    return [header, *rows]
+
+
+def quantize_small(content: dict) -> Cells:
+    formats = list(dict.fromkeys(row["case"] for row in content["small"]))
+    found = {(row["case"], row["shape"]): row for row in content["small"]}
+    names = [f"`{case.rpartition(', ')[2]}`" for case in formats]
+    rows = [
+        [shape, *(f"{found[case, shape]['us']:.2f} ({found[case, shape]['beyond us']:.2f})" for case in formats)]
+        for shape in dict.fromkeys(row["shape"] for row in content["small"])
+    ]
+    return [["shape", *names], *rows]
+
+
+# ---------------------------------------------------------------- products and models
+
+
+def linear(content: dict) -> Cells:
+    header = [
+        "M, N, K", "bf16", "NVFP4 weight-only", "bf16 over it", "NVFP4 W4A4", "bf16 over it",
+        "W4A4, product alone", "torchao 0.18 weight-only",
+    ]  # fmt: skip
+    rows = []
+    for row in content["rows"]:
+        sizes = ", ".join(row["shape"].split("x"))
+        rows.append([
+            sizes, _number(row["bf16"], 1), _number(row["weight-only"], 1), _number(row["weight-only x"], 2),
+            _number(row["w4a4"], 1), _number(row["w4a4 x"], 2), _number(row["w4a4 product"], 1),
+            _number(row["torchao weight-only"], 1),
+        ])  # fmt: skip
+    return [header, *rows]
+
+
+def linear_together(content: dict) -> Cells:
+    rows = [
+        [row["products"], row["M"], _number(row["apart us"], 1), _number(row["in one launch us"], 1)]
+        for row in content["together"]
+    ]
+    return [["products", "M", "one launch each, us", "one launch for all, us"], *rows]
+
+
+_DECODE_HEADER = [
+    "model", "memory, GiB", "peak while packing, GiB", "decode, tokens/s", "speed over bf16's",
+    "prefill, ms", "time over bf16's", "first prefill, s", "first decode step, s",
+]  # fmt: skip
+
+
+def _decode_row(row: dict, label: str = "") -> list[Any]:
+    packed = row["model"] != "bf16"
+    return [
+        (f"packed, `{row['model']}`" if packed else row["model"]) + label,
+        _number(row["GiB"], 2), _number(row["peak GiB"], 2) if packed else None,
+        _number(row["decode tokens/s"], 0), _number(row["decode x"], 2) if packed else None,
+        _number(row["prefill ms"], 1), _number(row["prefill x"], 2) if packed else None,
+        _number(row["compile prefill s"], 1), _number(row["compile decode s"], 1),
+    ]  # fmt: skip
+
+
+def llama_decode(content: dict) -> Cells:
+    return [_DECODE_HEADER, *map(_decode_row, content["rows"])]
+
+
+def llama_decode_earlier(content: dict) -> Cells:
+    return [_DECODE_HEADER, *map(_decode_row, content["earlier"]["rows"])]
+
+
+def before_and_after_decode(content: dict) -> Cells:
+    return [
+        _DECODE_HEADER,
+        *(_decode_row(row, f", {when}") for when in ("before", "after") for row in content["decode"][when]["rows"]),
+    ]
+
+
+def before_and_after_mlp(content: dict) -> Cells:
+    before, after = ({row["block"]: row["ms"] for row in content["mlp"][when]["rows"]} for when in ("before", "after"))
+    rows = [
+        [_block(name), _number(ms, 2), _number(after[name], 2), _percent(100 * (after[name] / ms - 1), 1)]
+        for name, ms in before.items()
+    ]
+    return [["block", "before, ms", "after, ms", "change"], *rows]
+
+
+def before_and_after_host(content: dict) -> Cells:
+    check, step = content["weight_check_us_a_parameter"], content["step_of_224_layers_cuda_graphs_ms"]
+    return [
+        ["", "before", "after"],
+        *(
+            [f"check of a weight, {which}, us", *(_number(check[when][which], 2) for when in ("before", "after"))]
+            for which in ("min", "median")
+        ),
+        ["step of 224 layers in CUDA graphs, ms", *(_number(step[when], 3) for when in ("before", "after"))],
+    ]
+
+
+# ---------------------------------------------------------------- training
+
+
+def _block(name: str) -> str:
+    if name.startswith("torchao"):
+        return f"torchao 0.18 float8, {name.partition(' ')[2]}"
+    return name if name == "bf16" else f"`{name}`"
+
+
+def _blocks(rows: list[dict]) -> Cells:
+    header = ["block", "ms", "over bf16", "peak, MiB", "saved, MiB", "packed over its bf16 size", "first step, s"]
+    return [
+        header,
+        *(
+            [_block(row["block"]), _number(row["ms"], 2), _number(row["of bf16"], 2), _number(row["peak MiB"], 0),
+             _number(row["saved MiB"], 0), _number(row["of its bf16"], 3), _number(row["first step s"], 1)]
+            for row in rows
+        ),
+    ]  # fmt: skip
+
+
+def mlp_block(content: dict) -> Cells:
+    return _blocks(content["rows"])
+
+
+def mlp_block_busy(content: dict) -> Cells:
+    runs = content["on a busy host"]
+    of_bf16 = [{row["block"]: row for row in run["rows"]} for run in runs]
+    header = ["block"]
+    for run in runs:
+        header += [f"{run['environment']['cpus']} cores: ms", "over bf16"]
+    rows = []
+    for name in of_bf16[0]:
+        cells = [_block(name)]
+        for run in of_bf16:
+            cells += [_number(run[name]["ms"], 2), _number(run[name]["of bf16"], 2)]
+        rows.append(cells)
+    return [header, *rows]
+
+
+def _distances(rows: list[dict]) -> Cells:
+    return [
+        [_variant(row["variant"]), _number(row["loss"], 3), _percent(row["over bf16 %"]),
+         ", ".join(_percent(value) for value in row["of each seed"])]
+        for row in rows
+    ]  # fmt: skip
+
+
+_LOSS_HEADER = ["variant", "mean loss of the last 50 steps", "over bf16", "of each seed"]
+
+
+def training_loss(content: dict) -> Cells:
+    return [_LOSS_HEADER, *_distances(content["rows"])]
+
+
+def training_loss_again(content: dict) -> Cells:
+    return [_LOSS_HEADER, *_distances(content["again"]["rows"])]
+
+
+def training_loss_texts(content: dict) -> Cells:
+    rows = [[text["text"], *row] for text in content["other texts"] for row in _distances(text["rows"])]
+    return [["text", *_LOSS_HEADER], *rows]
+
+
+def gradient_error(content: dict) -> Cells:
+    header = [
+        "backward", "weights", "one gradient", "mean of 64 seeds", "mean of 64 batches", "held-out loss over bf16's"
+    ]  # fmt: skip
+    rows = [
+        [_variant(row["variant"]), {"lm_head": "head"}.get(row["weights"], row["weights"]),
+         *(f"{row[column]:.1f} %" for column in ("one %", "64 draws %", "64 batches %")),
+         f"{_percent(row['over bf16 %'], 3).removesuffix(' %')} ± {row['+-']:.3f} %"]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [header, *rows]
+
+
+TABLES = {
+    "minilm": Table("minilm_cpu.json", minilm),
+    "compile_time": Table("compile_time_cpu.json", compile_time),
+    "quantize": Table("quantize_h200.json", quantize),
+    "quantize_small": Table("quantize_h200.json", quantize_small),
+    "linear": Table("linear_h200.json", linear),
+    "linear_together": Table("linear_h200.json", linear_together),
+    "llama_decode": Table("llama_decode_h200.json", llama_decode),
+    "llama_decode_earlier": Table(
+        "llama_decode_h200.json", llama_decode_earlier, lambda content: content["earlier"]["environment"]
+    ),
+    "before_and_after_decode": Table("before_and_after_h200.json", before_and_after_decode, lambda content: content),
+    "before_and_after_mlp": Table("before_and_after_h200.json", before_and_after_mlp, lambda content: content),
+    "before_and_after_host": Table("before_and_after_h200.json", before_and_after_host, lambda content: content),
+    "mlp_block": Table("mlp_block_h200.json", mlp_block),
+    "mlp_block_busy": Table(
+        "mlp_block_h200.json", mlp_block_busy, lambda content: _of_several(content["on a busy host"])
+    ),
+    "training_loss": Table("training_loss_h200.json", training_loss),
+    "training_loss_again": Table("training_loss_h200.json", training_loss_again),
+    "training_loss_texts": Table("training_loss_h200.json", training_loss_texts),
+    "training_loss_512": Table("training_loss_512_h200.json", training_loss),
+    "training_loss_with_head": Table("training_loss_with_head_h200.json", training_loss),
+    "gradient_error": Table("gradient_error_h200.json", gradient_error),
+}
+
+
+def _of_several(runs: list[dict]) -> dict:
+    """The environment of runs that differ in the number of CPU cores alone, without that number."""
+    return {name: value for name, value in runs[0]["environment"].items() if name != "cpus"}
+
+
+def render(page: str) -> str:
+    """The page with every table made anew.
+
+    Raises ValueError for a table that does not exist, and where a table of TABLES is not in the page.
+    """
+    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in page]
+    if missing:
+        raise ValueError(f"{PAGE.name}: no place for the tables {', '.join(missing)}")
+
+    def made(match: re.Match) -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"{PAGE.name}: unknown table {match[2]!r}; allowed are {', '.join(TABLES)}")
+        return match[1] + "\n".join(["", *TABLES[match[2]].lines(), match[3]])
+
+    return _MARKED.sub(made, page)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the page; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, exit with 1 where the page is out of date"
+    )
+    chosen = parser.parse_args(arguments)
+    page = PAGE.read_text(encoding="utf-8")
+    made = render(page)
+    if chosen.check and made != page:
+        print(f"{PAGE} is out of date: run python -m benchmarks.tables", file=sys.stderr)
+        return 1
+    if not chosen.check:
+        PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

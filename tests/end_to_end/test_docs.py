@@ -1,0 +1,311 @@
+"""README and docs/: links lead somewhere, generated tables are those of the files, and nothing that a page should
+list is missing from it."""
+
+import argparse
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import fp4compile
+from benchmarks import tables
+from fp4compile import formats
+from fp4compile.passes import manager
+from fp4compile.recipe import Recipe, recipes
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")))
+# Files of the architecture page that are not there yet.
+COMING = {
+    "_inductor_patches.py", "config.py", "passes/base.py", "passes/gemm.py", "templates/gemm/choose.py",
+    "templates/quantize/heuristics.py", "recipe/rules.py", "recipe/named_recipes.py", "cli/main.py",
+    "tests/end_to_end/test_imports.py", "recipe/", "recipe/sources.py", "recipe/recipe.py", "cli/recipes.py",
+}  # fmt: skip
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def without_code(text: str) -> str:
+    """A page's text without blocks and spans of code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+# ---------------------------------------------------------------- README and links
+
+
+def test_readme_is_short():
+    assert len(read(ROOT / "README.md").splitlines()) <= 150
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^()\s]+)\)", without_code(read(page)))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts and MyST make them."""
+    text = re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Links into the repository: file and heading are there. Others are addresses, which are not visited."""
+    for link in links(page):
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            assert parts.scheme == "https" and "." in parts.netloc, link
+            continue
+        target = (page.parent / parts.path).resolve() if parts.path else page
+        assert target.is_relative_to(ROOT) and target.exists(), link
+        if parts.fragment:
+            assert parts.fragment in anchors(target), link
+
+
+def test_every_page_is_in_the_contents():
+    tree = "\n".join(re.findall(r"```\{toctree\}(.*?)```", read(DOCS / "index.md"), re.DOTALL))
+    assert set(re.findall(r"^(\w+)$", tree, re.MULTILINE)) == {page.stem for page in DOCS.glob("*.md")} - {"index"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_are_python(page):
+    for block in re.findall(r"^```python\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL):
+        ast.parse(block if not block.startswith("rules=") else f"f({block})")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_toml_are_recipes(page):
+    for block in re.findall(r"^```toml\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL):
+        Recipe.from_dict(tomllib.loads(block))
+
+
+# ---------------------------------------------------------------- the measured results
+
+
+def test_the_measured_results_are_those_of_the_files():
+    assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
+
+
+def test_every_file_of_results_is_on_the_page():
+    files = {path.name for path in tables.RESULTS.glob("*.json")}
+    assert files == {table.file for table in tables.TABLES.values()}
+    pictures = {path.name for path in tables.RESULTS.glob("*.png")}
+    assert pictures == set(re.findall(r"results/(\w+\.png)", read(tables.PAGE)))
+
+
+def test_every_table_says_where_it_was_measured():
+    for table in tables.TABLES.values():
+        environment = table.environment(json.loads(read(tables.RESULTS / table.file)))
+        assert {"device", "torch", "triton", "date"} <= environment.keys()
+        for value in ("device", "torch", "triton", "date"):
+            assert environment[value] in table.lines()[0]
+
+
+def test_a_changed_figure_is_noticed(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "measured.md"
+    page.write_text(read(tables.PAGE).replace("| `mxfp8` | 49.4 |", "| `mxfp8` | 48.4 |"), encoding="utf-8")
+    monkeypatch.setattr(tables, "PAGE", page)
+    before = read(page)
+    assert before != read(DOCS / "measured.md")
+    assert tables.main(["--check"]) == 1
+    assert "out of date" in capsys.readouterr().err
+    assert read(page) == before
+    assert tables.main([]) == 0
+    assert read(page) == read(DOCS / "measured.md")
+
+
+def test_tables_without_a_place_and_unknown_ones_raise():
+    page = read(tables.PAGE)
+    with pytest.raises(ValueError, match="no place for the tables minilm"):
+        tables.render(page.replace("<!-- table: minilm -->", ""))
+    with pytest.raises(ValueError, match="unknown table 'miniml'; allowed are minilm, "):
+        tables.render(page + "<!-- table: miniml -->\n<!-- end -->\n")
+
+
+def test_tables_need_no_torch():
+    """So that the page can be made where the package is not installed."""
+    code = "import sys; sys.modules['torch'] = None; from benchmarks import tables; sys.exit(tables.main(['--check']))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "value, digits, expected",
+    [(0.835, 2, "0.84"), (1.005, 2, "1.01"), (2.5, 0, "3"), (49.44, 1, "49.4"), (None, 1, None)],
+)
+def test_halves_are_rounded_up(value, digits, expected):
+    assert tables._number(value, digits) == expected
+
+
+@pytest.mark.parametrize("value, expected", [(1.3, "+1.30 %"), (-0.0, "0.00 %"), (-0.3, "-0.30 %"), (0.001, "0.00 %")])
+def test_signs_of_percentages(value, expected):
+    assert tables._percent(value) == expected
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def reasons_in(source: str) -> Iterator[tuple[int, str]]:
+    """(line, pattern) of what a module may give as the reason for leaving a product alone.
+
+    These are its strings with a space in them, but for docstrings, annotations, and messages of errors, warnings and
+    logs. Of an f-string the pattern takes anything in place of what is inserted.
+    """
+    tree = ast.parse(source)
+    others: set[int] = set()
+    for node in ast.walk(tree):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        logged = isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("warnings.", "log."))
+        if docstring or logged or isinstance(node, ast.Raise):
+            others |= _ids(node)
+        for field in ("annotation", "returns"):
+            annotation = getattr(node, field, None)
+            others |= _ids(annotation) if annotation is not None else set()
+    for node in ast.walk(tree):
+        if id(node) in others:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            others |= _ids(node)
+            texts = [part.value if isinstance(part, ast.Constant) else None for part in node.values]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts = [node.value]
+        else:
+            continue
+        if any(text is not None and " " in text for text in texts):
+            yield node.lineno, "".join(".+" if text is None else re.escape(text) for text in texts)
+
+
+def _ids(node: ast.AST) -> set[int]:
+    return {id(one) for one in ast.walk(node)}
+
+
+# Modules that give reasons, and strings with spaces in them that are none.
+GIVING_REASONS = (*sorted(Path("fp4compile/passes").glob("*.py")), Path("fp4compile/packed/linear.py"),
+                  Path("fp4compile/packed/pack.py"))  # fmt: skip
+NO_REASONS = (
+    r".+\ .+\ in\ .+\ ms", r".+,\ .+,\ weight=.+,\ activation=.+", "as\\ it\\ comes", r"packed\ layer\ .+:\ .+",
+    r"the\ state\ is\ of\ .+,\ the\ layer\ is\ .+", r".+\ is\ .+\ in\ the\ state,\ the\ layer\ has\ .+",
+    r"decides\ for\ no\ layer\ of\ the\ model\ \(such\ as\ .+\)", r"and\ the\ model\ has\ no\ layer",
+)  # fmt: skip
+
+
+def explained() -> list[str]:
+    return code_spans(read(DOCS / "report.md"))
+
+
+@pytest.mark.parametrize("module", [ROOT / path for path in GIVING_REASONS], ids=lambda path: path.name)
+def test_every_reason_is_explained(module):
+    spans = explained()
+    for line, pattern in reasons_in(read(module)):
+        if pattern not in NO_REASONS:
+            assert any(re.search(pattern, span) for span in spans), f"{module.name}:{line}: {pattern}"
+
+
+def test_reasons_are_found():
+    """That the search of reasons sees them: these are strings, f-strings and entries of tables."""
+    patterns = {pattern for path in GIVING_REASONS for _, pattern in reasons_in(read(ROOT / path))}
+    for reason in (
+        "output head", "dtype float64", "fused attention: its products lie inside one kernel", "integer product",
+        "its weight is that of 'a' too", "block 0 is among the first 2", "gradient x gradient", "operator a.b.default",
+        "inside cond: products of nested regions are left alone", "M=16 is below min_m=32", "a forward pre-hook",
+    ):  # fmt: skip
+        assert any(re.fullmatch(pattern, reason) for pattern in patterns), reason
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "convolution", "no matrix product found", "switches off those passes of Inductor that quantise",
+        "compiled nothing", "no graph of it was captured", "decides for no layer", "a packed layer has no gradient",
+        "from Inductor's cache are gone", "leaves blocks alone by their number, and no name in this graph has one",
+    ],
+)  # fmt: skip
+def test_messages_are_explained_and_are_in_the_code(message):
+    assert any(message in span for span in explained())
+    sources = (re.sub(r'"\s*f?"', "", read(path)) for path in (ROOT / "fp4compile").rglob("*.py"))
+    assert any(message in source for source in sources)
+
+
+# ---------------------------------------------------------------- what pages list
+
+
+def first_cells(page: str) -> list[str]:
+    """The code spans in the first cells of a page's tables."""
+    rows = re.findall(r"^\| ([^|]*) \|", read(DOCS / page), re.MULTILINE)
+    return [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+
+
+def test_the_guide_has_every_recipe_and_field():
+    cells = first_cells("recipes.md")
+    assert [cell for cell in cells if cell in recipes()] == list(recipes())
+    assert {field.name for field in dataclasses.fields(Recipe)} <= set(cells)
+
+
+def test_the_guide_has_every_option():
+    parser = argparse.ArgumentParser(add_help=False)
+    fp4compile.add_arguments(parser)
+    options = {option for action in parser._actions for option in action.option_strings}
+    listed = {option for cell in first_cells("recipes.md") for option in re.findall(r"--[\w-]+", cell)}
+    assert options == listed
+
+
+def test_every_named_format_is_described():
+    listed = [cell for cell in first_cells("numerics.md") if cell in formats.NAMED]
+    assert listed == list(formats.NAMED)
+
+
+def test_formats_are_described_as_they_are():
+    for row in re.findall(r"^\| (`[^|]+) \|(.*)\|$", read(DOCS / "numerics.md"), re.MULTILINE):
+        cells = [cell.strip() for cell in row[1].split("|")]
+        for name, contract in zip(re.findall(r"`(\w+)`", row[0]), cells[4].split(", "), strict=True):
+            fmt = formats.NAMED[name]
+            block = "none" if fmt.block is None else "{}x{}".format(*fmt.block)
+            outer = "none" if fmt.outer is None else f"a {fmt.outer}"
+            expected = [fmt.element.upper(), block, (fmt.scale or "none").upper(), outer, fmt.contract]
+            assert [cells[0], cells[1], cells[2].upper(), cells[3], contract] == expected
+
+
+def test_every_switch_of_a_pass_is_described():
+    names = {one.name for one in getattr(manager, "ALL", ())}
+    assert names <= set(first_cells("report.md"))
+
+
+def test_every_public_name_is_in_the_reference():
+    text = read(DOCS / "api.md")
+    for name in fp4compile.__all__:
+        if not name.startswith("__"):
+            assert re.search(rf":: (fp4compile\.)?{name}(\.\w+)*$", text, re.MULTILINE), name
+
+
+def test_paths_of_the_architecture_page_are_there():
+    """Paths in code spans: from the root where they begin with tests, benchmarks, docs; of the package otherwise."""
+    missing = set()
+    for line in read(DOCS / "architecture.md").splitlines():
+        spans = re.findall(r"`([\w/]+(?:\.py|\.toml|/))`", line)
+        # In a row of the map, names after a folder are files of that folder.
+        folder = next((span for span in spans if span.endswith("/")), "")
+        for span in spans:
+            roots = (ROOT, ROOT / "fp4compile", ROOT / "fp4compile" / folder, ROOT / "tests" / "end_to_end")
+            if "NAME" not in span and not any((root / span).exists() for root in roots):
+                missing.add(folder + span if folder and span != folder else span)
+    assert missing <= COMING
+
+
+def test_tools_of_the_documentation_are_pinned():
+    pins = dict(line.split("==") for line in read(ROOT / "constraints.txt").splitlines() if not line.startswith("#"))
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    assert set(project["optional-dependencies"]["docs"]) <= set(pins)
