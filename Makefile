@@ -22,7 +22,7 @@ TESTABLE := $(VENV)/testable
 DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test quick lint setup bench clean
+.PHONY: demo test quick lint docs setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo

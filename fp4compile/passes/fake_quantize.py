@@ -1,12 +1,13 @@
-"""Quantise activations and expand them again in one kernel, where products alone read them: `fake_quantize`.
+"""Quantise A and dequantise it in one kernel, where only products read it: `quantize` becomes `fake_quantize`.
 
-Entry: `fake_quantize(graph)`, on a forward, backward or inference graph after the partitioner, when quantises that do the
-same are one, and before products get epilogues and siblings: of what the pass changes, these see operands as others.
+Entry: `fake_quantize(graph)`, on a forward, backward or inference graph after the partitioner. It runs after equal
+quantises became one, and before epilogue and horizontal fusion, which then see the operands that this pass leaves.
 
-A GPU without FP4 matrix units multiplies 16-bit numbers: most of its products first expand the codes of A in memory,
-each for itself. Where nothing else reads codes and block scales (nor the backward, for which they are saved) they need
-not be written. The products then get a plain A, with the outer scale that it had: the same numbers, and the same
-kernels. Products that expand codes in registers read less of them than of 16-bit numbers, and are left alone.
+A GPU without FP4 matrix units multiplies 16-bit numbers. Most of its products first dequantise A in memory, each for
+itself (`Choice.dequantizes_a`). The codes and block scales need not be written where nothing else reads them; the
+backward pass reads them where they are saved for it. The products then get a plain A, with the outer scale that A had:
+the same numbers, and the same kernels. Products that dequantise codes in registers are left alone, because they read
+fewer bytes of codes than of 16-bit numbers.
 """
 
 import operator

@@ -43,7 +43,7 @@ _OPERATIONS = {
     aten.erf.default: "erf", aten.tanh.default: "tanh",
 }  # fmt: skip
 _POWERS = {2: "square", 3: "cube"}
-# Their results are in memory, whoever uses them.
+# The results of these are in memory, whoever uses them.
 _STORED = (
     operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
@@ -216,8 +216,8 @@ def _contiguous(value: torch.Tensor) -> bool:
 def _in_memory(node: Node, inside: set[Node]) -> bool:
     """Whether a tensor is written to memory even if no epilogue reads it.
 
-    An operation that Inductor would compute in the same kernel as the epilogue, and nowhere else, is not: fused, it would
-    cost a pass instead of saving one.
+    The result of an operation is not, if Inductor would compute it in the same kernel as the epilogue and nowhere else:
+    to fuse the epilogue would then cost a pass over memory instead of saving one.
     """
     path = [node]
     while path[-1].target in RESHAPES:

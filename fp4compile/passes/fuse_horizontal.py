@@ -1,12 +1,13 @@
-"""Let products that share their activations be one launch: `scaled_mm` nodes become one `scaled_mm_horizontal`.
+"""Horizontal fusion: products of one A become one launch, and their nodes one `scaled_mm_horizontal`.
 
-Entry: `fuse_horizontal(graph)`, on a forward, backward or inference graph after the partitioner, when products that take a
-epilogue have theirs, and before memory is written over: as long as nothing is, a node can be moved.
+Entry: `fuse_horizontal(graph)`, on a forward, backward or inference graph after the partitioner. It runs after epilogue
+fusion, because a product in a group has no epilogue, and before `inplace`: a node can be moved only as long as nothing
+writes over memory.
 
-It is for the few rows of a decode step, where launching Q, K and V one after the other takes longer than reading their
-weights. The products' own kernel says which ones can be launched together (`templates.scaled_mm_horizontal.common`).
-They are put where the first one stands; what the others have of their own (weights, scales, bias) and is computed later
-is moved before it, which must not depend on a product of the launch.
+The pass is for the few rows of a decode step, where launching Q, K and V one after the other takes longer than reading
+their weights. `Choice.group` says which products can be launched together. Their node stands where the first product
+stood. What the others need beside A (weights, scales, bias) is moved before it if it is computed later. That must not
+depend on a product of the group.
 """
 
 import operator
@@ -17,11 +18,11 @@ from fp4compile.passes.graph import SCALED_MM, SCALED_MM_HORIZONTAL, new_node, s
 from fp4compile.passes.views import value_key
 from fp4compile.templates.gemm.streaming import MOST_IN_GROUP
 
-_OWN = (4, 5, 6, 8)  # arguments of a product that the others do not share: B, its scales, its outer scale, the bias
+_OWN = (4, 5, 6, 8)  # arguments of a product that are its own: B, its scales, its outer scale, the bias
 
 
 def fuse_horizontal(graph: Graph) -> int:
-    """Replace products of the same activations by one node; returns how many nodes there are for several products."""
+    """Replace products of one A by one node; returns how many groups there are."""
     alike: dict[tuple, list[Node]] = {}
     changes = 0  # nothing is moved past what changes a tensor or draws random numbers
     for node in graph.nodes:
@@ -30,7 +31,7 @@ def fuse_horizontal(graph: Graph) -> int:
             if key is not None:
                 alike.setdefault((changes, *key), []).append(node)
         changes += node.op == "call_function" and node.is_impure()
-    return sum(map(_merge, alike.values()))
+    return sum(map(_fuse_alike, alike.values()))
 
 
 def _key(node: Node) -> tuple | None:
@@ -46,32 +47,32 @@ def _key(node: Node) -> tuple | None:
     return *of_a, a.format, product.out_dtype, choice.kernel, choice.group
 
 
-def _merge(products: list[Node]) -> int:
-    """Replace products that are alike, as many at a time as a launch can have."""
-    merged = 0
+def _fuse_alike(products: list[Node]) -> int:
+    """Replace products that can be launched together, as many at a time as a launch takes; returns how many groups."""
+    groups = 0
     while products:
         first, *others = sorted(products)  # what was moved for others may have changed the order
-        members, left = [first], []
+        group, left = [first], []
         for product in others:
-            fits = len(members) < MOST_IN_GROUP and _gather(product, members)
-            (members if fits else left).append(product)
+            fits = len(group) < MOST_IN_GROUP and _gather(product, group)
+            (group if fits else left).append(product)
         products = left
-        if len(members) > 1:
-            _replace(members)
-            merged += 1
-    return merged
+        if len(group) > 1:
+            _replace(group)
+            groups += 1
+    return groups
 
 
-def _gather(product: Node, members: list[Node]) -> bool:
-    """Move what a product needs beside A before the first of the members; returns whether that is possible."""
-    first = members[0]
+def _gather(product: Node, group: list[Node]) -> bool:
+    """Move what a product needs beside A before the first product of a group; returns whether that is possible."""
+    first = group[0]
     late: set[Node] = set()
     waiting = [product.args[i] for i in _OWN]
     while waiting:
         node = waiting.pop()
         if node is None or node < first or node in late:
             continue
-        if node in members:
+        if node in group:
             return False
         late.add(node)
         waiting += node.all_input_nodes

@@ -1,15 +1,15 @@
 """Lower the ops of a post-grad graph to kernel launches where there is a GPU.
 
-Each op node becomes what its CUDA implementation does: allocations and Triton launches, traced under functionalisation
-into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a launch would be a
-mutation whose node nobody uses, and be dropped as dead code. On other devices the op stays: a call of the reference.
+Each op node becomes what its CUDA implementation does: allocations and Triton launches. The implementation is traced
+under functionalisation into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a
+launch would be a mutation whose node has no user, and it would be dropped as dead code. On other devices the op stays,
+which is a call of the reference.
 
-A model has hundreds of such nodes, and few that differ: nodes of one signature share one trace, which is copied.
+A model has hundreds of such nodes, and few that differ. Nodes of one signature share one trace, which is copied.
 
-A product stays an op, too, where its `Choice` is not settled or not traceable. Where the number of A's rows is
-symbolic and may be small or large, no one kernel serves both: the op chooses by the number that comes. Two guarded
-launches would cost more on the GPU than the op. Where a product is computed part by part, a graph would fill with
-launches.
+A product stays an op, too, where its `Choice` is not settled or not traceable. No one kernel serves a symbolic number
+of rows that may be small or large: the op chooses by the number that comes. Two guarded launches would cost more on the
+GPU than the op. A product that is computed part by part would fill the graph with launches.
 """
 
 from collections.abc import Callable, Hashable

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
+from fp4compile.layouts import scale_layout
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.graph import scaled_mm_of
@@ -170,7 +171,7 @@ def _is_batch(operand: Operand) -> bool:
 
 def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
     """The treatments with block scales in the layout that SM100's matrix units read."""
-    return [None if t is None else replace(t, layout="swizzled" if formats.get(t.format).scale else t.layout)
+    return [None if t is None else replace(t, layout=scale_layout(formats.get(t.format), native=True))
             for t in treatments]  # fmt: skip
 
 

@@ -39,7 +39,8 @@ def problem(a, b, m, sm, n=8192, k=4096, **options):
     ("nvfp4_one_level", "nvfp4_one_level", 512, 100, "library_block_scaled", "native"),
     ("mxfp8", "mxfp8", 512, 103, "library_block_scaled", "native"),
     ("mxfp8", "mxfp4", 512, 100, "block_scaled_sm100", "native"),
-    ("mxfp8", "mxfp4", 512, 120, "dequant_operand", "emulated"), ("nvfp4", "nvfp4", 512, 120, "block_scaled_sm100", "native"),
+    ("mxfp8", "mxfp4", 512, 120, "dequant_operand", "emulated"),
+    ("nvfp4", "nvfp4", 512, 120, "block_scaled_sm100", "native"),
     ("nvfp4", "nvfp4", 512, 0, "dequant_tiles", "emulated"),
 ])  # fmt: skip
 def test_kernel_and_tier(a, b, m, sm, kernel, tier):

@@ -16,12 +16,11 @@ from fp4compile import formats
 from fp4compile.cli import check_sm100
 from fp4compile.operand import Operand
 from fp4compile.passes.fake_quantize import fake_quantize
-from fp4compile.passes.find import Input, find
+from fp4compile.passes.find import find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.gemm import Input
 from fp4compile.passes.graph import QUANTIZE, SCALED_MM, scaled_mm_of
-from fp4compile.passes.graph import FAKE_QUANTIZE, QUANTIZE, SCALED_MM, arguments_of
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.plan import plan

@@ -12,8 +12,6 @@ from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile.passes.find import Input, find
-from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.graph import SCALED_MM_EPILOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.targets import Target

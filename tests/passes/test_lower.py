@@ -15,7 +15,6 @@ import fp4compile
 from fp4compile import _inductor_patches, formats, ops
 from fp4compile.operand import Operand
 from fp4compile.passes import autotune
-from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.targets import Target
@@ -131,7 +130,8 @@ BLOCK_SCALED = [
     # What the library does not take: formats, rows that are no whole 16 bytes (an odd K is padded), bias in float32.
     ("mxfp4", WHOLE, {}, "gemm_block_scaled_sm100"), ("mixed", WHOLE, {}, "gemm_block_scaled_sm100"),
     ("e5m2", WHOLE, {}, "gemm_block_scaled_sm100"),
-    ("nvfp4_one_level", (256, 520, 1024), {}, "gemm_block_scaled_sm100"), ("mxfp8", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
+    ("nvfp4_one_level", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
+    ("mxfp8", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
     ("nvfp4_one_level", (256, 512, 1040), {}, "gemm_block_scaled_sm100"),
     ("nvfp4_one_level", (256, 512, 1017), {}, "_scaled_mm"), ("mxfp8", (256, 512, 1001), {}, "_scaled_mm"),
     ("mxfp8", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "gemm_block_scaled_sm100"),

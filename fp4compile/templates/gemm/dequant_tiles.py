@@ -262,7 +262,7 @@ def run(
 def reduce_split_k(
     call: Call, sums: torch.Tensor, split_k: int, out: torch.Tensor | None = None, pdl: bool = False
 ) -> torch.Tensor:
-    """[batches, m, n] from the float32 sums [split_k, batches, m, n], with rescale, bias and epilogue; in `out` if given.
+    """[batches, m, n] from float32 sums [split_k, batches, m, n], with rescale, bias and epilogue; in `out` if given.
 
     pdl: whether the kernel that makes the sums lets this one start early; see `device.dependent_launch`.
     """
