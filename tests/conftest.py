@@ -7,8 +7,8 @@ import torch
 
 from tests.helpers import in_interpreter, kept_shapes
 
-# Tests that run their whole file again in a process of its own.
-SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own")
+# Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
+SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
 
 # Without a GPU Inductor writes C++. The two processes of `make test` keep two cores busy by themselves, so a pool of
 # compiling processes in each of them (and in each script that a test starts) only costs their start. Scalar code

@@ -53,10 +53,11 @@ def together(cache, tmp_path_factory):
 
     @functools.cache
     def run(device):
+        root = Path(__file__).parents[2]
         output = tmp_path_factory.mktemp("distributed") / "runs.pt"
         done = subprocess.run(
             [sys.executable, distributed_worker.__file__, device, str(output), *CASES[device]],
-            cwd=Path(__file__).parents[2], env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+            cwd=root, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(root)},
             capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from tests.fuzz.programs import build
 SEEDS = range(300)
 
 
+@pytest.mark.slow
 def test_the_oracle_computes_what_the_programs_do():
     """Without formats, and uncompiled: so that a finding is one about what was compiled."""
     fuzzer = Fuzzer()
