@@ -2,8 +2,8 @@
 
 On a GPU (`-m gpu`) the sizes go up to 16384 x 16384. Without one the kernels run in Triton's interpreter, which has to
 be chosen before Triton is imported: `test_in_the_interpreter` runs this file again in a process of its own. There the
-shapes are the smallest that reach every branch, because the interpreter takes a fixed time for every operation of every
-program.
+shapes are the smallest that reach every branch, because the interpreter takes a fixed time for every operation of
+every program.
 """
 
 import dataclasses
