@@ -48,6 +48,7 @@ def lower(graph: Graph) -> int:
     """Replace every op on CUDA tensors by its kernels; returns how many."""
     _inductor_patches.share_kernel_analysis("fp4compile")
     _inductor_patches.launch_as_dependents("fp4compile")
+    _inductor_patches.decompose_launches_directly("fp4compile")
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
     for op, implementation in _KERNELS.items():

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.device_interface import CudaInterface
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import config
 from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
@@ -21,6 +23,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor
 from triton.runtime import driver
 
+from fp4compile import _inductor_patches
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -185,6 +188,26 @@ def test_horizontal_fusion_is_one_launch(recipe, rows, monkeypatch):
         assert sorted(size for _, size in written) == sorted(sizes)
         assert all(re.search(rf"run\(.*\b{name}\b", after) for name, _ in written)
         assert not re.search(r"copy_|zeros|clone", text)
+
+
+@pretending
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
+    """The wrapper is the one of Inductor's own decomposition, which traces every launch."""
+    traced = []
+    dense = triton_kernel_wrap.triton_kernel_wrapper_functional_dense
+    monkeypatch.setattr(
+        triton_kernel_wrap,
+        "triton_kernel_wrapper_functional_dense",
+        lambda **kwargs: traced.append(kwargs) or dense(**kwargs),
+    )
+    direct = mlp_wrapper(monkeypatch, 90, recipe, 300)
+    assert not traced
+    monkeypatch.setattr(_inductor_patches, "decompose_launches_directly", lambda package: None)
+    decompose = post_grad.decompose_triton_kernel_wrapper_functional
+    monkeypatch.setattr(post_grad, "decompose_triton_kernel_wrapper_functional", decompose.__wrapped__)
+    by_tracing = mlp_wrapper(monkeypatch, 90, recipe, 300)
+    assert traced and direct == by_tracing
 
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")
