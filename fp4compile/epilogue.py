@@ -10,6 +10,7 @@ a number. The op `scaled_mm_epilogue` carries the steps as strings, one a step: 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 
@@ -62,18 +63,23 @@ class Epilogue:
     @classmethod
     def parse(cls, steps: Sequence[str], product_dtype: torch.dtype, dtype: torch.dtype) -> "Epilogue":
         """The epilogue of the strings that the op carries. Raises ValueError for a step that is none."""
-        return cls(tuple(_parse(step, place) for place, step in enumerate(steps)), product_dtype, dtype)
+        return cls(_parsed(tuple(steps)), product_dtype, dtype)
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
         return list(map(str, self.steps))
 
-    @property
+    @cached_property
     def kinds(self) -> dict[int, str]:
         """How each auxiliary tensor is read, by its number: "aux" or "row"."""
         names = (name for step in self.steps for name in step.arguments if isinstance(name, str))
         found = (re.fullmatch(r"(aux|row)(\d+)", name) for name in names)
         return {int(match[2]): match[1] for match in found if match is not None}
+
+
+@cache
+def _parsed(steps: tuple[str, ...]) -> tuple[Step, ...]:
+    return tuple(_parse(step, place) for place, step in enumerate(steps))
 
 
 def _parse(text: str, place: int) -> Step:

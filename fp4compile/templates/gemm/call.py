@@ -59,7 +59,7 @@ class KernelOperand:
             scales = cut(scales, fmt.block[0])
         if outer is not None and outer.dim() > 0:
             outer = cut(outer, 1)
-        return replace(self, data=cut(self.data, 1), scales=scales, outer=outer, rows=rows)
+        return KernelOperand(self.type, cut(self.data, 1), scales, outer, rows, self.k)
 
     def align(self, step: int) -> int:
         """See `device.dequantize.load_units`: -1 where rows are whole steps of `step` units; of plain rows, words that
@@ -70,15 +70,11 @@ class KernelOperand:
 
     def constants(self, name: str, step: int) -> dict:
         """The constexpr arguments of a kernel that reads this operand, as operand `name`, `step` units at a time."""
-        return {f"{name}_{field}": value for field, value in self._fields(step).items()} | {
-            f"{name}_OUTER": self.type.outer
-        }
+        fields = {**self.reading(step), "OUTER": self.type.outer}
+        return {f"{name}_{field}": value for field, value in fields.items()}
 
     def reading(self, step: int) -> dict:
         """The same for a kernel that reads one operand alone, without its outer scale."""
-        return self._fields(step)
-
-    def _fields(self, step: int) -> dict:
         square = self.type.format is not None and self.type.format.square
         return {"ELEMENT": self.type.element, "SCALE": self.type.scale, "SWIZZLED": int(self.type.swizzled),
                 "SQUARE": int(square), "ALIGN": self.align(step)}  # fmt: skip
@@ -158,14 +154,14 @@ class Call:
 
     def rows(self, start: int, count: int) -> "Call":
         """The product of some rows of A, of one matrix; start: a multiple of 128."""
-        return replace(self, problem=replace(self.problem, m=count), a=self.a.part(start, count),
-                       auxiliaries=self._auxiliaries(0, start, count))  # fmt: skip
+        return Call(replace(self.problem, m=count), self.a.part(start, count), self.b, self.bias, self.epilogue,
+                    self._auxiliaries(0, start, count))  # fmt: skip
 
     def columns(self, start: int, count: int) -> "Call":
         """The product with some rows of B, of one matrix: columns of the result; start: a multiple of 128."""
         bias = None if self.bias is None else self.bias.narrow(0, start, count)
-        return replace(self, problem=replace(self.problem, n=count), b=self.b.part(start, count), bias=bias,
-                       auxiliaries=self._auxiliaries(1, start, count))  # fmt: skip
+        return Call(replace(self.problem, n=count), self.a, self.b.part(start, count), bias, self.epilogue,
+                    self._auxiliaries(1, start, count))  # fmt: skip
 
     def _auxiliaries(self, dim: int, start: int, count: int) -> tuple[torch.Tensor, ...]:
         """Those parts of the epilogue's tensors that belong to some rows (0) or columns (1) of the result."""

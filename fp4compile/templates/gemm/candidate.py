@@ -14,7 +14,7 @@ def _never(problem: Problem) -> bool:
     return False
 
 
-def _always(problem: Problem) -> bool:
+def _always(config: Any) -> bool:
     return True
 
 
@@ -28,7 +28,7 @@ class Candidate:
     configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
         configure. run: launches a call with that configuration and returns [batches, m, n].
     takes_epilogue: whether it can apply an epilogue before it stores.
-    traceable: whether a graph can hold its launches: not those of a loop over parts.
+    traceable: whether a graph can hold the launches of a configuration: not those of a loop over parts.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a: whether it writes a quantised A to memory in 16 bits first.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
@@ -41,7 +41,7 @@ class Candidate:
     configure: Callable[[Problem], Any]
     run: Callable[[Call, Any], torch.Tensor]
     takes_epilogue: Callable[[Problem], bool] = _never
-    traceable: Callable[[Problem], bool] = _always
+    traceable: Callable[[Any], bool] = _always
     any_rows: bool = False
     dequantizes_a: bool = False
     group_with: Callable[[Problem], tuple] | None = None

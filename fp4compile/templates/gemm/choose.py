@@ -73,12 +73,15 @@ def choose(problem: Problem, preferred: str | None = None) -> Choice:
         each = [_candidate(replace(problem, m=m), None) for m in _REPRESENTATIVE_ROWS]
         dequantizes = all(candidate.dequantizes_a for candidate in each)
         return Choice("by rows", found.tier, dequantizes_a=dequantizes, settled=False, traceable=False)
-    fused = replace(problem, epilogue=True)
+    # An epilogue never makes a candidate serve a problem: if this one still does, it is still the first.
+    fused = problem if problem.epilogue else replace(problem, epilogue=True)
+    with_epilogue = found if found.serves(fused) else _candidate(fused, None)
+    config = found.configure(problem)
     return Choice(
-        found.name, found.tier, found.configure(problem),
-        takes_epilogue=_candidate(fused, None).takes_epilogue(fused), dequantizes_a=found.dequantizes_a,
+        found.name, found.tier, config,
+        takes_epilogue=with_epilogue.takes_epilogue(fused), dequantizes_a=found.dequantizes_a,
         group=None if found.group_with is None or problem.empty else found.group_with(problem),
-        traceable=found.traceable(problem),
+        traceable=found.traceable(config),
     )  # fmt: skip
 
 

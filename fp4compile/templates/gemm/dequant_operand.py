@@ -108,17 +108,31 @@ def _run(call: Call, config: DequantOperandConfig) -> torch.Tensor:
     If a value was too small for bfloat16, which is known on the device alone, the tiles are computed once more.
     """
     p = call.problem
-    inexact = call.a.data.new_zeros((), dtype=torch.int32) if _checked(p) else call.a.data  # or never read
-    first = call.a if config.by_columns else call.b
-    whole = dequantized(first, p.m if config.by_columns else p.n, p.k, p.compute_dtype, p.target, inexact)
+    checked, direct, dtype = _checked(p), _direct(p), p.compute_dtype
+    inexact = call.a.data.new_zeros((), dtype=torch.int32) if checked else call.a.data  # or never read
+    first, rows = (call.a, p.m) if config.by_columns else (call.b, p.n)
+    whole = dequantized(first, rows, p.k, dtype, p.target, inexact)
+
+    def part(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[m, n] of A and B, one of which is there in 16 bits; into `out` if it is given."""
+        x, rows = (call.b, call.problem.n) if config.by_columns else (call.a, call.problem.m)
+        other = dequantized(x, rows, p.k, dtype, p.target, inexact)
+        a, b = (whole, other.t()) if config.by_columns else (other, whole.t())
+        with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
+            if not direct:
+                return dequant_tiles.reduce_split_k(call, torch.mm(a, b, out_dtype=torch.float32), 1, out)
+            if call.bias is None:
+                return torch.mm(a, b, out=out)
+            return torch.addmm(call.bias, a, b, out=out)
+
     if config.lines is None:
-        out = _part(call, whole, config.by_columns, inexact)
+        out = part(call)
     else:
         out = call.empty().view(p.m, p.n)
         for start, size in _parts(p.n if config.by_columns else p.m, config.lines):
-            part = call.columns(start, size) if config.by_columns else call.rows(start, size)
-            _part(part, whole, config.by_columns, inexact, out.narrow(int(config.by_columns), start, size))
-    return dequant_tiles.run(call, dequant_tiles_config(p), out, wanted=inexact) if _checked(p) else out
+            cut = call.columns(start, size) if config.by_columns else call.rows(start, size)
+            part(cut, out.narrow(int(config.by_columns), start, size))
+    return dequant_tiles.run(call, dequant_tiles_config(p), out, wanted=inexact) if checked else out
 
 
 def _parts(count: int, most: int) -> list[tuple[int, int]]:
@@ -127,25 +141,9 @@ def _parts(count: int, most: int) -> list[tuple[int, int]]:
     return [(start, min(size, count - start)) for start in range(0, count, size)]
 
 
-def _part(
-    call: Call, whole: torch.Tensor, by_columns: bool, inexact: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[m, n] of A and B, one of which is given dequantised; into `out` if it is given."""
-    p = call.problem
-    x, rows = (call.b, p.n) if by_columns else (call.a, p.m)
-    part = dequantized(x, rows, p.k, p.compute_dtype, p.target, inexact)
-    a, b = (whole, part.t()) if by_columns else (part, whole.t())
-    with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
-        if not _direct(p):
-            return dequant_tiles.reduce_split_k(call, torch.mm(a, b, out_dtype=torch.float32), 1, out)
-        if call.bias is None:
-            return torch.mm(a, b, out=out)
-        return torch.addmm(call.bias, a, b, out=out)
-
-
 CANDIDATE = Candidate(
     "dequant_operand", "emulated", _serves, _configure, _run,
     # The library cannot apply an epilogue, and one that is applied must not be applied to the tiles once more.
     takes_epilogue=lambda p: not _direct(p) and not _checked(p),
-    traceable=lambda p: _configure(p).lines is None, dequantizes_a=True,
+    traceable=lambda config: config.lines is None, dequantizes_a=True,
 )  # fmt: skip

@@ -6,7 +6,6 @@ that of two `float8_rowwise` operands is left to the FP8 matrix units, whose sum
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -47,6 +46,8 @@ def scaled_mm(
     if call.problem.empty:
         return a.data.new_empty(shape, dtype=call.stored_dtype)
     choice = choice or choose(call.problem)
+    if epilogue is not None and not choice.takes_epilogue:
+        raise ValueError("epilogue: the kernel that serves this product takes none")
     return named(choice.kernel).run(call, choice.config).view(shape)
 
 
@@ -85,8 +86,6 @@ def call_of(
 
 
 def _check_epilogue(p: Problem, epilogue: Epilogue, auxiliaries: Sequence[torch.Tensor], device: torch.device) -> None:
-    if not choose(replace(p, epilogue=False)).takes_epilogue:
-        raise ValueError("epilogue: the kernel that serves this product takes none")
     if len(auxiliaries) > AUXILIARIES:
         raise ValueError(f"epilogue: at most {AUXILIARIES} operands, got {len(auxiliaries)}")
     for i, x in enumerate(auxiliaries):

@@ -4,6 +4,7 @@ A `Problem` is frozen. Its sizes may be symbolic; with concrete ones it can be a
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -78,7 +79,7 @@ class Problem:
         block = max(x.format.block_cols for x in (self.a, self.b) if x.format is not None)
         return block if block > 1 else 32
 
-    @property
+    @cached_property
     def compute(self) -> str:
         """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantize`."""
         plain = [x.dtype for x in (self.a, self.b) if x.format is None]
