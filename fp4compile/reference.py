@@ -6,6 +6,8 @@ of constants, so that they run while a CUDA graph is captured. The quantised dim
 Sources of the formulas: torchao 0.18 `nvfp4_quantize`, `to_mx` and float8 rowwise; Transformer Engine's NVFP4
 reference; OCP Microscaling Formats v1.0; cuBLAS block quantisation (rceil); Philox: Salmon et al., "Parallel Random
 Numbers: As Easy as 1, 2, 3", SC 2011.
+
+One file, because it is the contract: it is read from top to bottom beside docs/numerics.md.
 """
 
 import math

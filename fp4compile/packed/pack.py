@@ -97,7 +97,7 @@ class _Choice:
             return f"its weight is that of {tied[0]!r} too"
         layer_recipe, reason = self._decide(names, linear)
         if layer_recipe is None or reason is not None:
-            return reason or "no recipe"
+            return str(reason)  # without a recipe there is always a reason
         if layer_recipe.fprop_w is None:
             return f"recipe {layer_recipe.name} leaves weights in high precision"
         if layer_recipe.activation_scale == "dynamic":

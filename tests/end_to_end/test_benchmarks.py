@@ -13,7 +13,10 @@ from triton.runtime.errors import OutOfResources
 from benchmarks import common, gradient_error, launches, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
+from fp4compile.operand import Operand
 from fp4compile.targets import Target
+from fp4compile.templates.gemm.choose import choose
+from fp4compile.templates.gemm.heuristics import WgmmaConfig
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as quantize
 
@@ -99,7 +102,8 @@ def test_distance_from_bf16():
 @pytest.mark.parametrize("name", launches.PRODUCTS)
 def test_the_tables_launches_are_among_those_tried(name, m):
     sizes, k = launches.PRODUCTS[name]
-    assert launches.table_of(m, sum(sizes), k) in launches.launches(m, k)
+    chosen = choose(launches.problem(m, sum(sizes), k)).config
+    assert chosen in launches.launches(m, sum(sizes), k)
 
 
 @pytest.mark.parametrize("name, m", [("gate, up", 1), ("o", 4), ("down", 16), ("o", 64)])
@@ -107,16 +111,18 @@ def test_products_are_launched_as_asked(name, m):
     sizes, k = launches.PRODUCTS[name]
     x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
     with dry_run(Target(90)):
-        weights = [quantize.quantize(torch.empty(n, k, device="meta"), launches.NVFP4) for n in sizes]
-    for asked in launches.launches(m, k):
-        with dry_run(Target(90)) as made, launches.computes(m, asked):
+        weights = [
+            Operand(*quantize.quantize(torch.empty(n, k, device="meta"), launches.NVFP4), launches.NVFP4) for n in sizes
+        ]
+    for asked in launches.launches(m, sum(sizes), k):
+        with dry_run(Target(90)) as made, launches.computes(m, k, asked):
             launches.product(x, weights)
         made = [one for one in made if one.kernel.__name__ != "swizzle_a_sm90"]
-        found = made[0].constants | {"WARPS": made[0].num_warps, "SPLIT": len(made), "GRID": made[0].grid}
-        asked["SPLIT"] = min(asked.get("SPLIT", 1), 2)  # sums of parts are added by another launch
-        if "GRID" in asked:
-            asked["GRID"] = min(asked["GRID"], sum(sizes) // (16 * asked.get("TILES", 1)))
-        assert asked.items() <= found.items()
+        assert asked.constants.items() <= made[0].constants.items() and made[0].num_warps == asked.warps
+        if isinstance(asked, WgmmaConfig):  # sums of parts are added by another launch
+            assert (made[0].grid, len(made)) == (asked.grid(sum(sizes)), min(asked.split_k, 2))
+        else:
+            assert made[0].grid == min(asked.grid, sum(sizes) // (16 * getattr(asked, "tiles", 1)))
 
 
 def test_launches_that_do_not_fit_or_agree_are_left_out(monkeypatch, capsys):

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from fp4compile import formats, reference
+from fp4compile.operand import Operand
 from fp4compile.recipe import Recipe, named
 from fp4compile.report import Row
 
@@ -135,12 +136,12 @@ class Oracle:
             if not role.endswith("_w"):  # several operators stand before it, each with a rounding more or less
                 x = self._perturbed(x, 2)
             if treatment is None:
-                operands += [x, None, None, None]
+                operands.append(Operand(x))
                 names.append("plain")
             else:
                 fmt, outer, hadamard = treatment
                 outer = None if outer is None else torch.full((), outer, device=x.device)
-                operands += [*reference.quantize(x, fmt, outer, transform=hadamard), fmt]
+                operands.append(Operand(*reference.quantize(x, fmt, outer, transform=hadamard), fmt))
                 names.append(fmt.name)
         m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
         self.products[_key(layer.name, product, self._sizes(m, n, k, layer, product), tuple(names))] += 1

@@ -89,7 +89,7 @@ def check(x, fmt, outer=None, layout="linear"):
     given = None if outer is None else outer.to(DEVICE)
     got = kernels.quantize(on_device, fmt, given, layout)
     assert_same_bits(got, expected)
-    if ops.expands(fmt) and layout == "linear":
+    if ops.fake_quantizable(fmt) and layout == "linear":
         at_once = kernels.fake_quantize(on_device, fmt, given)
         assert_same_bits(at_once, [reference.dequantize_blocks(*expected[:2], fmt).half(), expected[2]])
     values = kernels.dequantize(*got, fmt, x.shape[-1], x.dtype)
@@ -413,7 +413,7 @@ def test_large(format, shape):
     layout = "swizzled" if fmt.block and shape[0] % 2 else "linear"
     expected = reference.quantize(x, fmt, None, layout)
     assert_same_bits(kernels.quantize(x, fmt, None, layout), expected)
-    if ops.expands(fmt):
+    if ops.fake_quantizable(fmt):
         values = reference.dequantize_blocks(*expected[:2], fmt).half(), expected[2]
         assert_same_bits(kernels.fake_quantize(x, fmt), values)
     columns = reference.quantize(x.mT, fmt, None, layout)
@@ -435,7 +435,7 @@ def test_beyond_32_bit_offsets(format):
     assert_same_bits((data[-64:], scales[-64:], None if outer is None else outer[-64:]), expected)
     assert_same_bits([kernels.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
                      [reference.dequantize(*expected, fmt, x.shape[-1], torch.bfloat16)])  # fmt: skip
-    if ops.expands(fmt):
+    if ops.fake_quantizable(fmt):
         values, _ = kernels.fake_quantize(x, fmt)
         assert_same_bits([values[-64:]], [reference.dequantize_blocks(*expected[:2], fmt).half()])
 

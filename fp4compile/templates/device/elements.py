@@ -13,6 +13,8 @@ FP8 codes). So packing codes needs neither a split nor a reshape.
 
 Inductor launches kernels with fused multiply-adds allowed, and leaves no choice. Here that changes no bit: products
 that feed a sum are exact, or the fused form is written out.
+
+One file, because rounding and decoding of an element are inverse to each other and read side by side.
 """
 
 import triton
