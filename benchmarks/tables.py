@@ -117,6 +117,21 @@ def compile_time(content: dict) -> Cells:
     return [["backend", "median, s", "lowest, s", "highest, s", "median over Inductor's"], *rows]
 
 
+def compile_time_llama(content: dict) -> Cells:
+    rows = [
+        [str(row["machine"]), _packed_model(row["model"]), _number(row["prefill s"], 1), _number(row["prefill x"], 2),
+         _number(row["decode s"], 1), _number(row["decode x"], 2)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    header = ["machine", "model", "first prefill, s", "over bf16's", "first decode step, s", "over bf16's"]
+    return [header, *rows]
+
+
+def _packed_model(name: str) -> str:
+    recipe, comma, when = name.partition(",")
+    return name if name == "bf16" else f"packed, `{recipe}`{comma}{when}"
+
+
 # ---------------------------------------------------------------- quantising
 
 # What the kernel of a benchmark's case does, in words.
@@ -330,6 +345,7 @@ def gradient_error(content: dict) -> Cells:
 TABLES = {
     "minilm": Table("minilm_cpu.json", minilm),
     "compile_time": Table("compile_time_cpu.json", compile_time),
+    "compile_time_llama": Table("compile_time_h200.json", compile_time_llama),
     "quantize": Table("quantize_h200.json", quantize),
     "quantize_small": Table("quantize_h200.json", quantize_small),
     "linear": Table("linear_h200.json", linear),

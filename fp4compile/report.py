@@ -207,7 +207,13 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         rule = "-" * max(len(line) for line in lines)
-        return "\n".join((lines[0], rule, *lines[1:], rule, self.summary()))
+        return "\n".join((lines[0], rule, *lines[1:], rule, self.summary(), *self._passes_line()))
+
+    def _passes_line(self) -> list[str]:
+        """A line with the matches of each pass, and its time where it is known."""
+        told = (f"{name} {run.matches}" + f" ({1e3 * run.seconds:.1f} ms)" * (run.seconds > 0)
+                for name, run in self.passes.items())  # fmt: skip
+        return [f"passes: {', '.join(told)}"] if self.passes else []
 
 
 @dataclass

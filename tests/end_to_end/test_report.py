@@ -320,3 +320,11 @@ def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(tm
     assert "the script gave none of this package's backends to torch.compile" in said
     said = run_script(tmp_path, backend="'fp4compile_mxfp8'", end="raise OSError('gone')")
     assert "compiled nothing" not in said and said.endswith("OSError: gone\n")
+
+
+def test_passes_are_told():
+    """Below the table: how often each pass matched, and its time where the passes ran."""
+    report = Report("nvfp4", [])
+    assert "passes:" not in str(report)
+    report.add([], {"find": 3, "lower": 2}, seconds={"find": 0.0042})
+    assert str(report).splitlines()[-1] == "passes: find 3 (4.2 ms), lower 2"
