@@ -72,7 +72,7 @@ def main() -> None:
         count = len(numpy.load(args.tokens, mmap_mode="r"))
     settings = {name: getattr(args, name) for name in ("steps", "batch", "shape", "rate", "seeds")}
     settings |= {"tokens of text": count}
-    settings |= {"parameters": runs[args.variants[0], args.seeds[0]]["parameters"], "epilogue": TAIL}
+    settings |= {"parameters": runs[args.variants[0], args.seeds[0]]["parameters"], "tail": TAIL}
     losses = {variant: {seed: runs[variant, seed]["losses"] for seed in args.seeds} for variant in args.variants}
     rows = [summary(variant, runs, args.seeds) for variant in args.variants]
     common.publish(args, settings | {"losses": losses}, rows)
@@ -109,19 +109,15 @@ def summary(variant: str, runs: dict, seeds: list[int]) -> dict:
     """Means over seeds; how far the variant is from bf16 of the same seed, on average and each time."""
     mine = [runs[variant, seed] for seed in seeds]
     known = ("bf16", seeds[0]) in runs
-    over = [
-        100 * (_epilogue(run) / _epilogue(runs["bf16", seed]) - 1)
-        for run, seed in zip(mine, seeds, strict=True)
-        if known
-    ]
+    over = [100 * (_tail(run) / _tail(runs["bf16", seed]) - 1) for run, seed in zip(mine, seeds, strict=True) if known]
     return {
-        "variant": variant, "loss": statistics.mean(map(_epilogue, mine)),
+        "variant": variant, "loss": statistics.mean(map(_tail, mine)),
         "over bf16 %": statistics.mean(over) if over else None, "of each seed": [round(value, 2) for value in over],
         "quantised %": mine[0]["quantised"], "seconds": max(run["seconds"] for run in mine),
     }  # fmt: skip
 
 
-def _epilogue(run: dict) -> float:
+def _tail(run: dict) -> float:
     losses = run["losses"][-TAIL:]
     return sum(losses) / len(losses)
 

@@ -12,8 +12,8 @@
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
 and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale
 is one of them unless a Hadamard transform gives the columns an amax of their own.
-`fake_quantize` is for products that would expand the codes of A to 16 bits first: with its values as a plain A
-and its outer scale as that of A, `scaled_mm` gives what it gives of codes and scales.
+`fake_quantize` is for products that would dequantise A to 16 bits first. With its values as a plain A and its outer
+scale as that of A, `scaled_mm` gives what it gives of codes and scales.
 Random bits come from a seed, which is an input: a product that is recomputed gets the same bits.
 `functional` is the eager interface to them, on `BlockScaled` operands.
 """

@@ -46,7 +46,7 @@ def _readers(quantise: Node) -> list[Node]:
 
 
 def _multiplies(reader: Node, quantise: Node) -> bool:
-    """Whether a reader is a product that expands the codes first, as its A and nothing else."""
+    """Whether a reader is a product that dequantises the codes in memory first, as its A and nothing else."""
     if reader.target is not SCALED_MM:
         return False
     places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]

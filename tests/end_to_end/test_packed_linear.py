@@ -363,7 +363,7 @@ def test_an_encoder_layer_runs_its_packed_layers(recipe, compiled):
         attended = layer.norm1(x + layer.self_attn(x, x, x, need_weights=False)[0])
         inner = torch.relu(layer.linear1(attended))
         expected = layer.norm2(attended + layer.linear2(inner))
-        # The fast path would multiply the expanded weights with activations as they are: that is 1e-2 off.
+        # The fast path would multiply the dequantised weights with activations as they are: that is 1e-2 off.
         torch.testing.assert_close(run(x), expected, rtol=0, atol=1e-6)
 
 

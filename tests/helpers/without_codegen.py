@@ -26,10 +26,10 @@ def install(monkeypatch) -> list[dict]:
     return seen
 
 
-def _compile(gm, example_inputs, register_tile):
-    if not register_tile.get("use_joint_graph_passes", True):
+def _compile(gm, example_inputs, patches):
+    if not patches.get("use_joint_graph_passes", True):
         return gm.forward
-    rewrite, lower = register_tile["joint_custom_pre_pass"], register_tile["post_grad_custom_post_pass"]
+    rewrite, lower = patches["joint_custom_pre_pass"], patches["post_grad_custom_post_pass"]
 
     def partition(joint, joint_inputs, **kwargs):
         rewrite(joint.graph)

@@ -32,8 +32,8 @@ class Keyed:
         torch.compile(function, backend=keep, dynamic=False)(*arguments)
         ((self.gm, self.inputs),) = captured
 
-    def key(self, uuid="uuid", **register_tile):
-        return report_cache.key(self.gm, self.inputs, uuid, register_tile)
+    def key(self, uuid="uuid", **patches):
+        return report_cache.key(self.gm, self.inputs, uuid, patches)
 
 
 def double(x):
@@ -55,8 +55,8 @@ SQUARE = torch.ones(8, 8)
 FLAG = torch.tensor(True)
 
 
-def key_of(function, *arguments, **register_tile):
-    return Keyed(function, *arguments).key(**register_tile)
+def key_of(function, *arguments, **patches):
+    return Keyed(function, *arguments).key(**patches)
 
 
 @pytest.mark.parametrize(

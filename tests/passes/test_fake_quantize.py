@@ -1,4 +1,4 @@
-"""Which quantises become quantise and expand in one, and what is launched and computed then."""
+"""Which quantises become `fake_quantize`, and what is launched and computed then."""
 
 import re
 from types import SimpleNamespace
@@ -139,7 +139,7 @@ def test_which_ones(name):
     left.
     """
     function, weights = (REPLACED | LEFT)[name], [packed(600, "nvfp4_te" if name == "square" else "nvfp4")]
-    # As B, too, so many rows are what the library multiplies: their codes would be expanded first.
+    # As B, too, the library multiplies so many rows: their codes would be dequantised first.
     rows = 512 if name in ("both operands", "right operand") else 128
     graph_module = traced(function, weights, rows=rows)
     x = torch.randn(rows, K).bfloat16()
@@ -251,7 +251,7 @@ VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", 
     (1, 8192, ["gemv"]), (40, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction"]),
     (256, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
 def test_launches(m, n, served, recipe, activations, weights):
-    """Activations are quantised and expanded, then multiplied; of large ones, the weights alone are expanded."""
+    """A is fake-quantised, then multiplied. Of large products, only B is dequantised in memory."""
     found = launched(recipe, m, n, 1024)
     assert [name for name, _ in found[-len(served) :]] == served
     quantised = found[: -len(served)]
@@ -284,7 +284,7 @@ def test_a_product_in_parts_stays_an_op():
 ])  # fmt: skip
 def test_compiles_ahead(name, shape, dtype, sm):
     """Nothing spills, and large tensors are read and written 16 bytes at a time."""
-    one = check_sm100.Configuration("rows, expanded", name, kernels.fake_quantize, shape, dtype)
+    one = check_sm100.Configuration("rows, fake", name, kernels.fake_quantize, shape, dtype)
     _, found = check_sm100._check(one.launches(sm)[-1], one.label, name, sm)
     assert found.local_accesses == 0
     assert shape[0] < 8192 or not found.problems(set())
@@ -315,8 +315,8 @@ def test_compiled(recipe, rows, monkeypatch):
     with config.patch(force_disable_caches=True):
         expected, before = run()
     assert torch.equal(got, expected)
-    by_image = 8 < rows <= 64  # for which codes are expanded as well
-    assert names.count("dequant_operand") == before.count("dequant_operand") - (not by_image)
+    by_wgmma = 8 < rows <= 64  # its swizzled A dequantises codes as well
+    assert names.count("dequant_operand") == before.count("dequant_operand") - (not by_wgmma)
     if recipe.name != "nvfp4_static":
         assert_product(got, x, layer, recipe)
 
@@ -338,7 +338,7 @@ def test_any_number_of_rows():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("rows", [1, 40, 300])
 def test_a_gated_mlp_of_packed_weights(rows, mode, monkeypatch):
-    """Shared activations, epilogues and siblings: the bits that are there without the pass."""
+    """Shared A, epilogues and horizontal fusion: the bits that are there without the pass."""
 
     class Gated(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Snapshots: graphs before and after their activations are quantised and expanded in one.
+"""Snapshots: graphs before and after `fake_quantize`.
 
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """

@@ -150,7 +150,7 @@ def test_the_cpu_is_left_alone():
 
 
 def test_traced_once():
-    """One launch for the products of a quantised A, which is expanded once."""
+    """One launch for the products of a quantised A, which is dequantised once."""
     graph_module = traced(quantised, [packed(n) for n in (64, 24, 24)], rows=4)
     merged(graph_module)
     (x, *_) = graph_module.graph.find_nodes(op="placeholder")

@@ -116,7 +116,7 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
 
 @pretending
 def test_what_starts_early(monkeypatch):
-    """The kernels that await the amax and the image of the activations, and no others, are launched as dependents."""
+    """The kernels that wait for the amax and for the swizzled A, and no others, are launched as dependents."""
     kernels, calls = mlp_wrapper(monkeypatch, 90, "nvfp4", 16)
     early = [name for name, text in kernels.items() if "'launch_pdl': True" in text]
     assert {re.sub(r"_\d+$", "", name) for name in early} == {"quantize_rows", "gemm_wgmma_sm90"}

@@ -277,7 +277,7 @@ def dtypes_of(launch):
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
     """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
     monkeypatch.setattr(driver, "_active", NoGpu(90))
-    kernels, expanded = set(), 0
+    kernels, fake_quantised = set(), 0
     for launch in launches():
         dtypes = dtypes_of(launch)
         arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
@@ -290,13 +290,13 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["GROUP_SIZE"]])
         if dtypes.get("data_ptr") == torch.float16:
-            expanded += 1
+            fake_quantised += 1
             assert written == {"data_ptr", "outer_ptr"}
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
                        "gemm_dequant_tiles"}  # fmt: skip
-    assert expanded == 2
+    assert fake_quantised == 2
     assert "assuming every input is mutated" not in caplog.text
 
 
