@@ -108,6 +108,7 @@ def test_round_trip_through_json(recipe):
     assert back == recipe and back.digest == recipe.digest
 
 
+@pytest.mark.slow
 def test_digest_is_the_same_in_another_process():
     code = "from fp4compile.recipe import named; print(named('nvfp4').digest)"
     run = subprocess.run(

@@ -305,6 +305,7 @@ def run_script(tmp_path, *command, **how):
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend, command",
     [("fp4compile.backend('mxfp8')", ()), ("'fp4compile_mxfp8'", ("-m", "fp4compile", "run"))],
@@ -315,6 +316,7 @@ def test_a_backend_that_was_never_called_says_so_at_the_end(backend, command, tm
     assert said.count("recipe mxfp8: compiled nothing. Likely causes: a module of torch's own") == 1
 
 
+@pytest.mark.slow
 def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(tmp_path):
     said = run_script(tmp_path, "-m", "fp4compile", "run", backend="'eager'", end="")
     assert "the script gave none of this package's backends to torch.compile" in said
