@@ -22,7 +22,11 @@ MULTIPROCESSORS = 132  # of an H200
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """Of `gemv`. warps: of a program. steps: of a warp along K. rows: of A. shared: bytes to reserve. grid: at most."""
+    """How `gemv` is launched.
+
+    warps: warps of a program. steps: steps of a warp along K. rows: rows of A that the kernel computes, 1 or 2.
+    shared: bytes of shared memory to reserve for a program. grid: the most programs; fewer tiles need fewer.
+    """
 
     warps: int
     steps: int
@@ -36,9 +40,9 @@ class GemvConfig:
 
 
 def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], int]) -> GemvConfig | None:
-    """None for more than two rows of A, or rows too long for shared memory.
+    """The configuration; None for more than two rows of A, or for rows that shared memory cannot hold.
 
-    width: elements of a warp's step. needed_bytes: of shared memory, by warps, steps and rows.
+    width: elements of a warp's step along K. needed_bytes: bytes of shared memory, by warps, steps and rows.
     """
     rows = 1 if statically_true(p.m == 1) else 2
     warps = 8 if statically_true(p.k <= 16 * 8 * width) else 16
@@ -59,7 +63,11 @@ def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], 
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """Of `skinny`. tiles: of 16 rows of B in a program. chains: of sums that a warp makes at a time. grid: at most."""
+    """How `skinny` is launched.
+
+    rows: rows of A that the kernel computes. tiles: tiles of 16 rows of B that a program computes at a time. warps:
+    warps of a program. stages: pipeline stages. chains: independent accumulators of a warp. grid: the most programs.
+    """
 
     rows: int
     tiles: int
@@ -75,7 +83,7 @@ class SkinnyConfig:
 
 
 def skinny_config(p: Problem) -> SkinnyConfig:
-    """For the shapes of Llama-3; every configuration fits into 48 KB of shared memory.
+    """The configuration, tuned for the shapes of Llama-3. Every one fits into 48 KB of shared memory.
 
     With six programs for each multiprocessor some programs take two tiles, and no last few programs run alone. Two
     chains pay where few warps share a multiprocessor.
@@ -96,9 +104,11 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 
 @dataclass(frozen=True)
 class WgmmaConfig:
-    """Of `wgmma_sm90`. rows: of A, padded. stages: of a warp's weights. split_k: parts of K, summed by another kernel.
+    """How `wgmma_sm90` is launched.
 
-    shared: bytes to reserve for a program; 0 until `wgmma_config` has set it.
+    rows: rows of A, padded to 16, 32 or 64. warps: warps of a program. stages: pipeline stages of a warp's weights.
+    steps_per_stage: steps of a pipeline stage of A. split_k: parts of K, whose sums another kernel adds. shared: bytes
+    of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
     """
 
     rows: int
@@ -118,15 +128,15 @@ class WgmmaConfig:
 
 
 def wgmma_config(p: Problem, needed_bytes: Callable[[int, int, int, int], int]) -> WgmmaConfig:
-    """For the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
+    """The configuration, tuned for the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
     return with_shared_memory(_wgmma_tile(p), p, needed_bytes)
 
 
 def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[int, int, int, int], int]):
     """The configuration with so much shared memory reserved that programs spread evenly over the multiprocessors.
 
-    needed_bytes: of shared memory, by rows, warps, stages and steps per stage. Raises StopIteration where not even one
-    program fits.
+    needed_bytes: bytes of shared memory of a program, by rows, warps, stages and steps per stage. Raises StopIteration
+    where not even one program fits.
     """
     size = needed_bytes(config.rows, config.warps, config.stages, config.steps_per_stage)
     grid = config.grid(p.n)
@@ -136,7 +146,7 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[
 
 
 def _wgmma_tile(p: Problem) -> WgmmaConfig:
-    """A program of eight warps for each multiprocessor, or one of 16.
+    """The tile: a program of eight warps for each multiprocessor, or one program of 16 warps.
 
     16 warps read A less often, which pays where A has many rows and B is large. Small weights need many small
     programs, and so do large ones with few rows of A. Partial sums cost another launch, so that one program for each
@@ -161,7 +171,12 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
 
 @dataclass(frozen=True)
 class DequantTilesConfig:
-    """Of `dequant_tiles`: a tile [bm, bn]; warps: parts of a step along K, of `units` units each."""
+    """How `dequant_tiles` is launched.
+
+    bm, bn: the tile of the result. units, warps: a step along K has `warps` shares of `units` units (element pairs).
+    stages: pipeline stages. num_warps: warps of a program. split_k: parts of K, whose sums another kernel adds.
+    group_m: row tiles that are walked together, so that the L2 cache serves them.
+    """
 
     bm: int
     bn: int
@@ -194,6 +209,7 @@ _FEW_ROWS = {
 
 
 def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
+    """The configuration, by the number of rows of A, what the products are computed in, and the GPU's shared memory."""
     if p.target.sm == 0:
         if statically_true(p.m <= 8):  # so that the interpreter runs a split K as well
             return DequantTilesConfig(8, 16, 16, 2, 2, 4, split_k=2)
@@ -207,7 +223,7 @@ def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
 
 
 def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
-    """For up to 64 rows of A. budget: bytes of shared memory for the tiles on their way."""
+    """The configuration for up to 64 rows of A. budget: bytes of shared memory for the tiles that are being loaded."""
     bm = next(rows for rows in (8, 16, 32, 64) if statically_true(p.m <= rows))
     a_bytes, b_bytes = p.a.unit_bytes, p.b.unit_bytes
     bn, units, warps, stages, num_warps, enough = _FEW_ROWS["packed" if a_bytes == 1 else "plain", bm]
@@ -229,7 +245,11 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
 
 @dataclass(frozen=True)
 class BlockScaledConfig:
-    """Of `block_scaled_sm100`: a tile [bm, bn], steps of bk elements along K."""
+    """How `block_scaled_sm100` is launched.
+
+    bm, bn: the tile of the result. bk: elements of a step along K. stages: pipeline stages. num_warps: warps of a
+    program. group_m: row tiles that are walked together, so that the L2 cache serves them.
+    """
 
     bm: int
     bn: int
@@ -244,7 +264,7 @@ class BlockScaledConfig:
 
 
 def block_scaled_config(p: Problem) -> BlockScaledConfig:
-    """An epilogue takes registers: then more warps share a tile, or steps are shorter."""
+    """The configuration. An epilogue takes registers: with one, more warps share a tile, or steps are shorter."""
     packed = p.a.format.packed and p.b.format.packed
     warps = 4 if packed and not p.epilogue and p.target.sm < 120 else 8
     step = 256 if packed and not (p.epilogue and p.target.sm >= 120) else 128
@@ -263,9 +283,10 @@ PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 
 @dataclass(frozen=True)
 class DequantOperandConfig:
-    """Of `dequant_operand`. by_columns: A is dequantised whole and B in parts, else the reverse.
+    """How `dequant_operand` is launched.
 
-    lines: rows of the operand that is cut, in a part; None where the product is made whole.
+    by_columns: whether A is dequantised whole and B in parts, which are columns of the result; else the reverse. lines:
+    rows of the cut operand in a part; None where the product is made whole.
     """
 
     by_columns: bool
@@ -273,7 +294,7 @@ class DequantOperandConfig:
 
 
 def dequant_operand_config(p: Problem, direct: bool) -> DequantOperandConfig:
-    """direct: whether the library writes the result itself, so that no float32 sums are needed."""
+    """The configuration. direct: whether the library writes the result itself, so that no float32 sums are needed."""
     by_columns = _dequantized_bytes(p, p.a.format, p.m) < _dequantized_bytes(p, p.b.format, p.n)
     count, others, cut = (p.n, p.m, p.b) if by_columns else (p.m, p.n, p.a)
     line_bytes = (0 if cut.format is None else 2 * p.k) + (0 if direct else 4 * others)
@@ -286,5 +307,5 @@ def dequant_operand_config(p: Problem, direct: bool) -> DequantOperandConfig:
 
 
 def _dequantized_bytes(p: Problem, fmt, rows):
-    """What dequantising an operand needs, as far as it is known: a symbolic number of rows counts as few."""
+    """Bytes that an operand takes in 16 bits. A symbolic number of rows counts as few."""
     return 0 if fmt is None else 2 * p.k * (rows if isinstance(rows, int) else LIBRARY_ROWS)
