@@ -14,6 +14,8 @@ from functools import cache, cached_property
 
 import torch
 
+# Tensors that an epilogue reads, at most: each is an argument of every launch of the kernels, and takes registers.
+AUXILIARIES = 2
 PRODUCT = "product"
 # An argument: the product, s<i> for the result of step i, aux<i> or row<i> for auxiliary tensor i, or a number.
 Argument = str | float

@@ -104,9 +104,10 @@ def test_problems_are_keys():
 
 
 def test_nobody_else_asks_a_candidate():
-    """Outside of the GEMM room, no module imports a kernel's file: all read the Choice."""
+    """Outside the GEMM room, no module imports a kernel's file; passes import no device code. All read the Choice."""
     package = Path(fp4compile.__file__).parent
-    kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library"}
+    kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library",
+               "streaming"}  # fmt: skip
     for path in package.rglob("*.py"):
         if path.parent.name == "gemm":
             continue
@@ -114,3 +115,5 @@ def test_nobody_else_asks_a_candidate():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4compile.templates.gemm"):
                 names = {node.module.rpartition(".")[2], *(alias.name for alias in node.names)}
                 assert not names & kernels, (path, names)
+            if path.parent.name == "passes" and isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("fp4compile.templates.device"), path

@@ -14,9 +14,9 @@ from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitiv
 
 from fp4compile import _compat, formats, ops
 from fp4compile.cli import check_sm100
-from fp4compile.epilogue import Epilogue
+from fp4compile.epilogue import AUXILIARIES, Epilogue
 from fp4compile.operand import Operand
-from fp4compile.templates.device.epilogue import AUXILIARIES, source
+from fp4compile.templates.device.epilogue import source
 from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.choices import only

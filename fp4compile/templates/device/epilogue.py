@@ -27,8 +27,6 @@ from fp4compile.epilogue import Argument, Epilogue
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
 
-AUXILIARIES = 2  # tensors that an epilogue reads, at most: each is an argument of every launch, and takes registers
-
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr, ISA: tl.constexpr):

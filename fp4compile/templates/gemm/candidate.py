@@ -9,6 +9,8 @@ import torch
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.problem import Problem
 
+MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels of groups have pointers for so many
+
 
 def _never(problem: Problem) -> bool:
     return False

@@ -11,14 +11,14 @@ import torch
 
 from fp4compile import reference
 from fp4compile._compat import statically_true
-from fp4compile.epilogue import Epilogue
+from fp4compile.epilogue import AUXILIARIES, Epilogue
 from fp4compile.operand import Operand
 from fp4compile.reference import FLOATS
-from fp4compile.templates.device.epilogue import AUXILIARIES
 from fp4compile.templates.gemm.call import Call, kernel_operand
+from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.choose import Choice, choose, named
 from fp4compile.templates.gemm.problem import Problem, problem_of
-from fp4compile.templates.gemm.streaming import MOST_IN_GROUP, of_all
+from fp4compile.templates.gemm.streaming import of_all
 from fp4compile.templates.launch import target_of
 
 

@@ -3,7 +3,7 @@
 A `Problem` is frozen. Its sizes may be symbolic; with concrete ones it can be a key of a dictionary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -130,11 +130,6 @@ def problem_of(
         batches, m = 1, batches * m
     return Problem(a_type, b_type, m, n, k, out_dtype, target, None if bias is None else bias.dtype, batches,
                    not shared, epilogue)  # fmt: skip
-
-
-def with_rows(problem: Problem, m: int) -> Problem:
-    """The same problem for another number of rows of A."""
-    return replace(problem, m=m)
 
 
 def _checked(name: str, x: Operand) -> tuple[OperandType, tuple, int, int]:

@@ -8,11 +8,10 @@ import torch
 from fp4compile._compat import statically_true
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.dequant_operand import dequantized
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.launch import launch
-
-MOST_IN_GROUP = 3  # products of one A in a launch
 
 
 def streams(p: Problem) -> bool:
