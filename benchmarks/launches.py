@@ -31,7 +31,6 @@ from fp4compile.templates.gemm import choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.gemv import WIDTH, needed_bytes
 from fp4compile.templates.gemm.heuristics import (
-    MULTIPROCESSORS,
     SKINNY_ROWS,
     GemvConfig,
     SkinnyConfig,
@@ -98,11 +97,11 @@ def launches(m: int, n: int, k: int) -> list[Config]:
     rows = triton.next_power_of_2(m)
     if kernel == "gemv":
         every = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps in (4, 8, 16) for each in range(1, 8)]
-        return [GemvConfig(warps, steps, rows, shared, each * MULTIPROCESSORS)
+        return [GemvConfig(warps, steps, rows, shared, each * H200.multiprocessors)
                 for warps, steps, each in every if steps <= 16 and 8 <= warps * each <= 32
                 if (shared := reserved(needed_bytes(warps, steps, rows), each, H200))]  # fmt: skip
     every = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
-    return [SkinnyConfig(rows, tiles, warps, stages, chains, each * MULTIPROCESSORS)
+    return [SkinnyConfig(rows, tiles, warps, stages, chains, each * H200.multiprocessors)
             for tiles, warps, stages, chains, each in every]  # fmt: skip
 
 

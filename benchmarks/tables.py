@@ -18,6 +18,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from benchmarks import machine_code_tables
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured.md"
@@ -31,19 +33,20 @@ class Table:
     """One generated table.
 
     file: name of the JSON file in benchmarks/results. cells: header and rows, from the content of the file.
-    environment: the part of the content that says where and with what it was measured.
+    environment: the part of the content that says where and with what it was measured. how: what was done there.
     """
 
     file: str
     cells: Callable[[dict], Cells]
     environment: Callable[[dict], dict] = lambda content: content["environment"]
+    how: str = "Measured on"
 
     def lines(self) -> list[str]:
         """The table in Markdown, under a line that says where, with what and when it was measured."""
         content = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))
         header, *rows = self.cells(content)
         return [
-            _provenance(self.environment(content), self.file),
+            _provenance(self.how, self.environment(content), self.file),
             "",
             _line(header),
             _line(["---"] + ["--:"] * (len(header) - 1)),
@@ -52,7 +55,7 @@ class Table:
         ]
 
 
-def _provenance(environment: dict, file: str) -> str:
+def _provenance(how: str, environment: dict, file: str) -> str:
     facts = [environment["device"]]
     if "cpus" in environment:
         facts.append(f"{environment['cpus']} CPU cores")
@@ -61,7 +64,7 @@ def _provenance(environment: dict, file: str) -> str:
     if "python" in environment:
         facts.append(f"Python {environment['python']}")
     facts.append(environment["date"])
-    return f"Measured on {', '.join(facts)} ([{file}](../benchmarks/results/{file}))."
+    return f"{how} {', '.join(facts)} ([{file}](../benchmarks/results/{file}))."
 
 
 def _line(cells: list[Any]) -> str:
@@ -367,6 +370,12 @@ TABLES = {
     "training_loss_512": Table("training_loss_512_h200.json", training_loss),
     "training_loss_with_head": Table("training_loss_with_head_h200.json", training_loss),
     "gradient_error": Table("gradient_error_h200.json", gradient_error),
+    **{
+        f"machine_code_{cells.__name__}": Table(
+            "machine_code.json", cells, machine_code_tables.environment, "Compiled ahead of time:"
+        )
+        for cells in (machine_code_tables.below, machine_code_tables.products, machine_code_tables.quantizers)
+    },
 }
 
 

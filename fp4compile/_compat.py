@@ -1,5 +1,7 @@
 """What differs between the versions of torch and Triton, and what this package uses of their private parts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,21 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.errors import TritonError
+from triton.runtime import _allocation
 
 # Where no axis of a load has adjacent addresses, Triton 3.6 gives the lanes of a warp to the first axis first, and
 # Triton 3.9 to the last axis first. The version between them where that changed was not looked up: only speed depends
 # on it.
 FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
+
+
+# What a launch can fail with, of a kernel (OutOfResources, PTXASError and CompilationError are TritonErrors; a pass of
+# the compiler fails with a RuntimeError) or of a library, memory that runs out included.
+LAUNCH_ERRORS = (TritonError, RuntimeError)
+# Whether ptxas knows the conversions of two bf16 numbers to codes (PTX 9.1): the one that comes with Triton 3.9 does,
+# the one that comes with Triton 3.6 does not. The versions between them were not looked up.
+PACKED_CONVERSIONS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 
 
 # The op (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
@@ -59,11 +71,31 @@ def pointwise_by_default() -> bool:
     return config.triton.codegen_upcast_to_fp32 and not library
 
 
-def compile_ahead(kernel: Any, args: dict[str, Any], constants: dict[str, Any], num_warps: int, sm: int) -> Any:
+@contextmanager
+def scratch_memory(device: torch.device) -> Iterator[None]:
+    """Let Triton take the memory that a launch asks for (for descriptors) from torch, unless the user has said where.
+
+    Inductor's wrappers see to that themselves.
+    """
+    if not isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        yield
+        return
+    token = _allocation._allocator.set(
+        lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
+    )
+    try:
+        yield
+    finally:
+        _allocation._allocator.reset(token)
+
+
+def compile_ahead(
+    kernel: Any, args: dict[str, Any], constants: dict[str, Any], num_warps: int, sm: int, num_stages: int = 3
+) -> Any:
     """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
 
     args: tensors (meta tensors too) and ints, by name; tensors count as aligned to 16 bytes. constants: the constexpr
-    arguments by name. sm: the compute capability, 90 for 9.0.
+    arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: as of a launch.
 
     Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """
@@ -82,7 +114,8 @@ def compile_ahead(kernel: Any, args: dict[str, Any], constants: dict[str, Any], 
                 attrs[(i,)] = [["tt.divisibility", 16]]
     by_index = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(kernel, signature, by_index, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
 def cuda_tool(name: str) -> str:

@@ -25,8 +25,9 @@ def scale_layout(format: BlockFormat, *, native: bool) -> str:
     block scales is "linear".
 
     All who store scales follow this rule. An operand in a graph is native if its product is (`passes.plan`). A weight
-    that `weight_cache` keeps has the layout that its graph asks for. A packed layer (`packed.linear`) is never native,
-    because it moves between devices, and into files that serve every device.
+    that `weight_cache` keeps has the layout that its graph asks for. The weight of a packed layer is native if the
+    layer's products are, on the device where it is (`packed.scales`); in files, which serve every device, its scales
+    are linear.
     """
     return "swizzled" if native and format.scale is not None else "linear"
 

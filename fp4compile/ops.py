@@ -8,6 +8,7 @@
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype) -> product
     fp4compile::scaled_mm_epilogue(the same, operands, epilogue, dtype) -> product after the steps of `epilogue`
     fp4compile::scaled_mm_horizontal(..., several b, ...) -> products of the same a; see `passes.fuse_horizontal`
+    fp4compile::scaled_mm_library(as scaled_mm) -> product, by one call of cuBLASLt; see `templates.gemm.library`
 
 Ops carry tensors, strings and ints, have no state and never alias or mutate, so that graph passes may merge, move
 and recompute them. Of the tensors returned, those that a format does not have are empty ([0]); the column outer scale
@@ -48,17 +49,15 @@ _lib.define(
     "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
     tags=_tags,
 )
-_lib.define(
-    "scaled_mm(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
-    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype) -> Tensor",
-    tags=_tags,
+_PRODUCT = (
+    "Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
+    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype"
 )
+_lib.define(f"scaled_mm({_PRODUCT}) -> Tensor", tags=_tags)
 _lib.define(
-    "scaled_mm_epilogue(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
-    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype,"
-    " Tensor[] operands, str[] epilogue, ScalarType dtype) -> Tensor",
-    tags=_tags,
+    f"scaled_mm_epilogue({_PRODUCT}, Tensor[] operands, str[] epilogue, ScalarType dtype) -> Tensor", tags=_tags
 )
+_lib.define(f"scaled_mm_library({_PRODUCT}) -> Tensor", tags=_tags)
 _lib.define(
     "scaled_mm_horizontal(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format, Tensor[] b, Tensor[] b_scales,"
     " Tensor[] b_outer, str b_format, Tensor[] bias, ScalarType out_dtype) -> Tensor[]",
@@ -345,3 +344,20 @@ def _group(b, b_scales, b_outer, b_format: str, bias) -> list[tuple[Operand, tor
             raise ValueError(f"{name}: expected none or one for each of {len(b)} products, got {len(given)}")
     each = zip(b, *(given or [None] * len(b) for given in (b_scales, b_outer, bias)), strict=True)
     return [(operand(data, scales, outer, b_format), own_bias) for data, scales, outer, own_bias in each]
+
+
+# ---------------------------------------------------------------- scaled_mm_library
+
+# A graph holds this op only after it was lowered: Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales, and
+# calls an op that it does not know as it stands.
+torch.library.impl(_lib, "scaled_mm_library", "CompositeExplicitAutograd")(_scaled_mm)
+torch.library.register_fake("fp4compile::scaled_mm_library", lib=_lib)(_scaled_mm_fake)
+
+
+@torch.library.impl(_lib, "scaled_mm_library", "CUDA")
+def scaled_mm_library_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
+    """Two-level NVFP4 operands, [M, K] x [N, K], by cuBLASLt on SM100."""
+    from fp4compile.templates.gemm.dispatch import scaled_mm_library
+
+    a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return scaled_mm_library(a, b, bias, out_dtype)

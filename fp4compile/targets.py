@@ -2,15 +2,27 @@
 
 from dataclasses import dataclass
 
-# Multiprocessors by compute capability: H100 and H200 (90), B200 (100), B300 (103), RTX PRO 6000 Blackwell (120).
+# Multiprocessors by compute capability, for a GPU that is not there: H200 (90), B200 (100), B300 (103), RTX PRO 6000
+# Blackwell (120).
 _MULTIPROCESSORS = {90: 132, 100: 148, 103: 160, 120: 188}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A CUDA compute capability, 90 for 9.0; 0 stands for Triton's interpreter."""
+    """A GPU, as far as kernels and their launches depend on it.
+
+    sm: its compute capability, 90 for 9.0; 0 stands for Triton's interpreter. multiprocessors: how many it has. GPUs of
+    one capability differ in that: an H100 PCIe has 114, a MIG slice of an H200 fewer. Where it is not given, it is that
+    of the listed capability which is nearest below, or of an H200 if there is none.
+    """
 
     sm: int
+    multiprocessors: int = 0
+
+    def __post_init__(self) -> None:
+        if self.multiprocessors == 0:
+            known = [sm for sm in _MULTIPROCESSORS if sm <= self.sm]
+            object.__setattr__(self, "multiprocessors", _MULTIPROCESSORS[max(known, default=90)])
 
     @property
     def block_scaled_matrix_units(self) -> bool:
@@ -26,15 +38,6 @@ class Target:
     def dependent_launch(self) -> bool:
         """Whether a kernel can start before the previous one is done; see `templates.device.dependent_launch`."""
         return self.sm >= 90
-
-    @property
-    def multiprocessors(self) -> int:
-        """How many multiprocessors the GPU has, as far as its compute capability tells.
-
-        A capability that is not listed counts as the nearest one below it or, if there is none, as that of an H200.
-        """
-        known = [sm for sm in _MULTIPROCESSORS if sm <= self.sm]
-        return _MULTIPROCESSORS[max(known, default=90)]
 
     @property
     def shared_memory(self) -> int:

@@ -28,6 +28,7 @@ from fp4compile.packed.linear import (
     sizes,
 )
 from fp4compile.packed.pack import replace
+from fp4compile.packed.scales import layout_of
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
 
 _METADATA = "fp4compile"
@@ -54,6 +55,7 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     if not layers:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
     state = _tensors(model)
+    state |= _shared_scales(modules, state)
     for name, tensor in state.items():
         if tensor.is_meta:
             raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
@@ -69,6 +71,23 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a model by name: the objects, not detached copies."""
     state = model.state_dict(keep_vars=True)
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)}
+
+
+def _shared_scales(modules: list[tuple[str, nn.Module]], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The linear scales, in a state, of packed layers that have them swizzled; one tensor where layers share them."""
+    made: dict[tuple, torch.Tensor] = {}
+    swizzled = (
+        (f"{name}.weight_scales".removeprefix("."), module)
+        for name, module in modules
+        if isinstance(module, PackedLinear) and layout_of(module.weight_scales) == "swizzled"
+    )
+    return {name: made.setdefault(_place(layer), state[name]) for name, layer in swizzled if name in state}
+
+
+def _place(layer: PackedLinear) -> tuple:
+    """Equal for layers whose block scales are the same memory, read alike."""
+    scales = layer.weight_scales
+    return scales.untyped_storage()._cdata, scales.storage_offset(), buffer_shapes(layer)["weight_scales"]
 
 
 def _is_extra_state(key: str) -> bool:
@@ -127,6 +146,7 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
             _fill(tensor, stored[name])
     if sharing is not None:
         share(model, sharing)
+    _lay_out_scales(model)  # at the end, because files describe views of linear scales
     leave_fast_paths(model)
 
 
@@ -314,6 +334,20 @@ def _insert(
                 setattr(layer, buffer, stored[f"{names[0]}.{buffer}"].to(device))
         replace(model, names[0], made[key])
         del place, linear  # frees the weight
+
+
+def _lay_out_scales(model: nn.Module) -> None:
+    """Let the scales of the packed layers lie as their devices multiply them. Layers that share them still do."""
+    sharing: dict[tuple, list[PackedLinear]] = {}
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear) and layer.weight_scales is not None:
+            layout = layer.scale_layout_on(layer.weight_scales.device)
+            if layout != layout_of(layer.weight_scales):
+                sharing.setdefault((layout, *_place(layer)), []).append(layer)
+    for (layout, *_), layers in sharing.items():
+        scales = layers[0].scales_as(layout, layers[0].weight_scales)
+        for layer in layers:
+            layer.weight_scales = scales
 
 
 def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torch.device) -> None:

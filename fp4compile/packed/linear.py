@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp4compile import formats, layouts
+from fp4compile import formats
 from fp4compile.layouts import ceil_div
 from fp4compile.ops import FLOAT_DTYPES
+from fp4compile.packed.scales import laid_out, layout_of, layout_on
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -40,11 +41,6 @@ class LayerFormat:
     activation: str | None
     activation_outer: float | None = None
 
-    @property
-    def scale_layout(self) -> str:
-        """Where the block scales of the weight lie. A layer moves between devices, so it is stored for every device."""
-        return layouts.scale_layout(formats.get(self.weight), native=False)
-
     def __post_init__(self) -> None:
         weight = formats.get(self.weight)
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
@@ -55,7 +51,8 @@ class PackedLinear(nn.Module):
     """A linear layer for inference whose weight is block-scaled: y = x @ W^T + bias.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
-        move between devices and are never cast.
+        move between devices and are never cast. The block scales lie as the device multiplies them, see
+        `packed.scales`: swizzled where it does so natively, else linear. In a state dict they are linear.
     bias: a parameter [out_features], or None. It is cast as in every module.
     weight_dtype: the dtype of `weight`. At first it is that of the layer that was packed; casts such as `.half()` set
         it.
@@ -90,7 +87,8 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         if torch.is_autocast_enabled(weight.device.type):
             weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layer_format.scale_layout)
+        layout = packed.scale_layout_on(weight.device)
+        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout)
         packed.weight_data = data
         packed.weight_scales = scales if fmt.scale else None
         packed.weight_outer = outer if fmt.outer else None
@@ -164,25 +162,48 @@ class PackedLinear(nn.Module):
         fmt, outer = formats.get(self.layer_format.activation), None
         if self.layer_format.activation_outer is not None:
             outer = torch.full((), self.layer_format.activation_outer, device=x.device)
-        data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer)
+        # Both operands lie alike: the matrix units read swizzled scales of both.
+        layout = layout_of(self.weight_scales)
+        data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
         return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedLinear":
         """Move and cast as every module does, but for codes and scales, which only move."""
-        kept = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
+        device = None if self.weight_data is None else self.weight_data.device
+        with torch.no_grad():
+            probe = fn(torch.empty(0, dtype=self.weight_dtype, device=device))
+        moved = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
+        if self.weight_scales is not None and self.scale_layout_on(probe.device) == "linear":
+            # A copy to the CPU may be under way for a while, so the scales are not left to be converted there.
+            moved["weight_scales"] = self.scales_as("linear", self.weight_scales)
         # A cast of a module casts its floating-point tensors. As integers, codes and scales stay what they are.
-        hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in kept.items()}
+        hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in moved.items()}
         self._buffers.update(hidden)
         try:
             super()._apply(fn, recurse)
         finally:
-            for name, tensor in kept.items():
+            for name, tensor in moved.items():
                 self._buffers[name] = _uncast(tensor, hidden[name], self._buffers[name])
-        device = None if self.weight_data is None else self.weight_data.device
-        with torch.no_grad():
-            dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=device)).dtype
-        self.weight_dtype = dtype if dtype.is_floating_point else self.weight_dtype
+        self.lay_out_scales()
+        self.weight_dtype = probe.dtype if probe.dtype.is_floating_point else self.weight_dtype
         return self
+
+    def scale_layout_on(self, device: torch.device) -> str:
+        """The layout of the block scales on a device, "linear" or "swizzled"."""
+        return layout_on(
+            device, self.layer_format.activation, self.layer_format.weight, self.out_features, self.in_features
+        )  # fmt: skip
+
+    def scales_as(self, layout: str, scales: torch.Tensor) -> torch.Tensor:
+        """Block scales of this layer's weight in a layout; as they are where the shape is not of this weight."""
+        shape, _ = buffer_shapes(self)["weight_scales"]
+        return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
+
+    def lay_out_scales(self) -> None:
+        """Let the block scales lie as their device multiplies them."""
+        scales = self._buffers["weight_scales"]
+        if scales is not None:
+            self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickle cannot read storages of scales and FP8 codes, so they are pickled as integers.
@@ -194,6 +215,14 @@ class PackedLinear(nn.Module):
         for name, (_, dtype) in buffer_shapes(self).items():
             if self._buffers[name] is not None:
                 self._buffers[name] = self._buffers[name].view(dtype)
+        self.lay_out_scales()  # the file may have been written on another device
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if layout_of(self.weight_scales) == "swizzled":
+            # A write to the linear scales would not change the layer. To an inference tensor it raises.
+            with torch.inference_mode():
+                destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
@@ -203,9 +232,14 @@ class PackedLinear(nn.Module):
         if problem is not None:  # load nothing of it
             errors.append(f"packed layer {prefix.removesuffix('.')!r}: {problem}")
             return
+        name = f"{prefix}weight_scales"
+        if self.weight_scales is not None and name in state_dict:
+            scales = self.scales_as(layout_of(self.weight_scales), state_dict[name])
+            state_dict = {**state_dict, name: scales}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
         )  # fmt: skip
+        self.lay_out_scales()  # assign=True may have brought scales of another device
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Why a state does not fit this layer; None where it does. Shapes are left to the check of every module."""

@@ -1,67 +1,116 @@
-"""Under `mode="max-autotune"`, let time decide which kernel computes a product.
+"""Under `mode="max-autotune"`, let time decide which kernel computes a product, and in which configuration.
 
-Entry: `fastest(product)`, for a `scaled_mm` node that is about to be lowered. Where several candidates compute all of
-the product on the matrix units as it is, each does, on tensors like the product's own, and the fastest one is taken.
-Equal problems are timed once in a process. Without that mode the choice is that of rank, untimed.
+Entry: `fastest(product)`, for a `scaled_mm` or `scaled_mm_epilogue` node that is about to be lowered. Every candidate
+that computes all of the product on the matrix units as it is runs in each of its configurations, on tensors like the
+product's own, and the fastest is taken. Equal problems are timed once in a process. Without that mode, or where no
+candidate could be timed, the choice is that of rank.
+
+What is timed is the replay of CUDA graphs, in turns, because the GPU's clock falls under load: so the host's time is no
+part of it, and a call of cuBLASLt counts with all its kernels. The calls of a graph have copies of the operands, more
+than the L2 cache holds, since a model's weights come from memory.
+
+A graph that was compiled with this mode goes into Inductor's cache on disk like any other. Its key has the mode, the
+name of the GPU and the versions of torch and Triton (`FxGraphHashDetails`), and the source of this package
+(`LowerPasses.uuid`), so that the choice is used again only where it would have been timed under the same conditions.
 """
 
 import logging
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
-import triton
 from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from fp4compile import _compat
 from fp4compile.operand import Operand
 from fp4compile.passes.graph import ScaledMM
-from fp4compile.templates.gemm.choose import Choice, candidates, choose
+from fp4compile.templates.gemm.choose import Choice, candidates, choose, named
 from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.gemm.problem import Problem
 
 log = logging.getLogger("fp4compile")
-_winners: dict[tuple, str] = {}
+
+REPLAYS = 20  # of each CUDA graph; the median counts
+FEWEST_CALLS, MOST_CALLS = 4, 16  # of a CUDA graph
+_winners: dict[tuple, Choice] = {}
+
+Call = Callable[[], torch.Tensor]
 
 
 def fastest(product: ScaledMM) -> Choice | None:
-    """The choice for a product: the fastest candidate where there are several to time; None for two plain operands."""
+    """The choice for a product: the fastest where there are several to time; None for two plain operands."""
     if product.plain:
         return None
     problem = product.problem()
     if not (config.max_autotune or config.max_autotune_gemm) or not torch.cuda.is_available() or not _static(problem):
         return choose(problem)
-    names = candidates(problem)
-    if len(names) < 2:
+    choices = _choices(problem)
+    if len(choices) < 2:
         return choose(problem)
-    a, b, bias = product.values()
-    key = problem, *(_layout(x) for x in (a.data, a.scales, b.data, b.scales))
+    key = _key(product, problem)
     if key not in _winners:
-        times = {name: _time(_call(a, b, bias, problem, name=name)) for name in names}
-        _winners[key] = min(times, key=times.get)
-        log.info("product %s x %s: %s", tuple(a.data.shape), tuple(b.data.shape), times)
-    return choose(problem, preferred=_winners[key])
+        _winners[key] = _fastest(product, problem, choices)
+    return _winners[key]
+
+
+def _choices(problem: Problem) -> list[Choice]:
+    """Every candidate in every configuration between which time decides."""
+    found = []
+    for name in candidates(problem):
+        choice = choose(problem, preferred=name)
+        if choice.takes_epilogue or not problem.epilogue:
+            found += [replace(choice, config=each) for each in named(name).to_time(problem)]
+    return found
+
+
+def _fastest(product: ScaledMM, problem: Problem, choices: list[Choice]) -> Choice:
+    try:
+        with unset_fake_temporarily(), torch.no_grad():
+            copies = _copies(product, problem)
+            times = _times([[partial(scaled_mm, *copy, choice=choice) for copy in copies] for choice in choices])
+    except torch.OutOfMemoryError as error:
+        log.info("not timed: %s", error)
+        return choose(problem)
+    for choice, time in zip(choices, times, strict=True):
+        log.info("product %s x %s: %s, %s: %s us", *_shapes(product), choice.kernel, choice.config, time)
+    best = min(range(len(choices)), key=times.__getitem__)
+    return choices[best] if times[best] < float("inf") else choose(problem)
 
 
 def _static(problem: Problem) -> bool:
     return all(isinstance(size, int) for size in (problem.m, problem.n, problem.k, problem.batches))
 
 
+def _key(product: ScaledMM, problem: Problem) -> tuple:
+    """Equal for products that take the same time."""
+    a, b, _ = product.values()
+    layouts = [_layout(x) for x in (a.data, a.scales, b.data, b.scales)]
+    return problem, product.epilogue, *layouts, *map(_layout, product.auxiliary_values())
+
+
 def _layout(value: torch.Tensor | None) -> tuple:
-    return () if value is None else (value.device, tuple(value.shape), tuple(value.stride()))
+    return () if value is None else (value.device, value.dtype, tuple(value.shape), tuple(value.stride()))
 
 
-def _call(a: Operand, b: Operand, bias, problem: Problem, *, name: str) -> Callable[[], torch.Tensor]:
-    """A call of the product by one candidate, on real tensors."""
-    with unset_fake_temporarily():
-        operands = [Operand(*map(_like, (x.data, x.scales, x.outer)), x.format) for x in (a, b)]
-        made_bias = _like(bias)
-    choice = choose(problem, preferred=name)
+def _shapes(product: ScaledMM) -> tuple:
+    a, b, _ = product.values()
+    return tuple(a.data.shape), tuple(b.data.shape)
 
-    def call():
-        with unset_fake_temporarily(), torch.no_grad():
-            return scaled_mm(*operands, made_bias, problem.out_dtype, choice=choice)
 
-    return call
+def _copies(product: ScaledMM, problem: Problem) -> list[tuple]:
+    """The arguments of `scaled_mm` up to the choice, on real tensors, as often as a CUDA graph has calls."""
+    a, b, bias = product.values()
+    size = sum(x.numel() * x.element_size() for x in (a.data, a.scales, b.data, b.scales) if x is not None)
+    cache = torch.cuda.get_device_properties(a.data.device).L2_cache_size
+    return [
+        (*(Operand(*map(_like, (x.data, x.scales, x.outer)), x.format) for x in (a, b)), _like(bias),
+         problem.out_dtype, product.epilogue, [_like(x) for x in product.auxiliary_values()])
+        for _ in range(min(max(2 * cache // size, FEWEST_CALLS), MOST_CALLS))
+    ]  # fmt: skip
 
 
 def _like(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -78,10 +127,45 @@ def _like(value: torch.Tensor | None) -> torch.Tensor | None:
     return made
 
 
-def _time(call: Callable[[], torch.Tensor]) -> float:
-    """Milliseconds of a call; infinite of one that this machine cannot make."""
+def _times(sequences: list[list[Call]]) -> list[float]:
+    """Microseconds a call of each sequence of calls; infinite of one that this machine cannot make."""
+    graphs = [_captured(calls) for calls in sequences]
+    rounds = [[_replay(graph) for graph in graphs] for _ in range(REPLAYS)]
+    return [statistics.median(times) / len(calls) for *times, calls in zip(*rounds, sequences, strict=True)]
+
+
+def _captured(calls: list[Call]) -> Any:
+    """A CUDA graph of the calls; None where one fails.
+
+    A kernel can need more registers or shared memory than there are, or not compile in this version of Triton; the
+    library can refuse what torch passes on to it. Every call runs once before, on the stream of the capture: kernels
+    are compiled and the library's workspace is allocated then.
+    """
     try:
-        return triton.testing.do_bench(call, return_mode="median")
-    except RuntimeError as error:
-        log.info("not timed: %s", error)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for call in calls:
+                call()
+    except _compat.LAUNCH_ERRORS as error:
+        log.info("not timed: %s: %s", type(error).__name__, error)
+        return None
+    graph.replay()
+    return graph
+
+
+def _replay(graph: Any) -> float:
+    """Microseconds of a replay."""
+    if graph is None:
         return float("inf")
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * start.elapsed_time(end)

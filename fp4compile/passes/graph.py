@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import formats
+from fp4compile.epilogue import Epilogue
 from fp4compile.operand import Operand
 from fp4compile.ops import operand  # (the module defines the ops below)
 from fp4compile.passes.views import value_key
@@ -93,13 +94,18 @@ def quantise_of(node: Node) -> Quantise:
 
 @dataclass(frozen=True)
 class ScaledMM:
-    """What a `scaled_mm` node is asked for. Its operands hold nodes in the place of tensors."""
+    """What a `scaled_mm` or `scaled_mm_epilogue` node is asked for. Its operands hold nodes in the place of tensors.
+
+    epilogue: None without one; auxiliaries: what it reads.
+    """
 
     node: Node
     a: Operand
     b: Operand
     bias: Node | None
     out_dtype: torch.dtype
+    epilogue: Epilogue | None = None
+    auxiliaries: tuple[Node, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -115,21 +121,28 @@ class ScaledMM:
         a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
         return a, b, _value(self.bias)
 
-    def problem(self, epilogue: bool = False) -> Problem:
-        """What the kernel is chosen by; sizes may be symbolic. epilogue: whether the product has one."""
-        a, b, bias = self.values()
-        return problem_of(a, b, bias, self.out_dtype, target_of(a.data.device), epilogue)
+    def auxiliary_values(self) -> list[torch.Tensor]:
+        """The (fake) tensors that the epilogue reads."""
+        return list(map(_value, self.auxiliaries))
 
-    def choice(self, epilogue: bool = False) -> Choice | None:
+    def problem(self) -> Problem:
+        """What the kernel is chosen by; sizes may be symbolic."""
+        a, b, bias = self.values()
+        return problem_of(a, b, bias, self.out_dtype, target_of(a.data.device), self.epilogue is not None)
+
+    def choice(self) -> Choice | None:
         """The kernel that will serve the node, as far as that is known now; None for two plain operands."""
-        return None if self.plain else choose(self.problem(epilogue))
+        return None if self.plain else choose(self.problem())
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
-    """The arguments of a `scaled_mm` node, or the same ones of a `scaled_mm_epilogue` node."""
-    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype = node.args[:10]
+    """The arguments of a `scaled_mm` node or of a `scaled_mm_epilogue` node."""
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, *rest = node.args
     operands = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
-    return ScaledMM(node, *operands, bias, out_dtype)
+    if not rest:
+        return ScaledMM(node, *operands, bias, out_dtype)
+    auxiliaries, steps, dtype = rest
+    return ScaledMM(node, *operands, bias, out_dtype, Epilogue.parse(steps, out_dtype, dtype), tuple(auxiliaries))
 
 
 def _value(node: Node | None):

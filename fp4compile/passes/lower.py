@@ -31,7 +31,6 @@ from fp4compile.passes.graph import (
     SCALED_MM_HORIZONTAL,
     scaled_mm_of,
 )
-from fp4compile.templates.gemm.choose import Choice
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     QUANTIZE: ops.quantize_cuda,
@@ -67,7 +66,7 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
     """
     node, options = match.output_node(), {}
     if node.target in (SCALED_MM, SCALED_MM_EPILOGUE):
-        choice = _choice(node)
+        choice = fastest(scaled_mm_of(node))
         if choice is not None and not (choice.settled and choice.traceable):
             return False
         options = {"choice": choice}
@@ -96,11 +95,6 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
 
     match.replace_by_example(torch.func.functionalize(launches), [flat[i] for i in places], trace_fn=trace)
     return True
-
-
-def _choice(node: Node) -> Choice | None:
-    product = scaled_mm_of(node)
-    return fastest(product) if node.target is SCALED_MM else product.choice(epilogue=True)
 
 
 def _signature(flat: list) -> tuple:

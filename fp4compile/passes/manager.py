@@ -37,6 +37,7 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
 from fp4compile.recipe import Recipe
 from fp4compile.report import PassRun, Row
+from fp4compile.templates.launch import cuda_target
 
 log = logging.getLogger("fp4compile")
 
@@ -185,10 +186,11 @@ def names_digest(inputs: tuple[Input, ...]) -> str:
 
 
 def device_key() -> str:
-    """Compute capability of the GPU that kernels are specialised for, such as "sm90"; "cpu" without a GPU."""
+    """What kernels and their grids are made for: the GPUs that are there, one for all if they are alike, or "cpu"."""
     if not torch.cuda.is_available():
         return "cpu"
-    return "sm{}{}".format(*torch.cuda.get_device_capability())
+    targets = [cuda_target(index) for index in range(torch.cuda.device_count())]
+    return repr(targets if len(set(targets)) > 1 else targets[:1])
 
 
 @functools.cache

@@ -1,10 +1,9 @@
 """Launching a kernel: at once, as a node of a graph that is being traced, or not at all (`dry_run`)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,13 +11,15 @@ import torch
 from fp4compile import _compat
 from fp4compile.targets import Target
 
+DEFAULT_STAGES = 3  # Triton's own
+
 
 @dataclass(frozen=True)
 class Launched:
     """A kernel launch that `dry_run` has collected.
 
     kernel: the Triton function. args: its arguments by name. constants: its constexpr arguments by name. num_warps: of
-    a program. grid: the number of programs, an int or a symbolic one.
+    a program. grid: the number of programs, an int or a symbolic one. num_stages: of Triton's software pipeline.
     """
 
     kernel: Any
@@ -26,8 +27,10 @@ class Launched:
     constants: dict[str, Any]
     num_warps: int
     grid: int | torch.SymInt
+    num_stages: int = DEFAULT_STAGES
 
 
+_known_targets: dict[int, Target] = {}  # by the GPU's index
 _collecting: ContextVar[tuple[Target, list[Launched]] | None] = ContextVar("collecting", default=None)
 
 
@@ -50,33 +53,51 @@ def target_of(device: torch.device) -> Target:
     collecting = _collecting.get()
     if collecting is not None:
         return collecting[0]
-    return Target(0) if _compat.interpreting() else _cuda_target(device.index)
+    if _compat.interpreting():
+        return Target(0)
+    return cuda_target(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@cache
-def _cuda_target(index: int | None) -> Target:
-    major, minor = torch.cuda.get_device_capability(index)
-    return Target(10 * major + minor)
+def cuda_target(index: int) -> Target:
+    """The target of a GPU that is there, with as many multiprocessors as it says that it has."""
+    if index not in _known_targets:
+        found = torch.cuda.get_device_properties(index)
+        _known_targets[index] = Target(10 * found.major + found.minor, found.multi_processor_count)
+    return _known_targets[index]
 
 
-def launch(kernel: Any, grid: int | torch.SymInt, *args: Any, num_warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: int | torch.SymInt,
+    *args: Any,
+    num_warps: int,
+    num_stages: int = DEFAULT_STAGES,
+    **constants: Any,
+) -> None:
     """Launch a Triton kernel.
 
     grid: how many programs run; one where it is 0, because no grid is empty. A program beyond the tensors writes
         nothing.
-    args: the kernel's first arguments, by position. num_warps: of a program. constants: its constexpr arguments.
+    args: the kernel's first arguments, by position. num_warps: of a program. num_stages: of Triton's software pipeline,
+        for kernels whose loops do not say it. constants: its constexpr arguments.
 
-    A kernel whose constant PDL is set is launched as `device.dependent_launch` says.
+    A kernel whose constant PDL is set is launched as `device.dependent_launch` says. One whose constant TMA is set
+    makes descriptors in memory that Triton asks for at the launch.
     """
     collecting = _collecting.get()
     if collecting is not None:
         named = dict(zip(kernel.arg_names, args, strict=False))
-        collecting[1].append(Launched(kernel, named, constants, num_warps, grid))
+        collecting[1].append(Launched(kernel, named, constants, num_warps, grid, num_stages))
         return
     grid = max(grid, 1) if isinstance(grid, int) else torch.sym_max(grid, 1)
     options: dict[str, Any] = {"num_warps": num_warps}
+    if num_stages != DEFAULT_STAGES:
+        options["num_stages"] = num_stages
     if _compat.tracing():
         kernel = _compat.traceable(kernel)
-    elif constants.get("PDL"):
+        kernel[(grid,)](*args, **constants, **options)
+        return
+    if constants.get("PDL"):
         options["launch_pdl"] = True
-    kernel[(grid,)](*args, **constants, **options)
+    with _compat.scratch_memory(args[0].device) if constants.get("TMA") else nullcontext():
+        kernel[(grid,)](*args, **constants, **options)

@@ -10,9 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import fp4compile
-from fp4compile import formats
-from fp4compile.layouts import scale_layout
-from fp4compile.packed.linear import BUFFERS, LayerFormat, PackedLinear
+from fp4compile.packed.linear import BUFFERS, PackedLinear
 from fp4compile.recipe import named
 
 BF16 = torch.bfloat16
@@ -46,14 +44,6 @@ def test_the_weight_is_the_dequantised_one(recipe, dtype):
     assert torch.equal(weight, expected)
     assert not isinstance(weight, nn.Parameter)
     assert [name for name, _ in model.named_parameters()] == ["0.bias"]
-
-
-def test_block_scales_are_stored_for_every_device():
-    """One rule says where scales lie: swizzled for a native product, linear for what moves between devices."""
-    fmts = [formats.get(name) for name in FORMATS.values()]
-    assert [scale_layout(fmt, native=True) for fmt in fmts] == ["swizzled", "swizzled", "swizzled", "linear"]
-    assert {LayerFormat(fmt.name, None).scale_layout for fmt in fmts if fmt.scale} == {"linear"}
-    assert {scale_layout(fmt, native=False) for fmt in fmts} == {"linear"}
 
 
 def test_the_weight_is_not_to_be_written_to():

@@ -19,6 +19,7 @@ from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.targets import Target
+from fp4compile.templates import launch
 from fp4compile.templates.launch import dry_run
 
 RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"})}
@@ -29,14 +30,15 @@ def recipe_of(name):
     return named(base).replace(**changes)
 
 
-LIBRARY = torch.ops.aten._scaled_mm.default
+# What the library computes, and how it is called here.
+LIBRARY = {torch.ops.aten._scaled_mm.default: "_scaled_mm", torch.ops.fp4compile.scaled_mm_library.default: "library"}
 
 
 def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.t(), dtype=torch.bfloat16):
     """(tier, launches) of a linear layer whose graph is lowered for a GPU that need not be there.
 
     shape: (m, n, k) of the product. A launch is (kernel's name, whether its scales are swizzled). Products that the
-    library computes are no launches: they stand at the end as ("_scaled_mm", None).
+    library computes are no launches: they stand at the end as ("_scaled_mm", None) or ("library", None).
     """
     m, n, k = shape
     inputs = (Input(), Input("weight"))
@@ -48,8 +50,18 @@ def launched_on(sm, recipe, shape=(256, 512, 1024), function=lambda x, w: x @ w.
         decisions = plan(find(graph, inputs), recipe_of(recipe), inputs)
         rewrite(graph, decisions)
         lower(graph)
-    calls = [("_scaled_mm", None) for _ in graph.find_nodes(op="call_function", target=LIBRARY)]
+    calls = [(LIBRARY[node.target], None) for node in graph.nodes if node.target in LIBRARY]
     return decisions[0].tier, [(one.kernel.__name__, one.constants.get("SWIZZLED")) for one in launches] + calls
+
+
+def install(monkeypatch, gpus):
+    """Let torch find GPUs, each (major, minor, multiprocessors), as far as their properties go."""
+    found = [SimpleNamespace(major=major, minor=minor, multi_processor_count=count) for major, minor, count in gpus]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    monkeypatch.setattr(launch, "_known_targets", {})
 
 
 class NoGpu:

@@ -68,7 +68,9 @@ def compile_ahead(sm, a, b, m, n=8192):
     from fp4compile import _compat
 
     product = next(one for one in launches(sm, a, b, m, n=n) if one.kernel.__name__.startswith("gem"))
-    return _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, sm)
+    return _compat.compile_ahead(
+        product.kernel, product.args, product.constants, product.num_warps, sm, product.num_stages
+    )
 
 
 def spilled_bytes(cubin):

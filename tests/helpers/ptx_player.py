@@ -1,10 +1,15 @@
-"""Inline PTX played in NumPy on arrays of registers: the few instructions that rounding in `templates.device` takes."""
+"""Inline PTX played in NumPy on arrays of registers: the few instructions that `templates.device` takes.
+
+Registers are arrays of uint32 or, of the type .b64, of uint64. Where the instruction of a GPU may be inexact
+(rcp.approx), the player's is exact unless told otherwise.
+"""
 
 import re
 
 import numpy as np
+import torch
 
-F32, F16, U32 = np.float32, np.float16, np.uint32
+F32, F16, U32, U64 = np.float32, np.float16, np.uint32, np.uint64
 
 
 def f16(words):
@@ -19,13 +24,81 @@ def pack_f16(values):
     return halves[..., 0] | halves[..., 1] << U32(16)
 
 
+def bf16(words):
+    """uint32 [n] of two bf16 numbers -> float32 [n, 2], the lower half first."""
+    return np.stack([words << U32(16), words & U32(0xFFFF0000)], -1).view(F32)
+
+
+def pack_bf16(values):
+    """float64 [n, 2], rounded to bf16 -> uint32 [n]. Rounded once, because an odd float32 comes in between."""
+    halves = torch.from_numpy(round_to_odd(values, F32)).bfloat16().view(torch.int16).numpy().astype(np.uint16)
+    halves = np.where(np.isnan(values), np.uint16(0x7FFF), halves).astype(U32)
+    return halves[..., 0] | halves[..., 1] << U32(16)
+
+
+def f32x2(words):
+    """uint64 [n] -> float64 [n, 2]."""
+    return np.ascontiguousarray(words).view(F32).reshape(-1, 2).astype(np.float64)
+
+
+def round_to_odd(values, dtype):
+    """float64, in `dtype`: where it is inexact, the neighbour with an odd last bit, so that rounding again is right."""
+    near = values.astype(dtype)
+    bits = near.view(np.int32 if dtype == F32 else np.int64)
+    away = np.where(np.abs(values) > np.abs(near.astype(np.float64)), 1, -1)
+    inexact = (near != values) & (bits & 1 == 0) & np.isfinite(near)
+    return np.where(inexact, bits + away, bits).astype(bits.dtype).view(dtype)
+
+
+def fma32(a, b, c):
+    """float32 a * b + c, given in float64, rounded once; what underflows keeps its sign."""
+    product = a * b  # exact: of two float32, float64 has the product
+    total = product + c
+    # The part of the sum that float64 lost (Knuth). Where there is one, the last bit is made odd.
+    back = total - product
+    lost = (product - (total - back)) + (c - back)
+    bits = total.view(np.int64)
+    away = np.where((lost > 0) == (total > 0), 1, -1)
+    inexact = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
+    rounded = np.where(inexact, bits + away, bits).view(np.float64).astype(F32)
+    return np.where((rounded == 0) & (total != 0), np.copysign(F32(0), total), rounded).astype(F32)
+
+
+def e2m1(values):
+    """E2M1 codes of floats as cvt.rn.satfinite makes them: ties to even, -0 keeps its sign, NaN gives 7."""
+    magnitude = np.abs(values)
+    code = sum((magnitude > limit).astype(U32) for limit in (0.25, 1.25, 2.5, 5.0))
+    code += sum((magnitude >= limit).astype(U32) for limit in (0.75, 1.75, 3.5))
+    return np.where(np.isnan(values), U32(7), code | np.signbit(values).astype(U32) << U32(3))
+
+
+def e2m1_stochastic(values, noise):
+    """E2M1 codes of floats, rounded up where a fraction, cut to eight bits, and eight bits of noise exceed a step."""
+    magnitude = np.minimum(np.abs(values), 6)
+    step = np.where(magnitude < 2, 0.5, np.where(magnitude < 4, 1.0, 2.0))
+    steps = magnitude / step
+    low = np.floor(steps)
+    up = np.floor((steps - low) * 256) + noise >= 256
+    first = np.where(magnitude < 2, 0, np.where(magnitude < 4, 2, 4))  # 4 = 2 * 2, of which the code is 4: 2 + 2
+    code = (low + up + first).astype(np.float64)
+    return np.where(np.isnan(values), 7, code + 8 * np.signbit(values)).astype(U32)
+
+
+def fp8(values, dtype):
+    """FP8 codes of floats, saturated; NaN gives 0x7F."""
+    limit = torch.finfo(dtype).max
+    clamped = torch.from_numpy(np.ascontiguousarray(values.astype(F32))).clamp(-limit, limit).nan_to_num(nan=torch.nan)
+    codes = clamped.to(dtype).view(torch.uint8).numpy().astype(U32)
+    return np.where(np.isnan(values), U32(0x7F), codes)
+
+
 def prmt(a, b, selector):
     """As the instruction: bytes of a and b; the top bit of a nibble asks for the byte's sign in all its bits."""
-    source = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    source = a.astype(U64) | b.astype(U64) << U64(32)
     result = np.zeros_like(a)
     for i in range(4):
         nibble = selector >> 4 * i & 15
-        byte = (source >> np.uint64(8 * (nibble & 7)) & np.uint64(255)).astype(U32)
+        byte = (source >> U64(8 * (nibble & 7)) & U64(255)).astype(U32)
         if nibble & 8:
             byte = np.where(byte & U32(0x80), U32(255), U32(0))
         result |= byte << U32(8 * i)
@@ -42,10 +115,11 @@ def lop3(a, b, c, table):
     return result
 
 
-def play(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
+def play(ptx: str, outputs: int, inputs: list[np.ndarray], reciprocal_error: int = 0) -> list[np.ndarray]:
     """The outputs $0, $1, ... of an inline PTX text, as uint32 arrays.
 
     inputs: arrays of 32-bit numbers, all of one shape, for the operands that follow the outputs.
+    reciprocal_error: of rcp.approx, in units of the last place.
     """
     registers = {f"${outputs + i}": np.ascontiguousarray(x).view(U32) for i, x in enumerate(inputs)}
     shape = registers[f"${outputs}"].shape
@@ -53,19 +127,82 @@ def play(ptx: str, outputs: int, inputs: list[np.ndarray]) -> list[np.ndarray]:
     def get(name):
         if name.startswith("0f"):
             name = "0x" + name[2:]
-        return np.full(shape, int(name, 0), U32) if name[0].isdigit() else registers[name]
+        if not name[0].isdigit():
+            return registers[name]
+        return np.full(shape, int(name, 0), U32 if int(name, 0) < 2**32 else U64)
 
     def single(name):
         return get(name).view(F32).astype(np.float64)
 
+    # Operands in braces are vectors, all other braces are scopes.
+    ptx = re.sub(r"\{([^{};]*)\}", lambda found: "<" + found[1].replace(",", "|") + ">", ptx)
     for line in re.sub(r"[{}]|\.reg[^;]*;", "", ptx).split(";"):
         if not line.strip():
             continue
         op, rest = line.strip().split(" ", 1)
         into, *args = [word.strip() for word in rest.split(",")]
         with np.errstate(all="ignore"):
-            registers[into] = _step(op, args, get, single)
+            if op in ("mov.b32", "mov.b64") and into[0] == "<":
+                size = {"mov.b64": 32, "mov.b32": 16}[op]
+                for i, part in enumerate(_parts(into)):
+                    registers[part] = (get(args[0]) >> type(get(args[0])[0])(size * i)).astype(U32) & U32(2**size - 1)
+            elif op in ("mov.b32", "mov.b64") and args[0][0] == "<":
+                parts = [get(part) for part in _parts(args[0])]
+                size, dtype = (32, U64) if op == "mov.b64" else (32 // len(parts), U32)
+                joined = (part.astype(dtype) << dtype(size * i) for i, part in enumerate(parts))
+                registers[into] = np.bitwise_or.reduce(list(joined))
+            elif op == "mov.b64":
+                registers[into] = get(args[0]).astype(U64)
+            elif op == "rcp.approx.ftz.f32":
+                registers[into] = _reciprocal(single(args[0]), reciprocal_error)
+            else:
+                registers[into] = _step(op, args, get, single)
     return [registers[f"${i}"] for i in range(outputs)]
+
+
+def _parts(vector):
+    return [part.strip() for part in vector.strip("<>").split("|")]
+
+
+def _reciprocal(value, error):
+    exact = (1 / value).astype(F32)
+    exact = np.where(np.abs(exact) < np.finfo(F32).tiny, np.copysign(F32(0), exact), exact)
+    bits = exact.view(U32)
+    ordinary = np.isfinite(exact) & (exact != 0)
+    return np.where(ordinary, bits + U32(error % 2**32), bits).astype(U32)
+
+
+def _convert(op, args, get, single):
+    """The conversions. (Of two, the upper one comes first.)"""
+    if op == "cvt.rn.f16x2.f32":
+        return pack_f16(np.stack([single(args[1]), single(args[0])], -1))
+    if op == "cvt.u32.u16":
+        return get(args[0]) & U32(0xFFFF)
+    if op == "cvt.f32.f16":
+        return f16(get(args[0]))[:, 0].astype(F32).view(U32)
+    if op == "cvt.rn.f16x2.e4m3x2":
+        bytes = np.stack([get(args[0]) & U32(255), get(args[0]) >> U32(8) & U32(255)], -1).astype(np.uint8)
+        return pack_f16(torch.from_numpy(bytes).view(torch.float8_e4m3fn).double().numpy())
+    if op == "cvt.rs.satfinite.e2m1x4.f32":
+        word = get(args[1])
+        codes = (
+            e2m1_stochastic(single(part), word >> U32(8 * i) & U32(255)) << U32(4 * i)
+            for i, part in enumerate(reversed(_parts(args[0])))
+        )
+        return np.bitwise_or.reduce(list(codes))
+    if op == "cvt.rp.satfinite.ue8m0x2.f32":  # the next power of two, 0 being half of the smallest normal number
+        bits = get(args[1])
+        byte = np.minimum((bits + U32(0x7FFFFF)) >> U32(23), 254)
+        byte = np.where(bits > 0x400000, byte, 0)
+        return np.where(bits > 0x7F800000, 255, byte).astype(U32)
+    _, mode, _, into, source = op.split(".")
+    assert mode == "rn"
+    values = bf16(get(args[0])) if source == "bf16x2" else np.stack([single(args[1]), single(args[0])], -1)
+    if into == "e2m1x2":
+        codes, bits = e2m1(values), 4
+    else:
+        codes, bits = fp8(values, {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}[into]), 8
+    return codes[..., 0] | codes[..., 1] << U32(bits)
 
 
 def _step(op, args, get, single):
@@ -73,30 +210,48 @@ def _step(op, args, get, single):
     base = op.split(".")[0]
     if base == "mov":
         return get(args[0])
+    if op == "rcp.rn.f32":
+        return (1 / single(args[0])).astype(F32).view(U32)
+    if base == "cvt":
+        return _convert(op, args, get, single)
     if base == "shl":
         return get(args[0]) << U32(int(args[1], 0))
     if base == "shr":
         return get(args[0]) >> U32(int(args[1], 0))
     if base == "and":
         return get(args[0]) & get(args[1])
+    if op == "add.u32":
+        return get(args[0]) + get(args[1])
+    if op == "mul.wide.u32":
+        return get(args[0]).astype(U64) * get(args[1]).astype(U64)
     if base == "prmt":
         return prmt(get(args[0]), get(args[1]), int(args[2], 0))
     if base == "lop3":
         return lop3(*map(get, args[:3]), int(args[3], 0))
     if op in ("mul.rn.f32", "neg.f32"):
         return (np.prod([single(arg) for arg in args], 0) * (-1 if base == "neg" else 1)).astype(F32).view(U32)
-    if op == "cvt.rn.f16x2.f32":  # the upper half comes first
-        return pack_f16(np.stack([single(args[1]), single(args[0])], -1))
+    if op == "abs.f32":
+        return get(args[0]) & U32(0x7FFFFFFF)
+    if op in ("max.NaN.f32", "min.NaN.f32"):
+        return (np.maximum if base == "max" else np.minimum)(*map(single, args)).astype(F32).view(U32)
+    if ".NaN.xorsign.abs." in op:
+        unpack, pack = (bf16, pack_bf16) if op.endswith("bf16x2") else (f16, pack_f16)
+        a, b = (unpack(get(arg)).astype(np.float64) for arg in args)
+        magnitude = (np.maximum if base == "max" else np.minimum)(np.abs(a), np.abs(b))
+        return pack(np.where(np.signbit(a) ^ np.signbit(b), -1.0, 1.0) * magnitude)
     if op == "max.xorsign.abs.f32":
         a, b = single(args[0]), single(args[1])
         sign = np.signbit(a) ^ np.signbit(b)
         return (np.where(sign, -1.0, 1.0) * np.fmax(np.abs(a), np.abs(b))).astype(F32).view(U32)
     if op == "fma.rn.f32":
-        a, b, c = map(single, args)
-        exact = a * b
-        rounded = (exact + c).astype(F32)
-        # What underflows keeps its sign; float64 has no product of two float32 underflow.
-        return np.where((rounded == 0) & (exact != 0), np.copysign(F32(0), exact), rounded).astype(F32).view(U32)
+        return fma32(*map(single, args)).view(U32)
+    if op.endswith(".f32x2"):
+        a, b, *c = (f32x2(get(arg).astype(U64)) for arg in args)
+        pairs = fma32(a, b, *c) if c else fma32(np.ones_like(a), a, b if base == "add" else -b)
+        return np.ascontiguousarray(pairs).view(U64)[..., 0]
+    if op in ("fma.rn.bf16x2", "mul.rn.bf16x2"):
+        a, b, *c = (bf16(get(arg)).astype(np.float64) for arg in args)
+        return pack_bf16(a * b + c[0] if c else a * b)  # exact, because the product or what is added is always 0
     values = [f16(get(arg)) for arg in args]
     calls = {
         "abs.f16x2": np.abs, "max.f16x2": np.fmax, "min.f16x2": np.fmin,

@@ -15,7 +15,7 @@ from fp4compile.passes import manager
 from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses
 from fp4compile.recipe import named
-from tests.helpers import without_codegen
+from tests.helpers import absent_gpu, without_codegen
 
 
 class Keyed:
@@ -151,17 +151,19 @@ def test_the_passes_are_kept_by_recipe_names_and_what_else_is_in_the_slot():
     assert uuid(user_passes=(UserPass(None),)) is None and uuid(user_passes=(print,)) is None
 
 
-@pytest.mark.parametrize("available, capability", [(True, (9, 0)), (True, (10, 0)), (True, (1, 0)), (False, None)])
-def test_the_passes_are_kept_by_the_gpu(available, capability, monkeypatch):
-    def key(available, capability):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        return uuid()
+H200, B200 = (9, 0, 132), (10, 0, 148)
 
-    there = [(True, (9, 0)), (True, (10, 0)), (True, (1, 0)), (False, None)]
-    assert [key(*one) == key(available, capability) for one in there] == [
-        one == (available, capability) for one in there
-    ]
+
+def test_the_passes_are_kept_by_the_gpus(monkeypatch):
+    """By capability and multiprocessors, for which grids are made. torch keeps which GPU a graph is for."""
+    there = [(), (H200,), (B200,), ((1, 0, 132),), ((9, 0, 114),), (H200, B200), (B200, H200)]
+    keys = []
+    for gpus in there:
+        absent_gpu.install(monkeypatch, gpus)
+        keys.append(uuid())
+    assert len(set(keys)) == len(keys)
+    absent_gpu.install(monkeypatch, (H200, H200))
+    assert uuid() == keys[1], "more GPUs of one kind make no difference"
 
 
 SOURCE = Path(manager.__file__).parents[1]

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from expecttest import TestCase
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
 from fp4compile import formats
 from fp4compile.targets import Target
 from fp4compile.templates.gemm import choose as module
+from fp4compile.templates.gemm import cost
 from fp4compile.templates.gemm.choose import REGISTRY, candidates, choose, named
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from tests.helpers.choices import configured, only, without
 
@@ -35,8 +40,13 @@ def problem(a, b, m, sm, n=8192, k=4096, **options):
     ("nvfp4", "nvfp4", 512, 90, "dequant_operand", "emulated"), ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
     ("float8_rowwise", "float8_rowwise", 7, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 7, 86, "dequant_tiles", "emulated"),
-    ("nvfp4", "nvfp4", 512, 100, "block_scaled_sm100", "native"), (None, "nvfp4", 1, 100, "gemv", "emulated"),
+    ("nvfp4", "nvfp4", 512, 100, "library_block_scaled", "native"), (None, "nvfp4", 1, 100, "gemv", "emulated"),
+    ("nvfp4_rowwise", "nvfp4_rowwise", 512, 100, "block_scaled_sm100", "native"),
     ("nvfp4_one_level", "nvfp4_one_level", 512, 100, "library_block_scaled", "native"),
+    ("nvfp4", "nvfp4", 64, 100, "skinny_block_scaled_sm100", "native"),
+    ("mxfp4", "mxfp4", 1, 103, "skinny_block_scaled_sm100", "native"),
+    ("nvfp4", "nvfp4", 65, 100, "library_block_scaled", "native"),
+    ("nvfp4", "nvfp4", 64, 120, "block_scaled_sm100", "native"),
     ("mxfp8", "mxfp8", 512, 103, "library_block_scaled", "native"),
     ("mxfp8", "mxfp4", 512, 100, "block_scaled_sm100", "native"),
     ("mxfp8", "mxfp4", 512, 120, "dequant_operand", "emulated"),
@@ -51,9 +61,10 @@ def test_kernel_and_tier(a, b, m, sm, kernel, tier):
 
 def test_an_epilogue_is_not_the_librarys():
     """Where the library computes the product, a kernel computes it with an epilogue; that of few rows has none."""
-    mx = problem("mxfp8", "mxfp8", 512, 100)
+    mx = problem("mxfp8", "mxfp8", 512, 100, n=1024, k=512)
     assert choose(mx).takes_epilogue and choose(mx).kernel == "library_block_scaled"
-    assert choose(dataclasses.replace(mx, epilogue=True)).kernel == "block_scaled_sm100"
+    fused = choose(dataclasses.replace(mx, epilogue=True))
+    assert fused.takes_epilogue and fused.kernel == "block_scaled_sm100"
     taken = {m: choose(problem(None, "nvfp4", m, 90)).takes_epilogue for m in (1, 8, 9, 64, 65)}
     assert taken == {1: False, 8: False, 9: True, 64: True, 65: True}
     assert not choose(problem("mxfp8", "mxfp8", 512, 90)).takes_epilogue  # the tiles may be computed again
@@ -79,8 +90,11 @@ def test_preferred():
     mx = problem("mxfp8", "mxfp8", 512, 100)
     assert candidates(mx) == ("library_block_scaled", "block_scaled_sm100")
     assert choose(mx, "block_scaled_sm100").kernel == "block_scaled_sm100"
-    assert candidates(problem("nvfp4", "nvfp4", 512, 100)) == ("block_scaled_sm100",)
-    with pytest.raises(ValueError, match="kernel: 'cutlass' is none of library_block_scaled, "):
+    assert candidates(problem("nvfp4", "nvfp4", 512, 100)) == candidates(mx)
+    assert candidates(problem("nvfp4_rowwise", "nvfp4", 512, 100)) == ("block_scaled_sm100",)
+    with pytest.raises(
+        ValueError, match="kernel: 'cutlass' is none of skinny_block_scaled_sm100, library_block_scaled, "
+    ):
         choose(mx, "cutlass")
 
 
@@ -107,7 +121,7 @@ def test_nobody_else_asks_a_candidate():
     """Outside the GEMM room, no module imports a kernel's file; passes import no device code. All read the Choice."""
     package = Path(fp4compile.__file__).parent
     kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library",
-               "streaming"}  # fmt: skip
+               "streaming", "cost", "skinny_block_scaled_sm100"}  # fmt: skip
     for path in package.rglob("*.py"):
         if path.parent.name == "gemm":
             continue
@@ -117,3 +131,172 @@ def test_nobody_else_asks_a_candidate():
                 assert not names & kernels, (path, names)
             if path.parent.name == "passes" and isinstance(node, ast.ImportFrom):
                 assert not (node.module or "").startswith("fp4compile.templates.device"), path
+
+
+# ---------------------------------------------------------------- who computes what on SM100
+
+RECIPES = {
+    "nvfp4": ("nvfp4", "nvfp4"), "one-level": ("nvfp4_one_level", "nvfp4_one_level"),
+    "rowwise": ("nvfp4_rowwise", "nvfp4"), "mxfp8": ("mxfp8", "mxfp8"), "mx 32x32": ("mxfp8", "mxfp8_32x32"),
+    "mx 8 x 4": ("mxfp8", "mxfp4"), "mxfp4": ("mxfp4", "mxfp4"), "fp8 row": ("float8_rowwise", "float8_rowwise"),
+}  # fmt: skip
+# M, N, K: tokens of a decode step and of prompts; the projections of Llama-3-8B; many columns of a short K.
+SHAPES = [(1, 4096, 4096), (64, 4096, 4096), (16, 28672, 8192), (512, 4096, 4096), (2048, 14336, 4096),
+          (2048, 4096, 14336), (8192, 8192, 8192), (8192, 8192, 2048), (8192, 8192, 512), (512, 1024, 512),
+          (512, 4096, 1040), (512, 4100, 4096)]  # fmt: skip
+TILE = BlockScaledConfig(128, 256, 256, 3, 8)  # whatever the heuristics say today
+SHORT = {"library_block_scaled": "lib", "block_scaled_sm100": "own", "skinny_block_scaled_sm100": "few",
+         "library_rescaled": "rescaled", "library_row_scaled": "row", "dequant_operand": "16 bit",
+         "dequant_tiles": "16 bit"}  # fmt: skip
+
+
+def any_rows():
+    env = ShapeEnv()
+    return env.create_symintnode(env.create_symbol(64, ConstantSource("m"), DimDynamic.DYNAMIC), hint=64)
+
+
+def routed(sm, a, b, m, n, k):
+    """Who computes a product, and who one that an epilogue follows: a kernel with it; "-" where it is Inductor's."""
+    alone = problem(a, b, m, sm, n=n, k=k)
+    found = choose(alone)
+    if not found.settled:
+        return found.kernel
+    fused = choose(dataclasses.replace(alone, epilogue=True)).kernel if found.takes_epilogue else None
+    return f"{SHORT[found.kernel]}, {'-' if fused is None else SHORT[fused]}"
+
+
+def table(sm):
+    shapes = [*SHAPES, (any_rows(), 4096, 4096), (any_rows(), 8192, 512)]
+    lines = [["", *RECIPES]]
+    for m, n, k in shapes:
+        rows = m if isinstance(m, int) else "any"
+        lines.append([f"{rows} x {n} x {k}", *(routed(sm, a, b, m, n, k) for a, b in RECIPES.values())])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines) + "\n"
+
+
+class TestWhoComputesWhat(TestCase):
+    """Shapes by recipes, as `routed` has it. "lib" is cuBLASLt's block-scaled product; "own" and "few" are ours."""
+
+    def routes(self, sm):
+        with pytest.MonkeyPatch.context() as patch:
+            configured(patch, "block_scaled_sm100", TILE)
+            return table(sm)
+
+    def test_on_sm100(self):
+        self.assertExpectedInline(
+            self.routes(100),
+            """\
+                     nvfp4     one-level  rowwise   mxfp8     mx 32x32  mx 8 x 4  mxfp4     fp8 row
+1 x 4096 x 4096      few, few  few, few   few, few  few, few  few, few  few, few  few, few  row, -
+64 x 4096 x 4096     few, few  few, few   few, few  few, few  few, few  few, few  few, few  row, -
+16 x 28672 x 8192    lib, -    lib, -     few, few  lib, -    lib, -    few, few  few, few  row, -
+512 x 4096 x 4096    lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  row, -
+2048 x 14336 x 4096  lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  row, -
+2048 x 4096 x 14336  lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  row, -
+8192 x 8192 x 8192   lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  row, -
+8192 x 8192 x 2048   lib, own  lib, own   own, own  lib, -    lib, -    own, own  own, own  row, -
+8192 x 8192 x 512    lib, own  lib, own   own, own  lib, own  lib, own  own, own  own, own  row, -
+512 x 1024 x 512     lib, own  lib, own   own, own  lib, own  lib, own  own, own  own, own  row, -
+512 x 4096 x 1040    own, own  own, own   own, own  lib, -    lib, -    own, own  own, own  row, -
+512 x 4100 x 4096    own, own  own, own   own, own  own, own  own, own  own, own  own, own  16 bit, 16 bit
+any x 4096 x 4096    lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  row, -
+any x 8192 x 512     lib, own  lib, own   own, own  lib, own  lib, own  own, own  own, own  row, -
+""",
+        )
+
+    def test_on_sm103(self):
+        self.assertExpectedInline(
+            self.routes(103),
+            """\
+                     nvfp4     one-level  rowwise   mxfp8     mx 32x32  mx 8 x 4  mxfp4     fp8 row
+1 x 4096 x 4096      few, few  few, few   few, few  few, few  few, few  few, few  few, few  rescaled, -
+64 x 4096 x 4096     few, few  few, few   few, few  few, few  few, few  few, few  few, few  rescaled, -
+16 x 28672 x 8192    lib, -    lib, -     few, few  lib, -    lib, -    few, few  few, few  rescaled, -
+512 x 4096 x 4096    lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+2048 x 14336 x 4096  lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+2048 x 4096 x 14336  lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+8192 x 8192 x 8192   lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+8192 x 8192 x 2048   lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+8192 x 8192 x 512    lib, own  lib, own   own, own  lib, own  lib, own  own, own  own, own  rescaled, -
+512 x 1024 x 512     lib, own  lib, own   own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+512 x 4096 x 1040    own, own  own, own   own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+512 x 4100 x 4096    own, own  own, own   own, own  own, own  own, own  own, own  own, own  16 bit, 16 bit
+any x 4096 x 4096    lib, -    lib, -     own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+any x 8192 x 512     lib, own  lib, own   own, own  lib, -    lib, -    own, own  own, own  rescaled, -
+""",
+        )
+
+    def test_on_sm120(self):
+        self.assertExpectedInline(
+            self.routes(120),
+            """\
+                     nvfp4     one-level  rowwise   mxfp8     mx 32x32  mx 8 x 4        mxfp4     fp8 row
+1 x 4096 x 4096      own, own  own, own   own, own  own, own  own, own  16 bit, 16 bit  own, own  rescaled, -
+64 x 4096 x 4096     own, own  own, own   own, own  own, own  own, own  16 bit, 16 bit  own, own  rescaled, -
+16 x 28672 x 8192    own, own  own, own   own, own  own, own  own, own  16 bit, 16 bit  own, own  rescaled, -
+512 x 4096 x 4096    own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+2048 x 14336 x 4096  own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+2048 x 4096 x 14336  own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+8192 x 8192 x 8192   own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+8192 x 8192 x 2048   own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+8192 x 8192 x 512    own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+512 x 1024 x 512     own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+512 x 4096 x 1040    own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  rescaled, -
+512 x 4100 x 4096    own, own  own, own   own, own  own, own  own, own  16 bit, -       own, own  16 bit, 16 bit
+any x 4096 x 4096    own, own  own, own   own, own  own, own  own, own  by rows         own, own  rescaled, -
+any x 8192 x 512     own, own  own, own   own, own  own, own  own, own  by rows         own, own  rescaled, -
+""",
+        )
+
+
+# ---------------------------------------------------------------- the cost model
+
+
+def test_the_models_figures():
+    """What was put in comes out: cuBLAS at 5.4 PFLOP/s, and the share of its peak that a tile can reach."""
+    whole = problem("nvfp4_one_level", "nvfp4_one_level", 8192, 100, n=8192, k=8192)
+    flops = 2 * 8192**3
+    assert flops / cost.library_seconds(whole) == pytest.approx(5.4e15, rel=0.03)
+    assert flops / cost.kernel_seconds(whole, TILE) == pytest.approx(0.64 * 0.625 * 9e15, rel=0.03)
+    smaller = dataclasses.replace(TILE, bn=128)
+    assert cost.kernel_seconds(whole, smaller) == pytest.approx(4 / 3 * cost.kernel_seconds(whole, TILE), rel=0.03)
+    mx = problem("mxfp8", "mxfp8", 8192, 100, n=8192, k=8192)
+    assert cost.library_seconds(mx) == pytest.approx(2 * cost.library_seconds(whole), rel=0.01)
+    assert cost.pointwise_seconds(whole) == pytest.approx(2 * 2 * 8192**2 / 7.2e12 + cost.LAUNCH)
+
+
+def test_one_row_takes_as_long_as_its_weights():
+    """Nothing is computed faster than its operands come from memory."""
+    one = problem("mxfp8", "mxfp8", 1, 100, n=2**20, k=128)
+    assert cost.library_seconds(one) >= 2**20 * 128 / 7.2e12 and cost.kernel_seconds(one, TILE) >= 2**20 * 128 / 7.2e12
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_one_level", "mxfp8"])
+def test_fusing_pays_up_to_some_k(fmt):
+    """The pass over the product that fusing saves does not grow with K; what the library computes faster does."""
+    pays = [cost.fusing_pays(problem(fmt, fmt, 8192, 100, n=8192, k=k), TILE) for k in range(128, 16384, 128)]
+    last = pays.index(False)
+    assert 4 < last < 40 and all(pays[:last]) and not any(pays[last:])
+
+
+def test_any_number_of_rows_is_every_number():
+    """Fused only where it pays for few rows and for many."""
+    for k in (256, 1024, 4096):
+        each = [cost.fusing_pays(problem("nvfp4", "nvfp4", m, 100, k=k), TILE) for m in cost.ANY_ROWS]
+        assert cost.fusing_pays(problem("nvfp4", "nvfp4", any_rows(), 100, k=k), TILE) == all(each)
+
+
+@pytest.mark.parametrize("sizes", [{"n": 4096}, {"k": 4096}])
+def test_other_sizes_that_are_open_are_not_fused(sizes):
+    open_size = dict.fromkeys(sizes, 16 * any_rows())
+    assert not cost.fusing_pays(problem("nvfp4", "nvfp4", 128, 100, **{"n": 1024, "k": 256, **open_size}), TILE)
+
+
+def test_where_a_kernel_serves_anyhow_the_epilogue_is_its(monkeypatch):
+    """No model is asked where fusing changes no kernel."""
+    monkeypatch.setattr(cost, "fusing_pays", lambda *_: pytest.fail("asked"))
+    for a, sm in (("mxfp4", 100), ("nvfp4_rowwise", 100), ("nvfp4", 120), ("nvfp4", 90)):
+        assert choose(problem(a, a, 40, sm)).takes_epilogue
+    for sm in (90, 103):
+        assert not choose(problem("float8_rowwise", "float8_rowwise", 40, sm)).takes_epilogue

@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
 from fp4compile import formats
-from fp4compile.cli import check_sm100
+from fp4compile.machine_code.check import quantize_row
+from fp4compile.machine_code.launches import Configuration
 from fp4compile.operand import Operand
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import find
@@ -284,10 +285,10 @@ def test_a_product_in_parts_stays_an_op():
 ])  # fmt: skip
 def test_compiles_ahead(name, shape, dtype, sm):
     """Nothing spills, and large tensors are read and written 16 bytes at a time."""
-    one = check_sm100.Configuration("rows, fake", name, kernels.fake_quantize, shape, dtype)
-    _, found = check_sm100._check(one.launches(sm)[-1], one.label, name, sm)
-    assert found.local_accesses == 0
-    assert shape[0] < 8192 or not found.problems(set())
+    one = Configuration("rows, fake", name, lambda x, fmt, layout: kernels.fake_quantize(x, fmt), shape, dtype)
+    found = quantize_row(one, one.launches(sm)[-1], sm)
+    assert found.resources.spills == 0
+    assert shape[0] < 8192 or (found.loads, found.stores) == (16, 16)
 
 
 # ---------------------------------------------------------------- on a GPU

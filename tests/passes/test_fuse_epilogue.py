@@ -215,7 +215,7 @@ def test_other_arithmetic_is_left_to_inductor(switch):
 def test_launched_as_a_node(monkeypatch):
     """Traced, the launch is a node with the operands among its arguments, which it does not write."""
     monkeypatch.setattr(driver, "_active", NoGpu(90))
-    monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(90))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(90))
     shapes = ((40, 512), W, (40, 1024), ROW)
     graph, fused = graph_of(FUSED["layer scale"], *shapes, recipe="mxfp8", then=lower, paper=nullcontext)
     assert fused == 1

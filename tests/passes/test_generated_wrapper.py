@@ -32,7 +32,7 @@ from fp4compile.passes.lower import lower
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from tests.helpers import in_interpreter
-from tests.helpers.absent_gpu import NoGpu, fused_graph
+from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
@@ -41,7 +41,7 @@ pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its 
 def pretend(monkeypatch, sm):
     """Let Triton, Inductor and this package find a GPU, as far as generating code asks."""
     monkeypatch.setattr(driver, "_active", NoGpu(sm))
-    monkeypatch.setattr(launch, "_cuda_target", lambda index: Target(sm))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(sm))
     limits = {"multi_processor_count": 132, "major": sm // 10, "regs_per_multiprocessor": 65536, "warp_size": 32,
               "max_threads_per_multi_processor": 2048}  # fmt: skip
     hints = DeviceProperties(type="cuda", index=0, cc=sm, **limits)
@@ -71,6 +71,9 @@ def wrapper_of(graph_module, mode):
     return getattr(code, "value", code)
 
 
+LIBRARY = re.compile(r"extern_kernels\._scaled_mm\(|torch\.ops\.fp4compile\.scaled_mm_library\.default\(")
+
+
 def mlp(x, w, v, w_down):
     return x + F.linear(F.silu(F.linear(x, w)) * F.linear(x, v), w_down)
 
@@ -84,7 +87,7 @@ def mlp_wrapper(monkeypatch, sm, recipe, rows):
     kernels = dict(
         re.findall(r"^(\w+) = async_compile.triton\((.*?)^\'\'\', device_str", definitions, re.DOTALL | re.M)
     )
-    return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or "_mm(" in line]
+    return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or LIBRARY.search(line)]
 
 
 def epilogues_in(kernels):
@@ -127,15 +130,79 @@ def test_what_starts_early(monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
-def test_generated_wrapper_on_sm100(recipe, monkeypatch):
-    """The up product is the library's, the other two have epilogues."""
+@pytest.mark.parametrize(("recipe", "op"), [
+    ("mxfp8", "extern_kernels._scaled_mm"), ("nvfp4_one_level", "extern_kernels._scaled_mm"),
+    ("nvfp4", "scaled_mm_library"),
+])  # fmt: skip
+def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
+    """The up product is the library's, the other two have epilogues, which pay for products as small as these."""
     kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
     assert sorted(epilogues_in(kernels).values()) == ["s0", "s4"]
-    (library,) = [call for call in calls if "_scaled_mm(" in call]
-    assert library.startswith("extern_kernels._scaled_mm(")
+    (library,) = [call for call in calls if LIBRARY.search(call)]
+    assert op in library
     products = [call for call in calls if call.startswith("gemm_block_scaled_sm100")]
     assert len(products) == 2
+
+
+@pretending
+@pytest.mark.parametrize(("sm", "recipe"), [(100, "nvfp4"), (100, "mxfp8"), (103, "float8_rowwise")])
+@pytest.mark.parametrize("rows", [2048, ANY], ids=["2048", "any"])
+def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
+    """It reads what the quantise kernels wrote, where they wrote it; Inductor's kernels do the rest in two passes.
+
+    Nothing is copied, and no memory is filled but for a maximum or a scale of 1.
+    """
+    pretend(monkeypatch, sm)
+    shapes = (rows, 4096), (4096, 4096), (4096, 4096), (4096, 4096)
+    found = fused_graph(mlp, *shapes, recipe=recipe, sm=sm, paper=nullcontext, fuse=False)
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+    assert not re.search(r"copy_\(|clone|gemm_", text)
+    passes = re.findall(r"^ *(triton_\w+)\.run\(", text, re.M)
+    assert len([name for name in passes if not re.search("zeros|ones", name)]) == 2
+    written: set[str] = set()
+    products = 0
+    for line in text.splitlines():
+        product = LIBRARY.search(line)
+        if product is not None:
+            products += 1
+            codes_and_scales = re.findall(r"aten\.view\.dtype\(\D*(buf\d+)|default\((buf\d+)", line)
+            assert {name for pair in codes_and_scales for name in pair if name} <= written
+        elif re.match(r" *quantize_", line):
+            written |= {*re.findall(r"buf\d+", line)}
+    assert products == 3
+
+
+@pretending
+@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", 1), ("nvfp4_rowwise", 64), ("mxfp8", 16), ("mxfp4", 64)])
+def test_few_rows_on_sm100(recipe, rows, monkeypatch):
+    """Each product is block-scaled and cut along K; its sums are added by a kernel that starts early and ends it."""
+    kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, rows)
+    products = [index for index, call in enumerate(calls) if call.startswith("gemm_")]
+    assert len(products) == 3 and all(calls[i].startswith("gemm_skinny_block_scaled_sm100") for i in products)
+    assert all(calls[i + 1].startswith("split_k_reduction") for i in products)
+    assert len({calls[i].split(".")[0] for i in products[:2]}) == 1, "sums in parts have no epilogue"
+    assert sorted(epilogues_in(kernels).values()) == ["s0", "s4"]
+    reductions = {name: text for name, text in kernels.items() if name.startswith("split_k_reduction")}
+    assert set(epilogues_in(kernels)) < set(reductions)
+    assert all("'launch_pdl': True" in text for text in reductions.values())
+    assert all("'LAUNCH_DEPENDENTS': 1" in text for name, text in kernels.items() if name.startswith("gemm_"))
+
+
+@pretending
+@pytest.mark.parametrize("rows", [1, 64])
+def test_few_rows_of_a_group_on_sm100(rows, monkeypatch):
+    """Q, K and V are one launch, then one for the sums of each, whose memory nobody else touches."""
+    pretend(monkeypatch, 100)
+    shapes = (rows, 1, 512), (256, 512), (128, 512), (128, 512), (512, 256)
+    found = fused_graph(attention, *shapes, recipe="nvfp4", paper=nullcontext, fuse=False)
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+    launches = re.findall(r"^ *(gemm_skinny_block_scaled_sm100|split_k_reduction)_\d+\.run\((.*)\)", text, re.M)
+    assert [name for name, _ in launches][:4] == ["gemm_skinny_block_scaled_sm100", *["split_k_reduction"] * 3]
+    sums = re.findall(r"(buf\d+) = empty_strided_cuda\(\(\d+, 1, \d+, (\d+)\), .*torch.float32\)", text)[:3]
+    assert sorted(int(size) for _, size in sums) == [128, 128, 256]
+    assert all(f" {name}," in launches[0][1] for name, _ in sums)
+    assert {reduction.split(",")[0] for _, reduction in launches[1:4]} == {name for name, _ in sums}
+    assert not re.search(r"copy_|zeros|clone", text)
 
 
 @pretending

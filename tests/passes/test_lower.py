@@ -5,22 +5,17 @@ import torch
 import triton
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
-from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
-from torch._subclasses import FakeTensor, FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _inductor_patches, formats, ops
 from fp4compile.operand import Operand
-from fp4compile.passes import autotune
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.targets import Target
-from fp4compile.templates.gemm.choose import candidates
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
-from fp4compile.templates.gemm.problem import problem_of
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as quantize
 from tests.helpers.absent_gpu import NoGpu, launched_on
@@ -108,7 +103,7 @@ def test_block_scaled_matrix_units_get_swizzled_scales(recipe):
     """On SM100 every operand is quantised with swizzled scales, for the block-scaled kernel or the library's."""
     tier, launches = launched_on(100, recipe)
     assert tier == "native"
-    assert launches[-1][0] in ("gemm_block_scaled_sm100", "_scaled_mm")
+    assert launches[-1][0] in ("gemm_block_scaled_sm100", "_scaled_mm", "library")
     quantised = [swizzled for kernel, swizzled in launches if kernel.startswith("quantize")]
     assert len(quantised) == 2 and all(quantised)
 
@@ -119,20 +114,24 @@ def with_bias(dtype, bias_dtype=None):
 
 WHOLE = (256, 512, 1024)
 BLOCK_SCALED = [
-    ("nvfp4_one_level", WHOLE, {}, "_scaled_mm"), ("nvfp4_one_level", (1, 512, 1024), {}, "_scaled_mm"),
+    ("nvfp4_one_level", WHOLE, {}, "_scaled_mm"), ("nvfp4_one_level", (1, 512, 256), {}, "_scaled_mm"),
     ("mxfp8", WHOLE, {}, "_scaled_mm"), ("mxfp8", (7, 512, 96), {}, "_scaled_mm"),
     ("mxfp8_32x32", WHOLE, {}, "_scaled_mm"), ("mxfp8_floor", WHOLE, {}, "_scaled_mm"),
     ("mxfp8", WHOLE, {"function": with_bias(torch.bfloat16)}, "_scaled_mm"),
     ("mxfp8", WHOLE, {"dtype": torch.float32}, "_scaled_mm"), ("mxfp8", WHOLE, {"dtype": torch.float16}, "_scaled_mm"),
-    # An outer scale would be a pass of its own.
-    ("nvfp4", WHOLE, {}, "gemm_block_scaled_sm100"), ("nvfp4_rowwise", WHOLE, {}, "gemm_block_scaled_sm100"),
-    ("nvfp4_train", WHOLE, {}, "gemm_block_scaled_sm100"),
+    # Outer scales of whole tensors are the library's, those of rows are not.
+    ("nvfp4", WHOLE, {}, "library"), ("nvfp4", (65, 512, 1024), {}, "library"), ("nvfp4_train", WHOLE, {}, "library"),
+    ("nvfp4", WHOLE, {"function": with_bias(torch.bfloat16)}, "library"),
+    ("nvfp4_rowwise", WHOLE, {}, "gemm_block_scaled_sm100"),
     # What the library does not take: formats, rows that are no whole 16 bytes (an odd K is padded), bias in float32.
     ("mxfp4", WHOLE, {}, "gemm_block_scaled_sm100"), ("mixed", WHOLE, {}, "gemm_block_scaled_sm100"),
     ("e5m2", WHOLE, {}, "gemm_block_scaled_sm100"),
     ("nvfp4_one_level", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
     ("mxfp8", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
     ("nvfp4_one_level", (256, 512, 1040), {}, "gemm_block_scaled_sm100"),
+    ("nvfp4", (256, 520, 1024), {}, "gemm_block_scaled_sm100"),
+    ("nvfp4", (256, 512, 1040), {}, "gemm_block_scaled_sm100"),
+    ("nvfp4", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "gemm_block_scaled_sm100"),
     ("nvfp4_one_level", (256, 512, 1017), {}, "_scaled_mm"), ("mxfp8", (256, 512, 1001), {}, "_scaled_mm"),
     ("mxfp8", WHOLE, {"function": with_bias(torch.float32), "dtype": torch.float32}, "gemm_block_scaled_sm100"),
 ]  # fmt: skip
@@ -140,52 +139,13 @@ BLOCK_SCALED = [
 
 @pytest.mark.parametrize(("recipe", "shape", "options", "expected"), BLOCK_SCALED)
 def test_library_or_kernel_on_sm100(recipe, shape, options, expected):
-    """The library where it does all of the product in one pass, and what torch checks of its arguments holds."""
+    """The library where it does all of the product in one call, and what torch checks of its arguments holds."""
     _, launches = launched_on(100, recipe, shape, **options)
     assert launches[-1][0] == expected
-    products = [name for name, _ in launches if name in ("gemm_block_scaled_sm100", "_scaled_mm", "gemm_dequant_tiles")]
-    assert products == [expected]
+    kernels = "gemm_block_scaled_sm100", "_scaled_mm", "library", "gemm_dequant_tiles"
+    assert [name for name, _ in launches if name in kernels] == [expected]
     _, elsewhere = launched_on(120, recipe, shape, **options)
-    assert "_scaled_mm" not in dict(elsewhere)
-
-
-@pytest.mark.parametrize(("library", "kernel", "expected"), [
-    (1.0, 2.0, "_scaled_mm"), (2.0, 1.0, "gemm_block_scaled_sm100"), (float("inf"), 1.0, "gemm_block_scaled_sm100")
-])  # fmt: skip
-def test_time_decides_under_max_autotune(library, kernel, expected, monkeypatch):
-    """Where both can compute the product, once for equal ones; elsewhere nothing is timed."""
-    timed = []
-    monkeypatch.setattr(autotune, "_winners", {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(autotune, "_call", lambda *_, name: name)
-    times = {"library_block_scaled": library, "block_scaled_sm100": kernel}
-    monkeypatch.setattr(autotune, "_time", lambda name: timed.append(name) or times[name])
-    with config.patch(max_autotune=True):
-        for recipe in ("mxfp8", "nvfp4_one_level", "mxfp8"):
-            assert launched_on(100, recipe)[1][-1][0] == expected
-        assert timed == [*times] * 2
-        for sm, recipe in ((100, "nvfp4"), (100, "mxfp4"), (90, "mxfp8"), (120, "mxfp8")):
-            launched_on(sm, recipe)
-        assert timed == [*times] * 2
-    assert launched_on(100, "mxfp8")[1][-1][0] == "_scaled_mm"
-
-
-def test_what_is_timed_is_the_product(monkeypatch):
-    """Each candidate, on tensors like the product's."""
-    a, scales = torch.empty(256, 1024, dtype=torch.float8_e4m3fn), torch.empty(256 * 32, dtype=torch.float8_e8m0fnu)
-    fmt, found = formats.get("mxfp8"), []
-    monkeypatch.setattr(autotune, "scaled_mm", lambda a, b, *_, choice: found.append((choice.kernel, a)))
-    with FakeTensorMode() as mode:
-        fake = Operand(*(mode.from_tensor(x) for x in (a, scales)), format=fmt)
-        problem = problem_of(fake, fake, None, torch.bfloat16, Target(100))
-        for name in candidates(problem):
-            autotune._call(fake, fake, None, problem, name=name)()
-    assert [name for name, _ in found] == ["library_block_scaled", "block_scaled_sm100"]
-    for _, made in found:
-        assert not isinstance(made.data, FakeTensor) and made.outer is None
-        assert (made.data.shape, made.data.dtype) == (a.shape, a.dtype)
-        assert not made.data.float().isnan().any()
-        assert made.scales.view(torch.uint8).unique().tolist() == [127]
+    assert not {"_scaled_mm", "library"} & {*dict(elsewhere)}
 
 
 @pytest.mark.parametrize(("sm", "recipe", "expected"), [

@@ -23,6 +23,7 @@ from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe, named
+from tests.helpers import absent_gpu
 
 # The two formats of a product differ, and each role differs from the roles that it could be mistaken for.
 UNEVEN = Recipe(
@@ -406,9 +407,8 @@ def test_the_key_of_the_joint_passes_tells_apart():
 
 def test_both_keys_tell_the_gpu(monkeypatch):
     keys = []
-    for capability in (None, (8, 0), (9, 0), (10, 0), (10, 3)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda found=capability: found is not None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, found=capability: found)
+    for gpus in ((), [(8, 0, 108)], [(9, 0, 132)], [(9, 0, 114)], [(10, 0, 148)], [(10, 3, 160)]):
+        absent_gpu.install(monkeypatch, gpus)
         keys.append((joint(), lower()))
     for of_one in zip(*keys, strict=True):
         assert len(set(of_one)) == len(keys)

@@ -13,8 +13,8 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
 from fp4compile import _compat, formats, ops
-from fp4compile.cli import check_sm100
 from fp4compile.epilogue import AUXILIARIES, Epilogue
+from fp4compile.machine_code.sass import disassemble
 from fp4compile.operand import Operand
 from fp4compile.templates.device.epilogue import source
 from tests.helpers import in_interpreter
@@ -268,7 +268,7 @@ def test_inductor_writes_the_epilogue_into_its_wrapper(kernel, sm, format, m, n,
 
     def instructions(function):
         compiled = _compat.compile_ahead(function, launch.args, launch.constants, launch.num_warps, sm)
-        return re.findall(r"/\*[0-9a-f]{4}\*/.*;", check_sm100._disassemble(compiled.asm["cubin"])[0])
+        return re.findall(r"/\*[0-9a-f]{4}\*/.*;", disassemble(compiled.asm["cubin"]).text)
 
     own = instructions(launch.kernel)
     assert instructions(getattr(written, kernel)) == own

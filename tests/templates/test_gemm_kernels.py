@@ -6,16 +6,18 @@ imported: `test_in_the_interpreter` runs this file again in a process of its own
 
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
-from fp4compile import formats, reference
+from fp4compile import formats, reference, targets
 from fp4compile.formats import BlockFormat, compatible
 from fp4compile.operand import Operand
 from tests.helpers import in_interpreter
 from tests.helpers.check_products import check, name, values
-from tests.helpers.choices import only
+from tests.helpers.choices import configured, only
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
 from tests.helpers.kernels import (
     INTERPRETING,
@@ -30,9 +32,12 @@ from tests.helpers.kernels import (
 )
 
 if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.targets import Target
+    from fp4compile.templates.gemm import choose
     from fp4compile.templates.gemm.call import kernel_operand
     from fp4compile.templates.gemm.dispatch import scaled_mm
-    from fp4compile.templates.gemm.problem import OperandType
+    from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs
+    from fp4compile.templates.gemm.problem import OperandType, Problem
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
 FORMATS = [*map(formats.get, formats.NAMED), *MORE]
@@ -142,22 +147,118 @@ def test_bad_input():
         call(out_dtype=torch.float64)
 
 
-NATIVE = [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_16x16"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8_32x32"),
-          ("mxfp8", "mxfp4"), ("mxfp8_e5m2", "mxfp8")]  # fmt: skip
+NATIVE = [("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_16x16"),
+          ("nvfp4", "nvfp4_rowwise"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp8_32x32"), ("mxfp8", "mxfp4"),
+          ("mxfp8_e5m2", "mxfp8")]  # fmt: skip
+in_the_interpreter = pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
+@in_the_interpreter
 @pytest.mark.parametrize(("a", "b"), NATIVE)
 def test_block_scaled_gemm(a, b, monkeypatch):
-    """Indexing, swizzled scales of several tiles, padding, batches and epilogue of the block-scaled kernel."""
+    """Several tiles and scale tiles, ragged sizes, batches; results that TMA stores and others, with and without bias.
+
+    Of these K, NVFP4 has rows of whole 16 bytes with 320, 32 and 64 only.
+    """
     a, b = formats.get(a), formats.get(b)
     only(monkeypatch, "block_scaled_sm100")
-    for m, n, k in ((140, 60, 300), (3, 130, 32)):
-        x, w = torch.randn(m, k), torch.randn(n, k)
-        check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), k, torch.randn(n))
-    x, w = torch.randn(2, 5, 64), torch.randn(2, 6, 64)
-    check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), 64, out_dtype=torch.bfloat16)
-    check(quantized(x, a, "swizzled"), quantized(w[0], b, "swizzled"), 64)
+    for m, n, k, bias in ((140, 60, 300, True), (3, 130, 32, False), (130, 264, 320, True), (9, 7, 16, True)):
+        x, w = quantized(torch.randn(m, k), a, "swizzled"), quantized(torch.randn(n, k), b, "swizzled")
+        for out_dtype in (torch.float32, torch.bfloat16):
+            check(x, w, k, torch.randn(n) if bias else None, out_dtype)
+    for k in (64, 80):
+        x, w = torch.randn(2, 5, k), torch.randn(2, 6, k)
+        check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), k, out_dtype=torch.bfloat16)
+        check(quantized(x, a, "swizzled"), quantized(w[0], b, "swizzled"), k)
+
+
+@in_the_interpreter
+def test_block_scaled_gemm_walks_every_tile(monkeypatch):
+    """Programs take several tiles each; rows and columns of tiles that no group divides; every configuration."""
+    problem = _nvfp4_problem(1500, 700, 32, Target(100))
+    only(monkeypatch, "block_scaled_sm100")
+    monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
+    x, w = (quantized(torch.randn(rows, 32), formats.get("nvfp4"), "swizzled") for rows in (1500, 700))
+    found = block_scaled_configs(problem)
+    assert {(config.bn, config.two_sums) for config in found} == {(256, False), (128, True)}
+    for config in found:
+        configured(monkeypatch, "block_scaled_sm100", config)
+        check(x, w, 32, out_dtype=torch.bfloat16)
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("hard", [*FINITE, *NON_FINITE])
+def test_hard_inputs_of_block_scaled_gemm(hard, monkeypatch):
+    only(monkeypatch, "block_scaled_sm100")
+    for fmt in map(formats.get, ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp4")):
+        x = quantized(hard_input(hard, (16, 96), torch.float32, fmt.block_cols), fmt, "swizzled")
+        check(x, quantized(torch.randn(16, 96), fmt, "swizzled"), 96)
+
+
+@in_the_interpreter
+def test_block_scaled_gemm_without_columns(monkeypatch):
+    """Of no K only the bias is left, and no descriptor is made."""
+    only(monkeypatch, "block_scaled_sm100")
+    assert not any(config.tma for config in block_scaled_configs(_nvfp4_problem(3, 4, 0, Target(100))))
+    fmt = formats.get("nvfp4")
+    check(
+        quantized(torch.randn(3, 0), fmt, "swizzled"), quantized(torch.randn(4, 0), fmt, "swizzled"), 0, torch.randn(4)
+    )
+
+
+def _nvfp4_problem(m, n, k, target):
+    fmt = formats.get("nvfp4")
+    operand = OperandType(fmt, fmt.data_dtype, swizzled=True, outer="tensor")
+    return Problem(operand, operand, m, n, k, torch.bfloat16, target)
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize(("a", "b"), [("mxfp8", "mxfp8_32x32"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4")])
+def test_block_scaled_gemm_by_tma(a, b, monkeypatch):
+    """On Hopper, which has TMA, Triton itself expands MX operands: descriptors, tiles and stores on a real GPU."""
+    a, b = formats.get(a), formats.get(b)
+    only(monkeypatch, "block_scaled_sm100")
+    step = 256 if a.packed and b.packed else 128
+    configured(monkeypatch, "block_scaled_sm100",
+               BlockScaledConfig(128, 128, step, stages=2, parts=2, warp_specialize=False))  # fmt: skip
+    for m, n, k in ((1500, 1032, 416), (130, 264, 4096), (70, 33, 64)):
+        x, w = quantized(torch.randn(m, k), a, "swizzled"), quantized(torch.randn(n, k), b, "swizzled")
+        check(x, w, k, torch.randn(n))
+        check(x, w, k, None, torch.bfloat16)
+    x, w = torch.randn(3, 140, 96), torch.randn(3, 136, 96)
+    check(quantized(x, a, "swizzled"), quantized(w, b, "swizzled"), 96, out_dtype=torch.bfloat16)
+
+
+@gpu
+@for_gpus
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_block_scaled_gemm_through_inductor(recipe, mode, monkeypatch):
+    """The same through `torch.compile`: Inductor launches a kernel that makes descriptors, also in CUDA graphs."""
+    import fp4compile
+
+    torch._dynamo.reset()
+    layers = torch.nn.Sequential(torch.nn.Linear(512, 768), torch.nn.SiLU(), torch.nn.Linear(768, 264))
+    layers = layers.to("cuda", torch.bfloat16)
+    x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = torch.compile(layers, backend=fp4compile.backend(recipe))(x)
+        torch._dynamo.reset()
+        step = 128 if recipe == "mxfp8" else 256
+        native = replace(
+            choose.named("block_scaled_sm100"), serves=lambda p: p.a.swizzled and p.b.swizzled,
+            configure=lambda p: BlockScaledConfig(128, 128, step, stages=2, parts=2, warp_specialize=False),
+        )  # fmt: skip
+        launched = mock.Mock(wraps=native.run)
+        native = replace(native, run=launched)
+        monkeypatch.setattr(choose, "REGISTRY", (native, *choose.REGISTRY))
+        with inductor_config.patch(force_disable_caches=True):
+            compiled = torch.compile(layers, backend=fp4compile.backend(recipe), mode=mode)
+            for _ in range(4):
+                got = compiled(x).clone()
+    assert launched.call_count == 2
+    assert (got - expected).abs().max() <= 2**-6 * expected.abs().max()
 
 
 @gpu

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fp4compile.cli.check_sm100 import _disassemble
+from fp4compile.machine_code.sass import disassemble
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers.kernels import INTERPRETING, compile_ahead, launches, spilled_bytes
 
@@ -41,7 +41,7 @@ def test_shared_memory_is_reserved(m):
 @pytest.mark.parametrize(("n", "m"), [(512, 16), (4096, 16), (33792, 16), (4096, 32), (512, 64), (4096, 64)])
 def test_registers_of_running_wgmma_are_left_alone(n, m):
     """While `wgmma` reads some registers of B, the next elements of B are dequantised to other registers."""
-    sass, _ = _disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", m, n).asm["cubin"])
+    sass = disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", m, n).asm["cubin"]).text
     used = re.findall(r"HGMMA\.64x\d+x16\S* R\d+, R(\d+), .*?(gsb0)?\s*;", sass)
     groups = [set()]
     for register, last in used:
@@ -53,7 +53,7 @@ def test_registers_of_running_wgmma_are_left_alone(n, m):
 
 def test_b_is_dequantised_while_wgmma_runs():
     """One group of `wgmma` always runs on. ptxas waits for all of them where it cannot follow their registers."""
-    sass, _ = _disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", 64).asm["cubin"])
+    sass = disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", 64).asm["cubin"]).text
     awaited = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
     assert awaited == ["0x1"] * (len(awaited) - 1) + ["0x0"]
     assert len(awaited) > 2

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fp4compile import formats, reference
-from fp4compile.templates.device import block_scales, elements, packed_rounding
+from fp4compile.templates.device import block_scales, elements, packed_rounding, quick_scales
 from fp4compile.templates.quantize import dispatch as kernels
 from tests.helpers.ptx_player import play
 
@@ -128,9 +128,9 @@ def test_bounded_products_lie_below_the_next_tie():
 
 
 def quotient(dividend, divisor, reciprocal):
-    """`_quotient_ptx`. (Played exactly but for its very last sum, which is rounded twice.)"""
+    """`quotient_ptx`. (Played exactly but for its very last sum, which is rounded twice.)"""
     operands = [np.broadcast_to(operand, np.broadcast(dividend, divisor).shape) for operand in (dividend, divisor)]
-    (found,) = play(packed_rounding._quotient_ptx("$0", "$1", "$2", "$3"), 1, [*operands, reciprocal])
+    (found,) = play(quick_scales.quotient_ptx("$0", "$1", "$2", "$3"), 1, [*operands, reciprocal])
     return found.view(np.float32)
 
 

@@ -102,15 +102,15 @@ def test_launches(a, m, rows):
 def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     """Only B is read before, and nothing is written; afterwards one copy brings each stage of A."""
     from fp4compile import _compat
-    from fp4compile.cli.check_sm100 import _disassemble
+    from fp4compile.machine_code.sass import disassemble
 
     swizzle, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, n=n)
     swizzles, multiplies = (
         _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90).asm for one in (swizzle, product)
     )
-    sass = _disassemble(swizzles["cubin"])[0]
+    sass = disassemble(swizzles["cubin"]).text
     assert sass.index("PREEXIT") < sass.index("LDG")
-    before, after = _disassemble(multiplies["cubin"])[0].split("ACQBULK")
+    before, after = disassemble(multiplies["cubin"]).text.split("ACQBULK")
     before = before[
         before.rindex("SYNCS.EXCH") :
     ]  # from where the barriers are made; before that is what reserves shared memory

@@ -1,8 +1,17 @@
-"""What a target says about its GPU."""
+"""What a target says about its GPU, and that launches are made for its multiprocessors."""
 
 import pytest
+import torch
 
+from fp4compile import formats
 from fp4compile.targets import Target
+from fp4compile.templates.gemm.choose import choose
+from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.launch import dry_run, target_of
+from tests.helpers import absent_gpu
+from tests.helpers.kernels import INTERPRETING
+
+NVFP4, MXFP8 = formats.get("nvfp4"), formats.get("mxfp8")
 
 
 @pytest.mark.parametrize(
@@ -11,3 +20,42 @@ from fp4compile.targets import Target
 def test_multiprocessors(sm, multiprocessors):
     """Of the GPUs that are listed; another one counts as the nearest before it, or as an H200."""
     assert Target(sm).multiprocessors == multiprocessors
+    assert Target(sm) == Target(sm, multiprocessors) != Target(sm, 16)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="stands for no GPU")
+def test_the_target_of_a_gpu_that_is_there(monkeypatch):
+    """Its own multiprocessors, not those of its capability; a device without a number is the current one."""
+    absent_gpu.install(monkeypatch, [(9, 0, 132), (9, 0, 16), (10, 3, 160)])
+    assert [target_of(torch.device("cuda", i)) for i in range(3)] == [Target(90), Target(90, 16), Target(103)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert target_of(torch.device("cuda")) == Target(90, 16)
+    with dry_run(Target(100)):
+        assert target_of(torch.device("cuda")) == Target(100, 148)
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 114, 132, 148])
+def test_grids_are_made_for_the_multiprocessors(multiprocessors):
+    """Of the kernels that stream weights: so many programs for each multiprocessor, or so many parts of K."""
+
+    def config(m, n=28672, k=4096):
+        plain, packed = OperandType(None, torch.bfloat16), OperandType(NVFP4, NVFP4.data_dtype, outer="tensor")
+        return choose(Problem(plain, packed, m, n, k, torch.bfloat16, Target(90, multiprocessors))).config
+
+    assert config(1).grid in (2 * multiprocessors, 3 * multiprocessors)
+    assert config(4).grid == 6 * multiprocessors
+    few = config(32, n=4096)
+    assert few.split_k == {16: 1, 114: 2, 132: 4, 148: 4}[multiprocessors]
+    assert few.shared * -(-few.grid(4096) // multiprocessors) <= Target(90).shared_memory
+
+
+@pytest.mark.parametrize(("fmt", "target", "n", "programs"), [
+    (NVFP4, Target(100), 4096, 256), (NVFP4, Target(100), 4608, 288), (NVFP4, Target(103), 4608, 288),
+    (NVFP4, Target(100), 4736, 148), (MXFP8, Target(90), 4096, 128), (MXFP8, Target(90), 4064, 254),
+])  # fmt: skip
+def test_dequantised_tiles_fill_the_gpu(fmt, target, n, programs):
+    """On SM100 with a program for each multiprocessor; 128 of an H200's 132 are enough, as measured."""
+    plain, packed = OperandType(None, torch.bfloat16), OperandType(fmt, fmt.data_dtype)
+    choice = choose(Problem(plain, packed, 16, n, 4096, torch.bfloat16, target))
+    config = choice.config
+    assert choice.kernel == "dequant_tiles" and -(-n // config.bn) * config.split_k == programs

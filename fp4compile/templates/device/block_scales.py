@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.elements import INFINITY_BITS, fp8_code, fp8_value, mantissa_bits
+from fp4compile.templates.device.quick_scales import SIXTH, in_quick_range, quick_e4m3_scale
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 NVFP4_MAX = tl.constexpr(2688.0)  # 6 * 448
-SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 
 
 @triton.constexpr_function
@@ -122,7 +122,23 @@ def float8_outer(amax_bits, ISA: tl.constexpr):
 
 @triton.jit
 def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
-    """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements)."""
+    """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements).
+
+    On SM100 an outer scale of the whole tile (a scalar) decides how they are made.
+    """
+    if ISA < 100 or not has_outer or decode.type.is_block():
+        return plain_e4m3_scale(amax_bits, encode, decode, contract, has_outer, ISA)
+    else:
+        if in_quick_range(decode):
+            byte, factor = quick_e4m3_scale(amax_bits.to(tl.float32, bitcast=True), encode, decode, contract)
+        else:
+            byte, factor = plain_e4m3_scale(amax_bits, encode, decode, contract, has_outer, ISA)
+        return byte, factor
+
+
+@triton.jit
+def plain_e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
+    """`e4m3_scale` by the contract's own operations."""
     amax = amax_bits.to(tl.float32, bitcast=True)
     if contract == "torchao":
         if has_outer:

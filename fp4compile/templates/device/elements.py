@@ -20,6 +20,8 @@ One file, because rounding and decoding of an element are inverse to each other 
 import triton
 import triton.language as tl
 
+from fp4compile.templates.device.packed_encoding import encode_packed_pairs, encode_packed_run, encode_packed_runs
+
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -259,17 +261,6 @@ def _e2m1_round_ptx() -> str:
 _E2M1_GATHER = tl.constexpr(_e2m1_gather_ptx())
 _E2M1_ROUND = tl.constexpr(_e2m1_round_ptx())
 _E2M1_STOCHASTIC = tl.constexpr(_e2m1_stochastic_ptx())
-# The instruction takes one random word for four elements. How it uses the bits is not documented.
-_E2M1_STOCHASTIC_CONVERT = tl.constexpr(
-    "{ .reg .b16 p, q; cvt.rs.satfinite.e2m1x4.f32 p, {$6, $2, $5, $1}, $9;"
-    " cvt.rs.satfinite.e2m1x4.f32 q, {$8, $4, $7, $3}, $11; mov.b32 $0, {p, q}; }"
-)
-_E2M1_CONVERT = tl.constexpr(
-    "{ .reg .b8 p, q, r, s;"
-    " cvt.rn.satfinite.e2m1x2.f32 p, $5, $1; cvt.rn.satfinite.e2m1x2.f32 q, $6, $2;"
-    " cvt.rn.satfinite.e2m1x2.f32 r, $7, $3; cvt.rn.satfinite.e2m1x2.f32 s, $8, $4;"
-    " mov.b32 $0, {p, q, r, s}; }"
-)
 _E4M3_CONVERT = tl.constexpr(
     "{ .reg .b16 p, q; cvt.rn.satfinite.e4m3x2.f32 p, $3, $1; cvt.rn.satfinite.e4m3x2.f32 q, $4, $2; "
     f"{join_ptx('$0', 'p', 'q')} }}"
@@ -303,7 +294,9 @@ def fp8_code(y, element: tl.constexpr):
 def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr):
     """first * factor and second * factor, rounded to codes: a uint8 of two E2M1 codes, a uint16 of two FP8 codes."""
     if element == "e2m1":
-        if ISA == 0:
+        if ISA >= 100:
+            return encode_packed_pairs(first, second, factor)
+        elif ISA == 0:
             a = _e2m1_code(first * factor, (first < 0) & (factor == factor))
             b = _e2m1_code(second * factor, (second < 0) & (factor == factor))
             return (a | (b << 4)).to(tl.uint8)
@@ -313,9 +306,8 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
             a = tl.fma(first, factor, 0.0)
             b = tl.fma(second, factor, 0.0)
             return tl.inline_asm_elementwise(
-                _E2M1_CONVERT if ISA >= 100 else _E2M1_GATHER,
-                "=r,f,f,f,f,f,f,f,f", [a, b], dtype=tl.uint8, is_pure=True, pack=4,
-            )  # fmt: skip
+                _E2M1_GATHER, "=r,f,f,f,f,f,f,f,f", [a, b], dtype=tl.uint8, is_pure=True, pack=4
+            )
     else:
         a = first * factor
         b = second * factor
@@ -358,30 +350,45 @@ def round_pair(first, second, factor, scale, ISA: tl.constexpr):
 def encode_run(values, factor, noise, ELEMENT: tl.constexpr, ISA: tl.constexpr):
     """A tuple of 8 (E2M1) or 4 (FP8) float32 tensors, times factor, rounded to codes: an int32 of all codes.
 
-    noise: for stochastic rounding, a tuple of four random words (uint32), one a pair of elements; else an empty tuple.
+    noise: for stochastic rounding, a tuple of random words (uint32); else an empty tuple. A word is for two elements
+    or, on SM100 (ISA 100), for four.
     """
     if ISA == 0:
         return _portable_run(values, factor, noise, ELEMENT)
+    elif ISA >= 100 and ELEMENT == "e2m1" and len(noise) < 4:
+        return encode_packed_run(values, factor, noise)
     elif ELEMENT == "e2m1":
         scaled = ()
         for i in tl.static_range(8):  # the even elements, then the odd ones; see `encode_pair`
             scaled = scaled + (tl.fma(values[i // 4 + i % 4 * 2], factor, 0.0),)
         if len(noise) == 0:
             return tl.inline_asm_elementwise(
-                _E2M1_CONVERT if ISA >= 100 else _E2M1_GATHER,
-                "=r,f,f,f,f,f,f,f,f", scaled, dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+                _E2M1_GATHER, "=r,f,f,f,f,f,f,f,f", scaled, dtype=tl.int32, is_pure=True, pack=1
+            )
         else:
             return tl.inline_asm_elementwise(
-                _E2M1_STOCHASTIC_CONVERT if ISA == 100 else _E2M1_STOCHASTIC,
-                "=r,f,f,f,f,f,f,f,f,r,r,r,r", scaled + noise, dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+                _E2M1_STOCHASTIC, "=r,f,f,f,f,f,f,f,f,r,r,r,r", scaled + noise, dtype=tl.int32, is_pure=True, pack=1
+            )
     else:
         return tl.inline_asm_elementwise(
             _E4M3_CONVERT if ELEMENT == "e4m3" else _E5M2_CONVERT,
             "=r,f,f,f,f", [values[0] * factor, values[2] * factor, values[1] * factor, values[3] * factor],
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def encode_runs(
+    first, second, first_factor, second_factor, first_noise, second_noise, ELEMENT: tl.constexpr, ISA: tl.constexpr
+):
+    """`encode_run` for the two columns of words: a tuple of the rows' elements, a factor and noise for each column."""
+    if ISA >= 100 and ELEMENT == "e2m1" and len(first_noise) < 4:
+        return encode_packed_runs(first, second, first_factor, second_factor, first_noise + second_noise)
+    else:
+        return (
+            encode_run(first, first_factor, first_noise, ELEMENT, ISA),
+            encode_run(second, second_factor, second_noise, ELEMENT, ISA),
+        )
 
 
 @triton.jit

@@ -154,11 +154,26 @@ def rescale(
 
 
 @triton.jit
+def stored_ptr(ptr, ISA: tl.constexpr):
+    """A pointer to floats, as the pointer to what `stored` makes of them."""
+    if ptr.dtype.element_ty == tl.bfloat16 and ISA == 0:
+        return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return ptr
+
+
+@triton.jit
+def stored(value, ptr, ISA: tl.constexpr):
+    """float32 values, rounded to the type at a pointer of `stored_ptr`; bfloat16 as its bits in the portable form."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    if dtype == tl.int16:
+        return float_bits(value, tl.bfloat16, ISA).to(tl.int16)
+    else:
+        return value.to(dtype)
+
+
+@triton.jit
 def store_rounded(out_ptr, at, value, mask, ISA: tl.constexpr):
     """Store float32 values, rounded to the type of out."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if dtype == tl.bfloat16 and ISA == 0:
-        tl.store(out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + at,
-                 float_bits(value, dtype, ISA).to(tl.int16), mask=mask)  # fmt: skip
-    else:
-        tl.store(out_ptr + at, value.to(dtype), mask=mask)
+    out_ptr = stored_ptr(out_ptr, ISA)
+    tl.store(out_ptr + at, stored(value, out_ptr, ISA), mask=mask)

@@ -4,10 +4,10 @@ Made for `quantize_both`. The plain forms are in `elements` and `block_scales`. 
 where the packed forms give the same bits.
 """
 
-import struct
-
 import triton
 import triton.language as tl
+
+from fp4compile.templates.device.quick_scales import float32_bits, quotient_ptx, sixth_ptx
 
 
 def _codes_ptx(steps: list[str], signed: bool) -> str:
@@ -109,10 +109,6 @@ _COLUMNS_BF16 = tl.constexpr(_columns_ptx(_in_float32_ptx, "bf16"))
 _COLUMNS_FP16 = tl.constexpr(_columns_ptx(_in_float32_ptx, "fp16"))
 
 
-def float32_bits(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
 # Two bf16 numbers in a word: 6 * 448, beyond which E4M3 scales saturate; and 6 * 2^-6, whose E4M3 scale is the smallest
 # one that the contract "torchao" allows.
 CLAMP_LIMIT = tl.constexpr(0x45284528)
@@ -177,27 +173,12 @@ def packed_e4m3_scales(amaxes):
     )
 
 
-def _quotient_ptx(into: str, dividend: str, divisor: str, reciprocal: str) -> str:
-    """PTX: into = dividend / divisor, given the divisor's reciprocal: a product, corrected by its exact remainder.
-
-    Correctly rounded in two cases (checked for all mantissas), if nothing under- or overflows. One: the dividend is a
-    sixth of a bf16 number, the divisor any float32, and the reciprocal correctly rounded. Two: the dividend is any
-    float32, the divisor an E4M3 number, and the reciprocal wrong by one in the last place at most.
-    """
-    return (
-        f" mul.rn.f32 {into}, {dividend}, {reciprocal}; neg.f32 r, {into}; fma.rn.f32 r, r, {divisor}, {dividend};"
-        f" fma.rn.f32 {into}, r, {reciprocal}, {into};"
-    )
-
-
 def _outer_scales_ptx(scaled: bool, guarded: bool) -> str:
     """PTX: a word $3 of two bf16 amaxes (of any sign) -> both E4M3 bytes in $0, the factors in $1 and $2.
 
     $4, $5: encode and decode outer scale. scaled: $4 carries 2^-14 and $5 carries 2^14, so the factors carry 2^-14.
     guarded: amaxes may be larger than the bf16 number that $6 holds twice, or not finite; otherwise they never are.
     """
-    sixth = 2.0**14 / 6 if scaled else 1 / 6
-    high = struct.unpack("<f", struct.pack("<f", sixth))[0]
     # Infinity times 0 is NaN, and stays NaN: the scale shows it.
     guard = "mov.b32 t, 0; fma.rn.bf16x2 h, $3, t, $3; min.NaN.xorsign.abs.bf16x2 h, h, $6;"
     return (
@@ -205,16 +186,14 @@ def _outer_scales_ptx(scaled: bool, guarded: bool) -> str:
         + (guard if guarded else "mov.b32 h, $3;")
         + " shl.b32 t, h, 16; mov.b32 a, t; and.b32 t, h, 0xFFFF0000; mov.b32 b, t; abs.f32 a, a; abs.f32 b, b;"
         + "".join(
-            # A sixth, correctly rounded (checked for all mantissas): 1/6 as a sum of two constants.
-            f" mul.rn.f32 s, {amax}, 0f{float32_bits(sixth - high):08X};"
-            f" fma.rn.f32 s, {amax}, 0f{float32_bits(sixth):08X}, s;"
-            + _quotient_ptx(amax, "s", "$5", "$4")
+            sixth_ptx("s", amax, 2.0**14 if scaled else 1.0)
+            + quotient_ptx(amax, "s", "$5", "$4")
             + f" max.NaN.f32 {amax}, {amax}, 0f3C800000;"
             for amax in ("a", "b")
         )
         + " cvt.rn.satfinite.e4m3x2.f32 p, b, a; cvt.u32.u16 $0, p; cvt.rn.f16x2.e4m3x2 h, p; mov.b32 {low, high}, h;"
         + "".join(
-            f" cvt.f32.f16 s, {half}; rcp.approx.ftz.f32 y, s;" + _quotient_ptx(factor, "$4", "s", "y")
+            f" cvt.f32.f16 s, {half}; rcp.approx.ftz.f32 y, s;" + quotient_ptx(factor, "$4", "s", "y")
             for half, factor in (("low", "$1"), ("high", "$2"))
         )
         + " }"

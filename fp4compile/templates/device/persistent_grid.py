@@ -30,3 +30,15 @@ def next_step(tile, step, steps):
     """The program's step after step `step` of a tile with `steps` steps: (tile, step), in this tile or its next one."""
     last = step + 1 == steps
     return tl.where(last, tile + tl.num_programs(0), tile), tl.where(last, 0, step + 1)
+
+
+@triton.jit
+def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile number -> (row tile, column tile).
+
+    GROUP_M row tiles are walked together, so that the L2 cache serves them.
+    """
+    group = tile // (GROUP_M * tiles_n)
+    in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    tile = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + tile % in_group, tile // in_group

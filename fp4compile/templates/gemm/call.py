@@ -88,16 +88,16 @@ def kernel_operand(x: Operand, type: OperandType) -> KernelOperand:
     if fmt is None or fmt.scale is None:
         scales = None
     else:
-        scales = _aligned(scales.contiguous().view(torch.uint8))
+        scales = aligned(scales.contiguous().view(torch.uint8))
     outer = None if x.outer is None else x.outer.contiguous()
     if fmt is not None and not fmt.packed:
         data = data.view(torch.uint8)
         if not statically_true(width % 2 == 0):  # two codes make a unit
             data = F.pad(data, (0, width % 2))
-    return KernelOperand(type, _aligned(data.contiguous()), scales, outer, rows, k)
+    return KernelOperand(type, aligned(data.contiguous()), scales, outer, rows, k)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """x, copied where it does not begin at whole 16 bytes."""
     return x if statically_true(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
 

@@ -29,7 +29,8 @@ class Candidate:
     serves: whether it can compute a problem, and should if no candidate of a better rank does.
     configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
         configure. run: launches a call with that configuration and returns [batches, m, n].
-    takes_epilogue: whether it can apply an epilogue before it stores.
+    configurations: the configurations that `max-autotune` times, the one of `configure` among them; None where there is
+        but that one. takes_epilogue: whether it can apply an epilogue before it stores.
     traceable: whether a graph can hold the launches of a configuration: not those of a loop over parts.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a: whether it writes a quantised A to memory in 16 bits first.
@@ -42,9 +43,14 @@ class Candidate:
     serves: Callable[[Problem], bool]
     configure: Callable[[Problem], Any]
     run: Callable[[Call, Any], torch.Tensor]
+    configurations: Callable[[Problem], tuple] | None = None
     takes_epilogue: Callable[[Problem], bool] = _never
     traceable: Callable[[Any], bool] = _always
     any_rows: bool = False
     dequantizes_a: bool = False
     group_with: Callable[[Problem], tuple] | None = None
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
+
+    def to_time(self, problem: Problem) -> tuple:
+        """The configurations between which only time can decide; at least one."""
+        return (self.configure(problem),) if self.configurations is None else self.configurations(problem)

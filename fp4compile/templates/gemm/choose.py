@@ -11,11 +11,13 @@ from typing import Any
 from fp4compile._compat import statically_true
 from fp4compile.templates.gemm import (
     block_scaled_sm100,
+    cost,
     dequant_operand,
     dequant_tiles,
     gemv,
     library,
     skinny,
+    skinny_block_scaled_sm100,
     wgmma_sm90,
 )
 from fp4compile.templates.gemm.candidate import Candidate
@@ -24,9 +26,11 @@ from fp4compile.templates.gemm.problem import Problem
 
 # In order of rank: the library before a kernel that computes the same, a kernel for few rows before one for many.
 REGISTRY: tuple[Candidate, ...] = (
+    skinny_block_scaled_sm100.CANDIDATE,
     library.BLOCK_SCALED,
     block_scaled_sm100.CANDIDATE,
     library.ROW_SCALED,
+    library.RESCALED,
     gemv.CANDIDATE,
     skinny.CANDIDATE,
     wgmma_sm90.CANDIDATE,
@@ -43,7 +47,9 @@ class Choice:
 
     kernel: the candidate's name; "by rows" where the number of rows is symbolic and decides it when the graph runs.
     tier: "native" or "emulated". config: the launch configuration, None where there is nothing to configure.
-    takes_epilogue: whether the problem with an epilogue would be served by a kernel that applies it.
+    takes_epilogue: whether a kernel applies the problem's epilogue or, of a problem without one, would apply it: the
+    kernel that serves the problem anyhow or another one, if that is expected to be faster than this kernel and a
+    pointwise kernel after it (see `cost`).
     takes_prologue: whether the kernel can compute A from what A is made of. No kernel does.
     dequantizes_a: whether a quantised A is written to memory in 16 bits first; "by rows": for every number of rows.
     group: what products of one A must have in common to be computed in one launch; None where they cannot be.
@@ -76,10 +82,12 @@ def choose(problem: Problem, preferred: str | None = None) -> Choice:
     # An epilogue never makes a candidate serve a problem: if this one still does, it is still the first.
     fused = problem if problem.epilogue else replace(problem, epilogue=True)
     with_epilogue = found if found.serves(fused) else _candidate(fused, None)
+    takes_epilogue = with_epilogue.takes_epilogue(fused)
+    if takes_epilogue and with_epilogue is not found:
+        takes_epilogue = cost.fusing_pays(problem, with_epilogue.configure(fused))
     config = found.configure(problem)
     return Choice(
-        found.name, found.tier, config,
-        takes_epilogue=with_epilogue.takes_epilogue(fused), dequantizes_a=found.dequantizes_a,
+        found.name, found.tier, config, takes_epilogue=takes_epilogue, dequantizes_a=found.dequantizes_a,
         group=None if found.group_with is None or problem.empty else found.group_with(problem),
         traceable=found.traceable(config),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from fp4compile._compat import statically_true
 from fp4compile.epilogue import AUXILIARIES, Epilogue
 from fp4compile.operand import Operand
 from fp4compile.reference import FLOATS
+from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.choose import Choice, choose, named
@@ -70,6 +71,11 @@ def scaled_mm_group(
     candidate = named(choices[0].kernel)
     outs = candidate.run_group(calls, candidate.configure(of_all(calls)))
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
+
+
+def scaled_mm_library(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """What the op of this name does, which stands for `library.two_level` in a graph."""
+    return library.two_level(a, b, bias, out_dtype)
 
 
 def call_of(

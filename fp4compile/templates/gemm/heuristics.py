@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 
 from fp4compile._compat import statically_true
 from fp4compile.layouts import ceil_div
+from fp4compile.targets import Target
 from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.gemm.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
 WGMMA_ROWS = 64  # rows of A up to which `wgmma_sm90` serves
+SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm100` serves
 # Rows of A from which on the library's product of dequantised operands is the faster one. On an H200 with N = K = 8192,
 # 128 rows take 90 us so and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
 LIBRARY_ROWS = 65
-MULTIPROCESSORS = 132  # of an H200
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def gemv_config(p: Problem, width: int, needed_bytes: Callable[[int, int, int], 
     # Two programs share a multiprocessor, or three: whichever leaves fewer of them idle in the last round of tiles.
     each = fit[0] if fit else 1
     if fit and isinstance(p.n, int):
-        each = min(fit, key=lambda each: each * ceil_div(ceil_div(p.n, 16), each * MULTIPROCESSORS))
-    return GemvConfig(warps, steps, rows, reserved(size, each, p.target), each * MULTIPROCESSORS)
+        each = min(fit, key=lambda each: each * ceil_div(ceil_div(p.n, 16), each * p.target.multiprocessors))
+    return GemvConfig(warps, steps, rows, reserved(size, each, p.target), each * p.target.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def skinny_config(p: Problem) -> SkinnyConfig:
         tiles, warps = 1, 8
     else:
         tiles, stages = 1, 4
-    return SkinnyConfig(rows, tiles, warps, stages, 1 if rows == 8 else 2, 6 * MULTIPROCESSORS)
+    return SkinnyConfig(rows, tiles, warps, stages, 1 if rows == 8 else 2, 6 * p.target.multiprocessors)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[
     """
     size = needed_bytes(config.rows, config.warps, config.stages, config.steps_per_stage)
     grid = config.grid(p.n)
-    each = ceil_div(grid, MULTIPROCESSORS) if isinstance(grid, int) else 1
+    each = ceil_div(grid, p.target.multiprocessors) if isinstance(grid, int) else 1
     fitting = (reserved(size, fewer, p.target) for fewer in range(each, 0, -1))
     return replace(config, shared=next(filter(None, fitting)))
 
@@ -162,7 +163,7 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
     config = many if rows == 64 and statically_true(p.n * p.k > 2**26) else few
     programs, split_k = config.grid(p.n), 1
     # The exception for long K is as before dequantisation ran beside wgmma: it was not timed since.
-    room = MULTIPROCESSORS * (2 if rows == 16 and statically_true(p.k > 16384) else 1)
+    room = p.target.multiprocessors * (2 if rows == 16 and statically_true(p.k > 16384) else 1)
     # A part has at least 512 elements of K.
     while split_k < 8 and statically_true(2 * programs * split_k <= room) and statically_true(p.k >= 1024 * split_k):
         split_k *= 2
@@ -199,13 +200,22 @@ class DequantTilesConfig:
 
 
 # By A (plain 16-bit or packed codes) and its rows: columns of B, units and warps of a step, stages, num_warps, and
-# the number of programs from which on K is not split.
+# how often the GPU is filled with programs until K is not split any more (see `_full`).
 _FEW_ROWS = {
-    ("plain", 8): (32, 128, 4, 3, 4, 128), ("packed", 8): (32, 128, 4, 4, 4, 128),
-    ("plain", 16): (32, 64, 4, 4, 4, 128), ("packed", 16): (32, 128, 2, 5, 2, 128),
-    ("plain", 32): (64, 32, 4, 5, 4, 128), ("packed", 32): (64, 64, 4, 5, 4, 128),
-    ("plain", 64): (128, 32, 1, 4, 8, 256), ("packed", 64): (64, 64, 1, 4, 4, 512),
+    ("plain", 8): (32, 128, 4, 3, 4, 1), ("packed", 8): (32, 128, 4, 4, 4, 1),
+    ("plain", 16): (32, 64, 4, 4, 4, 1), ("packed", 16): (32, 128, 2, 5, 2, 1),
+    ("plain", 32): (64, 32, 4, 5, 4, 1), ("packed", 32): (64, 64, 4, 5, 4, 1),
+    ("plain", 64): (128, 32, 1, 4, 8, 2), ("packed", 64): (64, 64, 1, 4, 4, 4),
 }  # fmt: skip
+
+
+def _full(target: Target) -> int:
+    """Programs that count as filling the GPU once.
+
+    Weights have powers of two of rows, so that on an H200 128 programs count as filling 132 multiprocessors. On a B200
+    that would leave 20 of 148 idle.
+    """
+    return target.multiprocessors if target.sm >= 100 else target.multiprocessors * 32 // 33
 
 
 def dequant_tiles_config(p: Problem) -> DequantTilesConfig:
@@ -226,8 +236,9 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
     """The configuration for up to 64 rows of A. budget: bytes of shared memory for the tiles that are being loaded."""
     bm = next(rows for rows in (8, 16, 32, 64) if statically_true(p.m <= rows))
     a_bytes, b_bytes = p.a.unit_bytes, p.b.unit_bytes
-    bn, units, warps, stages, num_warps, enough = _FEW_ROWS["packed" if a_bytes == 1 else "plain", bm]
-    while bn > 16 and bm < 64 and not statically_true(ceil_div(p.n, bn) >= 128):
+    bn, units, warps, stages, num_warps, times = _FEW_ROWS["packed" if a_bytes == 1 else "plain", bm]
+    full = _full(p.target)
+    while bn > 16 and bm < 64 and not statically_true(ceil_div(p.n, bn) >= full):
         bn //= 2
     if b_bytes > 1:  # more registers an element
         units //= 2
@@ -236,7 +247,7 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
     split_k = 1
     while (
         split_k < 8
-        and statically_true(ceil_div(p.n, bn) * split_k < enough)
+        and statically_true(ceil_div(p.n, bn) * split_k < times * full)
         and statically_true(p.k >= 4 * split_k * units * warps)
     ):
         split_k *= 2
@@ -247,28 +258,128 @@ def _few_rows(p: Problem, budget: int) -> DequantTilesConfig:
 class BlockScaledConfig:
     """How `block_scaled_sm100` is launched.
 
-    bm, bn: the tile of the result. bk: elements of a step along K. stages: pipeline stages. num_warps: warps of a
-    program. group_m: row tiles that are walked together, so that the L2 cache serves them.
+    bm, bn: the tile of the result. bk: elements of a step along K. stages: pipeline stages. parts: of a tile's columns,
+    in which the epilogue takes them. tma: whether TMA copies operands; else threads load them by pointers.
+    warp_specialize: whether some warps issue copies, some products, and some apply the epilogue. two_sums: whether
+    tensor memory holds the sums of two tiles. num_warps: warps of a program; of the epilogue alone where warps are
+    specialised. group_m: row tiles that are walked together, so that the L2 cache serves them.
     """
 
     bm: int
     bn: int
     bk: int
     stages: int
-    num_warps: int
+    parts: int
+    tma: bool = True
+    warp_specialize: bool = True
+    two_sums: bool = False
+    num_warps: int = 8
     group_m: int = 8
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "STAGES": self.stages}
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "PARTS": self.parts,
+                "TMA": int(self.tma), "WARP_SPECIALIZE": int(self.warp_specialize),
+                "TWO_SUMS": int(self.two_sums)}  # fmt: skip
 
 
 def block_scaled_config(p: Problem) -> BlockScaledConfig:
-    """The configuration. An epilogue takes registers: with one, more warps share a tile, or steps are shorter."""
-    packed = p.a.format.packed and p.b.format.packed
-    warps = 4 if packed and not p.epilogue and p.target.sm < 120 else 8
-    step = 256 if packed and not (p.epilogue and p.target.sm >= 120) else 128
-    return BlockScaledConfig(128, 128, step, stages=3 if packed else 4, num_warps=warps)
+    """The configuration with the least traffic from the L2 cache, which bounds the kernel; nothing was timed.
+
+    A multiprocessor reads 64 bytes a clock from the L2 cache and multiplies NVFP4 at 16,384 products a clock. So a step
+    of a 128 x 256 tile takes 864 clocks to read and 512 to multiply. The time of a product is about that of reading
+    bm + bn rows for each tile that one multiprocessor computes.
+    """
+    return min(block_scaled_configs(p), key=lambda config: _rows_read(p, config))
+
+
+def _rows_read(p: Problem, config: BlockScaledConfig) -> int:
+    """Rows of operands that the busiest multiprocessor reads. Many rows of A stand for a symbolic number."""
+    m, n, batches = (size if isinstance(size, int) else 2**14 for size in (p.m, p.n, p.batches))
+    tiles = ceil_div(m, config.bm) * ceil_div(n, config.bn) * batches
+    return ceil_div(tiles, p.target.multiprocessors) * (config.bm + config.bn)
+
+
+def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
+    """Every configuration that can be worth a try, for `autotune` to time.
+
+    A step is 128 bytes of the wider operand's codes: a row of shared memory as TMA lays it out. Tensor memory has 512
+    columns. The sums of a tile of 256 columns take half of them, scales some of the others.
+    """
+    # A descriptor of a matrix without columns would not be valid.
+    tma = statically_true(p.k > 0) and all(statically_true(p.row_bytes(x) % 16 == 0) for x in (p.a, p.b))
+    step = 256 if p.a.format.packed and p.b.format.packed else 128
+    if p.target.sm >= 120:  # no tensor memory, 99 KB of shared memory
+        stages = 4 if step == 256 else 3
+        return (BlockScaledConfig(128, 128, 128, stages, parts=4, tma=tma, warp_specialize=False),)
+    if not tma:
+        return (BlockScaledConfig(128, 128, step, stages=3, parts=2, tma=False, warp_specialize=False),)
+    wide = BlockScaledConfig(128, 256, step, stages=4, parts=8)
+    return (
+        replace(wide, stages=_stages(p, wide)),
+        BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True),
+    )
+
+
+def _stages(p: Problem, config: BlockScaledConfig) -> int:
+    """As many stages, up to those of the configuration, as shared memory holds beside the epilogue's parts.
+
+    These are a part of the result and, with pointwise operations, a part of what they read.
+    """
+    rows, blocks = config.bm + config.bn, config.bk // p.a.format.block_cols
+    element = p.out_dtype.itemsize + (4 if p.epilogue else 0)
+    parts = config.bm * config.bn // config.parts * element
+    return min(config.stages, (p.target.shared_memory - parts - 2048) // (rows * (128 + blocks)))
+
+
+@dataclass(frozen=True)
+class SkinnyBlockScaledConfig:
+    """How `skinny_block_scaled_sm100` is launched.
+
+    rows: rows of A, padded to 16, 32 or 64. bk: elements of a step along K. stages: pipeline stages. num_warps: warps
+    of a program. split_k: parts of K, whose sums another kernel adds.
+    """
+
+    rows: int
+    bk: int
+    stages: int
+    num_warps: int
+    split_k: int = 1
+
+    @property
+    def bm(self) -> int:
+        """Rows of A in a tile, with the padding."""
+        return 128
+
+    @property
+    def bn(self) -> int:
+        """Rows of B in a tile."""
+        return 128
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "BK": self.bk, "STAGES": self.stages}
+
+
+def skinny_block_scaled_config(p: Problem) -> SkinnyBlockScaledConfig:
+    """The configuration, by arithmetic: nothing was timed on SM100.
+
+    K is cut until there is a program for each multiprocessor, or one for each step: only weights as small as those of K
+    or V alone have fewer. Two programs share a multiprocessor, each with two steps on their way: of NVFP4 that is 72 KB
+    of B, or 10 MB on a B200. At 8 TB/s, 10 MB arrive in 1.3 us, which is longer than a load takes.
+
+    The padding of A to 128 rows is paid in shared memory. At 8 TB/s a step's 18 KB of NVFP4 take a multiprocessor 630
+    clocks of 1.85 GHz. In these it writes 36 KB and the matrix unit reads 36 KB: 576 clocks at 128 bytes each. The
+    products take 256 clocks.
+
+    A thread copies at least 4 bytes at once, and a step of MXFP8 has 512 bytes of scales: they go with four warps.
+    """
+    rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
+    bk, warps = (256, 8) if p.a.format.packed and p.b.format.packed else (128, 4)
+    tiles, steps, split_k = ceil_div(p.n, 128) * p.batches, ceil_div(p.k, bk), 1
+    if isinstance(tiles, int) and isinstance(steps, int):
+        split_k = max(min(ceil_div(p.target.multiprocessors, max(tiles, 1)), steps), 1)
+    return SkinnyBlockScaledConfig(rows, bk, stages=3, num_warps=warps, split_k=split_k)
 
 
 # The library's product is made whole where it needs at most WHOLE_BYTES of memory beside operands, output and the

@@ -1,23 +1,36 @@
-"""Products that a library computes of the operands as they are quantised (cuBLASLt, by `aten._scaled_mm`)."""
+"""Products that a library computes of the operands as they are quantised: cuBLASLt, by torch's `_scaled_mm`.
+
+What torch asks of the arguments (ScaledBlas.cpp) is written down in `tests/helpers/library_checks.py`; every product
+that is sent here passes. What cuBLASLt computes is D = alpha * (A B) + bias, with float32 sums, alpha and bias added in
+float32, and one rounding to the type of D. That is the contract of `reference.scaled_mm`, alpha being the product of
+the two outer scales. None of this was run on SM100.
+"""
 
 import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType, SwizzleType
 
 from fp4compile._compat import statically_true
-from fp4compile.templates.gemm.call import Call
+from fp4compile.operand import Operand
+from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.problem import Problem
 
 
 def _serves_block_scaled(p: Problem) -> bool:
-    """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales on SM100, rows of whole 16 bytes, no outer scale.
+    """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales on SM100, in rows of whole 16 bytes.
 
-    A bias must be of the result's type, which then has 16 bits. The library has no outer scale: its `scale_result` is
-    for FP8 results alone, and the call that has a factor (`aten._scaled_mm_v2`) does not compile with swizzled scales.
-    Two-level operands would need the sums in float32 and another pass over them, which costs more than the library can
-    win. An epilogue would be such a pass, too. Both are part of `block_scaled_sm100`. None of this was timed on SM100.
+    An outer scale must be one of the whole tensor, of either operand or of both. Square blocks are rows of blocks to
+    the library, because swizzled scales are written for each row. A bias must be of the result's type, which then has
+    16 bits. An epilogue is not the library's.
+
+    MXFP4 and operands of mixed widths stay with `block_scaled_sm100`: cuBLASLt has neither. So does compute capability
+    12.0. There torch's users report that the library takes operands in this layout (pytorch/pytorch#198126), but no
+    figure was found that says whether it is faster than a Triton kernel on those matrix units.
     """
     formats = {(x.element, x.scale) for x in (p.a, p.b)} <= {("e2m1", "e4m3"), ("e4m3", "e8m0")}
-    swizzled = p.a.swizzled and p.b.swizzled and (p.a.outer, p.b.outer) == ("none", "none")
+    outer = {p.a.outer, p.b.outer} <= ({"none", "tensor"} if p.a.scale == "e4m3" else {"none"})
+    swizzled = p.a.swizzled and p.b.swizzled and outer
     bias = p.bias is None or (p.bias == p.out_dtype and p.out_dtype != torch.float32)
     filled = all(statically_true(size > 0) for size in (p.m, p.n, p.k))
     here = 100 <= p.target.sm < 120 and p.batches == 1 and not p.epilogue
@@ -31,39 +44,106 @@ def _block_scaled_units(p: Problem) -> bool:
 
 
 def _run_block_scaled(call: Call, config: None) -> torch.Tensor:
+    """One-level operands by `_scaled_mm`, for which Inductor has a lowering of its own; two-level ones by an op."""
     p = call.problem
+    bias = None if call.bias is None else aligned(call.bias)
+    a_data, b_data = _matrix(call.a, p.m), _matrix(call.b, p.n)
+    if (p.a.outer, p.b.outer) != ("none", "none"):
+        return torch.ops.fp4compile.scaled_mm_library(  # defined in `ops`, which calls `two_level`
+            a_data, _scales(call.a), call.a.outer, p.a.format.name,
+            b_data, _scales(call.b), call.b.outer, p.b.format.name, bias, p.out_dtype,
+        )  # fmt: skip
     codes = torch.float4_e2m1fn_x2 if p.a.format.packed else torch.float8_e4m3fn
-    a, b = (x.data.view(rows, x.data.shape[-1]).view(codes) for x, rows in ((call.a, p.m), (call.b, p.n)))
-    a_scales, b_scales = (x.scales.view(x.type.format.scale_dtype) for x in (call.a, call.b))
-    return torch._scaled_mm(a, b.t(), a_scales, b_scales, call.bias, out_dtype=p.out_dtype)
+    a, b = a_data.view(codes), b_data.view(codes).t()
+    return torch._scaled_mm(a, b, _scales(call.a), _scales(call.b), bias, out_dtype=p.out_dtype)
 
 
-def _serves_row_scaled(p: Problem) -> bool:
-    """Two `float8_rowwise` operands with their outer scales, on GPUs with FP8 matrix units, to bfloat16."""
+def _matrix(x: KernelOperand, rows) -> torch.Tensor:
+    return x.data.view(rows, x.data.shape[-1])
+
+
+def _scales(x: KernelOperand) -> torch.Tensor:
+    return x.scales.view(x.type.format.scale_dtype)
+
+
+def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The product of two NVFP4 matrices [M, K] x [N, K] with swizzled scales, of which one or both have an outer scale.
+
+    torch multiplies the outer scales on the device, where cuBLASLt reads the result as its alpha. So the host waits for
+    nothing, and a CUDA graph can hold the call. torch takes two outer scales or none: an operand without one gets a 1.
+    """
+    one = None if a.outer is not None and b.outer is not None else a.data.new_ones((), dtype=torch.float32)
+    a_outer, b_outer = (one if x.outer is None else x.outer for x in (a, b))
+    a_codes, b_codes = (x.data.view(torch.float4_e2m1fn_x2) for x in (a, b))
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]  # one entry a scale: from some version on, a must
+    return F.scaled_mm(
+        a_codes, b_codes.t(), [a.scales, a_outer], recipe, [b.scales, b_outer], recipe, swizzle, swizzle, bias,
+        out_dtype,
+    )  # fmt: skip
+
+
+def _rowwise_float8(p: Problem) -> bool:
+    """Two `float8_rowwise` operands with their outer scales, of sizes that FP8 matrix units take."""
     formats = p.a.format, p.b.format
     if None in formats or any(fmt.scale is not None for fmt in formats):
         return False
     outer = (p.a.outer, p.b.outer) == ("row", "row")
-    types = p.out_dtype == torch.bfloat16 and (p.bias is None or p.bias == p.out_dtype)
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
     filled = statically_true(p.n > 0) and statically_true(p.k > 0)
-    return p.target.float8_matrix_units and outer and types and aligned and filled and p.batches == 1
+    return p.target.float8_matrix_units and outer and aligned and filled and p.batches == 1
+
+
+def _serves_row_scaled(p: Problem) -> bool:
+    """`float8_rowwise` to bfloat16, up to compute capability 10.0.
+
+    From 10.0 on, torch computes it by a CUTLASS kernel. On 10.3 torch's grouped kernel of the same kind was reported to
+    trap, with "Arch conditional MMA instruction used without targeting appropriate compute capability"
+    (pytorch/pytorch#187095); on 12.0 the product was reported to fail with CUBLAS_STATUS_NOT_SUPPORTED, while that of
+    tensor-wise scales works (pytorch/pytorch#192707). A trap ends the process's use of the GPU, so that both have
+    `_run_rescaled` until somebody has shown the kernel to run there. For 10.0 there is a report that it runs
+    (pytorch/ao#2904).
+    """
+    types = p.out_dtype == torch.bfloat16 and (p.bias is None or p.bias == p.out_dtype)
+    return _rowwise_float8(p) and types and p.target.sm <= 100
 
 
 def _run_row_scaled(call: Call, config: None) -> torch.Tensor:
     p = call.problem
+    a, b, a_outer, b_outer = _rowwise_operands(call)
+    return torch._scaled_mm(a, b, a_outer, b_outer, call.bias, out_dtype=p.out_dtype, use_fast_accum=False)
+
+
+def _rowwise_operands(call: Call) -> tuple[torch.Tensor, ...]:
+    """A [m, k], B [k, n], and their outer scales [m, 1] and [1, n]."""
+    p = call.problem
     a, b = (x.data.view(rows, p.k).view(torch.float8_e4m3fn) for x, rows in ((call.a, p.m), (call.b, p.n)))
-    a_outer, b_outer = call.a.outer.view(p.m, 1), call.b.outer.view(1, p.n)
-    return torch._scaled_mm(a, b.t(), a_outer, b_outer, call.bias, out_dtype=p.out_dtype, use_fast_accum=False)
+    return a, b.t(), call.a.outer.view(p.m, 1), call.b.outer.view(1, p.n)
+
+
+def _serves_rescaled(p: Problem) -> bool:
+    """`float8_rowwise` where `library_row_scaled` is not to be used for the GPU's sake."""
+    return _rowwise_float8(p) and p.target.sm > 100
+
+
+def _run_rescaled(call: Call, config: None) -> torch.Tensor:
+    """The float32 sums by cuBLASLt with a scale of 1; outer scales and bias by Inductor, with what follows them."""
+    a, b, a_outer, b_outer = _rowwise_operands(call)
+    one = a_outer.new_ones(())
+    result = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=False) * (a_outer * b_outer)
+    if call.bias is not None:
+        result = result + call.bias.float()
+    return result.to(call.problem.out_dtype)
 
 
 def _nothing_to_configure(p: Problem) -> None:
     return None
 
 
-BLOCK_SCALED = Candidate(
-    "library_block_scaled", "native", _serves_block_scaled, _nothing_to_configure, _run_block_scaled, any_rows=True
-)
-ROW_SCALED = Candidate(
-    "library_row_scaled", "native", _serves_row_scaled, _nothing_to_configure, _run_row_scaled, any_rows=True
-)
+def _candidate(name: str, serves, run) -> Candidate:
+    return Candidate(name, "native", serves, _nothing_to_configure, run, any_rows=True)
+
+
+BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, _run_block_scaled)
+ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, _run_row_scaled)
+RESCALED = _candidate("library_rescaled", _serves_rescaled, _run_rescaled)

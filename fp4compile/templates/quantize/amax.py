@@ -12,10 +12,8 @@ from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
-    hadamard,
     load_column_tile,
-    unpack_column_tile,
-    values_amax,
+    transform_column_tile,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
@@ -23,7 +21,7 @@ from fp4compile.templates.device.memory import load_tile, tile_of
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS, amax_config, column_amax_config
-from fp4compile.templates.quantize.views import Matrices, Outer
+from fp4compile.templates.quantize.views import Matrices, Outer, whole_tiles
 
 
 def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> Outer:
@@ -73,10 +71,12 @@ def columns_amax_bits(source: Matrices, *, rows: str | None, transform: bool, ea
     config = column_amax_config()
     height, width = config.row_tiles * config.block, 2 * config.words
     grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
+    isa = target_of(source.tensor.device).isa
     launch(
         columns_amax, grid, source.tensor, bits, *source.args,
         PLAIN=rows == "all", ROWS=rows == "each", TRANSFORM=transform, EACH=each, ALIGN=source.align,
-        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
+        WHOLE=isa >= 100 and whole_tiles(source, height, width, "linear"), ISA=isa, num_warps=config.num_warps,
+        **config.constants,
     )  # fmt: skip
     return bits
 
@@ -96,7 +96,7 @@ def tensor_amax(
         x_ptr = launch_dependents(x_ptr)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.cdiv(cols, BLOCKS * BLOCK).to(tl.int32)
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     col0 = col_tile.to(tl.int64) * (BLOCKS * BLOCK)
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
@@ -113,6 +113,7 @@ def tensor_amax(
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
     PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32s at amax_ptr, which are 0 before, to the bits of the amaxes of x's columns.
@@ -120,25 +121,24 @@ def columns_amax(
     TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
     amax of all columns. ROWS (with EACH): each row's amax as well, without the transform, [batch, rows + cols]. PLAIN:
     the amax of x without the transform comes before the others. (All results have one pointer, because Inductor does
-    not order the writes of a kernel to one tensor through two pointers.)
+    not order the writes of a kernel to one tensor through two pointers.) WHOLE: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False, ISA >= 100)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     cols_left = tl.minimum(cols - col0, col_count)
-    tile = load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
+    tile = load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
+                            WHOLE)  # fmt: skip
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:
         tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(plain_first, plain_second), 1), 0), sem="relaxed")
     if TRANSFORM:
-        first, second = unpack_column_tile(tile, dtype)
-        first_amax = values_amax(hadamard(first))
-        second_amax = values_amax(hadamard(second))
+        _, _, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
     else:
         first_amax = plain_first
         second_amax = plain_second

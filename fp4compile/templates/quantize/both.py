@@ -12,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, outer_scales
-from fp4compile.templates.device.elements import encode_run, magnitude_bits, unpack
+from fp4compile.templates.device.column_tile import unpack_column_tile
+from fp4compile.templates.device.elements import encode_run, encode_runs, magnitude_bits, unpack
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
+from fp4compile.templates.device.packed_encoding import encode_exact_run, encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.packed_rounding import (
     CLAMP_LIMIT,
     MIN_AMAX,
@@ -52,6 +53,7 @@ from fp4compile.templates.quantize.views import (
     format_constants,
     store_aligns,
     tile_grid,
+    whole_tiles,
 )
 
 
@@ -74,11 +76,10 @@ def launch_both(
     """Launch the kernel. rows, columns: (data, scales) to fill for x and for x transposed, uint8."""
     config = both_config(fmt.element)
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
-    divides = statically_true(source.rows % height == 0) and statically_true(source.cols % width == 0)
     launch(
         quantize_both, tile_grid(source, height, width, layout), source.tensor, *rows, *columns,
         *outer.arguments(rows[0]), *source.args, **format_constants(fmt), **outer.constants,
-        SWIZZLED=layout == "swizzled", WHOLE=divides and source.align > 0, ALIGN=source.align,
+        SWIZZLED=layout == "swizzled", WHOLE=whole_tiles(source, height, width, layout), ALIGN=source.align,
         **store_aligns(source.cols, fmt), **column_aligns(source.rows, fmt),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def take_words(tile, limit, START: tl.constexpr, COUNT: tl.constexpr, CLAMP: tl.
 
 @triton.jit
 def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl.constexpr, ELEMENT: tl.constexpr,
-               ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+               EXACT: tl.constexpr, ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT neighbouring words of a row, as a tuple of int32 tensors."""
     words: tl.constexpr = 4 if ELEMENT == "e2m1" else 2
     runs = ()
@@ -174,6 +175,11 @@ def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl
         if ROUNDING != "":
             run = (tile[i], tile[i + 1], tile[i + 2], tile[i + 3])
             runs = runs + (encode_packed_row(run, factor, ROUNDING, dtype),)
+        elif EXACT:
+            run = ()
+            for j in tl.static_range(words):
+                run = run + (tile[i + j],)
+            runs = runs + (encode_exact_run(run, factor, ELEMENT),)
         else:
             values = unpack(tile[i], dtype)
             for j in tl.static_range(1, words):
@@ -184,27 +190,22 @@ def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl
 
 @triton.jit
 def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
-                   dtype: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+                   dtype: tl.constexpr, ELEMENT: tl.constexpr, EXACT: tl.constexpr, ROUNDING: tl.constexpr,
+                   ISA: tl.constexpr):  # fmt: skip
     """Codes of COUNT rows in both columns of a word: an int32 tensor for each column, or one for both.
 
     One for both where ROUNDING is packed: then COUNT is 4, and each half of the int32 has four E2M1 codes of a column.
     """
+    words = ()
+    for i in tl.static_range(ROW, ROW + COUNT):
+        words = words + (tile[i * WORDS + WORD],)
     if ROUNDING != "":
-        words = ()
-        for i in tl.static_range(ROW, ROW + COUNT):
-            words = words + (tile[i * WORDS + WORD],)
         return (encode_packed_columns(words, factors[2 * WORD], factors[2 * WORD + 1], ROUNDING, dtype),)
+    elif EXACT:
+        return encode_exact_runs(words, factors[2 * WORD], factors[2 * WORD + 1], ELEMENT)
     else:
-        first = ()
-        second = ()
-        for i in tl.static_range(ROW, ROW + COUNT):
-            one, other = unpack(tile[i * WORDS + WORD], dtype)
-            first = first + (one,)
-            second = second + (other,)
-        return (
-            encode_run(first, factors[2 * WORD], (), ELEMENT, ISA),
-            encode_run(second, factors[2 * WORD + 1], (), ELEMENT, ISA),
-        )
+        first, second = unpack_column_tile(words, dtype)
+        return encode_runs(first, second, factors[2 * WORD], factors[2 * WORD + 1], (), (), ELEMENT, ISA)
 
 
 @triton.jit
@@ -271,16 +272,17 @@ def encode_turn(
     Returns (scale bytes of the pairs of rows, codes of the columns as `encode_columns` makes them).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
+    exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
     scale_bytes, factors = scales_of_pairs(row_amaxes, limit, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT,
                                            ROUNDING, CLAMP, dtype, ISA)  # fmt: skip
     words = take_words(tile, limit, ROW * WORDS, turn * WORDS, CLAMP)
     column_runs = ()
     for j in tl.static_range(WORDS):
-        column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, ROUNDING,
-                                                   ISA)  # fmt: skip
+        column_runs = column_runs + encode_columns(words, 0, j, WORDS, turn, column_factors, dtype, ELEMENT, exact,
+                                                   ROUNDING, ISA)  # fmt: skip
     for k in tl.static_range(turn):
         factor = repeat_along_row(factors[k], COL_TILES_PER_BLOCK)
-        codes = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, ROUNDING, ISA)
+        codes = encode_row(words, k * WORDS, WORDS, factor, dtype, ELEMENT, exact, ROUNDING, ISA)
         store_row(row_ptr, codes, row < rows - (ROW + k), group, per_row, WHOLE)
         row_ptr += per_row
     return scale_bytes, column_runs
@@ -411,7 +413,7 @@ def quantize_both(
     if OUTER == "amax":
         # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
-    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, row_count, False)
+    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, row_count, False, False)
     batch = batch.to(tl.int64)
     row0 = row_tile * row_count
     col0 = col_tile * col_count

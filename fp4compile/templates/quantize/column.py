@@ -17,14 +17,14 @@ from fp4compile.templates.device.block_scales import (
 )
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
-    hadamard,
     load_column_tile,
+    transform_column_tile,
     unpack_column_tile,
-    values_amax,
 )
-from fp4compile.templates.device.elements import encode_run, infinity_to_nan, word_amax
+from fp4compile.templates.device.elements import encode_run, encode_runs, infinity_to_nan, word_amax
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
-from fp4compile.templates.device.philox import match_layout, philox
+from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
+from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of
 from fp4compile.templates.quantize.heuristics import column_config
@@ -37,6 +37,7 @@ from fp4compile.templates.quantize.views import (
     or_placeholder,
     store_aligns,
     tile_grid,
+    whole_tiles,
 )
 
 
@@ -84,14 +85,16 @@ def launch_columns(
     config = column_config(fmt.element, constants["BLOCK"], rows is not None)
     data, scales = columns
     row_data, row_scales = rows or columns
+    height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
+    isa = target_of(source.tensor.device).isa
     launch(
-        quantize_columns, tile_grid(source, config.row_tiles * constants["BLOCK"], 2 * config.words, layout),
+        quantize_columns, tile_grid(source, height, width, layout),
         source.tensor, row_data, or_placeholder(row_scales, data), *along.arguments(data),
         data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data), *source.args,
         **constants, ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, STREAM=stream,
         **along.constants, SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        **column_aligns(source.rows, fmt), ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps,
-        **config.constants,
+        **column_aligns(source.rows, fmt), WHOLE=isa >= 100 and whole_tiles(source, height, width, layout), ISA=isa,
+        num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
 
 
@@ -119,6 +122,18 @@ def join_runs(runs):
 
 
 @triton.jit
+def take_run(values, START: tl.constexpr, COUNT: tl.constexpr, MASK_INFINITY: tl.constexpr):
+    """COUNT of the float32 tensors, from number START on. MASK_INFINITY: with NaN in place of infinities."""
+    run = ()
+    for i in tl.static_range(START, START + COUNT):
+        if MASK_INFINITY:
+            run = run + (infinity_to_nan(values[i]),)
+        else:
+            run = run + (values[i],)
+    return run
+
+
+@triton.jit
 def encode_column_tile(
     values, factor, seed_ptr, run0,
     ELEMENT: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
@@ -130,19 +145,64 @@ def encode_column_tile(
     infinite elements become NaN, because no scale shows them and saturation would hide them.
     """
     count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
+    calls: tl.constexpr = runs_of_a_call(ISA)
     runs = ()
     for i in tl.static_range(0, len(values), count):
-        run = ()
-        for j in tl.static_range(i, i + count):
-            if MASK_INFINITY:
-                run = run + (infinity_to_nan(values[j]),)
-            else:
-                run = run + (values[j],)
+        run = take_run(values, i, count, MASK_INFINITY)
         noise = ()
         if SEEDED:
-            noise = philox(run0 + i // count, tl.load(seed_ptr), STREAM)
+            if i // count % calls == 0:
+                words = philox(run0 + i // (count * calls), tl.load(seed_ptr), STREAM, ISA)
+            noise = words_of_run(words, i // count % calls, ISA)
         runs = runs + (encode_run(run, factor, noise, ELEMENT, ISA),)
     return join_runs(runs)
+
+
+@triton.jit
+def encode_two_columns(
+    first, second, first_factor, second_factor, seed_ptr, first_call, second_call,
+    ELEMENT: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """`encode_column_tile` of the even and of the odd columns, in step: for SM100, which computes with pairs.
+
+    first_call, second_call: the counters of the random words of each block's first elements.
+    """
+    count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
+    runs: tl.constexpr = runs_of_a_call(ISA)
+    first_units = ()
+    second_units = ()
+    for i in tl.static_range(0, len(first), count):
+        first_noise = ()
+        second_noise = ()
+        if SEEDED:
+            if i // count % runs == 0:
+                first_words = philox(first_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)
+                second_words = philox(second_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)
+            first_noise = words_of_run(first_words, i // count % runs, ISA)
+            second_noise = words_of_run(second_words, i // count % runs, ISA)
+        one, other = encode_runs(
+            take_run(first, i, count, MASK_INFINITY), take_run(second, i, count, MASK_INFINITY),
+            first_factor, second_factor, first_noise, second_noise, ELEMENT, ISA,
+        )  # fmt: skip
+        first_units = first_units + (one,)
+        second_units = second_units + (other,)
+    return join_runs(first_units), join_runs(second_units)
+
+
+@triton.jit
+def encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT: tl.constexpr):
+    """As `encode_two_columns`, of a column tile of bf16 words whose products are `exact_in_bf16`."""
+    count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
+    first_units = ()
+    second_units = ()
+    for i in tl.static_range(0, len(tile), count):
+        words = ()
+        for j in tl.static_range(i, i + count):
+            words = words + (tile[j],)
+        one, other = encode_exact_runs(words, first_factor, second_factor, ELEMENT)
+        first_units = first_units + (one,)
+        second_units = second_units + (other,)
+    return join_runs(first_units), join_runs(second_units)
 
 
 @triton.jit
@@ -172,7 +232,7 @@ def quantize_columns(
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
-    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     ROW_TILES: tl.constexpr, WORDS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
@@ -182,7 +242,8 @@ def quantize_columns(
     OUTER, PARTIAL_MAXIMA: as in `outer_scales`. Besides, OUTER "row": a decode factor for each column is read at
     column_outer_ptr. OUTER "row amax": it is made from the bits at column_amax_ptr, [batch, cols], and stored at
     column_outer_ptr; with ALONG_ROWS the bits of rows and columns are [batch, rows + cols], and the decode factors of
-    the rows are stored at outer_ptr.
+    the rows are stored at outer_ptr. WHOLE: tiles divide each matrix, so that no load needs a mask. On SM100
+    only, where the masks are a tenth of the instructions.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -193,7 +254,7 @@ def quantize_columns(
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
     col_tiles = tl.cdiv(padded_cols, col_count)
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, ISA >= 100)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
@@ -202,7 +263,7 @@ def quantize_columns(
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
         words = load_tile(tile_ptr + row.to(tl.int64) * x_row, cols_left, row < rows, dtype,
-                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN)  # fmt: skip
+                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
         if OUTER == "row amax":
             encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
                                         batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
@@ -215,14 +276,12 @@ def quantize_columns(
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
                          OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
-    tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN)
-    first, second = unpack_column_tile(tile, dtype)
+    tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
+                            WHOLE)  # fmt: skip
     if TRANSFORM:
-        first = hadamard(first)
-        second = hadamard(second)
-        first_amax = values_amax(first)
-        second_amax = values_amax(second)
+        first, second, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
     else:
+        first, second = unpack_column_tile(tile, dtype)
         first_amax, second_amax = column_tile_amax(tile, ISA, dtype)
 
     column = col0 + tl.arange(0, col_count)
@@ -255,14 +314,25 @@ def quantize_columns(
 
     blocks = tl.cdiv(rows, BLOCK)
     block0 = row_tile * ROW_TILES
-    # The numbers of the columns' first runs of 8 codes, which count the random words.
+    # The numbers of the columns' first runs of 8 codes (or of two runs), which count the random words.
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
-    run0 = match_layout((even_column * blocks + block0 + tl.arange(0, ROW_TILES)[:, None]) * (BLOCK // 8), tile[0])
+    calls: tl.constexpr = BLOCK // (8 * runs_of_a_call(ISA))  # of Philox, for a block
+    call0 = match_layout((even_column * blocks + block0 + tl.arange(0, ROW_TILES)[:, None]) * calls, tile[0])
     mask_infinity: tl.constexpr = SCALE == "none" and OUTER == "row"
-    first_units = encode_column_tile(first, first_factor, seed_ptr, run0, ELEMENT, mask_infinity, SEEDED, STREAM, ISA)
-    second_units = encode_column_tile(
-        second, second_factor, seed_ptr, run0 + blocks * (BLOCK // 8), ELEMENT, mask_infinity, SEEDED, STREAM, ISA
-    )
+    if not SEEDED and exact_in_bf16(SCALE, dtype, ISA):
+        first_units, second_units = encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT)
+    elif ISA >= 100 and TRANSFORM:
+        first_units, second_units = encode_two_columns(
+            first, second, first_factor, second_factor, seed_ptr, call0, call0 + blocks * calls,
+            ELEMENT, mask_infinity, SEEDED, STREAM, ISA,
+        )  # fmt: skip
+    else:
+        first_units = encode_column_tile(
+            first, first_factor, seed_ptr, call0, ELEMENT, mask_infinity, SEEDED, STREAM, ISA
+        )
+        second_units = encode_column_tile(
+            second, second_factor, seed_ptr, call0 + blocks * calls, ELEMENT, mask_infinity, SEEDED, STREAM, ISA
+        )
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
     per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block

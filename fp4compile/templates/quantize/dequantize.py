@@ -71,7 +71,9 @@ def dequantize_rows(
     count: tl.constexpr = BLOCKS * half
     unit_type: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
     blocks = tl.cdiv(cols, BLOCK)
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(blocks, BLOCKS).to(tl.int32), ROWS, False)
+    batch, row_tile, col_tile = tile_of(
+        tl.program_id(0), rows, tl.cdiv(blocks, BLOCKS).to(tl.int32), ROWS, False, ISA >= 100
+    )
     row = (row_tile * ROWS + tl.arange(0, ROWS))[:, None]
     row_mask = row < rows
     flat_row = batch.to(tl.int64) * rows + row

@@ -33,7 +33,8 @@ from fp4compile.templates.device.elements import (
     word_amax,
 )
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
-from fp4compile.templates.device.philox import match_layout, philox
+from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
+from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
@@ -121,8 +122,14 @@ def encode_seeded(
     word0, word2 = tl.split(even)
     word1, word3 = tl.split(odd)
     values = unpack(word0, dtype) + unpack(word1, dtype) + unpack(word2, dtype) + unpack(word3, dtype)
-    run = block[:, :, None] * runs + tl.arange(0, runs)[None, None, :]
-    noise = philox(match_layout(run, word0), tl.load(seed_ptr), STREAM)
+    calls: tl.constexpr = runs // runs_of_a_call(ISA)
+    call = block[:, :, None] * calls + tl.arange(0, calls)[None, None, :]
+    if runs_of_a_call(ISA) == 1:
+        noise = philox(match_layout(call, word0), tl.load(seed_ptr), STREAM, ISA)
+    else:
+        first, _ = tl.split(tl.reshape(word0, (words.shape[0], words.shape[1], calls, 2)))
+        word0, word1, word2, word3 = philox(match_layout(call, first), tl.load(seed_ptr), STREAM, ISA)
+        noise = (tl.reshape(tl.join(word0, word2), shape), tl.reshape(tl.join(word1, word3), shape))
     codes = encode_run(values, tl.broadcast_to(factor[:, :, None], shape), noise, ELEMENT, ISA)
     return tl.reshape(codes, (words.shape[0], words.shape[1] * runs))
 
@@ -149,6 +156,10 @@ def encode_and_store(
         block = matrix_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
         store_units(data_ptr, units, matrix_row, block0 * (half // 4), per_row // 4, row < rows, UNIT_ALIGN // 4)
+    elif exact_in_bf16(SCALE, dtype, ISA):
+        factor = tl.broadcast_to(factor[:, :, None], words.shape)
+        units = tl.reshape(encode_exact_words(words, factor, ELEMENT), (words.shape[0], words.shape[1] * half))
+        store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
     else:
         first, second = unpack(words, dtype)
         if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
@@ -188,7 +199,10 @@ def quantize_rows(
     if OUTER == "amax":
         # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
-    batch, row_tile, col_tile = tile_of(program, padded_rows, tl.cdiv(padded_cols, BLOCKS * BLOCK), ROWS, FLAT)
+    col_tiles = tl.cdiv(padded_cols, BLOCKS * BLOCK)
+    # NVFP4 of one level gains nothing by it, and takes two registers more.
+    unsigned: tl.constexpr = ISA >= 100 and (SCALE == "e8m0" or OUTER != "none")
+    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, unsigned)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
@@ -224,7 +238,7 @@ def quantize_scaled_rows(
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False)
+    batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
@@ -255,8 +269,12 @@ def quantize_scaled_rows(
         encode, decode = outer_from_amax(rows_amax, CONTRACT, ISA)
     tl.store(outer_ptr + batch.to(tl.int64) * rows + row, decode, mask=row < rows)
 
-    encode = encode[:, None]
-    decode = decode[:, None]
+    if ISA >= 100 and ROWS == 1:  # an outer scale of the whole tile, see `e4m3_scale`
+        encode = tl.max(encode, 0)
+        decode = tl.max(decode, 0)
+    else:
+        encode = encode[:, None]
+        decode = decode[:, None]
     if ON_CHIP:
         encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
                          dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,

@@ -22,6 +22,8 @@ from fp4compile.templates.device.memory import (
     store_units,
     tile_of,
 )
+from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
+from fp4compile.templates.device.register_tile import join_halves
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import square_config
@@ -134,7 +136,7 @@ def quantize_squares(
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
     col_tiles = tl.cdiv(padded_cols, col_count)
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, ISA >= 100)
     row0 = row_tile * row_count
     col0 = col_tile * col_count
 
@@ -157,8 +159,13 @@ def quantize_squares(
     amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (ROW_TILES, WORDS // half, half)), 2)
     byte, factor = block_scale(amax, encode, decode, OUTER != "none", ELEMENT, SCALE, CONTRACT, ISA)
     factor = tl.broadcast_to(repeat_last(factor[None, :, None, :], half), even.shape)
-    even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
-    odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
+    exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
+    if exact:
+        even_units = encode_exact_words(even, factor, ELEMENT)
+        odd_units = encode_exact_words(odd, factor, ELEMENT)
+    else:
+        even_units = encode_pair(even_first, even_second, factor, ELEMENT, ISA)
+        odd_units = encode_pair(odd_first, odd_second, factor, ELEMENT, ISA)
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
@@ -169,6 +176,10 @@ def quantize_squares(
     if ALONG_COLUMNS:
         if ELEMENT == "e2m1":
             first_units, second_units = transpose_e2m1(even_units, odd_units)
+        elif exact:
+            first, second = join_halves(even, odd)
+            first_units = encode_exact_words(first, factor, ELEMENT)
+            second_units = encode_exact_words(second, factor, ELEMENT)
         else:  # encoding again is cheap, and ptxas 12.8 crashes on bytes that change places
             first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
             second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)

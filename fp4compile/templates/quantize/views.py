@@ -129,6 +129,14 @@ def tile_grid(source: Matrices, height: int, width: int, layout: str):
     return source.batch * torch.sym_max(ceil_div(rows, height), 1) * ceil_div(cols, width)
 
 
+def whole_tiles(source: Matrices, height: int, width: int, layout: str) -> bool:
+    """Whether it is known that the tiles of `tile_grid` divide each matrix, and that its rows are aligned."""
+    if layout == "swizzled":
+        height, width = max(height, 128), max(width, 128)
+    divides = statically_true(source.rows % height == 0) and statically_true(source.cols % width == 0)
+    return divides and source.align > 0
+
+
 def format_constants(fmt: BlockFormat) -> dict:
     """The constexpr arguments that say what the numbers mean. Without block scales, BLOCK is only a unit of work."""
     return {

@@ -1,0 +1,104 @@
+"""Cases that may take the GPU down with them: what they find, in a process of their own."""
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4compile import _compat
+
+# Seconds for one case: the first one imports torch, a slow one compiles several kernels.
+PATIENCE = 180.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to run. name: what it is. run: returns what was found, plain values for JSON.
+
+    A finding with the key "wrong" that is not empty is a failure.
+    """
+
+    name: str
+    run: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a case. error: what it raised, or how it ended the process; None where it did neither."""
+
+    name: str
+    values: dict[str, Any]
+    error: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or bool(self.values.get("wrong"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **self.values, **({} if self.error is None else {"error": self.error})}
+
+
+def in_process(cases: Callable[[], Sequence[Case]], patience: float = PATIENCE) -> Iterator[Finding]:
+    """The findings of all cases, which run in another process; a new one is started where that ends too early.
+
+    cases: a function of a module, which gives the same cases in every process. patience: seconds for one case.
+    """
+    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
+    names, done = [case.name for case in cases()], 0
+    while done < len(names):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(cases, done, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        usable = True
+        while usable and done < len(names):
+            try:
+                if ours.poll(patience):
+                    finding, usable = ours.recv()
+                else:
+                    finding, usable = Finding(names[done], {}, f"did not end within {patience:.0f} seconds"), False
+            except (EOFError, OSError):
+                process.join()
+                finding, usable = Finding(names[done], {}, f"ended the process with status {process.exitcode}"), False
+            yield finding
+            done += 1
+        process.kill()
+        process.join()
+
+
+def _work(cases: Callable[[], Sequence[Case]], first: int, connection: Any) -> None:
+    """Run the cases from `first` on; send each finding, and whether the GPU can still be used."""
+    for case in cases()[first:]:
+        finding = find(case)
+        usable = _usable()
+        if not usable and finding.error is None:
+            finding = Finding(case.name, finding.values, "left the GPU unusable")
+        connection.send((finding, usable))
+        if not usable:
+            return
+
+
+def find(case: Case) -> Finding:
+    """What becomes of a case in this process."""
+    try:
+        return Finding(case.name, case.run())
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        return Finding(case.name, {}, f"{type(error).__name__}: {said[0] if said else ''}"[:300])
+
+
+def _usable() -> bool:
+    if not torch.cuda.is_available():
+        return True
+    with contextlib.suppress(Exception):
+        torch.cuda.synchronize()
+        return bool(torch.ones(1, device="cuda").item() == 1)
+    return False
+
+
+def device() -> str:
+    """Where kernels run: the GPU; the CPU where Triton interprets."""
+    return "cpu" if _compat.interpreting() else "cuda"

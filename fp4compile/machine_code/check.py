@@ -1,0 +1,275 @@
+"""Compile what `launches` lists, measure its code, and hold it to `lines`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from fp4compile import _compat, formats
+from fp4compile.layouts import ceil_div
+from fp4compile.machine_code import launches, resources
+from fp4compile.machine_code.launches import Configuration, Product, multiplies
+from fp4compile.machine_code.lines import PRODUCT_LINES, instruction_kind, instruction_line, product_line
+from fp4compile.machine_code.ptx import Ptx
+from fp4compile.machine_code.sass import Sass, disassemble
+from fp4compile.targets import Target
+from fp4compile.templates.launch import Launched
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a launch takes of a multiprocessor.
+
+    registers: of a thread. shared: bytes of shared memory, and tensor_columns: columns of tensor memory of a program.
+    spills: accesses of local memory. programs: how many a multiprocessor holds. occupancy: the share of its warps.
+    """
+
+    registers: int
+    shared: int
+    tensor_columns: int
+    spills: int
+    programs: int
+    occupancy: float
+
+    @property
+    def problems(self) -> list[str]:
+        found = [f"{self.spills} local-memory accesses"] if self.spills else []
+        if not self.programs:
+            found.append(f"{self.shared} bytes of shared memory, {self.tensor_columns} columns of tensor memory and "
+                         f"{self.registers} registers: no program fits a multiprocessor")  # fmt: skip
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch. kernel: its name. configuration, format: what was asked for. sm: the compute capability.
+
+    problems: what keeps it below its line. resources: None where it did not compile.
+    """
+
+    kernel: str
+    configuration: str
+    format: str
+    sm: int
+    problems: tuple[str, ...] = ()
+    resources: Resources | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain values: the resources among the others."""
+        values = asdict(self)
+        values.update(values.pop("resources") or {})
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class QuantizeRow(Row):
+    """instructions: thread instructions for 16 elements. budget: what the bandwidth leaves. line: the most it may have.
+
+    conversions: the element and scale types that instructions convert to. loads, stores: bytes of the widest ones.
+    """
+
+    instructions: float = 0.0
+    budget: float = 0.0
+    line: float = 0.0
+    conversions: tuple[str, ...] = ()
+    loads: int = 0
+    stores: int = 0
+
+
+@dataclass(frozen=True)
+class ProductRow(Row):
+    """line: the name of its line. instruction: the matrix instructions. scale_copies, tma_loads, asynchronous_loads,
+    matrix_loads: how many there are. waits: mbarrier waits in the main loop. overlapped: whether loads and products of
+    the main loop run at the same time; why: the reason. stores: bytes of the narrowest store of the result, or "TMA".
+    """
+
+    line: str = ""
+    instruction: tuple[str, ...] = ()
+    scale_copies: int = 0
+    tma_loads: int = 0
+    asynchronous_loads: int = 0
+    matrix_loads: int = 0
+    waits: int = 0
+    overlapped: bool = False
+    why: str = ""
+    stores: int | str = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A launch that was compiled. compiled: Triton's compiled kernel."""
+
+    launched: Launched
+    compiled: Any
+    sass: Sass
+    sm: int
+
+    @property
+    def resources(self) -> Resources:
+        metadata = self.compiled.metadata
+        columns = getattr(metadata, "tmem_size", None) or 0
+        # Partitions of a warp-specialised kernel have warps of their own, which only the metadata counts.
+        warps = max(metadata.num_warps, self.launched.num_warps)
+        held = resources.programs(self.sm, warps, self.sass.registers, metadata.shared, columns)
+        return Resources(self.sass.registers, metadata.shared, columns, self.sass.local_accesses, held,
+                         resources.occupancy(self.sm, warps, held))  # fmt: skip
+
+
+def compile_launch(launched: Launched, sm: int) -> Compiled:
+    """Compile a launch for a GPU that need not be there. Raises what Triton and ptxas raise."""
+    compiled = _compat.compile_ahead(
+        launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages
+    )
+    return Compiled(launched, compiled, disassemble(compiled.asm["cubin"]), sm)
+
+
+def _signature(launched: Launched) -> tuple:
+    return launched.kernel.__name__, str(launched.args), str(launched.constants), launched.num_warps
+
+
+# ---------------------------------------------------------------- quantising
+
+
+def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
+    """Every launch of every configuration, the same one once; None: of `launches.CONFIGURATIONS`."""
+    seen = set()
+    for configuration in launches.CONFIGURATIONS if configurations is None else configurations:
+        for launched in configuration.launches(sm):
+            if _signature(launched) not in seen:
+                seen.add(_signature(launched))
+                yield quantize_row(configuration, launched, sm)
+
+
+def quantize_row(configuration: Configuration, launched: Launched, sm: int) -> QuantizeRow:
+    """The row of one launch of a configuration."""
+    where = (launched.kernel.__name__, configuration.label, configuration.format)
+    try:
+        one = compile_launch(launched, sm)
+    except Exception as error:
+        return QuantizeRow(*where, sm, (_does_not_compile(error),))
+    budget = resources.instruction_budget(sm, bytes_moved(launched) / _sixteens(configuration))
+    found = QuantizeRow(
+        *where, sm, resources=one.resources,
+        instructions=_instructions(one, configuration), budget=budget, line=instruction_line(*where, sm, budget),
+        conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(one.sass.text))))),
+        loads=max(one.sass.widths("LDG"), default=0), stores=max(one.sass.widths("STG"), default=0),
+    )  # fmt: skip
+    return replace(found, problems=_quantize_problems(found, launched))
+
+
+def bytes_moved(launched: Launched) -> int:
+    """The bytes of a launch's tensors, each read or written once."""
+    tensors = {id(value): value for value in launched.args.values() if isinstance(value, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _sixteens(configuration: Configuration) -> float:
+    rows, columns = configuration.shape
+    return rows * columns / 16
+
+
+def _instructions(one: Compiled, configuration: Configuration) -> float:
+    threads = 32 * one.launched.num_warps * one.launched.grid
+    return one.sass.executed(configuration.trips(one.launched)) * threads / _sixteens(configuration)
+
+
+# The element or scale type, and .RS where the conversion rounds stochastically.
+_CONVERSION = re.compile(r"F2FP\.SATFINITE\.(E\dM\d|E8)\.(?:F32|BF16)\S*?(\.RS)?\s")
+
+
+def expected_conversions(launched: Launched, sm: int) -> set[str]:
+    """The conversion instructions that a launch should have on SM100 and up."""
+    constants = launched.constants
+    if sm < 100 or "CONTRACT" not in constants:  # an amax or a dequantise kernel
+        return set()
+    conversions = {constants["ELEMENT"].upper()}
+    if constants.get("SEEDED"):
+        conversions = {"E2M1.RS"} if Target(sm).isa == 100 else set()
+    if constants["SCALE"] == "e8m0" and constants["CONTRACT"] == "rceil":
+        conversions.add("E8")
+    return conversions
+
+
+def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...]:
+    problems = list(found.resources.problems) if found.resources else []
+    if missing := expected_conversions(launched, found.sm) - set(found.conversions):
+        problems.append(f"no conversion to {', '.join(sorted(missing))}")
+    # The kernel of columns loads 4 or 8 bytes a thread, whole lines a warp: wider ones cost it registers.
+    narrow_loads = found.loads < 16 and found.kernel != "quantize_columns"
+    if narrow_loads or (found.stores < 16 and not found.kernel.endswith("_amax")):
+        problems.append("no 16-byte global accesses")
+    if found.sm >= 100 and found.instructions > found.line:
+        problems.append(f"{found.instructions:.0f} instructions for 16 elements, of {found.line:.0f}")
+    return tuple(problems)
+
+
+# ---------------------------------------------------------------- products
+
+
+def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iterator[ProductRow]:
+    """The launches of every product, equal ones of a product once; None: of `launches.PRODUCTS`."""
+    for product in launches.PRODUCTS if products is None else products:
+        tier, launched = product.launches(sm)
+        for each in {_signature(each): each for each in launched}.values():
+            yield product_row(product, tier, each, sm)
+
+
+def product_row(product: Product, tier: str, launched: Launched, sm: int) -> ProductRow:
+    """The row of one launch of a product."""
+    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched))
+    where = (launched.kernel.__name__, product.label, product.formats, sm)
+    try:
+        one = compile_launch(launched, sm)
+    except Exception as error:
+        return ProductRow(*where, (_does_not_compile(error),), line=line)
+    ptx = Ptx(one.compiled.asm["ptx"])
+    found = ProductRow(
+        *where, resources=one.resources, line=line, instruction=ptx.products,
+        scale_copies=ptx.count(r"tcgen05\.cp"), tma_loads=ptx.tma_loads, asynchronous_loads=ptx.asynchronous_loads,
+        matrix_loads=ptx.count("ldmatrix"), waits=ptx.waits, overlapped=ptx.overlap.overlapped,
+        why=ptx.overlap.why, stores=_stores(one.sass, ptx),
+    )  # fmt: skip
+    return replace(found, problems=_product_problems(found, product))
+
+
+def _aligned(product: Product) -> bool:
+    """Whether the rows of codes of both operands are whole 16 bytes, as TMA and the libraries want them."""
+    for name in (product.a, product.b):
+        fmt = None if name is None else formats.get(name)
+        codes = ceil_div(product.k, fmt.block_cols) * fmt.block_cols if fmt is not None else product.k
+        if codes * (2 if fmt is None else 1) // (2 if fmt is not None and fmt.packed else 1) % 16:
+            return False
+    return True
+
+
+def _stores(sass: Sass, ptx: Ptx) -> int | str:
+    widths = sass.widths("STG")
+    return min(widths) if widths else "TMA" if ptx.tma_stores else 0
+
+
+def _product_problems(found: ProductRow, product: Product) -> tuple[str, ...]:
+    problems = list(found.resources.problems) if found.resources else []
+    if found.sm < 100:
+        return tuple(problems)
+    line = PRODUCT_LINES[found.line]
+    wanted = line.instruction.replace("{kind}", instruction_kind(product.a, product.b, found.sm))
+    if not any(re.match(wanted, each) for each in found.instruction or ("",)):
+        problems.append(f"no {wanted}")
+    for name, what in (("scale_copies", "tcgen05.cp"), ("tma_loads", "TMA loads"),
+                       ("asynchronous_loads", "asynchronous loads"), ("matrix_loads", "ldmatrix")):  # fmt: skip
+        if getattr(found, name) < getattr(line, name):
+            problems.append(f"{getattr(found, name)} {what}")
+    if line.overlapped and not found.overlapped:
+        problems.append(f"the main loop does not overlap: {found.why}")
+    whole = 2 * product.n % line.store_bytes == 0 if line.store_bytes else False
+    if whole and found.stores != "TMA" and int(found.stores) < line.store_bytes:
+        problems.append(f"stores of {found.stores} bytes, of {line.store_bytes}")
+    return tuple(problems)
+
+
+def _does_not_compile(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
+    return f"does not compile: {type(error).__name__}: {said}"[:300]

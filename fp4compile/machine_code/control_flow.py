@@ -1,0 +1,159 @@
+"""Control flow of a kernel's code: basic blocks, the loops among them, and the way that a thread takes through them.
+
+A `Block` is a run of instructions with its successors. What an instruction is, the readers of SASS and PTX decide.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+Instruction = TypeVar("Instruction")
+
+
+@dataclass(frozen=True)
+class Block(Generic[Instruction]):
+    """Instructions that run one after another, and the indices of the blocks that can follow."""
+
+    instructions: tuple[Instruction, ...]
+    successors: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A natural loop. header: the block through which it is entered. blocks: all of its blocks, the header included."""
+
+    header: int
+    blocks: frozenset[int]
+
+
+class ControlFlow(Generic[Instruction]):
+    """The blocks of a kernel, the entry first. Blocks that cannot be reached are left out of every answer."""
+
+    def __init__(self, blocks: Sequence[Block[Instruction]]):
+        self.blocks = tuple(blocks)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The reachable blocks, each before those that it leads to, but for the way back in a loop."""
+        return tuple(reversed(_postorder(lambda block: self.blocks[block].successors)))
+
+    @cached_property
+    def predecessors(self) -> dict[int, tuple[int, ...]]:
+        """The reachable blocks that lead to each reachable block."""
+        found: dict[int, list[int]] = {block: [] for block in self.order}
+        for block in self.order:
+            for successor in self.blocks[block].successors:
+                found[successor].append(block)
+        return {block: tuple(before) for block, before in found.items()}
+
+    @cached_property
+    def dominators(self) -> dict[int, frozenset[int]]:
+        """For each block, those on every way to it, itself included."""
+        found = dict.fromkeys(self.order, frozenset(self.order))
+        found[0] = frozenset({0})
+        changed = True
+        while changed:
+            changed = False
+            for block in self.order[1:]:
+                before = [found[each] for each in self.predecessors[block]]
+                new = frozenset.intersection(*before) | {block}
+                changed |= new != found[block]
+                found[block] = new
+        return found
+
+    @cached_property
+    def loops(self) -> tuple[Loop, ...]:
+        """The natural loops, the smallest first. Ways back to the same header are one loop."""
+        found: dict[int, set[int]] = {}
+        for block in self.order:
+            for header in self.blocks[block].successors:
+                if header in self.dominators[block]:
+                    found.setdefault(header, {header}).update(self._leading_to(block, header))
+        return tuple(sorted((Loop(header, frozenset(body)) for header, body in found.items()),
+                            key=lambda loop: len(loop.blocks)))  # fmt: skip
+
+    def _leading_to(self, block: int, header: int) -> set[int]:
+        """The blocks from which `block` is reached without passing the header."""
+        found, waiting = {header}, [block]
+        while waiting:
+            one = waiting.pop()
+            if one not in found:
+                found.add(one)
+                waiting += self.predecessors[one]
+        return found
+
+    def loop_around(self, matches: Callable[[Instruction], bool]) -> Loop | None:
+        """The innermost loop with an instruction that matches; None where no loop has one."""
+        having = {
+            block
+            for block in self.order
+            if any(matches(instruction) for instruction in self.blocks[block].instructions)
+        }
+        return next((loop for loop in self.loops if loop.blocks & having), None)
+
+    def instructions(self, blocks: frozenset[int] | None = None) -> list[Instruction]:
+        """The instructions of some blocks, or of all that can be reached."""
+        chosen = self.order if blocks is None else [block for block in self.order if block in blocks]
+        return [instruction for block in chosen for instruction in self.blocks[block].instructions]
+
+    def way(self, rare: Callable[[Instruction], bool], trips: int = 1) -> list[Instruction]:
+        """The instructions that a thread executes on its way from the entry to the end, those of loops `trips` times.
+
+        Where the way forks, it goes where fewer rare instructions lie ahead, such as calls of a division's slow path,
+        and of equal sides along the longer one. A loop inside another one counts trips * trips times.
+        """
+        counts = [sum(map(rare, block.instructions)) for block in self.blocks]
+        # A block that only leads into a rare one, and could pass it by, is what little remains of the rare case.
+        ahead: dict[int, tuple[int, int]] = {}
+        chosen: dict[int, int | None] = {}
+        for block in _postorder(self._forward):
+            following = self._forward(block)
+            best = min(following, key=lambda one: (ahead[one][0], -ahead[one][1]), default=None)
+            beside = any(counts[one] for one in following)
+            fewest, length = (0, 0) if best is None else ahead[best]
+            repeated = len(self.blocks[block].instructions) * trips ** self._depth(block)
+            ahead[block] = (fewest + 1000 * counts[block] + beside, length + repeated)
+            chosen[block] = best
+        found: list[Instruction] = []
+        at: int | None = 0
+        while at is not None:
+            found += self.blocks[at].instructions * trips ** self._depth(at)
+            at = chosen[at]
+        return found
+
+    def _depth(self, block: int) -> int:
+        return sum(block in loop.blocks for loop in self.loops)
+
+    def _forward(self, block: int) -> list[int]:
+        """What follows a block; in place of the way back in a loop, what follows the loop."""
+        found: list[int] = []
+        for successor in self.blocks[block].successors:
+            found += self._after(successor) if successor in self.dominators[block] else [successor]
+        return found
+
+    def _after(self, header: int) -> list[int]:
+        """What follows the loop of a header."""
+        loop = next(loop for loop in self.loops if loop.header == header)
+        found: list[int] = []
+        for inside in loop.blocks:
+            for after in self.blocks[inside].successors:
+                if after not in loop.blocks:
+                    found += self._after(after) if after in self.dominators[inside] else [after]
+        return found
+
+
+def _postorder(successors: Callable[[int], Sequence[int]]) -> list[int]:
+    """What can be reached from block 0, each after what it leads to, but for ways back."""
+    seen, finished = {0}, []
+    stack = [(0, iter(successors(0)))]
+    while stack:
+        block, following = stack[-1]
+        new = next((one for one in following if one not in seen), None)
+        if new is None:
+            finished.append(block)
+            stack.pop()
+        else:
+            seen.add(new)
+            stack.append((new, iter(successors(new))))
+    return finished

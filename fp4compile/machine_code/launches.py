@@ -1,0 +1,213 @@
+"""What the gate compiles: every way in which quantise kernels are launched, and products that every kernel serves."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4compile import formats
+from fp4compile.epilogue import Epilogue
+from fp4compile.layouts import ceil_div
+from fp4compile.operand import Operand
+from fp4compile.targets import Target
+from fp4compile.templates.gemm.choose import candidates, choose
+from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
+from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.templates.launch import Launched, dry_run
+from fp4compile.templates.quantize import dispatch as kernels
+
+SIZE = 8192
+BF16 = torch.bfloat16
+
+
+# ---------------------------------------------------------------- quantising
+
+
+def quantize_rows(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return kernels.quantize(x, fmt, layout=layout)
+
+
+def quantize_columns(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return kernels.quantize(x.mT, fmt, layout=layout)
+
+
+def quantize_both(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return kernels.quantize_both(x, fmt, layout=layout)
+
+
+def quantize_seeded(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return kernels.quantize(x, fmt, layout=layout, seed=_seed(x))
+
+
+def quantize_transformed(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return kernels.quantize(x.mT, fmt, layout=layout, transform=True)
+
+
+def quantize_trained(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return kernels.quantize_both(x, fmt, layout=layout, seed=_seed(x), transform=True)
+
+
+def dequantize(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    # Of a meta tensor only the launch of the dequantise kernel is of interest.
+    with dry_run(Target(0)) if x.is_meta else nullcontext():
+        data, scales, outer = kernels.quantize(x, fmt)
+    return kernels.dequantize(data, scales, outer, fmt, x.shape[-1], x.dtype)
+
+
+def _seed(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=x.device)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to call the quantise kernels.
+
+    call: takes a tensor, a format and the layout of the scales. shape, dtype: of the tensor. layout: of the block
+    scales; None stands for the one that the products of the GPU read.
+    """
+
+    label: str
+    format: str
+    call: Callable[[torch.Tensor, formats.BlockFormat, str], Any]
+    shape: tuple[int, int] = (SIZE, SIZE)
+    dtype: torch.dtype = BF16
+    layout: str | None = None
+
+    def launches(self, sm: int) -> list[Launched]:
+        with dry_run(Target(sm)) as launches:
+            self.call(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.block_format, self.layout_on(sm))
+        return launches
+
+    @property
+    def block_format(self) -> formats.BlockFormat:
+        return formats.get(self.format)
+
+    def layout_on(self, sm: int) -> str:
+        if self.layout is not None:
+            return self.layout
+        read = Target(sm).block_scaled_matrix_units and self.block_format.block is not None
+        return "swizzled" if read else "linear"
+
+    def trips(self, launched: Launched) -> int:
+        """Steps of each loop of a kernel: only rows that do not fit the registers of a program are walked in steps."""
+        if launched.constants.get("ON_CHIP", 1):
+            return 1
+        return ceil_div(self.shape[1], launched.constants["BLOCKS"] * self.block_format.block_cols)
+
+
+CONFIGURATIONS = (
+    *(Configuration("rows", name, quantize_rows) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te")),
+    *(Configuration("rows", name, quantize_rows) for name in ("mxfp8", "mxfp8_e5m2", "mxfp4")),
+    Configuration("rows, float32", "nvfp4_one_level", quantize_rows, dtype=torch.float32),
+    Configuration("rows, float16", "nvfp4_one_level", quantize_rows, dtype=torch.float16),
+    *(Configuration("rows, swizzled", name, quantize_rows, layout="swizzled") for name in ("nvfp4_one_level", "mxfp8")),
+    *(Configuration("rows, linear", name, quantize_rows, layout="linear") for name in ("nvfp4", "mxfp8")),
+    Configuration("rows, linear", "nvfp4_one_level", quantize_rows, layout="linear"),
+    *(Configuration("scaled rows", name, quantize_rows) for name in ("nvfp4_rowwise", "float8_rowwise")),
+    Configuration("scaled rows, long", "nvfp4_rowwise", quantize_rows, shape=(SIZE, 2**16)),
+    *(Configuration("columns", name, quantize_columns) for name in ("nvfp4_one_level", "nvfp4", "mxfp8", "mxfp4")),
+    *(Configuration("scaled columns", name, quantize_columns) for name in ("nvfp4_rowwise", "float8_rowwise")),
+    *(Configuration("stochastic rows", name, quantize_seeded) for name in ("nvfp4_te", "nvfp4_rowwise")),
+    Configuration("transformed columns", "nvfp4_te", quantize_transformed),
+    Configuration("both, transform, seed", "nvfp4_te", quantize_trained),
+    *(Configuration("square", name, quantize_rows) for name in ("nvfp4_16x16", "mxfp8_32x32")),
+    *(Configuration("both", name, quantize_both) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te", "nvfp4_16x16")),
+    *(Configuration("both", name, quantize_both) for name in ("mxfp8", "mxfp8_32x32", "mxfp4", "float8_rowwise")),
+    *(Configuration("dequantize", name, dequantize) for name in ("nvfp4", "mxfp8")),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- products
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of [batches, m, k] activations by n x k weights, with bf16 results.
+
+    a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias", or
+    "gated": silu(product) * another matrix. weights: how many are multiplied by the same activations, in one launch.
+    """
+
+    a: str | None
+    b: str
+    m: int = 512
+    n: int = SIZE
+    k: int = SIZE
+    epilogue: str = ""
+    weights: int = 1
+    batches: int = 1
+
+    @property
+    def label(self) -> str:
+        sizes = "x".join(str(size) for size in (self.batches, self.m, self.n, self.k)[self.batches == 1 :])
+        return sizes + f", {self.epilogue}" * bool(self.epilogue) + f", {self.weights} weights" * (self.weights > 1)
+
+    @property
+    def formats(self) -> str:
+        return f"{self.a or 'bf16'} x {self.b}"
+
+    def launches(self, sm: int) -> tuple[str, list[Launched]]:
+        """(tier, launches): by the kernel that is chosen or, where a library is, by the best one of this package.
+
+        None are launched where nothing but a library computes the product, or nothing does with the epilogue.
+        """
+        target = Target(sm)
+        a, b = (_operand(name, (self.batches, rows, self.k)) for name, rows in ((self.a, self.m), (self.b, self.n)))
+        bias = torch.empty(self.n, dtype=BF16, device="meta") if self.epilogue == "bias" else None
+        epilogue, gate = None, []
+        if self.epilogue == "gated":
+            epilogue = Epilogue.parse(GATED, BF16, BF16)
+            gate = [torch.empty(self.batches, self.m, self.n, dtype=BF16, device="meta")]
+        problem = problem_of(a, b, bias, BF16, target, epilogue is not None)
+        for name in (None, *candidates(problem)):
+            choice = choose(problem, name)
+            if epilogue is not None and not choice.takes_epilogue:
+                continue
+            with dry_run(target) as launches:
+                if self.weights > 1:
+                    scaled_mm_group(a, [(b, bias)] * self.weights, BF16)
+                else:
+                    scaled_mm(a, b, bias, BF16, epilogue, gate, choice)
+            if launches:
+                return choice.tier, launches
+        return "", []
+
+
+def multiplies(launched: Launched) -> bool:
+    """Whether a launch of a product is the product itself; others dequantise operands or add partial sums."""
+    return launched.kernel.__name__.startswith("gem")
+
+
+GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
+
+
+def _operand(name: str | None, shape: tuple[int, ...]) -> Operand:
+    """An operand of meta tensors, with swizzled scales."""
+    x = torch.empty(shape[1:] if shape[0] == 1 else shape, dtype=BF16, device="meta")
+    if name is None:
+        return Operand(x)
+    with dry_run(Target(0)):  # only the product is of interest
+        return Operand(*kernels.quantize(x, formats.get(name), layout="swizzled"), formats.get(name))
+
+
+PRODUCTS = (
+    *(Product(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp8_32x32"), Product("mxfp8_e5m2", "mxfp8"),
+    Product("mxfp8", "mxfp4"), Product("nvfp4", "nvfp4", batches=4), Product("nvfp4", "nvfp4", epilogue="bias"),
+    *(Product(name, name, epilogue="gated") for name in ("nvfp4", "mxfp8", "mxfp4")),
+    # Rows of results of 8 elements, of 2, of 1; rows of codes that are not whole 16 bytes.
+    Product("nvfp4", "nvfp4", n=SIZE - 8), Product("mxfp8", "mxfp8", n=SIZE - 8), Product("mxfp4", "mxfp4", n=SIZE - 8),
+    Product("mxfp8", "mxfp8", n=SIZE - 2), Product("nvfp4", "nvfp4", n=SIZE - 1),
+    Product("nvfp4", "nvfp4", k=SIZE - 16),
+    # Few tokens.
+    *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
+    *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
+    Product("nvfp4_rowwise", "nvfp4_te", 16), Product("nvfp4", "nvfp4", 16, epilogue="gated"),
+    *(Product(None, "nvfp4", m) for m in (1, 16, 64)),
+    Product(None, "nvfp4", 1, 1024), Product(None, "nvfp4", 1, 4096), Product(None, "nvfp4", 1, k=28672),
+    Product("nvfp4", "nvfp4", 1, 2560, weights=3), Product(None, "nvfp4", 1, 14336, 4096, weights=2),
+    Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 2, 14336, 28672, weights=2),
+    Product(None, "nvfp4", 4, 14336, 4096, weights=2), Product(None, "nvfp4", 8, weights=3),
+)  # fmt: skip

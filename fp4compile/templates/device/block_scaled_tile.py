@@ -1,0 +1,108 @@
+"""Tiles of block-scaled operands for matrix units that read codes and scales themselves.
+
+Triton copies scales from shared to tensor memory (`tcgen05.cp`), and issues a product while the next operands arrive,
+only for scales that are loaded in whole tiles of 512 bytes and permuted afterwards, through a pointer to the scales'
+own type. A cast of what was loaded would take scales (and FP8 codes) through registers, and the loop would wait for
+each product.
+
+A tile comes by TMA, from a descriptor, or by a load of each thread, from a pointer. TMA needs rows of whole 16 bytes;
+it fills with zeros what lies outside of a matrix.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.dequantize import INTERPRETING, dequantize
+
+
+@triton.constexpr_function
+def codes_in(elements, ELEMENT):
+    """Bytes of the codes of so many elements."""
+    return elements // 2 if ELEMENT == "e2m1" else elements
+
+
+@triton.constexpr_function
+def loaded_type(name):
+    """The type by which codes or scales are loaded, so that nothing has to be cast after that.
+
+    The interpreter loads bytes: its products take every type for what the format says.
+    """
+    types = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
+    return tl.uint8 if INTERPRETING else types.get(name, tl.uint8)
+
+
+@triton.jit
+def code_source(ptr, rows, per_row, ELEMENT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr):
+    """What `load_codes` loads tiles [ROWS, BYTES] of a matrix [rows, per_row] from: a descriptor or a pointer."""
+    ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True)
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [rows, per_row], [per_row, 1], [ROWS, BYTES])
+    else:
+        return ptr
+
+
+@triton.jit
+def load_codes(
+    source, row0, col0, end, per_row, ROWS: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr
+):
+    """Codes [ROWS, BYTES] from (row0, col0) on; zeros beyond a row. From row `end` on, they may be anything.
+
+    EVEN_K: a row is whole steps of the loop.
+    """
+    if TMA:
+        return source.load([row0, col0])
+    else:
+        row = (row0 + tl.arange(0, ROWS))[:, None]
+        col = (col0 + tl.arange(0, BYTES))[None, :]
+        per_row = per_row // 8 * 8  # changes nothing, but shows the compiler how wide it may load
+        mask = row < end
+        if not EVEN_K:
+            mask = mask & (col < per_row)
+        return tl.load(source + row.to(tl.int64) * per_row + col, mask=mask, other=0.0)
+
+
+@triton.jit
+def scale_source(
+    ptr, row_tiles, col_tiles, SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
+    """What `load_scales` loads [ROWS, COLS] swizzled scales from: a descriptor or a pointer.
+
+    row_tiles, col_tiles: how many tiles of 512 bytes there are. A row of TMA has at most 256 elements.
+    """
+    ptr = ptr.to(tl.pointer_type(loaded_type(SCALE)), bitcast=True)
+    if TMA:
+        shape = [row_tiles, col_tiles, 2, 256]
+        return tl.make_tensor_descriptor(ptr, shape, [col_tiles * 512, 512, 256, 1], [ROWS // 128, COLS // 4, 2, 256])
+    else:
+        return ptr
+
+
+@triton.jit
+def load_scales(source, row_tile, col_tile, end, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Scales [ROWS, COLS] of the swizzled layout from a tile on; what lies outside of the matrix may be anything."""
+    if TMA:
+        tiles = source.load([row_tile, col_tile, 0, 0])
+    else:
+        r = (row_tile + tl.arange(0, ROWS // 128))[:, None]
+        byte = tl.arange(0, COLS // 4 * 512)[None, :]
+        at = (r.to(tl.int64) * col_tiles + col_tile) * 512 + byte
+        tiles = tl.load(source + at, mask=(r < end) & (byte < (col_tiles - col_tile) * 512), other=0.0)
+    tiles = tl.reshape(tiles, (ROWS // 128, COLS // 4, 32, 4, 4))
+    return tl.reshape(tl.permute(tiles, (0, 3, 2, 1, 4)), (ROWS, COLS))
+
+
+@triton.jit
+def _values(units, byte, BLOCK: tl.constexpr):
+    """The float32 values [rows, elements] of NVFP4 codes and scales of a tile; for the interpreter."""
+    first, second = dequantize(units, byte, tl.float32, "e2m1", "e4m3", BLOCK, "fp32", False, 0)
+    return tl.reshape(tl.join(first, second), (units.shape[0], 2 * units.shape[1]))
+
+
+@triton.jit
+def multiply(a, a_scale, b, b_scale, acc, A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
+    """acc [BM, BN] plus a step of the product; a [BM, bytes], b [BN, bytes] and their scales."""
+    if SCALE == "e4m3" and INTERPRETING:  # the interpreter's dot_scaled takes every scale for E8M0
+        return tl.dot(_values(a, a_scale, BLOCK), tl.trans(_values(b, b_scale, BLOCK)), acc)
+    else:
+        return tl.dot_scaled(a, a_scale, A_ELEMENT, tl.trans(b), b_scale, B_ELEMENT, acc)

@@ -1,0 +1,251 @@
+"""`check-sm100 --run`: processes that end too early, kernels that are wrong, machines without a GPU.
+
+The kernels run in Triton's interpreter, in a process of their own (`test_in_the_interpreter`).
+"""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp4compile import formats  # noqa: E402
+from fp4compile.__main__ import main  # noqa: E402
+from fp4compile.cli import cases, first_run, run_times, run_values  # noqa: E402
+from fp4compile.cli.cases import Case, Finding, in_process  # noqa: E402
+from fp4compile.machine_code import launches  # noqa: E402
+from fp4compile.machine_code.launches import Configuration  # noqa: E402
+from tests.helpers import in_interpreter  # noqa: E402
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs in the interpreter")
+compiled = pytest.mark.skipif(INTERPRETING, reason="runs without the interpreter")
+
+# ---------------------------------------------------------------- the command
+
+
+@compiled
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_it_says_so(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check-sm100", "--run"])
+    assert "--run: torch sees no CUDA GPU here" in capsys.readouterr().err
+
+
+def good():
+    return {"us": 1.5}
+
+
+def wrong():
+    return {"kernels": "gemv", "wrong": ["gemv: 3 of 8 values"]}
+
+
+def raises():
+    raise RuntimeError("CUDA error: an illegal instruction was encountered\nCompile with ...")
+
+
+def ends():
+    os._exit(7)
+
+
+def hangs():
+    time.sleep(600)
+
+
+def no_cases():
+    return []
+
+
+def all_good():
+    return [Case("one", good), Case("two", good)]
+
+
+def one_of_each():
+    return [Case("good", good), Case("raises", raises), Case("ends", ends), Case("wrong", wrong), Case("last", good)]
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("fp4compile.cli.environment.of_gpu", lambda: {"device": "a GPU"})
+    monkeypatch.setattr(run_times, "cases", no_cases)
+
+
+@compiled
+@pytest.mark.parametrize(("made", "status"), [(all_good, 0), (one_of_each, 1)])
+def test_what_fails_is_recorded_and_the_rest_runs(made, status, pretended_gpu, monkeypatch, capsys, tmp_path):
+    """Each case in another process; the one that ends it has its row, and a new process runs what is left."""
+    monkeypatch.setattr(run_values, "cases", made)
+    assert main(["check-sm100", "--run", "--json", str(tmp_path / "run.json")]) == status
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["environment"] == {"device": "a GPU"} and content["times"] == []
+    printed = capsys.readouterr().out
+    assert [row["name"] for row in content["values"]] == [case.name for case in made()]
+    assert f"\n{3 * status} cases failed" in printed
+    if made is one_of_each:
+        found = {row["name"]: row for row in content["values"]}
+        assert found["raises"]["error"] == "RuntimeError: CUDA error: an illegal instruction was encountered"
+        assert found["ends"]["error"] == "ended the process with status 7"
+        assert found["wrong"]["wrong"] == ["gemv: 3 of 8 values"] and "error" not in found["wrong"]
+        assert found["good"] == {"name": "good", "us": 1.5} and found["last"] == {"name": "last", "us": 1.5}
+        assert "FAILED: ended the process" in printed and "WRONG: ['gemv: 3 of 8 values']" in printed
+
+
+@compiled
+def test_cases_can_be_chosen(pretended_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(run_values, "cases", one_of_each)
+    assert main(["check-sm100", "--run", "--only", "a"]) == 1  # raises, last
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].islower()]
+    assert [word for word in printed if word in {case.name for case in one_of_each()}] == ["raises", "last"]
+
+
+def test_a_process_ends_where_the_gpu_cannot_be_used(monkeypatch):
+    """The case before is blamed if it said nothing itself; what follows is left to a new process."""
+    usable = iter([True, False, True])
+    monkeypatch.setattr(cases, "_usable", lambda: next(usable))
+    sent = []
+    cases._work(all_good, 0, SimpleNamespace(send=sent.append))
+    assert [(finding.error, ok) for finding, ok in sent] == [(None, True), ("left the GPU unusable", False)]
+    sent.clear()
+    usable = iter([False, True, True, True, True])
+    cases._work(one_of_each, 1, SimpleNamespace(send=sent.append))
+    ((finding, ok),) = sent
+    assert finding.error.startswith("RuntimeError: CUDA error") and not ok
+
+
+def ends_late():
+    return [Case("hangs", hangs), Case("last", good)]
+
+
+@compiled
+def test_what_does_not_end_is_given_up():
+    found = list(in_process(ends_late, patience=8))  # long enough to import torch, for the second case
+    assert [one.name for one in found] == ["hangs", "last"]
+    assert found[0].error == "did not end within 8 seconds"
+    assert found[1].error is None or "did not end" in found[1].error  # a busy machine imports slowly
+
+
+def test_a_finding_in_one_line():
+    assert first_run.line(Finding("x", {"us": 2, "of a copy": 0.9})).split(None, 1) == ["x", "us 2, of a copy 0.9"]
+    assert first_run.line(Finding("x", {"wrong": []})).split() == ["x", "right"]
+    assert not Finding("x", {"wrong": []}).failed and Finding("x", {"wrong": ["y"]}).failed
+    assert Finding("x", {}, "no").failed and Finding("x", {}, "no").to_dict() == {"name": "x", "error": "no"}
+
+
+# ---------------------------------------------------------------- the cases
+
+
+def test_every_kernel_has_a_case():
+    names = [case.name for case in run_values.cases()]
+    assert len(set(names)) == len(names)
+    for one in launches.CONFIGURATIONS:
+        assert sum(name.startswith(f"quantise {one.label}, {one.format}, ") for name in names) == 2
+    multiplied = {name for pair in run_values.PAIRS for name in pair if name}
+    assert multiplied >= {"nvfp4", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "mxfp4"}
+    for kind in ("bias", "gated", "not finite"):
+        assert sum(name.endswith(f", {kind}") for name in names) >= len(run_values.PAIRS)
+    times = [case.name for case in run_times.cases()]
+    assert len(set(times)) == len(times) > len(run_times.PAIRS) * len(run_times.SHAPES)
+
+
+@compiled
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
+
+
+TINY = [Configuration("rows", name, launches.quantize_rows) for name in ("nvfp4", "mxfp8")] + [
+    Configuration("columns", "nvfp4_one_level", launches.quantize_columns),
+    Configuration("both", "nvfp4_16x16", launches.quantize_both),
+    Configuration("stochastic rows", "nvfp4_te", launches.quantize_seeded),
+    Configuration("transformed columns", "nvfp4_te", launches.quantize_transformed),
+    Configuration("both, transform, seed", "nvfp4_te", launches.quantize_trained),
+    Configuration("dequantize", "nvfp4", launches.dequantize),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("configuration", TINY, ids=lambda one: f"{one.label}, {one.format}")
+def test_quantise_kernels_are_right(configuration):
+    assert run_values.quantized(configuration, (18, 40)) == {"wrong": []}
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["none", "bias", "gated", "not finite"])
+@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp4"),
+                                      (None, "mxfp8")])  # fmt: skip
+def test_products_are_right(a, b, kind):
+    found = run_values.multiplied(a, b, (1, 12, 20, 96), kind)
+    assert found == {"kernels": "dequant_tiles", "wrong": []}
+    assert run_values.multiplied(a, b, (2, 5, 8, 64), "none")["wrong"] == []
+
+
+@interpreted
+def test_a_wrong_quantise_kernel_is_found(monkeypatch):
+    """One bit of one code, one of a scale, an outer scale by one step; and in codes of which a step is allowed, two."""
+    right = launches.kernels.quantize
+
+    def planted(change):
+        def quantize(*args, **options):
+            data, scales, outer = (None if x is None else x.clone() for x in right(*args, **options))
+            change(data, scales, outer)
+            return data, scales, outer
+
+        monkeypatch.setattr(launches.kernels, "quantize", quantize)
+        return run_values.quantized(TINY[0], (18, 40))["wrong"]
+
+    assert planted(lambda data, scales, outer: None) == []
+    assert "finite: codes: 1 of 432 differ" in planted(lambda data, scales, outer: data[3, 2].bitwise_xor_(1))
+    assert "finite: scales: 1 of 54 differ" in planted(
+        lambda data, scales, outer: scales.view(torch.uint8)[3, 2].bitwise_xor_(1)
+    )
+    assert "finite: outer scale: 1 of 1 differ" in planted(lambda data, scales, outer: outer.mul_(1 + 2**-23))
+
+
+@interpreted
+@pytest.mark.parametrize(("factor", "kind"), [(1.02, "none"), (1.02, "bias"), (1.05, "gated"), (1.02, "not finite")])
+def test_a_wrong_product_is_found(factor, kind, monkeypatch):
+    right = run_values.scaled_mm
+
+    def planted(*args, **options):
+        out = right(*args, **options)
+        return torch.cat((out[:-1], (out[-1:].float() * factor).to(out.dtype)))
+
+    monkeypatch.setattr(run_values, "scaled_mm", planted)
+    format = "mxfp8" if kind == "not finite" else "nvfp4"  # whose outer scale would make every value a NaN
+    (what,) = run_values.multiplied(format, format, (1, 12, 20, 96), kind)["wrong"]
+    assert what.startswith("dequant_tiles: ") and "times the bound" in what
+
+
+@interpreted
+def test_a_hidden_nan_is_found(monkeypatch):
+    monkeypatch.setattr(run_values, "scaled_mm", lambda a, b, *args: torch.zeros(12, 20, dtype=torch.bfloat16))
+    found = run_values.multiplied("mxfp8", "mxfp8", (1, 12, 20, 96), "not finite")["wrong"]
+    assert any("a finite value where a NaN or an infinity went in" in what for what in found)
+
+
+def test_stochastic_codes_may_be_a_step_apart_and_no_more():
+    """Of codes 1..6 (0.5 to 4), as many up as down."""
+    codes = torch.randint(1, 6, (64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = run_values.reference.pack
+    scales, outer = torch.ones(64, 4).to(torch.float8_e4m3fn), torch.ones(())
+    expected = (packed(codes), scales, outer)
+    up = torch.arange(64) % 2
+
+    def compared(other):
+        return run_values.rounded_alike((packed(other), scales, outer), expected)
+
+    assert compared(codes + (up * 2 - 1).to(torch.uint8)) == []
+    assert "codes: a value is not rounded to a neighbour" in compared(codes + (up * 2).to(torch.uint8))
+    assert any("biased by" in what for what in compared(codes + (up > 0).to(torch.uint8)))
+    shifted = run_values.rounded_alike((expected[0], scales.float().mul(2).to(scales.dtype), outer), expected)
+    assert shifted == ["scales: 256 of 256 differ"]
+
+
+def test_inputs_are_hard():
+    x = run_values.not_finite((20, 128))
+    assert x.isnan().sum() == 1 and x.isinf().sum() == 2
+    assert (run_values.finite((20, 128)) == 0).sum() > 20 * 48 and formats.get("nvfp4").block_cols == 16

@@ -1,0 +1,168 @@
+"""What torch and cuBLASLt ask of the arguments of a scaled product, in Python, and the calls that a product makes.
+
+`check` replays the checks of `_scaled_mm` (v1) and `_scaled_mm_v2` for CUDA in torch's ScaledBlas.cpp, as of torch 2.11
+to 2.13 and of its main branch in autumn 2026: where versions differ, the strictest. To them come the alignments that
+cuBLASLt documents for FP8 and FP4 (16 bytes for pointers and leading dimensions, A transposed and B not). Only what a
+product of this package can be is accepted: bfloat16, float16 or float32 results, block scales, row or tensor scales.
+
+`calls_of` runs a product on meta or fake CUDA tensors and gives back what torch's two ops are called with. The fake
+implementations that torch has of them check the arguments as well.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp4compile import ops
+from fp4compile.targets import Target
+from fp4compile.templates.gemm.dispatch import scaled_mm
+from fp4compile.templates.launch import dry_run
+
+V1, V2 = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT4 = torch.float4_e2m1fn_x2
+TENSOR_WISE, ROW_WISE, BLOCK_1X16, BLOCK_1X32 = "tensor", "row", "1x16", "1x32"
+_RECIPES = {0: TENSOR_WISE, 1: ROW_WISE, 2: BLOCK_1X16, 3: BLOCK_1X32}  # at::blas::ScalingType
+_SWIZZLED, _LINEAR = 1, 0  # at::blas::SwizzleType
+
+
+class Refused(Exception):
+    """A check fails; the message says which."""
+
+
+def require(condition, what):
+    if not condition:
+        raise Refused(what)
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self, torchs_fakes):
+        super().__init__()
+        self.found, self.torchs_fakes = [], torchs_fakes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.fp4compile.scaled_mm_library.default:
+            with self:
+                return ops.scaled_mm_library_cuda(*args)  # what runs on a GPU; its fake implementation calls nothing
+        if func in (V1, V2):
+            self.found.append((func, _named(func, args, kwargs or {})))
+            if not self.torchs_fakes:
+                return args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=self.found[-1][1]["out_dtype"])
+        return func(*args, **(kwargs or {}))
+
+
+def _named(func, args, kwargs):
+    """The arguments of a call by name, with the schema's defaults."""
+    schema = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+
+
+def calls_of(a, b, bias, out_dtype, sm=100, torchs_fakes=True):
+    """(op, arguments by name) of each call of torch's scaled products that a product makes, on tensors without values.
+
+    torchs_fakes: whether torch's fake implementations see the calls.
+    """
+    with dry_run(Target(sm)), _Calls(torchs_fakes) as calls:
+        scaled_mm(a, b, bias, out_dtype)
+    return calls.found
+
+
+def check(op, arguments, sm=100):
+    """Raise Refused for arguments that op would refuse on a GPU of that compute capability."""
+    a, b, bias = arguments["self"], arguments["mat2"], arguments["bias"]
+    out_dtype = a.dtype if arguments["out_dtype"] is None else arguments["out_dtype"]
+    require(a.dim() == 2 and b.dim() == 2 and a.shape[1] == b.shape[0], f"shapes {tuple(a.shape)} x {tuple(b.shape)}")
+    require(a.shape[0] and a.shape[1] and b.shape[1], "an empty matrix")
+    require({a.dtype, b.dtype} <= {*FLOAT8, FLOAT4}, f"dtypes {a.dtype} x {b.dtype}")
+    require((a.dtype, b.dtype) != (torch.float8_e5m2,) * 2, "two float8_e5m2 matrices")
+    require(not arguments["use_fast_accum"] or FLOAT4 not in (a.dtype, b.dtype), "fast accumulation of FP4")
+    # v1 counts bytes of FP4 codes here, v2 counts elements: bytes are stricter.
+    require(a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0, f"sizes {tuple(a.shape)} x {tuple(b.shape)}: % 16")
+    _check_layouts(a, b, out_dtype)
+    _check_bias(bias, b.shape[1], out_dtype)
+    recipe = _v1_recipe(a, b, arguments) if op is V1 else _v2_recipe(a, b, arguments)
+    _check_recipe(recipe, a, b, bias, out_dtype, sm)
+
+
+def _check_layouts(a, b, out_dtype):
+    """Row-major A and column-major B, whose leading dimensions and addresses are whole 16 bytes."""
+    require(a.stride(1) == 1 and a.stride(0) >= a.shape[1], f"A is not row-major: {a.stride()}")
+    require(b.stride(0) == 1 and b.stride(1) >= b.shape[0], f"B is not column-major: {b.stride()}")
+    for name, x, leading in (("A", a, a.stride(0)), ("B", b, b.stride(1))):
+        require(leading * x.itemsize % 16 == 0, f"leading dimension of {name}: {leading}")
+        _aligned(name, x)
+    require(b.shape[1] * out_dtype.itemsize % 16 == 0, "leading dimension of the result")
+
+
+def _aligned(name, x):
+    require(x.storage_offset() * x.itemsize % 16 == 0, f"{name} does not begin at whole 16 bytes")
+
+
+def _check_bias(bias, n, out_dtype):
+    require(out_dtype in (torch.bfloat16, torch.float16, torch.float32), f"a result of {out_dtype}")
+    if bias is None:
+        return
+    require(bias.numel() == n and bias.is_contiguous(), f"a bias of shape {tuple(bias.shape)}")
+    require(out_dtype != torch.float32, "a bias with a float32 result")
+    require(bias.dtype == out_dtype, f"a bias of {bias.dtype} with a result of {out_dtype}")
+    _aligned("bias", bias)
+
+
+def _v1_recipe(a, b, arguments):
+    """How v1 takes the scales: the first of its list that dtypes and sizes fit."""
+    scale_a, scale_b = arguments["scale_a"], arguments["scale_b"]
+    require(arguments["scale_result"] is None, "a scale of the result")
+    for recipe in (TENSOR_WISE, ROW_WISE, BLOCK_1X32, BLOCK_1X16):
+        if _fits(recipe, a, scale_a, transposed=False) and _fits(recipe, b, scale_b, transposed=True):
+            return recipe
+    raise Refused(
+        f"no recipe has scales {scale_a.dtype} {tuple(scale_a.shape)}, {scale_b.dtype} {tuple(scale_b.shape)}"
+    )
+
+
+def _v2_recipe(a, b, arguments):
+    """The recipe that v2 is given, with scales and swizzles that it asks for: all that this package uses of it."""
+    for side, x in (("a", a), ("b", b)):
+        scales, swizzle = arguments[f"scale_{side}"], list(arguments[f"swizzle_{side}"])
+        recipe = [_RECIPES[number] for number in arguments[f"recipe_{side}"]]
+        require(recipe == [BLOCK_1X16, TENSOR_WISE] and len(scales) == 2, f"recipe {recipe} of {len(scales)} scales")
+        require(swizzle == [_SWIZZLED, _LINEAR], f"swizzle {swizzle}")
+        require(
+            _fits(BLOCK_1X16, x, scales[0], side == "b"), f"scales of {side}: {scales[0].dtype} {scales[0].numel()}"
+        )
+        require(scales[1].dtype == torch.float32 and scales[1].numel() == 1, f"outer scale of {side}")
+        require(scales[1].device == a.device, f"outer scale of {side} on {scales[1].device}")
+    require(not arguments["contraction_dim"], "contraction_dim")
+    return BLOCK_1X16
+
+
+def _fits(recipe, x, scales, transposed):
+    """Whether a scale tensor is one of a recipe for a matrix [rows, width], or [width, rows] if transposed."""
+    width, rows = x.shape if transposed else reversed(x.shape)
+    k = 2 * width if x.dtype == FLOAT4 else width
+    if recipe == TENSOR_WISE:
+        return x.dtype in FLOAT8 and scales.dtype == torch.float32 and scales.numel() == 1
+    if recipe == ROW_WISE:
+        shape = (1, rows) if transposed else (rows, 1)
+        fits = x.dtype in FLOAT8 and scales.dtype == torch.float32 and tuple(scales.shape) == shape
+    else:
+        block, codes, kind = ((16, (FLOAT4,), torch.float8_e4m3fn) if recipe == BLOCK_1X16 else
+                              (32, (torch.float8_e4m3fn,), torch.float8_e8m0fnu))  # fmt: skip
+        count = _up(rows, 128) * _up(_up(k, block) // block, 4)
+        fits = x.dtype in codes and scales.dtype == kind and scales.numel() == count
+    return fits and scales.is_contiguous() and scales.storage_offset() * scales.itemsize % 16 == 0
+
+
+def _up(size, multiple):
+    return (size + multiple - 1) // multiple * multiple
+
+
+def _check_recipe(recipe, a, b, bias, out_dtype, sm):
+    """What depends on the GPU."""
+    require(sm >= 89, "FP8 matrix units")
+    if recipe in (BLOCK_1X16, BLOCK_1X32):
+        require(sm >= 100, "block-scaled matrix units")
+        require(a.dtype == b.dtype, f"{a.dtype} x {b.dtype}")
+    if recipe == ROW_WISE:
+        require(sm not in (103, 120), "the CUTLASS kernel of row-wise scales is reported to fail")
+        require(out_dtype == torch.bfloat16, f"row-wise scales with a result of {out_dtype}")

@@ -1,0 +1,313 @@
+"""`max-autotune`: what is timed, how, and what becomes of it. The clock and the GPU are pretended."""
+
+import dataclasses
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._inductor.codecache as codecache
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+import fp4compile
+from fp4compile import formats, reference
+from fp4compile.operand import Operand
+from fp4compile.passes import autotune
+from fp4compile.passes.graph import SCALED_MM, SCALED_MM_EPILOGUE, scaled_mm_of
+from fp4compile.passes.lower import lower
+from fp4compile.targets import Target
+from fp4compile.templates.gemm import choose as registry
+from fp4compile.templates.gemm import library
+from fp4compile.templates.gemm.choose import named
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig
+from fp4compile.templates.launch import dry_run
+from tests.helpers.absent_gpu import fused_graph, launched_on
+
+LIBRARY, KERNEL = "library_block_scaled", "block_scaled_sm100"
+TILES = BlockScaledConfig(128, 128, 256, 3, 4), BlockScaledConfig(128, 256, 256, 3, 4)
+
+
+class Clock:
+    """In the place of the GPU: what was timed, and how long it is said to take, by kernel and configuration."""
+
+    def __init__(self, monkeypatch, times):
+        self.timed, self.times = [], times
+        monkeypatch.setattr(autotune, "_winners", {})
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(autotune, "_copies", lambda product, problem: [()])
+        monkeypatch.setattr(autotune, "_times", self._times)
+
+    def _times(self, sequences):
+        choices = [call.keywords["choice"] for (call,) in sequences]
+        self.timed.append([(choice.kernel, choice.config) for choice in choices])
+        default = self.times.get(KERNEL, float("inf"))
+        return [self.times.get(choice.config if choice.kernel == KERNEL else choice.kernel, default)
+                for choice in choices]  # fmt: skip
+
+
+def with_tiles(monkeypatch, *tiles):
+    """Let the kernel of block-scaled products have these configurations, and TILES[0] without a clock."""
+    tuned = dataclasses.replace(named(KERNEL), configurations=lambda problem: tiles, configure=lambda problem: TILES[0])
+    entries = tuple(tuned if each.name == KERNEL else each for each in registry.REGISTRY)
+    monkeypatch.setattr(registry, "REGISTRY", entries)
+
+
+@pytest.mark.parametrize(("recipe", "library", "kernel", "expected"), [
+    ("mxfp8", 1.0, 2.0, "_scaled_mm"), ("mxfp8", 2.0, 1.0, "gemm_block_scaled_sm100"),
+    ("mxfp8", float("inf"), 1.0, "gemm_block_scaled_sm100"), ("nvfp4", 1.0, 2.0, "library"),
+    ("nvfp4", 2.0, 1.0, "gemm_block_scaled_sm100"), ("nvfp4", float("inf"), float("inf"), "library"),
+])  # fmt: skip
+def test_time_decides(recipe, library, kernel, expected, monkeypatch):
+    """Where both can compute the product, the default recipe's too; by rank where nothing could be timed."""
+    with_tiles(monkeypatch, TILES[0])
+    clock = Clock(monkeypatch, {LIBRARY: library, KERNEL: kernel})
+    with config.patch(max_autotune=True):
+        for _ in range(2):
+            assert launched_on(100, recipe)[1][-1][0] == expected
+        assert clock.timed == [[(LIBRARY, None), (KERNEL, TILES[0])]]  # once for equal ones
+        for sm, other in ((100, "mxfp4"), (90, recipe), (120, recipe)):
+            launched_on(sm, other)
+    launched_on(100, "nvfp4_one_level")
+    assert len(clock.timed) == 1
+
+
+@pytest.mark.parametrize("best", TILES)
+def test_every_configuration_is_timed(best, monkeypatch):
+    """The fastest one is launched; without the mode, that of the heuristics."""
+    with_tiles(monkeypatch, *TILES)
+    clock = Clock(monkeypatch, {LIBRARY: 3.0, **dict.fromkeys(TILES, 2.0), best: 1.0})
+    shapes = (256, 1024), (512, 1024)
+
+    def launched(settings):
+        with config.patch(settings):
+            return fused_graph(lambda x, w: x @ w.t(), *shapes, then=lower).launches[-1].constants
+
+    constants = launched({"max_autotune": True})
+    assert (constants["BM"], constants["BN"]) == (best.bm, best.bn)
+    assert clock.timed == [[(LIBRARY, None), *((KERNEL, each) for each in TILES)]]
+    assert launched({"max_autotune": True}) == constants and len(clock.timed) == 1
+    assert "BN" not in launched({}) and len(clock.timed) == 1  # by rank: the quantise kernel is the last launch
+
+
+def test_products_with_epilogues_are_timed(monkeypatch):
+    """Only by what applies the epilogue, with the tensors that it reads; another epilogue is another problem."""
+    with_tiles(monkeypatch, *TILES)
+    clock = Clock(monkeypatch, {TILES[0]: 2.0, TILES[1]: 1.0})
+    gated = lambda x, w, same: torch.relu(x @ w.t()) * same  # noqa: E731
+    with config.patch(max_autotune=True):
+        for function in (gated, gated, lambda x, w, same: torch.relu(x @ w.t()) + same):
+            result = fused_graph(function, (256, 512), (512, 512), (256, 512), then=lower)
+            assert result.fused == 1 and result.launches[-1].constants["BN"] == 256
+    assert clock.timed == [[(KERNEL, each) for each in TILES]] * 2
+
+
+def test_a_candidate_without_epilogues_is_not_timed_with_one(monkeypatch):
+    with_tiles(monkeypatch, *TILES)
+    without = dataclasses.replace(named(KERNEL), name="another", takes_epilogue=lambda problem: False)
+    monkeypatch.setattr(registry, "REGISTRY", (*registry.REGISTRY, without))
+    clock = Clock(monkeypatch, {"another": 1.0, TILES[0]: 2.0, TILES[1]: 3.0})
+    with config.patch(max_autotune=True):
+        fused_graph(lambda x, w: torch.relu(x @ w.t()), (256, 512), (512, 512), then=lower)
+    assert clock.timed == [[(KERNEL, each) for each in TILES]]
+
+
+def test_by_rank_where_nothing_could_be_timed(monkeypatch):
+    """Then in the configuration of the heuristics, whichever was to be timed first."""
+    with_tiles(monkeypatch, *reversed(TILES))
+    Clock(monkeypatch, {})
+    with config.patch(max_autotune=True):
+        launches = fused_graph(lambda x, w: x @ w.t(), (256, 512), (512, 512), recipe="mxfp4", then=lower).launches
+    assert launches[-1].constants["BN"] == TILES[0].bn
+
+
+def test_one_candidate_is_not_timed(monkeypatch):
+    with_tiles(monkeypatch, TILES[0])
+    clock = Clock(monkeypatch, {})
+    with config.patch(max_autotune=True):
+        launched_on(100, "mxfp4")
+        launched_on(100, "nvfp4_rowwise")
+        fused_graph(lambda x, w: torch.relu(x @ w.t()), (256, 512), (512, 512), then=lower)
+    assert not clock.timed
+
+
+def product_node(target=SCALED_MM):
+    """The product of a graph, as it is before it is lowered."""
+    found = []
+
+    def plain(x, w, same):
+        return x @ w.t()
+
+    def gated(x, w, same):
+        return torch.relu(x @ w.t()) * same
+
+    def keep(graph):
+        found.extend(scaled_mm_of(node) for node in graph.find_nodes(op="call_function", target=target))
+
+    fused_graph(plain if target is SCALED_MM else gated, (256, 512), (512, 512), (256, 512), then=keep)
+    (product,) = found
+    return product
+
+
+@contextmanager
+def pretended_device(monkeypatch, l2):
+    """A GPU with an L2 cache of so many bytes, whose tensors are made on the CPU."""
+    properties = SimpleNamespace(L2_cache_size=l2)
+    empty_strided = torch.empty_strided
+    with monkeypatch.context() as patch, unset_fake_temporarily():
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch, "empty_strided", lambda *args, device, **more: empty_strided(*args, **more))
+        yield
+
+
+@pytest.mark.parametrize("target", [SCALED_MM, SCALED_MM_EPILOGUE])
+def test_what_is_timed_is_the_product(target, monkeypatch):
+    """On tensors like the product's own, real ones, without NaN; as many as fill the L2 cache twice, within limits."""
+    product, l2 = product_node(target), 2**20
+    with dry_run(Target(100)), pretended_device(monkeypatch, l2):
+        copies = autotune._copies(product, product.problem())
+    codes, scales = (256 + 512) * 512 // 2, (256 + 512) * 512 // 16
+    assert len(copies) == 2 * l2 // (codes + scales)
+    for a, b, bias, out_dtype, epilogue, auxiliaries in copies:
+        assert bias is None and out_dtype == torch.bfloat16
+        assert (epilogue is None) == (target is SCALED_MM) and len(auxiliaries) == (target is SCALED_MM_EPILOGUE)
+        for like, x in zip(product.values(), (a, b), strict=False):
+            assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all()
+            assert (x.data.shape, x.data.dtype) == (like.data.shape, like.data.dtype)
+            assert x.scales.view(torch.uint8).unique().tolist() == [0x38]
+    assert len({a.data.data_ptr() for a, *_ in copies}) == len(copies)
+
+
+@pytest.mark.parametrize(("l2", "count"), [(0, autotune.FEWEST_CALLS), (2**30, autotune.MOST_CALLS)])
+def test_how_many_calls_a_graph_has(l2, count, monkeypatch):
+    product = product_node()
+    with dry_run(Target(100)), pretended_device(monkeypatch, l2):
+        assert len(autotune._copies(product, product.problem())) == count
+
+
+class Streams:
+    """CUDA's streams, graphs and events, of which replays take as long as `calls` say."""
+
+    def __init__(self, monkeypatch):
+        self.running, self.clock, self.captured = None, 0.0, []
+        for name, value in {
+            "Stream": lambda: SimpleNamespace(wait_stream=lambda other: None), "current_stream": lambda: None,
+            "stream": lambda stream: nullcontext(), "synchronize": lambda: None, "CUDAGraph": self.new_graph,
+            "graph": self.capture, "Event": self.event,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def new_graph(self):
+        graph = SimpleNamespace(time=0.0)
+        graph.replay = lambda: setattr(self, "clock", self.clock + graph.time)
+        return graph
+
+    @contextmanager
+    def capture(self, graph, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        start = self.clock
+        self.captured.append(graph)
+        yield
+        graph.time, self.clock = self.clock - start, start
+
+    def event(self, enable_timing):
+        event = SimpleNamespace(at=None, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.clock)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+    def call(self, milliseconds):
+        def run():
+            self.clock += milliseconds
+
+        return run
+
+
+ERRORS = [
+    OutOfResources(300_000, 232_448, "shared memory"), PTXASError("ptxas fatal"), CompilationError("", None, "no"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"), torch.OutOfMemoryError("out of memory"),
+    RuntimeError("PassManager::run failed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_failing_candidate_is_out(error, monkeypatch):
+    """Of errors of Triton and of the library; an error of this package is not swallowed."""
+    streams = Streams(monkeypatch)
+
+    def failing():
+        raise error
+
+    fast, slow = streams.call(0.25), streams.call(0.5)
+    times = autotune._times([[fast] * 4, [failing] * 4, [slow] * 2])
+    assert times == [250.0, float("inf"), 500.0]
+    assert len(streams.captured) == 2
+
+    def wrong():
+        raise TypeError("choice")
+
+    with pytest.raises(TypeError):
+        autotune._times([[wrong]])
+
+
+def test_the_median_counts(monkeypatch):
+    """One slow replay of many changes nothing."""
+    streams = Streams(monkeypatch)
+    slow = iter([9.0, *[0.0] * 1000])
+    monkeypatch.setattr(autotune, "_captured", lambda calls: SimpleNamespace(
+        replay=lambda: setattr(streams, "clock", streams.clock + 1.0 + next(slow))))  # fmt: skip
+    assert autotune._times([[None], [None]]) == [1000.0, 1000.0]
+
+
+def test_no_memory_for_the_operands(monkeypatch):
+    """Then the choice is that of rank."""
+    Clock(monkeypatch, {})
+    monkeypatch.setattr(autotune, "_copies", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with config.patch(max_autotune=True):
+        assert launched_on(100, "nvfp4")[1][-1][0] == "library"
+
+
+def test_the_cache_on_disk_tells_timed_choices_apart(monkeypatch):
+    """Inductor's keys have the mode and the GPU's name, so that a timed choice stays where it was made."""
+
+    def key():
+        graph = torch.fx.symbolic_trace(torch.nn.Identity())
+        return codecache.compiled_fx_graph_hash(graph, [], {}, [])[0]
+
+    plain = key()
+    with config.patch(max_autotune=True):
+        assert key() != plain
+    assert key() == plain
+    for name in ("NVIDIA B200", "NVIDIA B300"):
+        system = {"device": {"name": name}, "version": {"triton": "3"}, "hash": name}
+        monkeypatch.setattr(codecache.CacheBase, "get_system", staticmethod(lambda system=system: system))
+        assert key() != plain
+        plain = key()
+    assert key() == plain
+
+
+@pytest.mark.gpu
+def test_timed_on_a_gpu(monkeypatch):
+    """Two ways to compute `float8_rowwise`, both on the GPU that is here: the product of the chosen one is right."""
+    both = dataclasses.replace(library.RESCALED, serves=library.ROW_SCALED.serves)
+    entries = tuple(both if each.name == both.name else each for each in registry.REGISTRY)
+    monkeypatch.setattr(registry, "REGISTRY", entries)
+    monkeypatch.setattr(autotune, "_winners", {})
+    times, found = autotune._times, []
+    monkeypatch.setattr(autotune, "_times", lambda calls: found.append(times(calls)) or found[-1])
+    layer = torch.nn.Linear(512, 1024, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    chosen = fp4compile.backend("float8_rowwise", strict=True)
+    # Inductor, which would time its own templates for the same product, is left with the library's.
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
+    compiled = torch.compile(layer, backend=chosen, options=options)
+    with torch.no_grad(), config.patch(force_disable_caches=True):
+        got = compiled(x)
+    (timed,) = found
+    assert len(timed) == 2 and all(0 < time < 10_000 for time in timed)
+    fmt = formats.get("float8_rowwise")
+    a, b = (Operand(*reference.quantize(t.cpu(), fmt), fmt) for t in (x, layer.weight.detach()))
+    expected = reference.scaled_mm(a, b, layer.bias.detach().cpu(), torch.bfloat16)
+    torch.testing.assert_close(got.cpu(), expected, rtol=2.0**-6, atol=2e-2)

@@ -1,0 +1,175 @@
+"""Whole quantise kernels in the forms that they have on SM100, in Triton's interpreter, against the reference.
+
+The interpreter has no inline PTX: `helpers.ptx_player` plays it. Nothing is said here about the instructions
+themselves, but which operand comes where: elements, factors, random words, counters.
+"""
+
+import math
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fp4compile import formats, reference
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import hard_input
+from tests.helpers.ptx_player import e2m1_stochastic, play
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETING:
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from fp4compile.templates.device import block_scales
+    from fp4compile.templates.quantize import amax, both, column, row, square
+    from fp4compile.templates.quantize import dispatch as kernels
+
+    _portable_round = block_scales.e4m3_round
+
+    @triton.jit
+    def _e4m3_round(value, ISA):
+        return _portable_round(value, 0)  # the interpreter's cast to E4M3 is wrong where rounding carries
+
+
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="run in the interpreter")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def create_inline_asm(self, ptx, constraints, values, types, is_pure, pack):
+    """`InterpreterBuilder.create_inline_asm`: `pack` neighbours at once, as many in a register as it holds."""
+    count = values[0].data.size
+    if "bar.red" in ptx:  # `register_tile.after_barrier`
+        outputs = [values[1].data.reshape(-1)]
+    else:
+        inputs = []
+        for value in values:
+            flat = np.ascontiguousarray(value.data).reshape(-1)
+            assert flat.itemsize == 4
+            flat = np.pad(flat, (0, -count % pack))
+            inputs += [flat[i::pack].view(np.uint32) for i in range(pack)]
+        dtypes = [_numpy(kind) for kind in types]
+        sizes = [max(1, pack * dtype.itemsize // 4) for dtype in dtypes]
+        registers = iter(play(ptx, sum(sizes), inputs))
+        outputs = []
+        for dtype, size in zip(dtypes, sizes, strict=True):
+            words = np.stack([next(registers) for _ in range(size)], 1)
+            outputs.append(np.ascontiguousarray(words).view(dtype).reshape(-1)[:count])
+    shape = values[0].data.shape
+    handles = [TensorHandle(out.reshape(shape), kind.scalar) for out, kind in zip(outputs, types, strict=True)]
+    return SimpleNamespace(get_result=handles.__getitem__)
+
+
+def _numpy(kind):
+    scalar = kind.scalar
+    if scalar.is_floating():
+        return np.dtype(np.float32)
+    return np.dtype(f"{'int' if scalar.is_int_signed() else 'uint'}{scalar.primitive_bitwidth}")
+
+
+@pytest.fixture(autouse=True)
+def on_sm100(monkeypatch):
+    """The kernels as on SM100, but for programmatic dependent launch. Rounding is stochastic as `play` has it."""
+    if not INTERPRETING:
+        return
+    target = SimpleNamespace(isa=100, dependent_launch=False)
+    for module in (amax, both, column, row, square):
+        monkeypatch.setattr(module, "target_of", lambda device: target)
+    monkeypatch.setattr(block_scales, "e4m3_round", _e4m3_round)
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
+    # Several outputs come as Triton's own tuple, which kernels add to tuples.
+    monkeypatch.setattr(tl.core.tuple, "__radd__", lambda self, other: other + tuple(self), raising=False)
+    monkeypatch.setattr(reference, "rounding_noise", noise_of_sm100)
+    monkeypatch.setattr(
+        reference,
+        "e2m1_encode_stochastic",
+        lambda y, negative, noise: torch.from_numpy(
+            e2m1_stochastic(y.double().numpy() + 0.0, noise.numpy()).astype(np.uint8)
+        ),
+    )
+
+
+def noise_of_sm100(seed, stream, shape):
+    """Eight random bits for each element: byte k of word i of a call is for element 4 i + k of sixteen."""
+    words = reference.philox(seed, stream, math.prod(shape) // 4).numpy().astype(np.uint32)
+    return torch.from_numpy(words.view(np.uint8).astype(np.int64).reshape(shape))
+
+
+def assert_same(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        if other is not None:
+            bits = [x.contiguous().nan_to_num(nan=1.0) if x.dtype == torch.float32 else x for x in (one, other)]
+            assert torch.equal(*(x.reshape(-1).view(torch.uint8) for x in bits))
+        else:
+            assert one is None
+
+
+def inputs(fmt, rows, cols):
+    names = ("randn", "ties_fp4", "signed_zeros", "one_neg_inf", "one_nan", "scaled_rows", "zeros")
+    for name in names if fmt.outer == "tensor" else [names[:2], names[2:]]:
+        several = [name] if isinstance(name, str) else list(name)
+        each = -(-rows // len(several))
+        block = fmt.block_cols if fmt.block else 16
+        yield torch.cat([hard_input(one, (each, cols), torch.bfloat16, block) for one in several])[:rows]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "format", ["nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "mxfp4", "mxfp8_32x32"]
+)
+def test_rows_columns_and_both(format):
+    fmt = formats.get(format)
+    for x in inputs(fmt, 32, 96):
+        expected = reference.quantize(x, fmt), reference.quantize(x.mT, fmt)
+        assert_same(kernels.quantize(x, fmt), expected[0])
+        assert_same(kernels.quantize(x.mT, fmt), expected[1])
+        for got, right in zip(kernels.quantize_both(x, fmt), expected, strict=True):
+            assert_same(got, right)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "mxfp4"])
+def test_other_inputs(format, dtype):
+    fmt = formats.get(format)
+    x = hard_input("ties_fp4", (8, 40), dtype, fmt.block_cols)
+    for got, view in zip(kernels.quantize_both(x, fmt), (x, x.mT), strict=True):
+        assert_same(got, reference.quantize(view, fmt))
+    assert_same(kernels.quantize(x, fmt), reference.quantize(x, fmt))
+
+
+@interpreted
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te"])
+@pytest.mark.parametrize("outer", [0.37, 2.0**-59, 2.0**-61, 1e-42, 2.0**61, 3.4e38, torch.inf])
+def test_outer_scales_in_and_out_of_the_quick_range(format, outer):
+    """An infinite block amax, amaxes far above the scale and far below."""
+    fmt, outer = formats.get(format), torch.tensor(outer)
+    x = hard_input("scaled_rows", (16, 64))
+    x[7, 3], x[8, 17], x[9, 40] = torch.inf, 3e38, 1e-38
+    x[10] *= outer.clamp(1e-30, 1e30)
+    assert_same(kernels.quantize(x, fmt, outer), reference.quantize(x, fmt, outer))
+    assert_same(kernels.quantize(x.mT, fmt, outer), reference.quantize(x.mT, fmt, outer))
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(24, 40), (128, 128), (2, 17, 33)], ids=str)
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_rowwise", "mxfp4"])
+def test_stochastic_rounding(format, shape):
+    """Every element has the random bits of its place: ragged tensors, whole tiles, several matrices."""
+    fmt, seed, transform = formats.get(format), torch.tensor(0x123456789ABCDEF0), format != "mxfp4"
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = reference.quantize(x, fmt, seed=seed)
+    assert_same(kernels.quantize(x, fmt, seed=seed), expected)
+    rows, columns = kernels.quantize_both(x, fmt, seed=seed, transform=transform)
+    assert_same(rows, expected)
+    assert_same(columns, reference.quantize(x.mT, fmt, seed=seed, stream=1, transform=transform))
+    alone = kernels.quantize(x.mT, fmt, seed=seed, stream=1)
+    assert_same(alone, reference.quantize(x.mT, fmt, seed=seed, stream=1))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
