@@ -29,39 +29,39 @@ from fp4compile.operand import Operand
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_lib = torch.library.Library("fp4compile", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag,)
-_lib.define(
+LIBRARY = torch.library.Library("fp4compile", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag,)
+LIBRARY.define(
     "quantize(Tensor x, str format, int dim=-1, *, Tensor? outer=None, str layout='linear', Tensor? seed=None,"
     " bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale)",
-    tags=_tags,
+    tags=TAGS,
 )
-_lib.define(
+LIBRARY.define(
     "quantize_both(Tensor x, str format, *, Tensor? outer=None, str layout='linear', Tensor? seed=None,"
     " bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale,"
     " Tensor columns, Tensor column_scales, Tensor column_outer_scale)",
-    tags=_tags,
+    tags=TAGS,
 )
-_lib.define(
-    "fake_quantize(Tensor x, str format, *, Tensor? outer=None) -> (Tensor values, Tensor outer_scale)", tags=_tags
+LIBRARY.define(
+    "fake_quantize(Tensor x, str format, *, Tensor? outer=None) -> (Tensor values, Tensor outer_scale)", tags=TAGS
 )
-_lib.define(
+LIBRARY.define(
     "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
-    tags=_tags,
+    tags=TAGS,
 )
 _PRODUCT = (
     "Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
     " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor? bias, ScalarType out_dtype"
 )
-_lib.define(f"scaled_mm({_PRODUCT}) -> Tensor", tags=_tags)
-_lib.define(
-    f"scaled_mm_epilogue({_PRODUCT}, Tensor[] operands, str[] epilogue, ScalarType dtype) -> Tensor", tags=_tags
+LIBRARY.define(f"scaled_mm({_PRODUCT}) -> Tensor", tags=TAGS)
+LIBRARY.define(
+    f"scaled_mm_epilogue({_PRODUCT}, Tensor[] operands, str[] epilogue, ScalarType dtype) -> Tensor", tags=TAGS
 )
-_lib.define(f"scaled_mm_library({_PRODUCT}) -> Tensor", tags=_tags)
-_lib.define(
+LIBRARY.define(f"scaled_mm_library({_PRODUCT}) -> Tensor", tags=TAGS)
+LIBRARY.define(
     "scaled_mm_horizontal(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format, Tensor[] b, Tensor[] b_scales,"
     " Tensor[] b_outer, str b_format, Tensor[] bias, ScalarType out_dtype) -> Tensor[]",
-    tags=_tags,
+    tags=TAGS,
 )
 
 
@@ -73,12 +73,12 @@ def check_layout(layout: str) -> None:
         raise ValueError(unknown_name("layout", layout, LAYOUTS))
 
 
-@torch.library.impl(_lib, "quantize", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "quantize", "CompositeExplicitAutograd")
 def _quantize(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     return _quantize_by(reference.quantize, x, format, dim, outer, layout, seed, hadamard)
 
 
-@torch.library.impl(_lib, "quantize", "CUDA")
+@torch.library.impl(LIBRARY, "quantize", "CUDA")
 def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     """`quantize` by the Triton kernels; what a graph is lowered to."""
     from fp4compile.templates.quantize import dispatch as kernels  # here, so that the CPU needs no Triton
@@ -89,14 +89,14 @@ def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, 
 def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard):
     fmt = formats.get(format)
     check_layout(layout)
-    _check_training(fmt, seed, hadamard)
+    check_training(fmt, seed, hadamard)
     stream = _stream(x, dim)
     data, scales, computed = implementation(
         x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=hadamard
     )
     scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
     # A given outer scale is not handed through: an op may not return its input.
-    return data, scales, _fresh(x, outer, computed)
+    return data, scales, computed_outer(x, outer, computed)
 
 
 def _stream(x: torch.Tensor, dim: int) -> int:
@@ -104,12 +104,12 @@ def _stream(x: torch.Tensor, dim: int) -> int:
     return 0 if dim in (-1, x.dim() - 1) else 1
 
 
-def _fresh(x: torch.Tensor, given: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:
+def computed_outer(x: torch.Tensor, given: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:
     """An outer scale that was computed, [0] where none was."""
     return computed if given is None and computed is not None else x.new_empty(0, dtype=torch.float32)
 
 
-def _check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool) -> None:
+def check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool) -> None:
     if seed is not None:
         if not fmt.packed:
             raise ValueError(f"seed: stochastic rounding is defined for E2M1 elements, format {fmt.name} has others")
@@ -119,24 +119,24 @@ def _check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool)
         raise ValueError(f"hadamard: the transform goes with NVFP4 blocks of 1x16, format {fmt.name} has others")
 
 
-@torch.library.register_fake("fp4compile::quantize", lib=_lib)
+@torch.library.register_fake("fp4compile::quantize", lib=LIBRARY)
 def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     fmt = formats.get(format)
     check_layout(layout)
-    _check_training(fmt, seed, hadamard)
+    check_training(fmt, seed, hadamard)
     lead = list(x.shape)
     k = lead.pop(dim)
     blocks = ceil_div(k, fmt.block_cols)
     block_bytes = fmt.block_cols // 2 if fmt.packed else fmt.block_cols
     data = x.new_empty((*lead, blocks * block_bytes), dtype=fmt.data_dtype)
-    scales = x.new_empty(_scales_shape(lead, blocks, fmt, layout), dtype=fmt.scale_dtype)
+    scales = x.new_empty(scales_shape(lead, blocks, fmt, layout), dtype=fmt.scale_dtype)
     outer_shape: tuple = (0,)
     if outer is None and fmt.outer is not None:
         outer_shape = (*lead, 1) if fmt.outer == "row" else ()
     return data, scales, x.new_empty(outer_shape, dtype=torch.float32)
 
 
-def _scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
+def scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
     if fmt.scale is None:
         return (0,)
     *batch, rows = lead or [1]
@@ -150,7 +150,7 @@ def _scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
 # ---------------------------------------------------------------- quantize_both
 
 
-@torch.library.impl(_lib, "quantize_both", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "quantize_both", "CompositeExplicitAutograd")
 def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     _check_both(format, x, outer, hadamard)
     data, scales, fresh = _quantize(x, format, -1, outer=outer, layout=layout, seed=seed)
@@ -160,21 +160,26 @@ def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamar
     return data, scales, fresh, *_quantize(x, format, -2, outer=given, layout=layout, seed=seed, hadamard=hadamard)
 
 
-@torch.library.impl(_lib, "quantize_both", "CUDA")
+@torch.library.impl(LIBRARY, "quantize_both", "CUDA")
 def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     """`quantize_both` by the Triton kernels: one read of x (and one for the amax of a dynamic two-level format)."""
     from fp4compile.templates.quantize import dispatch as kernels
 
     _check_both(format, x, outer, hadamard)
     check_layout(layout)
-    _check_training(formats.get(format), seed, hadamard)
+    check_training(formats.get(format), seed, hadamard)
     rows, columns = kernels.quantize_both(x, formats.get(format), outer, layout, seed=seed, transform=hadamard)
     # Where both have the same outer scale, an op may not return it twice.
     apart = hadamard or formats.get(format).outer == "row"
-    return *rows[:2], _fresh(x, outer, rows[2]), *columns[:2], _fresh(x, outer, columns[2] if apart else None)
+    return (
+        *rows[:2],
+        computed_outer(x, outer, rows[2]),
+        *columns[:2],
+        computed_outer(x, outer, columns[2] if apart else None),
+    )
 
 
-@torch.library.register_fake("fp4compile::quantize_both", lib=_lib)
+@torch.library.register_fake("fp4compile::quantize_both", lib=LIBRARY)
 def _quantize_both_fake(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     _check_both(format, x, outer, hadamard)
     rows = _quantize_fake(x, format, -1, outer=outer, layout=layout, seed=seed)
@@ -194,24 +199,24 @@ def _check_both(format: str, x: torch.Tensor, outer: torch.Tensor | None, hadama
 # ---------------------------------------------------------------- fake_quantize
 
 
-@torch.library.impl(_lib, "fake_quantize", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "fake_quantize", "CompositeExplicitAutograd")
 def _fake_quantize(x, format, *, outer=None):
     fmt = _fake_quantizable_format(format)
     values, computed = reference.fake_quantize(x, fmt, outer)
-    return values, _fresh(x, outer, computed)
+    return values, computed_outer(x, outer, computed)
 
 
-@torch.library.impl(_lib, "fake_quantize", "CUDA")
+@torch.library.impl(LIBRARY, "fake_quantize", "CUDA")
 def fake_quantize_cuda(x, format, *, outer=None):
     """`fake_quantize` by the Triton kernels that quantise rows; what a graph is lowered to."""
     from fp4compile.templates.quantize import dispatch as kernels
 
     fmt = _fake_quantizable_format(format)
     values, computed = kernels.fake_quantize(x, fmt, outer)
-    return values, _fresh(x, outer, computed)
+    return values, computed_outer(x, outer, computed)
 
 
-@torch.library.register_fake("fp4compile::fake_quantize", lib=_lib)
+@torch.library.register_fake("fp4compile::fake_quantize", lib=LIBRARY)
 def _fake_quantize_fake(x, format, *, outer=None):
     fmt = _fake_quantizable_format(format)
     *_, fresh = _quantize_fake(x, format, outer=outer)
@@ -234,12 +239,12 @@ def _fake_quantizable_format(format: str) -> BlockFormat:
 # ---------------------------------------------------------------- dequantize
 
 
-@torch.library.impl(_lib, "dequantize", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "dequantize", "CompositeExplicitAutograd")
 def _dequantize(data, scales, outer, format, cols, dtype):
     return reference.dequantize(data, scales, outer, formats.get(format), cols, dtype)
 
 
-@torch.library.impl(_lib, "dequantize", "CUDA")
+@torch.library.impl(LIBRARY, "dequantize", "CUDA")
 def dequantize_cuda(data, scales, outer, format, cols, dtype):
     """`dequantize` by the Triton kernel; what a graph is lowered to."""
     from fp4compile.templates.quantize import dispatch as kernels
@@ -247,7 +252,7 @@ def dequantize_cuda(data, scales, outer, format, cols, dtype):
     return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
 
 
-@torch.library.register_fake("fp4compile::dequantize", lib=_lib)
+@torch.library.register_fake("fp4compile::dequantize", lib=LIBRARY)
 def _dequantize_fake(data, scales, outer, format, cols, dtype):
     return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
 
@@ -255,14 +260,14 @@ def _dequantize_fake(data, scales, outer, format, cols, dtype):
 # ---------------------------------------------------------------- scaled_mm
 
 
-@torch.library.impl(_lib, "scaled_mm", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "scaled_mm", "CompositeExplicitAutograd")
 def _scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     return reference.scaled_mm(
         operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format), bias, out_dtype
     )  # fmt: skip
 
 
-@torch.library.impl(_lib, "scaled_mm", "CUDA")
+@torch.library.impl(LIBRARY, "scaled_mm", "CUDA")
 def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, choice=None):
     """`scaled_mm` by the kernel of a `Choice`; what a graph is lowered to."""
     from fp4compile.templates.gemm.dispatch import scaled_mm  # here, so that the CPU needs no Triton
@@ -271,7 +276,7 @@ def scaled_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_forma
     return scaled_mm(a, b, bias, out_dtype, choice=choice)
 
 
-@torch.library.register_fake("fp4compile::scaled_mm", lib=_lib)
+@torch.library.register_fake("fp4compile::scaled_mm", lib=LIBRARY)
 def _scaled_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     reference.check_bias(bias, b.shape[-2])
     return a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=out_dtype)
@@ -285,7 +290,7 @@ def operand(data, scales, outer, format: str | None) -> Operand:
 # ---------------------------------------------------------------- scaled_mm_epilogue
 
 
-@torch.library.impl(_lib, "scaled_mm_epilogue", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "scaled_mm_epilogue", "CompositeExplicitAutograd")
 def _scaled_mm_epilogue(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype
 ):
@@ -293,7 +298,7 @@ def _scaled_mm_epilogue(
     return apply(product, Epilogue.parse(epilogue, out_dtype, dtype), operands)
 
 
-@torch.library.impl(_lib, "scaled_mm_epilogue", "CUDA")
+@torch.library.impl(LIBRARY, "scaled_mm_epilogue", "CUDA")
 def scaled_mm_epilogue_cuda(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype,
     choice=None,
@@ -305,7 +310,7 @@ def scaled_mm_epilogue_cuda(
     return scaled_mm(a, b, bias, out_dtype, Epilogue.parse(epilogue, out_dtype, dtype), operands, choice)
 
 
-@torch.library.register_fake("fp4compile::scaled_mm_epilogue", lib=_lib)
+@torch.library.register_fake("fp4compile::scaled_mm_epilogue", lib=LIBRARY)
 def _scaled_mm_epilogue_fake(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands, epilogue, dtype
 ):
@@ -315,14 +320,14 @@ def _scaled_mm_epilogue_fake(
 # ---------------------------------------------------------------- scaled_mm_horizontal
 
 
-@torch.library.impl(_lib, "scaled_mm_horizontal", "CompositeExplicitAutograd")
+@torch.library.impl(LIBRARY, "scaled_mm_horizontal", "CompositeExplicitAutograd")
 def _scaled_mm_horizontal(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     a = operand(a, a_scales, a_outer, a_format)
     group = _group(b, b_scales, b_outer, b_format, bias)
     return [reference.scaled_mm(a, each, each_bias, out_dtype) for each, each_bias in group]
 
 
-@torch.library.impl(_lib, "scaled_mm_horizontal", "CUDA")
+@torch.library.impl(LIBRARY, "scaled_mm_horizontal", "CUDA")
 def scaled_mm_horizontal_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     """`scaled_mm_horizontal` by the Triton kernels; what a graph is lowered to."""
     from fp4compile.templates.gemm.dispatch import scaled_mm_group
@@ -331,7 +336,7 @@ def scaled_mm_horizontal_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_out
     return scaled_mm_group(operand(a, a_scales, a_outer, a_format), group, out_dtype)
 
 
-@torch.library.register_fake("fp4compile::scaled_mm_horizontal", lib=_lib)
+@torch.library.register_fake("fp4compile::scaled_mm_horizontal", lib=LIBRARY)
 def _scaled_mm_horizontal_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     group = _group(b, b_scales, b_outer, b_format, bias)
     return [a.new_empty((*a.shape[:-1], each.data.shape[-2]), dtype=out_dtype) for each, _ in group]
@@ -350,11 +355,11 @@ def _group(b, b_scales, b_outer, b_format: str, bias) -> list[tuple[Operand, tor
 
 # A graph holds this op only after it was lowered: Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales, and
 # calls an op that it does not know as it stands.
-torch.library.impl(_lib, "scaled_mm_library", "CompositeExplicitAutograd")(_scaled_mm)
-torch.library.register_fake("fp4compile::scaled_mm_library", lib=_lib)(_scaled_mm_fake)
+torch.library.impl(LIBRARY, "scaled_mm_library", "CompositeExplicitAutograd")(_scaled_mm)
+torch.library.register_fake("fp4compile::scaled_mm_library", lib=LIBRARY)(_scaled_mm_fake)
 
 
-@torch.library.impl(_lib, "scaled_mm_library", "CUDA")
+@torch.library.impl(LIBRARY, "scaled_mm_library", "CUDA")
 def scaled_mm_library_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
     """Two-level NVFP4 operands, [M, K] x [N, K], by cuBLASLt on SM100."""
     from fp4compile.templates.gemm.dispatch import scaled_mm_library

@@ -209,6 +209,8 @@ def quantize(
     seed: torch.Tensor | None = None,
     stream: int = 0,
     transform: bool = False,
+    amax: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Quantise along the last dimension.
 
@@ -217,6 +219,8 @@ def quantize(
     layout: of the block scales, "linear" or "swizzled".
     seed: int64 [], to round stochastically (E2M1 only) with the random bits of `stream`; None rounds to nearest.
     transform: quantise the Hadamard transform of x, along the same dimension.
+    amax: float32, what the outer scale is made of where it is not given, and of its shape; None takes it from x.
+    noise: the random bits of `rounding_noise` in the place of those of a seed.
 
     Returns three tensors.
     data: [..., R, ceil(K / block) * block]; E2M1 codes are packed, two in a byte, and half as many bytes.
@@ -228,19 +232,23 @@ def quantize(
         return drop_row(row, layout)
     x = hadamard(x) if transform else x.float()
     if fmt.scale is None:
-        return _quantize_rowwise(x, fmt, outer)
+        return _quantize_rowwise(x, fmt, outer, amax)
+    if amax is None and outer is None and fmt.outer is not None:
+        amax = largest(x, per_row=fmt.outer == "row")
     blocks = _blocks(x, fmt)
-    amax = blocks.abs().amax((-3, -1))  # NaN propagates
+    block_amax = blocks.abs().amax((-3, -1))  # NaN propagates
     if fmt.scale == "e8m0":
-        byte = e8m0_scale(amax, fmt.element, fmt.contract)
+        byte = e8m0_scale(block_amax, fmt.element, fmt.contract)
         scales, factor = byte.view(torch.float8_e8m0fnu), _exp2(127 - byte.to(torch.int32))
     elif fmt.contract == "torchao":
-        outer = _torchao_outer(x) if outer is None and fmt.outer else outer
-        scales, factor = _torchao_scales(amax, outer)
+        outer = _torchao_outer(amax) if outer is None and fmt.outer else outer
+        scales, factor = _torchao_scales(block_amax, outer)
     else:
-        senc, outer = _te_outer(x, fmt, outer)
-        scales, factor = _te_scales(amax, senc, outer)
-    data = _encode(x, blocks, factor[..., :, None, :, None], fmt, seed, stream).contiguous()
+        senc, outer = _te_outer(x, fmt, outer, amax)
+        scales, factor = _te_scales(block_amax, senc, outer)
+    if seed is not None:
+        noise = rounding_noise(seed, stream, (*x.shape[:-1], blocks.shape[-2] * blocks.shape[-1]))
+    data = _encode(x, blocks, factor[..., :, None, :, None], fmt, noise).contiguous()
     return data, _lay_out(scales, fmt, x.shape[-2], layout), outer
 
 
@@ -261,15 +269,13 @@ def _blocks(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     return padded.reshape(*x.shape[:-2], r, rows, k, cols)
 
 
-def _encode(x, blocks, factor, fmt: BlockFormat, seed, stream: int) -> torch.Tensor:
+def _encode(x, blocks, factor, fmt: BlockFormat, noise: torch.Tensor | None) -> torch.Tensor:
     """Elements times their block's encode factor, rounded to codes: [..., R, padded K], packed for E2M1."""
     y = _matrix(blocks * factor, x.shape[-2])
     if not fmt.packed:
         return saturate(y, fmt.data_dtype)
     y, negative = y.clamp(-fmt.element_max, fmt.element_max), _matrix(blocks < 0, x.shape[-2])
-    if seed is None:
-        return pack(e2m1_encode(y, negative))
-    return pack(e2m1_encode_stochastic(y, negative, rounding_noise(seed, stream, y.shape)))
+    return pack(e2m1_encode(y, negative) if noise is None else e2m1_encode_stochastic(y, negative, noise))
 
 
 def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
@@ -292,16 +298,23 @@ def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> 
     return repeated[..., :rows, :].view(scales.dtype)
 
 
-def _amax(x: torch.Tensor, per_row: bool) -> torch.Tensor:
+def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
     """The largest magnitude of the tensor ([]) or of each row ([..., R, 1]); 0 of an empty one."""
     if x.shape[-1] == 0 or x.numel() == 0:
         return x.new_zeros((*x.shape[:-1], 1) if per_row else ())
     return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
 
 
-def _torchao_outer(x: torch.Tensor) -> torch.Tensor:
-    """The decode factor of contract torchao from the amax of x, float32 []."""
-    p = _divide(_amax(x, per_row=False), NVFP4_MAX)
+def outer_of(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """The dynamic decode factor of a format, of the largest magnitudes of what shares it."""
+    if fmt.scale is None:
+        return 1.0 / _rowwise_encode(amax)
+    return _torchao_outer(amax) if fmt.contract == "torchao" else 1.0 / _te_encode(amax)
+
+
+def _torchao_outer(amax: torch.Tensor) -> torch.Tensor:
+    """The decode factor of contract torchao from the largest magnitude."""
+    p = _divide(amax, NVFP4_MAX)
     return torch.where(p == 0, 1.0, p)  # all zero, or so small that p underflows: 0 / 0 would be NaN
 
 
@@ -320,16 +333,19 @@ def _encode_scale(outer: torch.Tensor) -> torch.Tensor:
     return (1.0 / outer).clamp(max=FLT_MAX)
 
 
-def _te_outer(x, fmt: BlockFormat, outer) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _te_outer(x, fmt: BlockFormat, outer, amax) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(encode scale, decode scale) of contract te; the encode scale is 1 and the decode scale None at one level."""
     if outer is not None:
         return _encode_scale(outer), outer
     if fmt.outer is None:
         return x.new_ones(()), None
-    amax = _amax(x, per_row=fmt.outer == "row")
-    senc = _divide(NVFP4_MAX, amax).clamp(max=FLT_MAX)
-    senc = torch.where((amax == 0) | (senc == 0), 1.0, senc)
+    senc = _te_encode(amax)
     return senc, 1.0 / senc
+
+
+def _te_encode(amax: torch.Tensor) -> torch.Tensor:
+    senc = _divide(NVFP4_MAX, amax).clamp(max=FLT_MAX)
+    return torch.where((amax == 0) | (senc == 0), 1.0, senc)
 
 
 def _te_scales(amax: torch.Tensor, senc: torch.Tensor, outer: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,17 +356,20 @@ def _te_scales(amax: torch.Tensor, senc: torch.Tensor, outer: torch.Tensor | Non
     return scales, (1.0 / (s if outer is None else s * outer)).clamp(max=FLT_MAX)
 
 
-def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer):
+def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer, amax):
     """torchao float8 rowwise: encode = 448 / max(amax, 1e-12), divided in float64; decode = 1 / encode."""
     if outer is None:
-        amax = _amax(x, per_row=True).double().clamp(min=FLOAT8_AMAX_EPS)
-        encode = (E4M3_MAX / amax).float()
+        encode = _rowwise_encode(largest(x, per_row=True) if amax is None else amax)
         outer = 1.0 / encode
     else:
         encode = _encode_scale(outer)
     # A given scale does not show an infinite element, and saturation would hide it.
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)
     return saturate(y, fmt.data_dtype).contiguous(), None, outer
+
+
+def _rowwise_encode(amax: torch.Tensor) -> torch.Tensor:
+    return (E4M3_MAX / amax.double().clamp(min=FLOAT8_AMAX_EPS)).float()
 
 
 # ---------------------------------------------------------------- dequantise and multiply

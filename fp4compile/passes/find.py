@@ -11,6 +11,9 @@ shapes and sequence numbers prove nothing. The roles:
             autograd node too.
     attention   activation x activation, batched or not
 
+A layer may have one weight, or one for each expert: the weight is then a batch of matrices, and the product is a
+grouped one (`aten._grouped_mm`) or a batched one (`aten.bmm`). The roles are the same.
+
 A gradient is a value that depends on a tangent (a gradient input of the joint graph). `views.py` tells which nodes hold
 the same value. Everything else that multiplies matrices is listed too, with the reason why it is left alone
 (`Gemm.unsupported`).
@@ -27,6 +30,7 @@ from fp4compile import formats
 from fp4compile._compat import statically_true
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
+from fp4compile.passes.products import Product, Side, product_of, why_unread
 from fp4compile.passes.selection import feeds_selection
 from fp4compile.passes.views import View, is_cast, source_of, swaps_last_two, view_of
 
@@ -40,10 +44,10 @@ _LEFT_ALONE = {
     aten.convolution.default: "convolution",
     aten.convolution_backward.default: "convolution",
     aten._scaled_mm.default: "already a scaled product",
-    aten._grouped_mm.default: "grouped product",
 }
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
 _BATCHED_WEIGHT = "batched product with a parameter"
+_GROUPED = "grouped product without a parameter"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
@@ -71,70 +75,19 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 
 @dataclass(frozen=True)
-class _Side:
-    """An operand as the graph has it.
-
-    root: the placeholder of the parameter that all its elements come from; None if they come from anything else.
-    """
-
-    node: Node
-    view: View
-    root: Node | None
-    is_gradient: bool
-
-
-@dataclass(frozen=True)
-class _Product:
-    """A product as the graph has it. dims: (m, n, k) of one matrix of the batch. terms: bias, beta and alpha."""
-
-    node: Node
-    a: _Side
-    b: _Side
-    batch: int | torch.SymInt
-    dims: tuple
-    terms: dict = field(default_factory=dict)
-
-    @property
-    def weight(self) -> _Side | None:
-        """The operand that comes from a parameter; A if both do, None if neither does."""
-        return next((side for side in (self.a, self.b) if side.root is not None), None)
-
-    @property
-    def other(self) -> _Side:
-        return self.b if self.weight is self.a else self.a
-
-    @property
-    def of_one_weight(self) -> bool:
-        """Whether one matrix is the weight of the whole batch.
-
-        A weight on side A qualifies only where the batch is 1: `scaled_mm` repeats B along a batch, never A.
-        """
-        return self.weight.view.matrix() is not None and (self.weight is self.b or statically_true(self.batch == 1))
-
-    @property
-    def rows(self):
-        """Rows of A over the whole batch."""
-        return self.batch * self.dims[0]
-
-    @property
-    def sizes(self) -> tuple:
-        """(m, n, k); the batch is counted among m where B is one matrix."""
-        m, n, k = self.dims
-        return (self.rows if self.weight is self.b and self.of_one_weight else m, n, k)
-
-
-@dataclass(frozen=True)
 class _Layer:
     """A forward product with a weight.
 
-    root: placeholder of the weight's parameter. weight: its view as [out, in]. activation: key of the activation's
-    elements in the order of tokens. gradients: keys of the output gradients that the layer's wgrads multiply, also in
-    the order of tokens; filled in as the wgrads are found.
+    root: placeholder of the weight's parameter. weight: its view as [out, in], or as a batch of such matrices.
+    grouping: `Product.grouping`. activation: key of the activation's elements in the order of tokens. gradients: keys
+    of the output gradients that the layer's wgrads multiply, also in the order of tokens; filled in as the wgrads are
+    found.
     """
 
     gemm: Gemm
     root: Node
     weight: View
+    grouping: tuple
     activation: tuple
     gradients: set[tuple] = field(default_factory=set)
 
@@ -149,7 +102,7 @@ class _Scan:
 
     def gemms(self, graph: Graph) -> list[Gemm]:
         self.computed = _computed_from(self.parameters, graph)
-        products = [product for node in graph.nodes if (product := self._product(node)) is not None]
+        products = [p for node in graph.nodes if (p := product_of(node, self.parameters, self.gradients)) is not None]
         backward = [product for product in products if product.node in self.gradients]
         found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
         if not self.gradients:
@@ -159,30 +112,14 @@ class _Scan:
         found |= {p.node: self._dgrad(p) for p in backward if p.weight is not None}
         return [gemm for node in graph.nodes for gemm in ([found[node]] if node in found else self._others(node))]
 
-    # ------------------------------------------------------------ reading the graph
-
-    def _product(self, node: Node) -> _Product | None:
-        if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
-            return None
-        terms = {}
-        if node.target is aten.addmm.default:
-            terms = {"bias": node.args[0], **{name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}}
-        a, b = node.args[-2:]
-        *batch, m, k = a.meta["val"].shape
-        n = b.meta["val"].shape[-1]
-        return _Product(node, self._side(a), self._side(b), batch[0] if batch else 1, (m, n, k), terms)
-
-    def _side(self, node: Node) -> _Side:
-        view = view_of(node)
-        root = view.root
-        while root is not None and root not in self.parameters:
-            source = source_of(root)  # not None where the root is a reshape that no strides express
-            root = None if source is None else view_of(source).root
-        return _Side(node, view, root, node in self.gradients)
+    # ------------------------------------------------------------ other operators
 
     def _others(self, node: Node) -> Iterator[Gemm]:
-        """The products of a node that multiplies matrices by another operator than mm, addmm or bmm."""
+        """The products of a node that multiplies matrices by another operator than `product_of` reads."""
         if node.op != "call_function":
+            return
+        if node.target is aten._grouped_mm.default:
+            yield Gemm(node, "other", _module_of(node), unsupported=why_unread(node))
             return
         if node.target is torch.ops.fp4compile.scaled_mm.default:
             yield _packed(node)
@@ -211,15 +148,18 @@ class _Scan:
 
     # ------------------------------------------------------------ forward
 
-    def _forward(self, product: _Product) -> Gemm:
+    def _forward(self, product: Product) -> Gemm:
         a, b = product.a, product.b
         if a.root is not None and b.root is not None:
             return _left_alone(product, "both operands are parameters")
         if a.root is None and b.root is None:
             if a.node in self.computed or b.node in self.computed:
                 return _left_alone(product, _COMPUTED_WEIGHT)
+            if product.groups is not None:
+                return _left_alone(product, _GROUPED)
             return self._gemm(product, "attention", _module_of(product.node), ("attention_a", "attention_b"))
-        if not product.of_one_weight:
+        weight = product.weight_view
+        if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
         m, n, k = product.dims
         weight_is_b = product.weight is b
@@ -227,16 +167,15 @@ class _Scan:
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
         gemm = self._gemm(
             product, "fprop", module_name(self.parameters[root]), roles,
-            layer=(product.rows, n, k) if weight_is_b else (n, m, k),  # in W @ x the tokens are the columns
+            layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),  # in W @ x tokens are columns
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, -1 if weight_is_b else -2),
         )  # fmt: skip
-        weight = product.weight.view.matrix()
         activation = product.other.view
         if weight_is_b:
             weight = weight.swapped()
         else:
             activation = activation.swapped()
-        self.layers.append(_Layer(gemm, root, weight, activation.elements))
+        self.layers.append(_Layer(gemm, root, weight, product.grouping, activation.elements))
         return gemm
 
     def _in_both_orientations(self) -> dict[Node, Gemm]:
@@ -254,23 +193,25 @@ class _Scan:
 
     # ------------------------------------------------------------ backward
 
-    def _wgrad(self, product: _Product) -> Gemm:
+    def _wgrad(self, product: Product) -> Gemm:
         """Gradient x activation."""
         a, b = product.a, product.b
         if a.is_gradient and b.is_gradient:
             return _left_alone(product, "gradient x gradient")
-        if not statically_true(product.batch == 1):
-            return _left_alone(product, "batched product of a gradient")
         # Both dY^T @ X and X^T @ dY may be the gradient of a weight; one of them is then that of its transpose.
         m, n, tokens = product.dims
+        tokens = product.batch * tokens
         gradient, activation = (a.view.swapped(), b.view) if a.is_gradient else (b.view, a.view.swapped())
         sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
         layers = [
             layer for layer in self.layers
             if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())
             and layer.activation == activation.elements
+            and layer.grouping == product.grouping
             and _same_sizes(layer.gemm.layer, sizes)
         ]  # fmt: skip
+        if not layers and not statically_true(product.batch == 1):
+            return _left_alone(product, "batched product of a gradient")
         if not layers:
             return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
         # Several layers match if they are pieces of one parameter with the same input, or one layer applied twice.
@@ -280,41 +221,44 @@ class _Scan:
             layer.gradients.add(gradient.elements)
         return self._gradient(product, "wgrad", layers[0].gemm, ("wgrad_dy", "wgrad_x"))
 
-    def _dgrad(self, product: _Product) -> Gemm:
+    def _dgrad(self, product: Product) -> Gemm:
         """Gradient x weight."""
-        if not product.of_one_weight:
+        weight, gradient = product.weight_view, product.other.view
+        if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
         m, n, k = product.dims
-        weight, gradient = product.weight.view.matrix(), product.other.view
-        sizes = (product.rows, k, n)
+        sizes = (product.batch * m, k, n)
         if product.weight is product.a:
-            weight, gradient, sizes = weight.swapped(), gradient.swapped(), (n, k, m)
+            weight, gradient, sizes = weight.swapped(), gradient.swapped(), (product.batch * n, k, m)
         for layer in self.layers:
-            if layer.weight.key == weight.key and _same_sizes(layer.gemm.layer, sizes):
+            same = layer.weight.key == weight.key and layer.grouping == product.grouping
+            if same and _same_sizes(layer.gemm.layer, sizes):
                 # A frozen layer has no wgrad to compare the gradient with. Its autograd node must agree instead.
                 same_node = _same_autograd_node(layer.gemm.node, product.node)
                 if gradient.elements in layer.gradients or (not layer.gradients and same_node):
                     return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
         return _left_alone(product, "gradient x parameter that is not the input gradient of a layer")
 
-    def _gradient(self, product: _Product, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
+    def _gradient(self, product: Product, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
         return self._gemm(
             product, kind, origin.module, roles if product.a.is_gradient else roles[::-1], layer=origin.layer,
             tied_to_embedding=origin.tied_to_embedding, selects=origin.selects, forward=origin.node,
         )  # fmt: skip
 
-    def _gemm(self, product: _Product, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
+    def _gemm(self, product: Product, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
         a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
         more = {"layer": product.dims, "forward": product.node, **more}
-        return Gemm(product.node, kind, module, a, b, dims=product.sizes, **product.terms, **more)
+        groups = product.groups or ("batch" if product.grouping and kind != "attention" else None)
+        return Gemm(product.node, kind, module, a, b, dims=product.sizes, groups=groups, offs=product.offs,
+                    **product.terms, **more)  # fmt: skip
 
-    def _operand(self, side: _Side, role: str, product: _Product) -> Operand:
+    def _operand(self, side: Side, role: str, product: Product) -> Operand:
         if side.root is None:
             return _untransposed(side.node, role)
         name = self.parameters[side.root]
-        if side is product.a and side.view.is_batched:  # scaled_mm repeats B along a batch, not A
-            return _untransposed(side.node, role, name)
-        return _of_weight(side, role, name)
+        if side is product.a and side.view.is_batched and product.matrices is None:
+            return _untransposed(side.node, role, name)  # scaled_mm repeats B along a batch, not A
+        return _of_weight(side, product.weight_view, role, name)
 
 
 def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
@@ -326,7 +270,7 @@ def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
     return found
 
 
-def _left_alone(product: _Product, why: str) -> Gemm:
+def _left_alone(product: Product, why: str) -> Gemm:
     layer = product.sizes
     return Gemm(product.node, "other", _module_of(product.node), dims=layer, layer=layer, unsupported=why)
 
@@ -348,15 +292,14 @@ def _untransposed(node: Node, role: str, parameter: str | None = None) -> Operan
     return Operand(node, transposed, role, parameter)
 
 
-def _of_weight(side: _Side, role: str, parameter: str) -> Operand:
-    """The matrix of a weight, read from the node nearest to the parameter that holds this matrix or its transpose."""
-    matrix = side.view.matrix()
+def _of_weight(side: Side, weight: View, role: str, parameter: str) -> Operand:
+    """A weight, read from the node nearest to the parameter that holds it or its transpose."""
     found = None
     node: Node | None = side.node
     while node is not None:
         view = view_of(node)
-        if view.key in (matrix.key, matrix.swapped().key):
-            found = Operand(node, view.key != matrix.key, role, parameter)
+        if view.key in (weight.key, weight.swapped().key):
+            found = Operand(node, view.key != weight.key, role, parameter)
         node = source_of(node)
     return found or replace(_untransposed(side.node, role, parameter), repeated=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+import fp4compile.ops_grouped  # noqa: F401  defines some of the ops below
 from fp4compile import formats
 from fp4compile.epilogue import Epilogue
 from fp4compile.operand import Operand
@@ -24,6 +25,8 @@ FAKE_QUANTIZE = torch.ops.fp4compile.fake_quantize.default
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
 SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default
+QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
+SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 CAST = torch.ops.prims.convert_element_type.default
 

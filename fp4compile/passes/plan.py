@@ -25,6 +25,7 @@ _HEADS = (
 )  # fmt: skip
 _ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
+_NO_KERNEL = "experts with groups or outer scales of their own: there is no kernel for GPUs yet"
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
@@ -43,6 +44,11 @@ class Treatment:
     stochastic: bool = False
     hadamard: bool = False
     layout: str = "linear"
+
+    @property
+    def per_group(self) -> bool:
+        """Whether of experts each has an outer scale of its own: a dynamic one that else is the tensor's."""
+        return self.outer is None and formats.get(self.format).outer == "tensor"
 
 
 @dataclass(frozen=True)
@@ -154,13 +160,24 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
             # Flattened to one matrix, as F.linear has it, the same operand would have blocks across two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
+        if fmt is not None and formats.get(fmt).square and gemm.offs is not None and not operand.role.endswith("_w"):
+            return Decision(gemm, f"format {fmt} has square blocks, and groups may have any number of rows")
         if fmt is not None:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
     a, b = chosen.get("a"), chosen.get("b")
+    if gemm.node.meta["val"].device.type == "cuda" and (
+        gemm.offs is not None or any(_one_a_matrix(gemm, each) for each in (a, b))
+    ):
+        return Decision(gemm, _NO_KERNEL)
     if _tier(gemm, *_swizzled(a, b)) == "native":
         a, b = _swizzled(a, b)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
+
+
+def _one_a_matrix(gemm: Gemm, treatment: Treatment | None) -> bool:
+    """Whether each matrix of a batch has an outer scale of its own, that is made from it."""
+    return gemm.groups == "batch" and treatment is not None and treatment.per_group
 
 
 def _is_batch(operand: Operand) -> bool:

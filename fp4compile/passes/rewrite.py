@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
 from fp4compile.passes.gemm import Gemm, Operand
-from fp4compile.passes.graph import fake_value, new_node
+from fp4compile.passes.graph import QUANTIZE, QUANTIZE_GROUPED, SCALED_GROUPED_MM, fake_value, new_node
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
 from fp4compile.passes.views import is_cast, source_of, value_key
@@ -58,6 +58,8 @@ class _Builder:
         gemm, node = decision.gemm, decision.gemm.node
         dtype = node.meta["val"].dtype
         with self.graph.inserting_before(node):
+            if gemm.offs is not None:
+                return self._grouped(decision, dtype)
             args = (*self._operand(gemm, gemm.a, decision.a, -1), *self._operand(gemm, gemm.b, decision.b, -2))
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
@@ -67,6 +69,23 @@ class _Builder:
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta)
             return self._general_addmm(gemm, args, dtype)
+
+    def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
+        """The product of groups. Those of the contraction are rows of both operands, which are quantised along them."""
+        gemm, meta = decision.gemm, decision.gemm.node.meta
+        by_rows = gemm.groups == "rows"
+        a = self._operand(gemm, gemm.a, decision.a, -1)
+        b = self._operand(gemm, gemm.b, decision.b, -2)
+        source = gemm.a.source
+        rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
+        return self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
+
+    def _size(self, node: Node, dim: int, meta: dict) -> int | Node:
+        """A size of a node's tensor: a number, or a node where it is symbolic."""
+        size = node.meta["val"].shape[dim]
+        if isinstance(size, int):
+            return size
+        return self._call(aten.sym_size.int, (node, dim % node.meta["val"].dim()), meta)
 
     def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
         """beta * bias + alpha * product, computed in float32 and then cast.
@@ -102,19 +121,37 @@ class _Builder:
         if treatment is None:
             if dim == -1:
                 return source, None, None, None
-            *batch, rows, columns = range(source.meta["val"].dim())
-            # Not aten.transpose: the graph is already decomposed, and Inductor expects no transpose from here on.
-            swap = self._call(aten.permute.default, (source, [*batch, columns, rows]), meta)
-            return swap, None, None, None
-        key = (value_key(source), treatment, dim)
+            return self._swapped(source, meta), None, None, None
+        # A weight is one matrix a group. Of every other operand, groups are rows of what is quantised.
+        offs = None if source.meta["val"].dim() == 3 else gemm.offs
+        if offs is not None and (dim == -2) != (gemm.groups == "contraction"):
+            source, dim = self._swapped(source, meta), -3 - dim
+        alone = offs is not None or (gemm.groups is not None and treatment.per_group)
+        key = (value_key(source), treatment, dim, alone, None if offs is None else value_key(offs))
         if key not in self.quantised:
-            self.quantised[key] = self._quantize(source, treatment, dim, meta)
+            self.quantised[key] = self._quantize(source, treatment, dim, meta, (offs,) if alone else ())
             if operand.role == "wgrad_x":
                 mark(self.quantised[key][0].args[0], gemm.node.name)
-        return *self.quantised[key], treatment.format
+        data, scales, outer = self.quantised[key]
+        if gemm.groups == "batch" and alone:  # `scaled_mm` takes an outer scale for each row
+            shape = [*data.meta["val"].shape[:2], 1]
+            outer = self._call(
+                aten.unsqueeze.default, (self._call(aten.unsqueeze.default, (outer, -1), meta), -1), meta
+            )
+            outer = self._call(aten.expand.default, (outer, shape), meta)
+        return data, scales, outer, treatment.format
 
-    def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict) -> tuple:
-        """(data, scales, outer) of a new quantise of `source` along `dim`; None for scales that the format lacks."""
+    def _swapped(self, source: Node, meta: dict) -> Node:
+        """The last two dimensions exchanged."""
+        *batch, rows, columns = range(source.meta["val"].dim())
+        # Not aten.transpose: the graph is already decomposed, and Inductor expects no transpose from here on.
+        return self._call(aten.permute.default, (source, [*batch, columns, rows]), meta)
+
+    def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict, groups: tuple = ()) -> tuple:
+        """(data, scales, outer) of a new quantise of `source` along `dim`; None for scales that the format lacks.
+
+        groups: (offsets,) for `quantize_grouped`, whose offsets are None for a batch of matrices.
+        """
         kwargs: dict[str, Any] = {}
         if treatment.outer is not None:
             device = source.meta["val"].device
@@ -127,7 +164,8 @@ class _Builder:
             kwargs["seed"] = self._seed(source, meta)
         if treatment.hadamard:
             kwargs["hadamard"] = True
-        node = self._call(torch.ops.fp4compile.quantize.default, (source, treatment.format, dim), meta, **kwargs)
+        target = QUANTIZE_GROUPED if groups else QUANTIZE
+        node = self._call(target, (source, *groups, treatment.format, dim), meta, **kwargs)
         data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))
         fmt = formats.get(treatment.format)
         if fmt.outer is None:

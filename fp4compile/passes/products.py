@@ -1,0 +1,150 @@
+"""Read the matrix products of a graph: their operands, what these are views of, and how the product is cut in groups.
+
+Entry: `product_of(node, parameters, gradients)`. What a product is for, `find` tells.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from fp4compile._compat import statically_true
+from fp4compile.passes.views import View, source_of, value_key, view_of
+
+aten = torch.ops.aten
+_GROUPS = {(2, 3): "rows", (2, 2): "contraction", (3, 3): None}
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand as the graph has it.
+
+    root: the placeholder of the parameter that all its elements come from; None if they come from anything else.
+    """
+
+    node: Node
+    view: View
+    root: Node | None
+    is_gradient: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product as the graph has it. dims: (m, n, k) of one matrix of the batch. terms: bias, beta and alpha.
+
+    groups: where the groups of a grouped product lie, "rows" or "contraction"; None for any other product. offs: the
+    node of their offsets.
+    """
+
+    node: Node
+    a: Side
+    b: Side
+    batch: int | torch.SymInt
+    dims: tuple
+    terms: dict = field(default_factory=dict)
+    groups: str | None = None
+    offs: Node | None = None
+
+    @property
+    def weight(self) -> Side | None:
+        """The operand that comes from a parameter; A if both do, None if neither does."""
+        return next((side for side in (self.a, self.b) if side.root is not None), None)
+
+    @property
+    def other(self) -> Side:
+        return self.b if self.weight is self.a else self.a
+
+    @property
+    def matrix(self) -> View | None:
+        """The weight, where one matrix serves the whole batch; None where it does not.
+
+        A weight on side A qualifies only where the batch is 1: `scaled_mm` repeats B along a batch, never A.
+        """
+        found = None if self.weight is None or self.groups else self.weight.view.matrix()
+        return found if self.weight is self.b or statically_true(self.batch == 1) else None
+
+    @property
+    def matrices(self) -> View | None:
+        """The weight, where each group or each matrix of the batch has its own; None where it does not."""
+        if self.weight is None or self.groups == "contraction" or self.matrix is not None:
+            return None
+        view = self.weight.view
+        # A matrix that repeats along the batch on side A is no weight of experts.
+        fits = self.weight is self.b if self.groups else view.matrix() is None
+        return view if fits and len(view.size) == 3 else None
+
+    @property
+    def weight_view(self) -> View | None:
+        """`matrix` or `matrices`."""
+        return self.matrices if self.matrix is None else self.matrix
+
+    @property
+    def grouping(self) -> tuple:
+        """Equal for the products of one layer, forward and backward; () where the layer has one matrix."""
+        if self.offs is not None:
+            return ("offs", value_key(self.offs))
+        one = statically_true(self.batch == 1) if self.weight is None else self.matrices is None
+        return () if one else ("batch",)
+
+    @property
+    def sizes(self) -> tuple:
+        """(m, n, k); the batch is counted among m, except where A is the weight or there is none."""
+        m, n, k = self.dims
+        return (self.batch * m if self.weight is self.b and self.weight_view is not None else m, n, k)
+
+
+def product_of(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Product | None:
+    """The product of a node; None for a node that is none, or whose product `why_unread` tells of."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten._grouped_mm.default:
+        return None if why_unread(node) else _grouped(node, parameters, gradients)
+    if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+        return None
+    terms = {}
+    if node.target is aten.addmm.default:
+        terms = {"bias": node.args[0], **{name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}}
+    return _read(node, *node.args[-2:], parameters, gradients, terms=terms)
+
+
+def why_unread(node: Node) -> str | None:
+    """Why a grouped product is not read; None where it is."""
+    a, b, offs, bias = _grouped_arguments(node)
+    if bias is not None:
+        return "grouped product with a bias"
+    ranks = (a.meta["val"].dim(), b.meta["val"].dim())
+    if ranks not in _GROUPS or (offs is None) != (_GROUPS[ranks] is None):
+        return "grouped product whose groups are columns"
+    if offs is not None and offs.meta["val"].dtype != torch.int32:
+        return f"grouped product with offsets of {offs.meta['val'].dtype}"
+    return None
+
+
+def _grouped(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Product:
+    a, b, offs, _ = _grouped_arguments(node)
+    groups = _GROUPS[(a.meta["val"].dim(), b.meta["val"].dim())]
+    return _read(node, a, b, parameters, gradients, groups=groups, offs=offs)
+
+
+def _grouped_arguments(node: Node) -> tuple[Node, Node, Node | None, Node | None]:
+    """(a, b, offsets, bias) of a node of `aten._grouped_mm`."""
+    a, b, *rest = node.args
+    offs, bias = (rest[i] if len(rest) > i else node.kwargs.get(name) for i, name in enumerate(("offs", "bias")))
+    return a, b, offs, bias
+
+
+def _read(node: Node, a: Node, b: Node, parameters: Collection[Node], gradients: Collection[Node], **more) -> Product:
+    *batch, m, k = a.meta["val"].shape
+    n = b.meta["val"].shape[-1]
+    sides = (_side(operand, parameters, gradients) for operand in (a, b))
+    return Product(node, *sides, batch[0] if batch else 1, (m, n, k), **more)
+
+
+def _side(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Side:
+    view = view_of(node)
+    root = view.root
+    while root is not None and root not in parameters:
+        source = source_of(root)  # not None where the root is a reshape that no strides express
+        root = None if source is None else view_of(source).root
+    return Side(node, view, root, node in gradients)
