@@ -27,7 +27,7 @@ _QUANTIZE = (("occupancy", 9), ("load", 4), ("store", 5), ("instr/16", 8), ("bud
 
 def add_command(commands: Any) -> None:
     """Add `check-sm100` to the subcommands of `python -m fp4compile`."""
-    parser = commands.add_parser("check-sm100", help="check the kernels for SM100: machine code; with --run, values")
+    parser = commands.add_parser("check-sm100", help="check the SM100 kernels: machine code, with --run values")
     parser.set_defaults(run=run)
     parser.add_argument("--sm", type=int, nargs="+", default=[100], help="compute capabilities, 100 for 10.0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
