@@ -1,0 +1,38 @@
+"""How the grouped kernels are launched. Nothing was timed: tiles are those of the dense kernels, as far as they fit."""
+
+from dataclasses import dataclass, replace
+
+from fp4compile._compat import statically_true
+from fp4compile.layouts import TILE_ROWS
+from fp4compile.templates.quantize.heuristics import ColumnConfig, LaunchConfig, RowConfig, column_config, row_config
+
+
+@dataclass(frozen=True)
+class GroupedAmaxConfig(LaunchConfig):
+    """`grouped_rows_amax`: tiles of rows x blocks of `block` elements."""
+
+    rows: int
+    blocks: int
+    block: int
+
+
+def grouped_row_config(element: str, block: int, rows, groups: int, padded: bool) -> RowConfig:
+    """padded: whether each group is padded to tiles of 128 rows. Of few rows in a group, a tile has 16, and longer ones.
+
+    rows: in all groups; a symbolic number counts as many.
+    """
+    config = row_config(element, block, None)
+    if padded or not statically_true(rows <= 32 * groups):
+        return config
+    return replace(config, rows=config.rows // 8, blocks=config.blocks * 8)
+
+
+def grouped_column_config(element: str, block: int) -> ColumnConfig:
+    """Tiles of 128 rows, as groups are padded: those of the kernel that quantises rows as well."""
+    config = column_config(element, block, both=True)
+    return replace(config, row_tiles=TILE_ROWS // block)
+
+
+def grouped_amax_config() -> GroupedAmaxConfig:
+    """Tiles of 16 rows: many of a group of many rows, and not much beyond the end of a group of few."""
+    return GroupedAmaxConfig(num_warps=8, rows=16, blocks=32, block=32)
