@@ -57,7 +57,7 @@ def group_of_tile(offs_ptr, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit
 def rows_of_group(offs_ptr, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    """(its first row, the row after its last, its first row where each group is padded to whole tiles) of a group."""
+    """(its first row, the row after its last, its first tile where each group is padded to tiles of TILE rows)."""
     starts, ends = load_groups(offs_ptr, rows, GROUPS)
     tiles = tl.cdiv(ends - starts, TILE)
-    return lane(starts, group), lane(ends, group), lane(tl.cumsum(tiles, 0) - tiles, group) * TILE
+    return lane(starts, group), lane(ends, group), lane(tl.cumsum(tiles, 0) - tiles, group)

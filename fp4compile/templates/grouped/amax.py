@@ -63,7 +63,7 @@ def grouped_rows_amax(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.maximum(tl.cdiv(cols, BLOCKS * BLOCK), 1)
     col0 = tl.program_id(0) % col_tiles * (BLOCKS * BLOCK)
-    group, _, end, row0 = group_of_tile(offs_ptr, rows, tl.program_id(0) // col_tiles, ROWS, GROUPS)
+    group, start, end, row0 = group_of_tile(offs_ptr, rows, tl.program_id(0) // col_tiles, ROWS, GROUPS)
     if group < GROUPS:
         row = row0 + tl.arange(0, ROWS)
         cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK)
@@ -90,7 +90,7 @@ def grouped_columns_amax(
     col_count: tl.constexpr = 2 * WORDS
     col_tiles = tl.maximum(tl.cdiv(cols, col_count), 1)
     col0 = tl.program_id(0) % col_tiles * col_count
-    group, _, end, row0 = group_of_tile(offs_ptr, rows, tl.program_id(0) // col_tiles, ROW_TILES * BLOCK, GROUPS)
+    group, start, end, row0 = group_of_tile(offs_ptr, rows, tl.program_id(0) // col_tiles, ROW_TILES * BLOCK, GROUPS)
     if group < GROUPS:
         cols_left = tl.minimum(cols - col0, col_count)
         tile = load_column_tile(x_ptr + col0, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,

@@ -1,9 +1,9 @@
 """Quantise and multiply groups of CUDA rows: which kernels, on which view of the tensors.
 
-`quantize_grouped` and `scaled_grouped_mm` allocate their outputs and launch kernels. They run eagerly and under tracing,
-on concrete and on symbolic numbers of rows. The host never reads the offsets: grids are as large as any offsets need,
-and the number of launches does not depend on the number of groups. All bits are those of `reference_grouped`; products
-are, up to the order of the float32 sums.
+`quantize_grouped` and `scaled_grouped_mm` allocate their outputs and launch kernels. They run eagerly and under
+tracing, on concrete and on symbolic numbers of rows. The host never reads the offsets: grids are as large as any
+offsets need, and the number of launches does not depend on the number of groups. All bits are those of
+`reference_grouped`; products are, up to the order of the float32 sums.
 """
 
 import torch
@@ -13,10 +13,16 @@ from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
+from fp4compile.operand import Operand
+from fp4compile.templates.grouped import dequant_tiles
+from fp4compile.templates.grouped.problem import GroupedCandidate, call_of
 from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
 from fp4compile.templates.grouped.quantize_rows import launch_grouped_rows
+from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import dispatch as dense
 from fp4compile.templates.quantize.views import empty_outputs, matrices, typed_outputs
+
+CANDIDATES: tuple[GroupedCandidate, ...] = (dequant_tiles.CANDIDATE,)  # the first that serves a problem computes it
 
 
 def quantize_grouped(
@@ -33,8 +39,9 @@ def quantize_grouped(
     """Quantise groups of rows, or without offs each matrix of a batch, by itself.
 
     x: [M, K] whose rows offs cuts in groups, quantised along K (dim -1: `reference_grouped.quantize_rows`) or along the
-    rows of each group (dim -2: `quantize_columns`); or, without offs, [G, R, C] (`quantize_matrices`). outer: float32 [],
-    None computes one where the format has it. transform: the Hadamard transform, along the rows of groups.
+    rows of each group (dim -2: `quantize_columns`); or, without offs, [G, R, C] (`quantize_matrices`).
+    outer: float32 [], None computes one where the format has it. transform: the Hadamard transform, along the rows of
+    groups or matrices.
     On SM100, stochastic rounding is the hardware's: equal in distribution only.
     Raises ValueError or TypeError, naming the argument, where these do not go together.
     """
@@ -63,6 +70,19 @@ def quantize_grouped(
         scales = x.new_empty(numel, dtype=torch.uint8)
     outer = launch_grouped_rows(matrices(x), offs, fmt, data, scales, outer, layout, seed)
     return (*typed_outputs(data, scales, cols, fmt), outer)
+
+
+def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
+    """`reference_grouped.scaled_grouped_mm` on the GPU; same arguments and results.
+
+    Raises ValueError or TypeError, naming the argument, for operands, scales or offsets that do not fit, and where both
+    operands are plain.
+    """
+    call = call_of(a, b, offs, rows, out_dtype, target_of(a.data.device))
+    if call.problem.empty:
+        return call.empty()
+    candidate = next(each for each in CANDIDATES if each.serves(call.problem))
+    return candidate.run(call, candidate.configure(call.problem))
 
 
 def _quantize_matrices(x, fmt: BlockFormat, dim: int, outer, layout: str, seed, transform: bool) -> dense.Quantized:

@@ -1,7 +1,7 @@
 """Quantise grouped rows along the rows of each group, after the Hadamard transform if asked.
 
-The groups lie in the output one after the other, each padded with zeros to tiles of 128 rows: tile t has the padded rows
-from 128 * t on, and they are of one group.
+The groups lie in the output one after the other, each padded with zeros to tiles of 128 rows: tile t has the padded
+rows from 128 * t on, and they are of one group.
 """
 
 import torch
@@ -96,7 +96,7 @@ def quantize_grouped_columns(
     col_tiles = tl.maximum(tl.cdiv(tl.cdiv(cols, 128) * 128 if SWIZZLED else cols, col_count), 1)
     tile_index = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
-    group, _, end, row0 = group_of_tile(offs_ptr, rows, tile_index, row_count, GROUPS)
+    group, start, end, row0 = group_of_tile(offs_ptr, rows, tile_index, row_count, GROUPS)
     end = tl.where(group < GROUPS, end, 0)
     last = tl.minimum(group, GROUPS - 1)
     col0 = col_tile * col_count

@@ -79,16 +79,18 @@ def quantize_grouped_rows(
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks of one group. x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
 
-    OUTER "none", "tensor": as in `outer_scales`. "group amax", "row amax": made from the bits at amax_ptr, of each group
-    or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with zeros.
+    OUTER "none", "tensor": as in `outer_scales`. "group amax", "row amax": made from the bits at amax_ptr, of each
+    group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
+    zeros.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
     tile = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
-    group, _, end, row0 = group_of_tile(offs_ptr, rows, tile, ROWS, GROUPS)
-    if OUTER == "group amax":  # there are at least as many tiles as groups, whose scales they store: empty ones' too
+    group, start, end, row0 = group_of_tile(offs_ptr, rows, tile, ROWS, GROUPS)
+    # There are at least as many tiles as groups: tile t stores the outer scale of group t, also of an empty one.
+    if OUTER == "group amax":  # noqa: SIM102 (a constant, apart from what is not)
         if (tile < GROUPS) & (col_tile == 0):
             make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, SCALE, CONTRACT, ISA)
     if not SWIZZLED:  # noqa: SIM102 (only then nothing is left to do)

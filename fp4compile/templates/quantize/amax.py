@@ -23,7 +23,12 @@ from fp4compile.templates.device.elements import magnitude_bits, reduce_words, u
 from fp4compile.templates.device.memory import load_tile, tile_of
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS, AmaxConfig, amax_config, column_amax_config
+from fp4compile.templates.quantize.heuristics import (
+    PARTIAL_MAXIMA_ELEMENTS,
+    AmaxConfig,
+    amax_config,
+    column_amax_config,
+)
 from fp4compile.templates.quantize.views import Matrices, Outer, whole_tiles
 
 
@@ -127,7 +132,8 @@ def tensor_amax(
     """Raise the int32 at amax_ptr, which is 0 before, to the bits of x's amax. x: [batch, rows, cols].
 
     PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store 0.
-    FLAT: x is one row. MATRICES: each matrix has an amax of its own, [batch]. LAUNCH_DEPENDENTS: the next kernel may start early, see `device.dependent_launch`.
+    FLAT: x is one row. MATRICES: each matrix has an amax of its own, [batch]. LAUNCH_DEPENDENTS: the next kernel may
+    start early, see `device.dependent_launch`.
     """
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
@@ -158,9 +164,10 @@ def columns_amax(
     """Raise the int32s at amax_ptr, which are 0 before, to the bits of the amaxes of x's columns.
 
     TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
-    amax of all columns or (MATRICES) of those of each matrix, [batch]. ROWS (with EACH): each row's amax as well, without the transform, [batch, rows + cols]. PLAIN:
-    the amax of x without the transform comes before the others. (All results have one pointer, because Inductor does
-    not order the writes of a kernel to one tensor through two pointers.) WHOLE: as in `quantize_columns`.
+    amax of all columns or (MATRICES) of those of each matrix, [batch]. ROWS (with EACH): each row's amax as well,
+    without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform comes before the others.
+    (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
+    pointers.) WHOLE: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK

@@ -19,8 +19,8 @@ from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
     float8_outer,
-    outer_from_amax,
     make_outer_scales,
+    outer_from_amax,
     outer_scales,
 )
 from fp4compile.templates.device.dependent_launch import wait

@@ -36,7 +36,8 @@ def launch_squares(
 ) -> torch.Tensor | None:  # fmt: skip
     """Launch the kernel of square blocks; returns the outer scale.
 
-    each_matrix: see `outer_of`. rows, columns: (data, scales) to fill for x and for x transposed, uint8; either may be None, not both.
+    rows, columns: (data, scales) to fill for x and for x transposed, uint8; either may be None, not both. each_matrix:
+    see `outer_of`.
     """
     outer = outer_of(source, fmt, outer, each_matrix)
     constants = format_constants(fmt)
