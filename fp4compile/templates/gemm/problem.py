@@ -190,7 +190,10 @@ def checked_operand(
 
 
 def _swizzled(name: str, x: Operand, batch: list, rows: int, k: int, swizzled_rows: Any) -> bool:
-    """Whether the block scales are swizzled, then of swizzled_rows rows. Raises ValueError if missing, or of a wrong shape."""
+    """Whether the block scales are swizzled, and then of swizzled_rows rows.
+
+    Raises ValueError if they are missing or do not fit the data.
+    """
     fmt, scales = x.format, x.scales
     if scales is None:
         raise ValueError(f"{name}_scales: format {fmt.name} needs block scales")

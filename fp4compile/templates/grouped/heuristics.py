@@ -49,4 +49,9 @@ def grouped_tiles_config(p: GroupedProblem) -> DequantTilesConfig:
     m = p.m if p.along_k else p.rows // p.groups
     k = p.rows // p.groups if p.along_k else p.k
     dense = Problem(p.a, p.b, m, p.n * p.groups, k, p.out_dtype, p.target)
-    return replace(dequant_tiles_config(dense), split_k=1)
+    config = replace(dequant_tiles_config(dense), split_k=1)
+    if config.warps > 1 and "e8m0" in (p.a.scale, p.b.scale):
+        # The second loop, of blocks with small scales, takes registers, too: for all of the tile they do not suffice.
+        units = config.units if config.bm == 8 else min(config.units, 32)
+        config = replace(config, warps=config.warps // 2, units=units)
+    return config
