@@ -1,4 +1,4 @@
-"""The grouped kernels against `reference_grouped`: quantised operands bit for bit, products to float32's summation error.
+"""The grouped kernels against `reference_grouped`: quantised operands bit for bit, products to float32's sums.
 
 Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
 """
@@ -122,8 +122,7 @@ def test_columns(format):
 def test_matrices(format, dim):
     fmt = formats.get(format)
     x = torch.stack([hard_input(name, (33, 40), torch.bfloat16, 16) for name in ("outliers", "zeros", "one_nan")])
-    for layout in ("linear", "swizzled"):
-        check(x, None, fmt, dim, layout=layout)
+    check(x, None, fmt, dim, layout="swizzled")
     check(x.mT.contiguous().mT, None, fmt, dim)
     if fmt.outer == "tensor":
         check(x, None, fmt, dim, outer=torch.tensor(0.01))
@@ -235,9 +234,9 @@ def test_products_of_rows(a, b, layout):
 @gpu
 @pytest.mark.parametrize(("a", "b", "layout"), PAIRS, ids=str)
 def test_products_along_rows(a, b, layout):
-    """The gradients of weights; a NaN in a group shows in the product of that group alone."""
+    """The gradients of weights. A NaN in a group shows in the product of that group, not of the one before it."""
     x, g, offs = torch.randn(ROWS, 16), torch.randn(ROWS, 18), offsets()
-    x[1, 3] = torch.nan
+    x[1, 3] = g[5, 2] = torch.nan
     a, b = (of_columns(each, offs, name, layout_of(name, layout)) for each, name in ((g, a), (x, b)))
     check_product(a, b, offs)
 

@@ -29,8 +29,8 @@ def load_groups(offs_ptr, rows, GROUPS: tl.constexpr):
     before = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group <= GROUPS), other=0)
     ends = tl.load(offs_ptr + group, mask=group < GROUPS, other=2147483647)
     rows = tl.cast(rows, tl.int32)
-    # Offsets that decrease count as equal to the largest before them.
-    starts = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, _larger)
+    # Offsets that decrease count as equal to the largest before them, of which the first is 0.
+    starts = tl.associative_scan(tl.minimum(before, rows), 0, _larger)
     starts = tl.where(group > GROUPS, rows, starts)
     return starts, tl.maximum(starts, tl.minimum(ends, rows))
 
