@@ -7,8 +7,8 @@
 Both do what `quantize` and `scaled_mm` would do group by group. What `ops` says of ops holds for them.
 
 `quantize_grouped` takes x [M, K] whose rows offs cuts in groups, and quantises it along K (dim -1) or along the rows of
-each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells the
-shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
+each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells
+the shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
 """
 
 import torch

@@ -37,16 +37,12 @@ def quantize_matrices(
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    groups: Groups,
-    fmt: BlockFormat,
-    outer: torch.Tensor | None,
-    layout: str,
+    x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None,
-) -> Quantised:
+) -> Quantised:  # fmt: skip
     """Quantise grouped rows along their elements: the operand of a product whose groups are rows of its result.
 
-    x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, where the format has it.
+    x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, if the format has one.
 
     Returns data [M, padded K], whose rows of no group mean nothing; block scales, linear [M, blocks], or swizzled with
     each group's rows padded to 128; the outer scale: [] as given, [G] of each group, or [M, 1] of each row.
@@ -104,9 +100,9 @@ def quantize_columns(
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
     """The products of all groups, each as `reference.scaled_mm` has it.
 
-    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N], row m by the matrix of its group,
-    zero where it has none. With two, the groups lie along the contraction: A [P, W] x B [Q, W] -> [G, P, Q]; W counts
-    the padded rows of an operand that `quantize_columns` made, and the rows of a plain one.
+    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N], row m by the matrix of its
+    group, zero where it has none. With two, the groups lie along the contraction: A [P, W] x B [Q, W] -> [G, P, Q].
+    W counts the padded rows of an operand that `quantize_columns` made, and the rows of a plain one.
     rows: how many rows there are in groups and beyond, M.
     """
     groups = Groups.of(offs, rows)

@@ -167,7 +167,8 @@ class _Scan:
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
         gemm = self._gemm(
             product, "fprop", module_name(self.parameters[root]), roles,
-            layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),  # in W @ x tokens are columns
+            # In W @ x the tokens are the columns.
+            layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, -1 if weight_is_b else -2),
         )  # fmt: skip
         activation = product.other.view

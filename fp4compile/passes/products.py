@@ -70,9 +70,9 @@ class Product:
         if self.weight is None or self.groups == "contraction" or self.matrix is not None:
             return None
         view = self.weight.view
-        # A matrix that repeats along the batch on side A is no weight of experts.
-        fits = self.weight is self.b if self.groups else view.matrix() is None
-        return view if fits and len(view.size) == 3 else None
+        if self.groups is not None and self.weight is self.a:
+            return None
+        return view if len(view.size) == 3 and not view.repeats else None
 
     @property
     def weight_view(self) -> View | None:

@@ -135,9 +135,7 @@ class _Builder:
         data, scales, outer = self.quantised[key]
         if gemm.groups == "batch" and alone:  # `scaled_mm` takes an outer scale for each row
             shape = [*data.meta["val"].shape[:2], 1]
-            outer = self._call(
-                aten.unsqueeze.default, (self._call(aten.unsqueeze.default, (outer, -1), meta), -1), meta
-            )
+            outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
         return data, scales, outer, treatment.format
 
