@@ -75,9 +75,7 @@ class Form:
     grouped: bool
 
 
-def form(
-    format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False
-) -> Form:
+def form(format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False) -> Form:
     """The form of a quantise's format, dimension, layout and piece. grouped: each matrix by itself, see `groups`."""
     return _form(format, dim, layout, piece, grouped)
 

@@ -177,7 +177,7 @@ def _lacks_kernel(gemm: Gemm, *treatments: Treatment | None) -> bool:
     """Whether the product is one of experts that only the CPU computes."""
     per_group = any(treatment is not None and treatment.per_group for treatment in treatments)
     on_gpu = gemm.node.meta["val"].device.type == "cuda"
-    return on_gpu and (gemm.offs is not None or (gemm.groups == "batch" and per_group))
+    return on_gpu and (gemm.groups in ("rows", "contraction", "gather") or (gemm.groups == "batch" and per_group))
 
 
 def _is_batch(operand: Operand) -> bool:

@@ -19,7 +19,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
 from fp4compile.passes.gemm import Gemm, Operand
-from fp4compile.passes.graph import QUANTIZE, QUANTIZE_GROUPED, SCALED_GROUPED_MM, fake_value, new_node
+from fp4compile.passes.graph import (
+    QUANTIZE,
+    QUANTIZE_GROUPED,
+    SCALED_GROUPED_MM,
+    SCALED_MM_GATHERED,
+    fake_value,
+    new_node,
+)
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
 from fp4compile.passes.views import is_cast, source_of, value_key
@@ -60,6 +67,8 @@ class _Builder:
         with self.graph.inserting_before(node):
             if gemm.offs is not None:
                 return self._grouped(decision, dtype)
+            if gemm.index is not None:
+                return self._gathered(decision, dtype)
             args = (*self._operand(gemm, gemm.a, decision.a, -1), *self._operand(gemm, gemm.b, decision.b, -2))
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
@@ -79,6 +88,15 @@ class _Builder:
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
         return self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
+
+    def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
+        """The product with matrices taken out of the weight; W @ x as the transpose of x^T @ W^T."""
+        gemm, meta = decision.gemm, decision.gemm.node.meta
+        operands = self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
+        weight_is_a = gemm.a.parameter is not None
+        a, b = reversed(operands) if weight_is_a else operands
+        product = self._call(SCALED_MM_GATHERED, (*a, *b, gemm.index, dtype), meta)
+        return self._swapped(product, meta) if weight_is_a else product
 
     def _size(self, node: Node, dim: int, meta: dict) -> int | Node:
         """A size of a node's tensor: a number, or a node where it is symbolic."""
@@ -133,7 +151,7 @@ class _Builder:
             if operand.role == "wgrad_x":
                 mark(self.quantised[key][0].args[0], gemm.node.name)
         data, scales, outer = self.quantised[key]
-        if gemm.groups == "batch" and alone:  # `scaled_mm` takes an outer scale for each row
+        if gemm.groups in ("batch", "gather") and alone:  # `scaled_mm` takes an outer scale for each row
             shape = [*data.meta["val"].shape[:2], 1]
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
