@@ -69,7 +69,8 @@ class _Builder:
                 return self._grouped(decision, dtype)
             if gemm.index is not None:
                 return self._gathered(decision, dtype)
-            args = (*self._operand(gemm, gemm.a, decision.a, -1), *self._operand(gemm, gemm.b, decision.b, -2))
+            a, b = self._operands(decision)
+            args = (*a, *b)
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
             bias = gemm.bias.meta["val"]
@@ -83,8 +84,7 @@ class _Builder:
         """The product of groups. Those of the contraction are rows of both operands, which are quantised along them."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
         by_rows = gemm.groups == "rows"
-        a = self._operand(gemm, gemm.a, decision.a, -1)
-        b = self._operand(gemm, gemm.b, decision.b, -2)
+        a, b = self._operands(decision)
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
         return self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
@@ -92,9 +92,10 @@ class _Builder:
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The product with matrices taken out of the weight; W @ x as the transpose of x^T @ W^T."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
-        operands = self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
+        a, b = self._operands(decision)
         weight_is_a = gemm.a.parameter is not None
-        a, b = reversed(operands) if weight_is_a else operands
+        if weight_is_a:
+            a, b = b, a
         product = self._call(SCALED_MM_GATHERED, (*a, *b, gemm.index, dtype), meta)
         return self._swapped(product, meta) if weight_is_a else product
 
@@ -122,6 +123,10 @@ class _Builder:
 
     def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict) -> Node:
         return self._call(torch.ops.fp4compile.scaled_mm.default, (*args, bias, dtype), meta)
+
+    def _operands(self, decision: Decision) -> tuple[tuple, tuple]:
+        gemm = decision.gemm
+        return self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
 
     def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> tuple:
         """(data, scales, outer, format) of an operand, with the contraction last.
