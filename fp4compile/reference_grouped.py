@@ -109,12 +109,12 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
     bounds = list(zip(groups.starts.tolist(), groups.ends.tolist(), groups.padded_starts.tolist(), strict=True))
     if b.data.dim() == 3:
         out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
-        a = _with_linear_scales(a, groups)
+        a = with_linear_scales(a, groups)
         for g, (start, end, _) in enumerate(bounds):
             out[start:end] = reference.scaled_mm(_rows(a, g, start, end), _matrix(b, g), None, out_dtype)
         return out
     out = a.data.new_zeros((groups.count, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    a, b = _with_linear_scales(a), _with_linear_scales(b)
+    a, b = with_linear_scales(a), with_linear_scales(b)
     for g, (start, end, padded) in enumerate(bounds):
         runs = [_run(x, g, padded if x.format is not None else start, end - start) for x in (a, b)]
         out[g] = reference.scaled_mm(*runs, None, out_dtype)
@@ -150,7 +150,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def _with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
+def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
     """The operand with linear scales. groups: where their rows are padded, the scales are then those of the rows."""
     if x.format is None or x.scales is None or x.scales.dim() > 1:
         return x

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fp4compile
 from fp4compile import formats, ops_grouped, reference  # noqa: F401  defines the ops
 from fp4compile.groups import Groups, padded_rows
 from fp4compile.layouts import ceil_div, from_swizzled, swizzled_numel
@@ -212,3 +213,50 @@ def test_bad_input_of_the_product(shapes, ends, rows, message):
     a, b = (torch.randn(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         ops.scaled_grouped_mm(a, None, None, None, b, None, None, None, offsets(ends), rows, torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
+def test_eager_interface(name, layout):
+    """Values and products are those of each group alone; other scales than a group's own would show."""
+    x, w = torch.randn(ROWS, COLS) * torch.arange(ROWS)[:, None], torch.randn(len(ENDS), 64, COLS)
+    w *= torch.arange(1, len(ENDS) + 1)[:, None, None]
+    rows = fp4compile.quantize(x, name, offs=offsets(), layout=layout)
+    columns = fp4compile.quantize(x, name, dim=0, offs=offsets(), layout=layout)
+    matrices = fp4compile.quantize(w, name, per_matrix=True, layout=layout)
+    out = fp4compile.scaled_grouped_mm(rows, matrices, offsets(), torch.float32)
+    along = fp4compile.scaled_grouped_mm(columns, columns, offsets(), torch.float32)
+    groups = Groups.of(offsets(), ROWS)
+    for g, (start, end) in enumerate(spans()):
+        one, other = fp4compile.quantize(x[start:end], name), fp4compile.quantize(w[g], name)
+        down, place = fp4compile.quantize(x[start:end], name, dim=0), groups.padded_starts[g].item()
+        assert torch.equal(rows.dequantize()[start:end], one.dequantize())
+        assert torch.equal(matrices.dequantize()[g], other.dequantize())
+        assert torch.equal(columns.dequantize()[:, place : place + end - start], down.dequantize())
+        assert torch.equal(out[start:end], fp4compile.scaled_mm(one, other, out_dtype=torch.float32))
+        torch.testing.assert_close(along[g], fp4compile.scaled_mm(down, down, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    (lambda x, w: fp4compile.quantize(w, "nvfp4", offs=offsets()), ValueError, "offs: they go with a matrix x"),
+    (lambda x, w: fp4compile.quantize(x, "nvfp4", per_matrix=True), ValueError, "x: expected three dimensions"),
+    (lambda x, w: fp4compile.quantize(x, "nvfp4_rowwise", offs=offsets(), outer=torch.ones(ROWS, 1)), ValueError,
+     "outer: format nvfp4_rowwise scales rows"),
+    (lambda x, w: product_of(x, w, offs=None), TypeError, "offs: expected an int32 torch.Tensor, got NoneType"),
+    (lambda x, w: product_of(x, w, offs=offsets().long()), TypeError, "offs: expected int32, got torch.int64"),
+    (lambda x, w: product_of(x, w[:2]), ValueError, r"offs: expected shape \(2,\), one a matrix, got shape \(6,\)"),
+    (lambda x, w: product_of(x, w[..., :32]), ValueError, "contraction dimensions differ: a has 80, b has 32"),
+    (lambda x, w: product_of(x, w, "mxfp8"), ValueError, "formats nvfp4 and mxfp8 cannot be multiplied"),
+    (lambda x, w: product_of(x, w, out_dtype=torch.int8), ValueError, "out_dtype=torch.int8: allowed are"),
+    (lambda x, w: product_of(w, w), ValueError, "a, b: expected"),
+    (lambda x, w: fp4compile.scaled_grouped_mm(x, w, offsets()), TypeError, "a: expected a BlockScaled, got Tensor"),
+])  # fmt: skip
+def test_bad_input_of_the_eager_interface(given, error, message):
+    with pytest.raises(error, match=message):
+        given(torch.randn(ROWS, COLS), torch.randn(len(ENDS), 64, COLS))
+
+
+def product_of(x, w, name="nvfp4", **more):
+    a = fp4compile.quantize(x, "nvfp4", **({"offs": offsets()} if x.dim() == 2 else {"per_matrix": True}))
+    given = {"offs": offsets(), **more}
+    return fp4compile.scaled_grouped_mm(a, fp4compile.quantize(w, name, per_matrix=True), **given)
