@@ -7,8 +7,7 @@ import torch.nn.functional as F
 import fp4compile
 from fp4compile.recipe import named, recipes
 from tests.helpers.by_hand import STATIC, assert_rounds_to, by_hand, values
-from tests.helpers.rewritten import rewritten, roles
-from tests.passes.test_roles import UNEVEN
+from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 K, N = 80, 48
 Parameter = torch.nn.Parameter
