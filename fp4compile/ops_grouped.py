@@ -3,12 +3,17 @@
     fp4compile::quantize_grouped(x, offs, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
     fp4compile::scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype)
         -> product
+    fp4compile::scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
+        -> product
 
-Both do what `quantize` and `scaled_mm` would do group by group. What `ops` says of ops holds for them.
+The first two do what `quantize` and `scaled_mm` would do group by group. What `ops` says of ops holds for them.
 
 `quantize_grouped` takes x [M, K] whose rows offs cuts in groups, and quantises it along K (dim -1) or along the rows of
-each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells the
-shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
+each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells
+the shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
+
+`scaled_mm_gathered` is `scaled_mm` of a [S, M, K] and b[index], where b is [E, N, K] and index an int [S]: few tokens
+that each have an expert of their own.
 """
 
 import torch
@@ -28,6 +33,11 @@ LIBRARY.define(
     "scaled_grouped_mm(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
     " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor offs, SymInt rows, ScalarType out_dtype)"
     " -> Tensor",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "scaled_mm_gathered(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
+    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor index, ScalarType out_dtype) -> Tensor",
     tags=TAGS,
 )
 
@@ -118,3 +128,27 @@ def _check_product(a, b, offs, rows) -> None:
     check_offs(offs, b.shape[0] if b.dim() == 3 else None)
     if b.dim() == 3:
         torch._check_value(a.shape[0] == rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {rows}")
+
+
+# ---------------------------------------------------------------- scaled_mm_gathered
+
+
+@torch.library.impl(LIBRARY, "scaled_mm_gathered", "CompositeExplicitAutograd")
+def _scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype):
+    taken = (None if t is None else _taken(t, index) for t in (b, b_scales, b_outer))
+    return torch.ops.fp4compile.scaled_mm(a, a_scales, a_outer, a_format, *taken, b_format, None, out_dtype)
+
+
+@torch.library.register_fake("fp4compile::scaled_mm_gathered", lib=LIBRARY)
+def _scaled_mm_gathered_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype):
+    if a.dim() != 3 or b.dim() != 3 or index.dim() != 1:
+        raise ValueError("a, b, index: expected [S, M, K], [E, N, K] and [S]; got shapes "
+                         f"{tuple(a.shape)}, {tuple(b.shape)} and {tuple(index.shape)}")  # fmt: skip
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
+
+
+def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[index] of any dtype: as bytes where torch takes no elements of it."""
+    if x.dim() == 0:
+        return x
+    return x.view(torch.uint8)[index].view(x.dtype) if x.element_size() == 1 else x[index]

@@ -166,18 +166,18 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
     a, b = chosen.get("a"), chosen.get("b")
-    if gemm.node.meta["val"].device.type == "cuda" and (
-        gemm.offs is not None or any(_one_a_matrix(gemm, each) for each in (a, b))
-    ):
+    if _lacks_kernel(gemm, a, b):
         return Decision(gemm, _NO_KERNEL)
     if _tier(gemm, *_swizzled(a, b)) == "native":
         a, b = _swizzled(a, b)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
 
 
-def _one_a_matrix(gemm: Gemm, treatment: Treatment | None) -> bool:
-    """Whether each matrix of a batch has an outer scale of its own, that is made from it."""
-    return gemm.groups == "batch" and treatment is not None and treatment.per_group
+def _lacks_kernel(gemm: Gemm, *treatments: Treatment | None) -> bool:
+    """Whether the product is one of experts that only the CPU computes."""
+    per_group = any(treatment is not None and treatment.per_group for treatment in treatments)
+    on_gpu = gemm.node.meta["val"].device.type == "cuda"
+    return on_gpu and (gemm.groups in ("rows", "contraction", "gather") or (gemm.groups == "batch" and per_group))
 
 
 def _is_batch(operand: Operand) -> bool:
