@@ -226,7 +226,9 @@ def layout_of(format, layout):
 @gpu
 @pytest.mark.parametrize(("a", "b", "layout"), PAIRS, ids=str)
 def test_products_of_rows(a, b, layout):
+    """A NaN in the last group, whose outer scale is one then, does not show in the rows after it."""
     x, w, offs = torch.randn(ROWS, 80), torch.randn(len(SIZES), 16, 80), offsets()
+    x[150, 3] = torch.nan
     a, b = of_rows(x, offs, a, layout_of(a, layout)), of_matrices(w, b, layout_of(b, layout))
     check_product(a, b, offs)
 
