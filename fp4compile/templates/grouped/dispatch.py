@@ -57,6 +57,7 @@ def quantize_grouped(
         raise ValueError(f"format: {fmt.name} has square blocks, and groups may have any number of rows")
     if outer is not None and (outer.dim() or outer.dtype != torch.float32):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+    offs = offs.contiguous()
     if dim == -2:
         return _quantize_columns(x, offs, fmt, outer, layout, seed, transform)
     if transform:
