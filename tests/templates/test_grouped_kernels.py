@@ -160,9 +160,12 @@ def test_uneven_offsets(offs):
 
 @gpu
 def test_few_rows():
-    """16 rows a tile, longer ones."""
-    fmt = formats.get("nvfp4")
-    check(torch.randn(21, 600).bfloat16(), offsets((3, 0, 17)), fmt, -1)
+    """16 rows a tile, longer ones; products that cut K among warps."""
+    x, offs = torch.randn(21, 600), offsets((3, 0, 17))
+    check(x.bfloat16(), offs, formats.get("nvfp4"), -1)
+    x = x[:, :80]
+    check_product(of_rows(x, offs, "nvfp4"), of_matrices(torch.randn(3, 16, 80), "nvfp4"), offs, 21)
+    check_product(of_columns(x[:, :8], offs, "nvfp4"), of_columns(x[:, 8:24], offs, "nvfp4"), offs, 21)
 
 
 @gpu
