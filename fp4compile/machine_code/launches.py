@@ -250,7 +250,8 @@ def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
     if sm != 100:
         tiles = ("ROWS",) if multiplies(launched) else ()
         values = {(name, key, str(constants.get(key))) for key in (*_BRANCHES, *tiles)}
-        return {*values, (name, formats), (name, epilogue)}
+        kinds = {(name, formats)} if tiles else {(name, value) for value in formats}
+        return {*values, *kinds, (name, epilogue)}
     values = {(name, key, str(value)) for key, value in constants.items()}
     whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
     path = (name, *(str(constants.get(key)) for key in _PATH), whole)
