@@ -221,13 +221,13 @@ def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, 
 
     On SM100, for which the kernels are written, that is any value of any constant of a kernel, a dtype, a combination
     of number formats and epilogue, or a way to load and store. Other GPUs run the same sources: there each kernel has
-    each number format and what `_BRANCHES` lists. SM103 has SM100's launches: each kernel once, each format once.
+    each number format, and each product each combination of them. SM103 has SM100's launches: each kernel once, each
+    format once.
     """
     configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
     return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
 
 
-_BRANCHES = ("SEEDED", "TRANSFORM", "ON_CHIP", "TMA", "COMPUTE", "GROUP_SIZE", "SHARED")
 _PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
 
 
@@ -246,12 +246,10 @@ def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
     name, constants = launched.kernel.__name__, launched.constants
     formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
     if sm == 103:
-        return {(name,), formats, (constants.get("SEEDED"),)}
+        return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
     if sm != 100:
-        tiles = ("ROWS",) if multiplies(launched) else ()
-        values = {(name, key, str(constants.get(key))) for key in (*_BRANCHES, *tiles)}
-        kinds = {(name, formats)} if tiles else {(name, value) for value in formats}
-        return {*values, *kinds, (name, epilogue)}
+        kinds = {(name, formats)} if multiplies(launched) else {(name, value) for value in formats}
+        return {*kinds, *((name, key, constants.get(key)) for key in ("SEEDED", "TRANSFORM"))}
     values = {(name, key, str(value)) for key, value in constants.items()}
     whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
     path = (name, *(str(constants.get(key)) for key in _PATH), whole)

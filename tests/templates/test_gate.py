@@ -217,7 +217,7 @@ def test_representatives_have_every_kernel(sm):
 def _kernels_and_formats(launched, sm):
     for one in launched:
         yield one.kernel.__name__
-        for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"):
+        for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", *(["SCALE"] if sm != 103 else [])):
             yield key, one.constants.get(key), one.kernel.__name__ if sm != 103 else ""
 
 
