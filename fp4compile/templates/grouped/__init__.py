@@ -1,0 +1,1 @@
+"""Kernels that quantise and multiply groups of rows, those of experts."""
