@@ -1,0 +1,256 @@
+"""Grouped block-scaled GEMM: what `gemm.block_scaled_sm100` computes, of all groups in one launch (SM100).
+
+Groups are rows of A and of the result, or lie along the contraction (see `reference_grouped.scaled_grouped_mm`). Either
+way operands are whole matrices to the Tensor Memory Accelerator: a tile of codes begins at any row, and swizzled scales
+of a group at a whole tile of 128 rows, or of 128 columns. So four descriptors serve all groups.
+
+- Rows: a tile takes 128 rows of A from a row of its group on. Those beyond the group's end belong to other groups. They
+  are multiplied as well and not stored. So what is stored is masked, by pointers: TMA would store whole tiles.
+- Contraction: a step has 128 columns, which belong to one group, because groups are padded to 128. So a tile has as
+  many steps as its group needs. One of an empty group has a single step, of whatever columns come next, and is cleared.
+
+Where the groups are is only known on the device. Every program computes it from the offsets (`device.group_tiles`); the
+host launches at most a program for each multiprocessor.
+
+A program walks the steps of all its tiles in one loop, as Triton does where `flatten` is asked for. That takes no inner
+loop whose length depends on the tile. Copies run ahead across tiles, and across groups. What changes from tile to tile
+must be computed in the first branch of the loop, and nothing in the second but the result: the partitions of warps that
+issue copies and products run the first branch and not the second.
+
+Rows that belong to no group follow the last one. They are cleared here, because they are few or none: zeros in the
+whole result would be as many bytes as the product stores.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4compile._compat import statically_true
+from fp4compile.formats import BlockFormat, compatible
+from fp4compile.groups import check_offs, padded_rows
+from fp4compile.layouts import TILE_ROWS, ceil_div
+from fp4compile.operand import Operand
+from fp4compile.targets import Target
+from fp4compile.templates.device.block_scaled_tile import (
+    code_source,
+    codes_in,
+    load_codes,
+    load_scales,
+    multiply,
+    scale_source,
+)
+from fp4compile.templates.device.epilogue import column_parts, rescale, stored, stored_ptr
+from fp4compile.templates.device.group_tiles import at_index, group_bounds, last_of, tiles_of_program
+from fp4compile.templates.device.persistent_grid import grouped_tile
+from fp4compile.templates.gemm.call import kernel_operand
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig
+from fp4compile.templates.gemm.problem import OperandType
+from fp4compile.templates.launch import launch, target_of
+
+_ANY_SIZE = 2**14  # what stands for a symbolic number of rows where a configuration is chosen
+
+
+@triton.jit
+def _clear_rows(out_ptr, start, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Zeros in the rows from `start` on of out [m, n], by all programs together."""
+    zeros = tl.zeros((ROWS, COLS), out_ptr.dtype.element_ty)
+    for row0 in range(start + tl.program_id(0) * ROWS, m, tl.num_programs(0) * ROWS):
+        row = (row0 + tl.arange(0, ROWS))[:, None]
+        for col0 in range(0, n, COLS):
+            col = (col0 + tl.arange(0, COLS))[None, :]
+            tl.store(out_ptr + row.to(tl.int64) * n + col, zeros, mask=(row < m) & (col < n))
+
+
+@triton.jit
+def gemm_grouped_block_scaled_sm100(
+    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, out_ptr, offs_ptr,
+    groups, rows, m, n, a_per_row, b_per_row, steps_of_rows, row_tiles_a, row_tiles_b, col_tiles,
+    a_outer_each, b_outer_each,
+    A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, ALONG_K: tl.constexpr, GROUPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
+    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Tiles [BM, BN] of out = a x b^T, rescaled: out [m, n] of b [groups * n, K], or [groups, m, n] where ALONG_K.
+
+    The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
+
+    offs: int32 [groups]. rows: how many rows the offsets cut. m: rows of a, n: rows of b or, if groups are rows of a,
+    of each matrix in b. *_per_row: bytes of codes in a row. steps_of_rows: of BK elements along K, where groups are
+    rows. row_tiles_*: tiles of 128 rows of the scales of a, and of b or of each matrix in b; col_tiles: of 4 columns.
+    *_outer_each: how many outer scales each group has of its own; 0 where all have the same.
+    ALONG_K: groups lie along the contraction. GROUPS: groups, rounded up to a power of two. BM: 128, as groups are
+    padded. PARTS, TMA, TWO_SUMS: as in `gemm_block_scaled_sm100`.
+    """
+    a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
+    b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
+    scale_cols: tl.constexpr = BK // BLOCK
+    part_cols: tl.constexpr = BN // PARTS
+    matrices = 1 if ALONG_K else groups
+    a_source = code_source(a_ptr, m, a_per_row, A_ELEMENT, BM, a_bytes, TMA)
+    b_source = code_source(b_ptr, matrices * n, b_per_row, B_ELEMENT, BN, b_bytes, TMA)
+    a_scales = scale_source(a_scales_ptr, row_tiles_a, col_tiles, SCALE, BM, scale_cols, TMA)
+    b_scales = scale_source(b_scales_ptr, matrices * row_tiles_b, col_tiles, SCALE, BN, scale_cols, TMA)
+    out_ptr = stored_ptr(out_ptr, ISA)
+
+    starts, ends = group_bounds(offs_ptr, groups, rows, GROUPS)
+    padded = tl.cdiv(ends - starts, 128)  # tiles of 128 rows, or of 128 columns where ALONG_K, of each group
+    padded_ends = tl.cumsum(padded, 0)
+    tiles_n = tl.cdiv(n, BN)
+    if ALONG_K:
+        tiles_m = tl.cdiv(m, BM)
+        tiles = tiles_m * tiles_n  # of a group
+        g = tl.arange(0, GROUPS)
+        mine = tiles_of_program((g + 1) * tiles) - tiles_of_program(g * tiles)
+        total = tl.sum(tl.where(g < groups, mine * tl.maximum(padded, 1), 0), 0)
+    else:
+        _clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
+        tiles_m = last_of(padded_ends)
+        total = tiles_of_program(tiles_m * tiles_n) * steps_of_rows
+
+    tile = tl.program_id(0) - tl.num_programs(0)
+    tile_m, tile_n, group, a_row, a_row_tile, b_row, b_row_tile, end = 0, 0, 0, 0, 0, 0, 0, 0
+    step, last_step, empty = 0, 0, False
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, total, warp_specialize=WARP_SPECIALIZE, disallow_acc_multi_buffer=not TWO_SUMS):
+        if step == last_step:  # a tile begins
+            tile += tl.num_programs(0)
+            if ALONG_K:
+                group = tile // tiles
+                tile_m, tile_n = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
+                a_row, end = tile_m * BM, m
+                step, last_step = at_index(padded_ends, group - 1), at_index(padded_ends, group)
+                empty = step == last_step
+                last_step = tl.maximum(last_step, step + 1)
+                b_row, b_row_tile = tile_n * BN, tile_n * (BN // 128)
+            else:
+                tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+                group = tl.sum((padded_ends <= tile_m).to(tl.int32), 0)
+                a_row = at_index(ends, group - 1) + (tile_m - at_index(padded_ends, group - 1)) * BM
+                end = at_index(ends, group)
+                step, last_step = 0, steps_of_rows
+                b_row, b_row_tile = group * n + tile_n * BN, group * row_tiles_b + tile_n * (BN // 128)
+            acc = tl.zeros((BM, BN), tl.float32)
+
+        a = load_codes(a_source, a_row, step * a_bytes, m, a_per_row, BM, a_bytes, TMA, True)
+        b = load_codes(b_source, b_row, step * b_bytes, n, b_per_row, BN, b_bytes, TMA, True)
+        col_tile = step * (scale_cols // 4)
+        a_scale = load_scales(a_scales, tile_m, col_tile, row_tiles_a, col_tiles, BM, scale_cols, TMA)
+        b_scale = load_scales(b_scales, b_row_tile, col_tile, row_tiles_b, col_tiles, BN, scale_cols, TMA)
+        acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK)
+
+        step += 1
+        if step == last_step:  # a tile ends
+            row = (a_row + tl.arange(0, BM))[:, None]
+            matrix = tl.cast(group, tl.int64) * m if ALONG_K else tl.cast(0, tl.int64)
+            a_outer = a_outer_ptr + group * a_outer_each
+            b_outer = b_outer_ptr + group * b_outer_each
+            parts = column_parts(acc, PARTS)
+            for i in tl.static_range(PARTS):
+                col = (tile_n * BN + i * part_cols + tl.arange(0, part_cols))[None, :]
+                part = tl.where(empty, 0.0, parts[i]) if ALONG_K else parts[i]
+                part = rescale(part, row, col, m, n, 0, a_outer, b_outer, out_ptr, A_OUTER, B_OUTER, False, False)
+                tl.store(out_ptr + (matrix + row) * n + col, stored(part, out_ptr, ISA), mask=(row < end) & (col < n))
+
+
+def serves(a: Operand, b: Operand, target: Target) -> bool:
+    """Whether the kernel takes these operands of a grouped product: block-scaled, with swizzled scales, on SM100.
+
+    TMA takes rows of codes that are whole 16 bytes and, of FP4 codes beside FP8 ones, whole 128 elements.
+    """
+    if target.isa != 100 or not (_swizzled(a, 0) and _swizzled(b, b.data.dim() - 2)):
+        return False
+    mixed = a.format.packed != b.format.packed
+    return compatible(a.format, b.format) and all(
+        statically_true(x.data.shape[-1] > 0)
+        and statically_true(x.data.shape[-1] % (64 if mixed and x.format.packed else 16) == 0)
+        for x in (a, b)
+    )
+
+
+def _swizzled(x: Operand, batch_dims: int) -> bool:
+    """Whether an operand has block scales, and swizzled ones."""
+    return x.format is not None and x.format.scale is not None and x.scales.dim() == batch_dims + 1
+
+
+def sm100_config(
+    a: BlockFormat, b: BlockFormat, groups: int, m: int, n: int, along_k: bool, out_dtype: torch.dtype, target: Target
+) -> BlockScaledConfig:
+    """The configuration with the least traffic from the L2 cache; see `heuristics.block_scaled_config`.
+
+    m, n: rows and columns of the results, of all groups or, where they lie along K, of each. Sizes may be symbolic.
+    """
+    m, n = (size if isinstance(size, int) else _ANY_SIZE for size in (m, n))
+
+    def rows_read(config: BlockScaledConfig) -> int:
+        """Rows of operands that the busiest multiprocessor reads, if the last tile of a group is half full."""
+        row_tiles = groups * ceil_div(m, config.bm) if along_k else m // config.bm + ceil_div(groups, 2)
+        return ceil_div(row_tiles * ceil_div(n, config.bn), target.multiprocessors) * (config.bm + config.bn)
+
+    return min(sm100_configs(a, b, groups, along_k, out_dtype, target), key=rows_read)
+
+
+def sm100_configs(
+    a: BlockFormat, b: BlockFormat, groups: int, along_k: bool, out_dtype: torch.dtype, target: Target
+) -> tuple[BlockScaledConfig, ...]:
+    """Every configuration that can be worth a try.
+
+    A step is 128 bytes of the wider operand's codes, and 128 columns where groups lie along K: no step has columns of
+    two groups.
+    """
+    packed = a.packed and b.packed
+    step = 256 if packed and not along_k else 128
+    row_bytes = (step // 2 if packed else step) + step // a.block_cols
+    found = []
+    for bn, parts, most, two_sums in ((256, 8, 8, False), (128, 4, 10, True)):
+        # Beside the stages there are a part of the result, two vectors of offsets, and barriers.
+        other = TILE_ROWS * bn // parts * out_dtype.itemsize + 8 * triton.next_power_of_2(groups) + 512
+        stages = min(most * 128 // step, (target.shared_memory - other) // (row_bytes * (TILE_ROWS + bn)))
+        found.append(BlockScaledConfig(TILE_ROWS, bn, step, stages, parts, two_sums=two_sums))
+    return tuple(found)
+
+
+def run(
+    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype,
+    config: BlockScaledConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`reference_grouped.scaled_grouped_mm` of operands that `serves` takes, up to the order of the float32 sums.
+
+    config: how to launch it; None for what `sm100_config` says.
+    """
+    along_k, groups, target = b.data.dim() == 2, offs.shape[0], target_of(a.data.device)
+    check_offs(offs, None if along_k else b.data.shape[0])
+    m, n = a.data.shape[0], b.data.shape[-2]
+    config = config or sm100_config(a.format, b.format, groups, m, n, along_k, out_dtype, target)
+    left, right = (kernel_operand(x, OperandType(x.format, x.data.dtype, True, _outer(x))) for x in (a, b))
+    out = a.data.new_empty((groups, m, n) if along_k else (m, n), dtype=out_dtype)
+    if statically_true(out.numel() == 0):
+        return out
+    blocks = ceil_div(left.k, a.format.block_cols)
+    row_tiles = ceil_div(m, TILE_ROWS)
+    tiles = (groups * row_tiles if along_k else row_tiles + groups) * ceil_div(n, config.bn)
+    launch(
+        gemm_grouped_block_scaled_sm100, torch.sym_min(tiles, target.multiprocessors),
+        left.data, left.scales, out if left.outer is None else left.outer,
+        right.data, right.scales, out if right.outer is None else right.outer, out, offs.contiguous(),
+        groups, rows, m, n, left.data.shape[-1], right.data.shape[-1], ceil_div(left.k, config.bk),
+        row_tiles if along_k else padded_rows(rows, groups) // TILE_ROWS, ceil_div(n, TILE_ROWS), ceil_div(blocks, 4),
+        _outer_each(a), _outer_each(b),
+        num_warps=config.num_warps, num_stages=config.stages,
+        A_ELEMENT=left.type.element, B_ELEMENT=right.type.element, SCALE=left.type.scale, BLOCK=a.format.block_cols,
+        A_OUTER=left.type.outer, B_OUTER=right.type.outer, ALONG_K=int(along_k),
+        GROUPS=triton.next_power_of_2(groups), **config.constants, ISA=target.isa,
+    )  # fmt: skip
+    return out
+
+
+def _outer(x: Operand) -> str:
+    """The kind of outer scale as `device.epilogue.rescale` has it, of one group: "none", "tensor" or "row"."""
+    return "none" if x.outer is None else "tensor" if x.outer.dim() < 2 else "row"
+
+
+def _outer_each(x: Operand) -> int:
+    """How many outer scales each group has of its own: one of [G], R of [G, R, 1], none of [] and [M, 1]."""
+    if x.outer is None or x.outer.dim() in (0, 2):
+        return 0
+    return 1 if x.outer.dim() == 1 else x.outer.shape[1]
