@@ -1,8 +1,9 @@
 """Which tile of a grouped product belongs to which group, from the offsets in memory: see `groups` for what they mean.
 
-Offsets are loaded once, as vectors with an element a group, and stay in registers. A tile's group is found by comparing
-its number with all of them: a few instructions of a warp, and no load. `warp_specialize` gives each partition that
-needs them its own vectors, so that the warps which issue copies wait for no others.
+A program loads the offsets once, as vectors with an element a group, and finds the group of a tile by comparing its
+number with all of them. It does so for all of its tiles before the first one, and keeps what it found in a table in
+memory. In a loop whose warps are specialised it then takes three loads to know the next tile, by each partition for
+itself. (A search there makes Triton 3.6 fail: its partitions take no reductions.)
 """
 
 import triton
@@ -32,9 +33,9 @@ def group_bounds(offs_ptr, groups, rows, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def at_index(values, index):
-    """The element of a vector of integers at an index."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+def of_group(values, group):
+    """The elements of a vector [GROUPS] of integers at indices [COUNT]; 0 where there is none."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0])[None, :] == group[:, None], values[None, :], 0), 1)
 
 
 @triton.jit
@@ -47,3 +48,19 @@ def last_of(ends):
 def tiles_of_program(tiles):
     """How many of the first `tiles` tiles a program of a persistent grid takes."""
     return (tiles - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+
+
+@triton.jit
+def store_entry(table_ptr, tile, inside, group, first, end):
+    """Entries (group, first, end) of the tiles, int32 [COUNT] each, in the table int32 [tiles, 4] of `load_entry`."""
+    at = table_ptr + tile * 4
+    tl.store(at, group, mask=inside)
+    tl.store(at + 1, first, mask=inside)
+    tl.store(at + 2, end, mask=inside)
+
+
+@triton.jit
+def load_entry(table_ptr, tile):
+    """(group, first, end) of a tile, which this program has stored and then passed a barrier."""
+    at = table_ptr + tile * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)

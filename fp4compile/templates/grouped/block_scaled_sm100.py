@@ -40,7 +40,14 @@ from fp4compile.templates.device.block_scaled_tile import (
     scale_source,
 )
 from fp4compile.templates.device.epilogue import column_parts, rescale, stored, stored_ptr
-from fp4compile.templates.device.group_tiles import at_index, group_bounds, last_of, tiles_of_program
+from fp4compile.templates.device.group_tiles import (
+    group_bounds,
+    last_of,
+    load_entry,
+    of_group,
+    store_entry,
+    tiles_of_program,
+)
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.call import kernel_operand
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
@@ -63,7 +70,7 @@ def _clear_rows(out_ptr, start, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def gemm_grouped_block_scaled_sm100(
-    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, out_ptr, offs_ptr,
+    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, out_ptr, offs_ptr, table_ptr,
     groups, rows, m, n, a_per_row, b_per_row, steps_of_rows, row_tiles_a, row_tiles_b, col_tiles,
     a_outer_each, b_outer_each,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
@@ -94,43 +101,57 @@ def gemm_grouped_block_scaled_sm100(
     out_ptr = stored_ptr(out_ptr, ISA)
 
     starts, ends = group_bounds(offs_ptr, groups, rows, GROUPS)
-    padded = tl.cdiv(ends - starts, 128)  # tiles of 128 rows, or of 128 columns where ALONG_K, of each group
+    padded = tl.cdiv(ends - starts, 128)  # tiles of 128 rows of each group; of 128 columns where ALONG_K
     padded_ends = tl.cumsum(padded, 0)
     tiles_n = tl.cdiv(n, BN)
+    count: tl.constexpr = max(4096 // GROUPS, 1)  # tiles whose groups are found at once
     if ALONG_K:
         tiles_m = tl.cdiv(m, BM)
         tiles = tiles_m * tiles_n  # of a group
-        g = tl.arange(0, GROUPS)
-        mine = tiles_of_program((g + 1) * tiles) - tiles_of_program(g * tiles)
-        total = tl.sum(tl.where(g < groups, mine * tl.maximum(padded, 1), 0), 0)
+        mine = tiles_of_program(groups * tiles)
+        total = 0  # steps
+        for first in range(0, mine, count):
+            i = first + tl.arange(0, count)
+            tile = tl.program_id(0) + i * tl.num_programs(0)
+            group = tile // tiles
+            last_steps = of_group(padded_ends, group)
+            first_steps = last_steps - of_group(padded, group)
+            store_entry(table_ptr, tile, i < mine, group, first_steps, last_steps)
+            total += tl.sum(tl.where(i < mine, tl.maximum(last_steps - first_steps, 1), 0), 0)
     else:
         _clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
         tiles_m = last_of(padded_ends)
-        total = tiles_of_program(tiles_m * tiles_n) * steps_of_rows
+        mine = tiles_of_program(tiles_m * tiles_n)
+        total = mine * steps_of_rows
+        before = starts - (padded_ends - padded) * 128  # rows of groups before, without their padding
+        for first in range(0, mine, count):
+            i = first + tl.arange(0, count)
+            tile = tl.program_id(0) + i * tl.num_programs(0)
+            tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+            group = tl.sum((padded_ends[None, :] <= tile_m[:, None]).to(tl.int32), 1)
+            a_rows = of_group(before, group) + tile_m * BM
+            store_entry(table_ptr, tile, i < mine, group, a_rows, of_group(ends, group))
+    tl.debug_barrier()  # the table is there
 
     tile = tl.program_id(0) - tl.num_programs(0)
-    tile_m, tile_n, group, a_row, a_row_tile, b_row, b_row_tile, end = 0, 0, 0, 0, 0, 0, 0, 0
+    tile_m, tile_n, group, a_row, b_row, b_row_tile, end = 0, 0, 0, 0, 0, 0, 0
     step, last_step, empty = 0, 0, False
     acc = tl.zeros((BM, BN), tl.float32)
     for _ in tl.range(0, total, warp_specialize=WARP_SPECIALIZE, disallow_acc_multi_buffer=not TWO_SUMS):
         if step == last_step:  # a tile begins
             tile += tl.num_programs(0)
             if ALONG_K:
-                group = tile // tiles
-                tile_m, tile_n = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
-                a_row, end = tile_m * BM, m
-                step, last_step = at_index(padded_ends, group - 1), at_index(padded_ends, group)
+                group, step, last_step = load_entry(table_ptr, tile)
                 empty = step == last_step
                 last_step = tl.maximum(last_step, step + 1)
+                tile_m, tile_n = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
+                a_row, end = tile_m * BM, m
                 b_row, b_row_tile = tile_n * BN, tile_n * (BN // 128)
             else:
-                tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                group = tl.sum((padded_ends <= tile_m).to(tl.int32), 0)
-                a_row = at_index(ends, group - 1) + (tile_m - at_index(padded_ends, group - 1)) * BM
-                end = at_index(ends, group)
+                group, a_row, end = load_entry(table_ptr, tile)
                 step, last_step = 0, steps_of_rows
+                tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
                 b_row, b_row_tile = group * n + tile_n * BN, group * row_tiles_b + tile_n * (BN // 128)
-            acc = tl.zeros((BM, BN), tl.float32)
 
         a = load_codes(a_source, a_row, step * a_bytes, m, a_per_row, BM, a_bytes, TMA, True)
         b = load_codes(b_source, b_row, step * b_bytes, n, b_per_row, BN, b_bytes, TMA, True)
@@ -151,6 +172,7 @@ def gemm_grouped_block_scaled_sm100(
                 part = tl.where(empty, 0.0, parts[i]) if ALONG_K else parts[i]
                 part = rescale(part, row, col, m, n, 0, a_outer, b_outer, out_ptr, A_OUTER, B_OUTER, False, False)
                 tl.store(out_ptr + (matrix + row) * n + col, stored(part, out_ptr, ISA), mask=(row < end) & (col < n))
+            acc = tl.zeros((BM, BN), tl.float32)  # where the tile begins, Triton 3.6 would not take it
 
 
 def serves(a: Operand, b: Operand, target: Target) -> bool:
@@ -187,11 +209,11 @@ def sm100_config(
         row_tiles = groups * ceil_div(m, config.bm) if along_k else m // config.bm + ceil_div(groups, 2)
         return ceil_div(row_tiles * ceil_div(n, config.bn), target.multiprocessors) * (config.bm + config.bn)
 
-    return min(sm100_configs(a, b, groups, along_k, out_dtype, target), key=rows_read)
+    return min(sm100_configs(a, b, along_k, out_dtype, target), key=rows_read)
 
 
 def sm100_configs(
-    a: BlockFormat, b: BlockFormat, groups: int, along_k: bool, out_dtype: torch.dtype, target: Target
+    a: BlockFormat, b: BlockFormat, along_k: bool, out_dtype: torch.dtype, target: Target
 ) -> tuple[BlockScaledConfig, ...]:
     """Every configuration that can be worth a try.
 
@@ -203,8 +225,7 @@ def sm100_configs(
     row_bytes = (step // 2 if packed else step) + step // a.block_cols
     found = []
     for bn, parts, most, two_sums in ((256, 8, 8, False), (128, 4, 10, True)):
-        # Beside the stages there are a part of the result, two vectors of offsets, and barriers.
-        other = TILE_ROWS * bn // parts * out_dtype.itemsize + 8 * triton.next_power_of_2(groups) + 512
+        other = TILE_ROWS * bn // parts * out_dtype.itemsize + 2048  # a part of the result, and barriers
         stages = min(most * 128 // step, (target.shared_memory - other) // (row_bytes * (TILE_ROWS + bn)))
         found.append(BlockScaledConfig(TILE_ROWS, bn, step, stages, parts, two_sums=two_sums))
     return tuple(found)
@@ -229,10 +250,11 @@ def run(
     blocks = ceil_div(left.k, a.format.block_cols)
     row_tiles = ceil_div(m, TILE_ROWS)
     tiles = (groups * row_tiles if along_k else row_tiles + groups) * ceil_div(n, config.bn)
+    table = offs.new_empty((tiles, 4))
     launch(
         gemm_grouped_block_scaled_sm100, torch.sym_min(tiles, target.multiprocessors),
         left.data, left.scales, out if left.outer is None else left.outer,
-        right.data, right.scales, out if right.outer is None else right.outer, out, offs.contiguous(),
+        right.data, right.scales, out if right.outer is None else right.outer, out, offs.contiguous(), table,
         groups, rows, m, n, left.data.shape[-1], right.data.shape[-1], ceil_div(left.k, config.bk),
         row_tiles if along_k else padded_rows(rows, groups) // TILE_ROWS, ceil_div(n, TILE_ROWS), ceil_div(blocks, 4),
         _outer_each(a), _outer_each(b),
