@@ -8,12 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import formats, reference_grouped, targets
 from fp4compile.groups import Groups
+from fp4compile.machine_code import check as check_machine_code
+from fp4compile.machine_code.launches import GroupedProduct
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
-from fp4compile.templates.grouped.block_scaled_sm100 import run, serves, sm100_config, sm100_configs
+from fp4compile.templates.grouped.block_scaled_sm100 import run, serves, sm100_configs
 from tests.helpers import in_interpreter
 from tests.helpers.kernels import INTERPRETING, OLD_TRITON
 
@@ -39,11 +44,11 @@ def memory_holds_anything(monkeypatch):
         monkeypatch.setattr(torch.Tensor, "new_empty", filled)
 
 
-def operands(a, b, along_k, offs=OFFS, rows=ROWS, k=288, n=140, outer=(None, None), x=None):
-    """(A, B, offs), quantised by the reference: [rows, k] x [G, n, k], or [160, padded rows] x [n, padded rows]."""
+def operands(a, b, along_k, offs=OFFS, rows=ROWS, k=288, n=140, outer=(None, None), p=160, x=None):
+    """(A, B, offs), quantised by the reference: [rows, k] x [G, n, k], or [p, padded rows] x [n, padded rows]."""
     a, b, offs = formats.get(a), formats.get(b), torch.tensor(offs, dtype=torch.int32)
     groups = Groups.of(offs, rows)
-    x = torch.randn(rows, 160 if along_k else k) if x is None else x
+    x = torch.randn(rows, p if along_k else k) if x is None else x
     if along_k:
         y = torch.randn(rows, n)
         left, right = (reference_grouped.quantize_columns(each, groups, fmt, given, "swizzled", None, False)
@@ -77,10 +82,9 @@ def check(a, b, offs, rows=ROWS, out_dtype=torch.float32, config=None):
 
 @interpreted
 @both_forms
-@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("nvfp4_rowwise", "nvfp4_rowwise"), ("mxfp8", "mxfp8"),
-                                      ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4")])  # fmt: skip
+@pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "mxfp4")])
 def test_formats(a, b, along_k):
-    """Empty and ragged groups, sizes that no tile divides; outer scales of groups, of rows, and none."""
+    """Empty and ragged groups, rows of no group, sizes that no tile divides."""
     got = check(*operands(a, b, along_k))
     zeros = got[[0, 3]] if along_k else got[OFFS[-1] :]
     assert not zeros.any() and got.any()
@@ -95,7 +99,7 @@ def test_formats(a, b, along_k):
 def test_outer_scales(a, b, given, along_k):
     """Any kind with any other: none, one for all, of groups, of rows."""
     outer = [None if each is None else torch.tensor(each) for each in given]
-    check(*operands(a, b, along_k, (1, 2, 5), 7, 32, 130, outer), 7, BF16)
+    check(*operands(a, b, along_k, (1, 2, 5), 7, 32, 130, outer, 32), 7, BF16)
 
 
 @interpreted
@@ -103,7 +107,7 @@ def test_outer_scales(a, b, given, along_k):
 @pytest.mark.parametrize("offs", [(0, 0, 300), (140, 20, 1000), (-3, 0, 0), (300,)], ids=str)
 def test_offsets(offs, along_k):
     """Everything in one group, offsets that decrease, that exceed the rows and that are negative, no groups at all."""
-    check(*operands("nvfp4", "nvfp4", along_k, offs, 300, 32, 16), 300)
+    check(*operands("nvfp4", "nvfp4", along_k, offs, 300, 32, 16, p=8), 300)
 
 
 @interpreted
@@ -111,23 +115,86 @@ def test_offsets(offs, along_k):
 def test_every_program_walks_its_tiles(along_k, monkeypatch):
     """Several tiles each, with different numbers of steps; every configuration, and another walk."""
     monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
-    a, b, offs = operands("nvfp4", "nvfp4", along_k, (0, 290, 300, 300, 600), 640, 288, 300)
+    a, b, offs = operands("nvfp4", "nvfp4", along_k, (0, 140, 150, 150, 300), 310, 288, 264)
     configs = sm100_configs(a.format, b.format, along_k, BF16, Target(100))
     assert {(config.bn, config.two_sums) for config in configs} == {(256, False), (128, True)}
     for config in configs:
-        check(a, b, offs, 640, BF16, replace(config, group_m=2))
+        check(a, b, offs, 310, BF16, replace(config, group_m=2))
 
 
 @interpreted
 @both_forms
 def test_a_nan_stays_in_its_group(along_k):
     """The tiles and steps of other groups that hold its rows are not touched by it."""
-    x = torch.randn(ROWS, 160 if along_k else 288)
+    x = torch.randn(ROWS, 32)
     x[133] = torch.nan  # all of group 4, beside the last rows of group 2, which end in a step of 128 columns
-    got = check(*operands("nvfp4_one_level", "nvfp4_one_level", along_k, x=x))
+    got = check(*operands("nvfp4_one_level", "nvfp4_one_level", along_k, k=32, n=16, x=x))
     nan = torch.zeros(got.shape, dtype=torch.bool)
     nan[4 if along_k else 133] = True
     assert torch.equal(got.isnan(), nan)
+
+
+# ---------------------------------------------------------------- launches and machine code
+
+
+@compiled
+def test_what_it_serves():
+    product = GroupedProduct("nvfp4", "nvfp4", 512, 256, 256)
+
+    def served(sm=100, a_scales=None, **changes):
+        a, b, _ = replace(product, **changes).operands()
+        return serves(a if a_scales is None else replace(a, scales=a_scales), b, Target(sm))
+
+    assert served() and served(103) and served(along_k=True) and served(k=32)
+    assert not (served(90) or served(120) or served(0) or served(k=16) or served(k=0))
+    assert not served(a_scales=torch.empty(512, 16, device="meta"))  # linear
+    assert not serves(Operand(torch.empty(512, 256)), product.operands()[1], Target(100))
+    mixed = {"a": "mxfp8", "b": "mxfp4"}
+    assert served(k=128, **mixed) and served(k=96, along_k=True, **mixed) and not served(k=96, **mixed)
+    assert not served(a="mxfp8", b="nvfp4")
+
+
+@compiled
+@pytest.mark.parametrize("along_k", [False, True], ids=["rows", "along K"])
+@pytest.mark.parametrize("rows", [1, 100, 2**14])
+def test_the_grid_holds_for_any_offsets(rows, along_k):
+    """A program for each multiprocessor or for each tile that there can be; a table with an entry for each."""
+    sizes = (512, 1000, rows) if along_k else (rows, 1000, 512)
+    _, (launched,) = GroupedProduct("nvfp4", "nvfp4", *sizes, along_k=along_k).launches(100)
+    columns = -(-1000 // launched.constants["BN"])
+    tiles = columns * (8 * 4 if along_k else rows // 128 + 8)
+    assert launched.args["table_ptr"].shape[0] >= tiles
+    assert launched.grid == min(launched.args["table_ptr"].shape[0], 148)
+
+
+@compiled
+def test_any_number_of_rows():
+    """Where the number of rows is symbolic, so is the grid, and nothing is guarded on."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        symbol = mode.shape_env.create_symbol(512, ConstantSource("s"), DimDynamic.DYNAMIC)
+        rows = mode.shape_env.create_symintnode(symbol, hint=512)
+        _, (launched,) = GroupedProduct("nvfp4", "nvfp4", rows, 256, 256).launches(100)
+    assert isinstance(launched.grid, torch.SymInt) and launched.args["out_ptr"].shape == (rows, 256)
+    assert not mode.shape_env.guards
+
+
+@compiled
+@pytest.mark.parametrize("product", [
+    GroupedProduct("nvfp4", "nvfp4", 8192, 2048, 4096), GroupedProduct("mxfp8", "mxfp4", 128, 2048, 4096),
+    GroupedProduct("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True),
+], ids=lambda each: f"{each.formats}, {each.label}")  # fmt: skip
+def test_machine_code(product):
+    """Scales by `tcgen05.cp`, operands by TMA, copies beside products, results stored 16 bytes at once, no spills."""
+    _, (launched,) = product.launches(100)
+    row = check_machine_code.product_row(product, "native", launched, 100)
+    assert row.line == "block-scaled, grouped" and not row.problems
+    assert (row.tma_loads, row.waits) == (4, 2)
+    scale_columns = launched.constants["BK"] // launched.constants["BLOCK"]
+    assert row.scale_copies == (128 + launched.constants["BN"]) // 128 * scale_columns // 4
+    sass = check_machine_code.compile_launch(launched, 100).sass
+    stores = sass.widths("STG")
+    assert set(stores) == {4, 16}  # 4: entries of the table
+    assert stores.count(16) >= 128 * launched.constants["BN"] * BF16.itemsize / (16 * 32 * launched.num_warps)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
