@@ -3,7 +3,7 @@
 A program loads the offsets once, as vectors with an element a group, and finds the group of a tile by comparing its
 number with all of them. It does so for all of its tiles before the first one, and keeps what it found in a table in
 memory. In a loop whose warps are specialised it then takes three loads to know the next tile, by each partition for
-itself. (A search there makes Triton 3.6 fail: its partitions take no reductions.)
+itself. (A search there would be a reduction, which partitions of Triton 3.6 cannot have.)
 """
 
 import triton
@@ -51,12 +51,12 @@ def tiles_of_program(tiles):
 
 
 @triton.jit
-def store_entry(table_ptr, tile, inside, group, first, end):
+def store_entry(table_ptr, tile, group, first, end):
     """Entries (group, first, end) of the tiles, int32 [COUNT] each, in the table int32 [tiles, 4] of `load_entry`."""
     at = table_ptr + tile * 4
-    tl.store(at, group, mask=inside)
-    tl.store(at + 1, first, mask=inside)
-    tl.store(at + 2, end, mask=inside)
+    tl.store(at, group)
+    tl.store(at + 1, first)
+    tl.store(at + 2, end)
 
 
 @triton.jit

@@ -5,17 +5,21 @@ way operands are whole matrices to the Tensor Memory Accelerator: a tile of code
 of a group at a whole tile of 128 rows, or of 128 columns. So four descriptors serve all groups.
 
 - Rows: a tile takes 128 rows of A from a row of its group on. Those beyond the group's end belong to other groups. They
-  are multiplied as well and not stored. So what is stored is masked, by pointers: TMA would store whole tiles.
+  are multiplied as well and not stored.
 - Contraction: a step has 128 columns, which belong to one group, because groups are padded to 128. So a tile has as
   many steps as its group needs. One of an empty group has a single step, of whatever columns come next, and is cleared.
 
-Where the groups are is only known on the device. Every program computes it from the offsets (`device.group_tiles`); the
-host launches at most a program for each multiprocessor.
+Where the groups are is only known on the device. Every program finds the groups of its tiles from the offsets before
+its first tile (`device.group_tiles`); the host launches a program for each multiprocessor, or fewer.
 
-A program walks the steps of all its tiles in one loop, as Triton does where `flatten` is asked for. That takes no inner
-loop whose length depends on the tile. Copies run ahead across tiles, and across groups. What changes from tile to tile
-must be computed in the first branch of the loop, and nothing in the second but the result: the partitions of warps that
-issue copies and products run the first branch and not the second.
+A program walks the steps of all its tiles in one loop, so that copies run ahead across tiles and groups. Triton makes
+such a loop itself where `flatten` is asked for, but only of inner loops that are all equally long. For Triton to
+specialise its warps, the loop must look as Triton's own:
+- What changes from tile to tile is computed in the first branch, and nothing but the result in the second one. The
+  partitions that issue copies and products run the first branch alone.
+- Neither branch has a reduction, and the sums are cleared in the second one, or Triton 3.6 fails.
+- Nothing is stored by TMA: a TMA store for whole tiles beside a masked one for the others would take the shared memory
+  of a stage.
 
 Rows that belong to no group follow the last one. They are cleared here, because they are few or none: zeros in the
 whole result would be as many bytes as the product stores.
@@ -86,8 +90,9 @@ def gemm_grouped_block_scaled_sm100(
     of each matrix in b. *_per_row: bytes of codes in a row. steps_of_rows: of BK elements along K, where groups are
     rows. row_tiles_*: tiles of 128 rows of the scales of a, and of b or of each matrix in b; col_tiles: of 4 columns.
     *_outer_each: how many outer scales each group has of its own; 0 where all have the same.
-    ALONG_K: groups lie along the contraction. GROUPS: groups, rounded up to a power of two. BM: 128, as groups are
-    padded. PARTS, TMA, TWO_SUMS: as in `gemm_block_scaled_sm100`.
+    table: memory for int32 [tiles, 4], all tiles that there can be.
+    ALONG_K: groups lie along the contraction. GROUPS: groups, rounded up to a power of two. BM, and BK where ALONG_K:
+    128, as groups are padded. PARTS, TMA, TWO_SUMS: as in `gemm_block_scaled_sm100`.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
@@ -104,33 +109,30 @@ def gemm_grouped_block_scaled_sm100(
     padded = tl.cdiv(ends - starts, 128)  # tiles of 128 rows of each group; of 128 columns where ALONG_K
     padded_ends = tl.cumsum(padded, 0)
     tiles_n = tl.cdiv(n, BN)
-    count: tl.constexpr = max(4096 // GROUPS, 1)  # tiles whose groups are found at once
     if ALONG_K:
         tiles_m = tl.cdiv(m, BM)
         tiles = tiles_m * tiles_n  # of a group
         mine = tiles_of_program(groups * tiles)
-        total = 0  # steps
-        for first in range(0, mine, count):
-            i = first + tl.arange(0, count)
-            tile = tl.program_id(0) + i * tl.num_programs(0)
-            group = tile // tiles
-            last_steps = of_group(padded_ends, group)
-            first_steps = last_steps - of_group(padded, group)
-            store_entry(table_ptr, tile, i < mine, group, first_steps, last_steps)
-            total += tl.sum(tl.where(i < mine, tl.maximum(last_steps - first_steps, 1), 0), 0)
     else:
         _clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
         tiles_m = last_of(padded_ends)
         mine = tiles_of_program(tiles_m * tiles_n)
-        total = mine * steps_of_rows
-        before = starts - (padded_ends - padded) * 128  # rows of groups before, without their padding
-        for first in range(0, mine, count):
-            i = first + tl.arange(0, count)
-            tile = tl.program_id(0) + i * tl.num_programs(0)
+        before = starts - (padded_ends - padded) * 128  # rows of the groups before, without their padding
+    total = 0 if ALONG_K else mine * steps_of_rows  # steps
+    count: tl.constexpr = max(4096 // GROUPS, 1)  # tiles whose groups are found at once
+    for first in range(0, mine, count):
+        i = first + tl.arange(0, count)
+        tile = tl.program_id(0) + tl.minimum(i, mine - 1) * tl.num_programs(0)
+        if ALONG_K:
+            group = tile // tiles
+            ends_k = of_group(padded_ends, group)
+            starts_k = ends_k - of_group(padded, group)
+            store_entry(table_ptr, tile, group, starts_k, ends_k)
+            total += tl.sum(tl.where(i < mine, tl.maximum(ends_k - starts_k, 1), 0), 0)
+        else:
             tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
             group = tl.sum((padded_ends[None, :] <= tile_m[:, None]).to(tl.int32), 1)
-            a_rows = of_group(before, group) + tile_m * BM
-            store_entry(table_ptr, tile, i < mine, group, a_rows, of_group(ends, group))
+            store_entry(table_ptr, tile, group, of_group(before, group) + tile_m * BM, of_group(ends, group))
     tl.debug_barrier()  # the table is there
 
     tile = tl.program_id(0) - tl.num_programs(0)
@@ -172,7 +174,7 @@ def gemm_grouped_block_scaled_sm100(
                 part = tl.where(empty, 0.0, parts[i]) if ALONG_K else parts[i]
                 part = rescale(part, row, col, m, n, 0, a_outer, b_outer, out_ptr, A_OUTER, B_OUTER, False, False)
                 tl.store(out_ptr + (matrix + row) * n + col, stored(part, out_ptr, ISA), mask=(row < end) & (col < n))
-            acc = tl.zeros((BM, BN), tl.float32)  # where the tile begins, Triton 3.6 would not take it
+            acc = tl.zeros((BM, BN), tl.float32)
 
 
 def serves(a: Operand, b: Operand, target: Target) -> bool:
