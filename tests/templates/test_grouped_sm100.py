@@ -8,9 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.runtime import driver
 
 from fp4compile import formats, reference_grouped, targets
 from fp4compile.groups import Groups
@@ -18,6 +22,7 @@ from fp4compile.machine_code import check as check_machine_code
 from fp4compile.machine_code.launches import GroupedProduct
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
+from fp4compile.templates import launch
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.grouped.block_scaled_sm100 import run, serves, sm100_configs
 from tests.helpers import in_interpreter
@@ -179,13 +184,31 @@ def test_the_grid_holds_for_any_offsets(rows, along_k):
 
 
 @compiled
-def test_any_number_of_rows():
-    """Where the number of rows is symbolic, so is the grid, and nothing is guarded on."""
+@both_forms
+def test_in_a_graph(along_k, monkeypatch):
+    """One launch, whatever the number of rows; nothing is guarded on, and nothing copied that is not written."""
+    from tests.helpers.absent_gpu import NoGpu  # imports all passes
+
+    monkeypatch.setattr(driver, "_active", NoGpu(100))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(100))
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         symbol = mode.shape_env.create_symbol(512, ConstantSource("s"), DimDynamic.DYNAMIC)
         rows = mode.shape_env.create_symintnode(symbol, hint=512)
-        _, (launched,) = GroupedProduct("nvfp4", "nvfp4", rows, 256, 256).launches(100)
-    assert isinstance(launched.grid, torch.SymInt) and launched.args["out_ptr"].shape == (rows, 256)
+        m, k = (512, rows) if along_k else (rows, 256)
+        a, b, offs = GroupedProduct("nvfp4", "nvfp4", m, 256, k, along_k=along_k).operands()
+        tensors = (a.data, a.scales, a.outer, b.data, b.scales, b.outer, offs, torch.empty(rows, device="meta"))
+        tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in tensors]
+
+        def product(a_data, a_scales, a_outer, b_data, b_scales, b_outer, offs, x):
+            left, right = Operand(a_data, a_scales, a_outer, a.format), Operand(b_data, b_scales, b_outer, b.format)
+            return run(left, right, offs, x.shape[0], BF16)
+
+        with enable_python_dispatcher():  # symbolic sizes
+            graph = make_fx(torch.func.functionalize(product))(*tensors).graph
+    (launched,) = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert sorted(launched.kwargs["tensors_to_clone"]) == ["out_ptr", "table_ptr"]
+    (output,) = graph.find_nodes(op="output")
+    assert output.args[0].meta["val"].shape == ((8, 512, 256) if along_k else (rows, 256))
     assert not mode.shape_env.guards
 
 

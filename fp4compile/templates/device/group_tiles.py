@@ -16,20 +16,13 @@ def _larger(a, b):
 
 
 @triton.jit
-def _ends_before(offs_ptr, g, groups, rows):
-    """The row after the last one of the groups up to g - 1, int32 [GROUPS]; g: int32 [GROUPS]."""
-    offs = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= groups), other=0)
-    return tl.associative_scan(tl.minimum(tl.maximum(offs, 0), rows), 0, _larger)
+def ends_of(offs, rows):
+    """The row after the last one of each group, int32 [GROUPS].
 
-
-@triton.jit
-def group_bounds(offs_ptr, groups, rows, GROUPS: tl.constexpr):
-    """(starts, ends), int32 [GROUPS]: the first row of each group, and the row after its last.
-
-    offs_ptr: int32 [groups]. rows: how many there are. GROUPS: a power of two; the groups beyond `groups` are empty.
+    offs: int32 [GROUPS], 0 beyond the last group. From those of the groups before, 0 for the first, come first rows.
+    rows: how many there are.
     """
-    g = tl.arange(0, GROUPS)
-    return _ends_before(offs_ptr, g, groups, rows), _ends_before(offs_ptr, g + 1, groups, rows)
+    return tl.associative_scan(tl.minimum(tl.maximum(offs, 0), rows), 0, _larger)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ from fp4compile.templates.device.block_scaled_tile import (
 )
 from fp4compile.templates.device.epilogue import column_parts, rescale, stored, stored_ptr
 from fp4compile.templates.device.group_tiles import (
-    group_bounds,
+    ends_of,
     last_of,
     load_entry,
     of_group,
@@ -105,7 +105,10 @@ def gemm_grouped_block_scaled_sm100(
     b_scales = scale_source(b_scales_ptr, matrices * row_tiles_b, col_tiles, SCALE, BN, scale_cols, TMA)
     out_ptr = stored_ptr(out_ptr, ISA)
 
-    starts, ends = group_bounds(offs_ptr, groups, rows, GROUPS)
+    # Loaded here and by no function: torch would take offs for written, as what is written lies where they say.
+    g = tl.arange(0, GROUPS)
+    starts = ends_of(tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= groups), other=0), rows)
+    ends = ends_of(tl.load(offs_ptr + g, mask=g < groups, other=0), rows)
     padded = tl.cdiv(ends - starts, 128)  # tiles of 128 rows of each group; of 128 columns where ALONG_K
     padded_ends = tl.cumsum(padded, 0)
     tiles_n = tl.cdiv(n, BN)
