@@ -270,4 +270,6 @@ PRODUCTS = (
     *(GroupedProduct(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_rowwise", "mxfp8", "mxfp4")),
     GroupedProduct("nvfp4_te", "nvfp4_te", 2048, 4096, SIZE, groups=128, along_k=True),
     GroupedProduct("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
+    *(GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", 2048, n, SIZE, along_k=True) for n in (4088, 4095)),
+    *(GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", SIZE, n, 4096) for n in (2040, 2047)),
 )  # fmt: skip

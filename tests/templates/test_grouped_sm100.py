@@ -120,7 +120,7 @@ def test_every_program_walks_its_tiles(along_k, monkeypatch):
     """Several tiles each, with different numbers of steps; every configuration, and another walk."""
     monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     a, b, offs = operands("nvfp4", "nvfp4", along_k, (0, 140, 150, 150, 300), 310, 288, 264, p=160)
-    configs = sm100_configs(a.format, b.format, along_k, BF16, Target(100))
+    configs = sm100_configs(a.format, b.format, 264, along_k, BF16, Target(100))
     assert {(config.bn, config.two_sums) for config in configs} == {(256, False), (128, True)}
     for config in configs:
         check(a, b, offs, 310, BF16, replace(config, group_m=2))

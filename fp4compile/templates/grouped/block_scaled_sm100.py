@@ -57,6 +57,7 @@ from fp4compile.templates.gemm.call import kernel_operand
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.gemm.problem import OperandType
 from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.views import power_of_two
 
 _ANY_SIZE = 2**14  # what stands for a symbolic number of rows where a configuration is chosen
 
@@ -80,7 +81,7 @@ def gemm_grouped_block_scaled_sm100(
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, ALONG_K: tl.constexpr, GROUPS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr, ISA: tl.constexpr,
+    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr, ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Tiles [BM, BN] of out = a x b^T, rescaled: out [m, n] of b [groups * n, K], or [groups, m, n] where ALONG_K.
 
@@ -92,12 +93,13 @@ def gemm_grouped_block_scaled_sm100(
     *_outer_each: how many outer scales each group has of its own; 0 where all have the same.
     table: memory for int32 [tiles, 4], all tiles that there can be.
     ALONG_K: groups lie along the contraction. GROUPS: groups, rounded up to a power of two. BM, and BK where ALONG_K:
-    128, as groups are padded. PARTS, TMA, TWO_SUMS: as in `gemm_block_scaled_sm100`.
+    128, as groups are padded. PARTS, TMA, TWO_SUMS: as in `gemm_block_scaled_sm100`. ALIGN: divides n.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
     scale_cols: tl.constexpr = BK // BLOCK
     part_cols: tl.constexpr = BN // PARTS
+    n = n // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
     matrices = 1 if ALONG_K else groups
     a_source = code_source(a_ptr, m, a_per_row, A_ELEMENT, BM, a_bytes, TMA)
     b_source = code_source(b_ptr, matrices * n, b_per_row, B_ELEMENT, BN, b_bytes, TMA)
@@ -207,29 +209,31 @@ def sm100_config(
 
     m, n: rows and columns of the results, of all groups or, where they lie along K, of each. Sizes may be symbolic.
     """
-    m, n = (size if isinstance(size, int) else _ANY_SIZE for size in (m, n))
+    rows, columns = (size if isinstance(size, int) else _ANY_SIZE for size in (m, n))
 
     def rows_read(config: BlockScaledConfig) -> int:
         """Rows of operands that the busiest multiprocessor reads, if the last tile of a group is half full."""
-        row_tiles = groups * ceil_div(m, config.bm) if along_k else m // config.bm + ceil_div(groups, 2)
-        return ceil_div(row_tiles * ceil_div(n, config.bn), target.multiprocessors) * (config.bm + config.bn)
+        row_tiles = groups * ceil_div(rows, config.bm) if along_k else rows // config.bm + ceil_div(groups, 2)
+        return ceil_div(row_tiles * ceil_div(columns, config.bn), target.multiprocessors) * (config.bm + config.bn)
 
-    return min(sm100_configs(a, b, along_k, out_dtype, target), key=rows_read)
+    return min(sm100_configs(a, b, n, along_k, out_dtype, target), key=rows_read)
 
 
 def sm100_configs(
-    a: BlockFormat, b: BlockFormat, along_k: bool, out_dtype: torch.dtype, target: Target
+    a: BlockFormat, b: BlockFormat, n: int, along_k: bool, out_dtype: torch.dtype, target: Target
 ) -> tuple[BlockScaledConfig, ...]:
     """Every configuration that can be worth a try.
 
     A step is 128 bytes of the wider operand's codes, and 128 columns where groups lie along K: no step has columns of
-    two groups.
+    two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers.
     """
+    narrow = not statically_true(n * out_dtype.itemsize % 16 == 0)
     packed = a.packed and b.packed
     step = 256 if packed and not along_k else 128
     row_bytes = (step // 2 if packed else step) + step // a.block_cols
     found = []
     for bn, parts, most, two_sums in ((256, 8, 8, False), (128, 4, 10, True)):
+        parts = 2 * parts if narrow else parts
         other = TILE_ROWS * bn // parts * out_dtype.itemsize + 2048  # a part of the result, and barriers
         stages = min(most * 128 // step, (target.shared_memory - other) // (row_bytes * (TILE_ROWS + bn)))
         found.append(BlockScaledConfig(TILE_ROWS, bn, step, stages, parts, two_sums=two_sums))
@@ -266,7 +270,7 @@ def run(
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=left.type.element, B_ELEMENT=right.type.element, SCALE=left.type.scale, BLOCK=a.format.block_cols,
         A_OUTER=left.type.outer, B_OUTER=right.type.outer, ALONG_K=int(along_k),
-        GROUPS=triton.next_power_of_2(groups), **config.constants, ISA=target.isa,
+        GROUPS=triton.next_power_of_2(groups), ALIGN=power_of_two(n, 16), **config.constants, ISA=target.isa,
     )  # fmt: skip
     return out
 
