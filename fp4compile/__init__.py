@@ -5,7 +5,7 @@ from fp4compile.backend import backend, register_with_accelerate
 from fp4compile.calibrate import calibrate
 from fp4compile.explain import explain
 from fp4compile.formats import BlockFormat
-from fp4compile.functional import BlockScaled, quantize, scaled_mm
+from fp4compile.functional import BlockScaled, quantize, scaled_grouped_mm, scaled_mm
 from fp4compile.packed.files import load_packed, save_packed
 from fp4compile.packed.pack import pack_
 from fp4compile.recipe import Recipe, add_arguments, recipes
@@ -32,5 +32,6 @@ __all__ = [
     "refresh",
     "register_with_accelerate",
     "save_packed",
+    "scaled_grouped_mm",
     "scaled_mm",
 ]

@@ -1,13 +1,18 @@
 """The eager interface: quantise, multiply and dequantise tensors outside of any compiled graph."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+import fp4compile.ops_grouped  # noqa: F401  defines the grouped ops below
 from fp4compile import formats
 from fp4compile.formats import BlockFormat
+from fp4compile.groups import Groups, padded_rows
 from fp4compile.layouts import ceil_div
+from fp4compile.operand import Operand
 from fp4compile.ops import FLOAT_DTYPES, check_layout
+from fp4compile.reference_grouped import with_linear_scales
 
 
 @dataclass(frozen=True, eq=False)  # no `==`: the comparison of two tensors has no truth value
@@ -19,10 +24,14 @@ class BlockScaled:
     scales: the block scales, float8_e4m3fn or float8_e8m0fnu; None for a format without block scales. In the layout
         "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
         matrix.
-    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1.
+    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With `groups`, that of each group: [G],
+        or [G, columns, 1] of each column where the groups lie along the quantised dimension.
     format: the `BlockFormat`, see `formats`.
     shape: the shape of the represented values, with the quantised dimension last and without padding.
     layout: where the block scales lie, "linear" or "swizzled", see `layouts`.
+    groups: of a tensor whose groups were quantised one by one: "rows" (of data), "columns" (of data, each group padded
+        to whole 128), or "matrices". None for any other tensor.
+    offs, rows: the offsets of the groups of "rows" and "columns", and how many rows the tensor had; see `groups`.
     """
 
     data: torch.Tensor
@@ -31,13 +40,46 @@ class BlockScaled:
     format: BlockFormat
     shape: tuple[int, ...]
     layout: str = "linear"
+    groups: str | None = None
+    offs: torch.Tensor | None = None
+    rows: int | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
         _check_float("dtype", dtype)
-        return torch.ops.fp4compile.dequantize(
-            self.data, self.scales, self.outer, self.format.name, self.shape[-1], dtype
+        if self.groups is None:
+            outer, made = self.outer, dtype
+        else:
+            outer, made = None, torch.float32
+        values = torch.ops.fp4compile.dequantize(
+            self.data, self._linear_scales(), outer, self.format.name, self.shape[-1], made
         )
+        if self.groups is None or self.outer is None:
+            return values.to(dtype)
+        return (values * self._outer_of_values(self.outer)).to(dtype)
+
+    def _linear_scales(self) -> torch.Tensor | None:
+        """The block scales as `dequantize` takes them: those of groups of rows without the padding between groups."""
+        if self.groups != "rows" or self.layout != "swizzled" or self.scales is None:
+            return self.scales
+        return with_linear_scales(Operand(self.data, self.scales, None, self.format), self._cut()).scales
+
+    def _cut(self) -> Groups:
+        if self.offs is None or self.rows is None:
+            raise ValueError(f"offs, rows: groups of {self.groups} need both, got {self.offs} and {self.rows}")
+        return Groups.of(self.offs, self.rows)
+
+    def _outer_of_values(self, outer: torch.Tensor) -> torch.Tensor:
+        """The outer scale of each value, in a shape that broadcasts to `shape`."""
+        if self.groups == "matrices":
+            return outer.view(-1, 1, 1) if outer.dim() == 1 else outer
+        if outer.dim() == 0 or (self.groups == "rows" and outer.dim() == 2):
+            return outer
+        groups = self._cut()
+        if self.groups == "rows":
+            return torch.cat((outer, outer.new_ones(1)))[groups.of_rows].unsqueeze(-1)
+        of_columns, _ = groups.of_padded()
+        return outer[of_columns] if outer.dim() == 1 else outer[of_columns].squeeze(-1).t()
 
 
 def quantize(
@@ -49,6 +91,8 @@ def quantize(
     layout: str = "linear",
     seed: torch.Tensor | None = None,
     hadamard: bool = False,
+    offs: torch.Tensor | None = None,
+    per_matrix: bool = False,
 ) -> BlockScaled:
     """Quantise a tensor to a block format.
 
@@ -61,6 +105,9 @@ def quantize(
     seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
+    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `groups`. With dim=0, the
+        result has each group padded to whole 128. per_matrix: to quantise each matrix of x [G, R, C] as if it were
+        alone. The results are the operands of `scaled_grouped_mm`.
 
     Returns a `BlockScaled`, which is not differentiable.
 
@@ -80,18 +127,32 @@ def quantize(
     check_layout(layout)
     lead = list(x.shape)
     k = lead.pop(dim)
+    grouped = offs is not None or per_matrix
+    if offs is not None and (x.dim() != 2 or per_matrix):
+        raise ValueError(f"offs: they go with a matrix x and without per_matrix, x has shape {tuple(x.shape)}")
+    if outer is not None and grouped and fmt.outer == "row":
+        raise ValueError(f"outer: format {fmt.name} scales rows, whose scales are computed where there are groups")
     if outer is not None:
         _check_outer(outer, fmt, lead, x.device)
     if seed is not None and (not isinstance(seed, torch.Tensor) or seed.device != x.device):
         raise TypeError(f"seed: expected an int64 torch.Tensor on {x.device}, got {seed!r}")
-    data, scales, computed = torch.ops.fp4compile.quantize(
-        x.detach(), fmt.name, dim, outer=outer, layout=layout, seed=seed, hadamard=hadamard
-    )
+    options: dict[str, Any] = {"outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard}
+    if grouped:
+        dim = dim if dim < 0 else dim - x.dim()
+        data, scales, computed = torch.ops.fp4compile.quantize_grouped(x.detach(), offs, fmt.name, dim, **options)
+        k = padded_rows(k, offs.shape[0]) if offs is not None and dim == -2 else k
+    else:
+        data, scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, **options)
     if hadamard:
         k = ceil_div(k, fmt.block_cols) * fmt.block_cols
     if outer is None and fmt.outer is not None:
         outer = computed
-    return BlockScaled(data, scales if fmt.scale else None, outer, fmt, (*lead, k), layout)
+    scales = scales if fmt.scale else None
+    if not grouped:
+        return BlockScaled(data, scales, outer, fmt, (*lead, k), layout)
+    kind = "matrices" if offs is None else "rows" if dim == -1 else "columns"
+    rows = None if offs is None else x.shape[0]
+    return BlockScaled(data, scales, outer, fmt, (*lead, k), layout, kind, offs, rows)
 
 
 def scaled_mm(
@@ -129,6 +190,50 @@ def scaled_mm(
     _check_float("out_dtype", out_dtype)
     return torch.ops.fp4compile.scaled_mm(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
+    )
+
+
+def scaled_grouped_mm(
+    a: BlockScaled, b: BlockScaled, offs: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """The products of groups, each as `scaled_mm` would compute it: those of experts, whose tokens lie in a row.
+
+    a, b: A [M, K], whose rows `offs` cuts in groups, and B [G, N, K], one matrix a group: out [M, N], zero in rows of
+        no group. Or both quantised with offs along the rows (dim=0), [P, rows] and [Q, rows]: out [G, P, Q]. See
+        `quantize` for how they are made. Formats go together as in `scaled_mm`.
+    offs: int32 [G], the end of each group, on the operands' device. Its values are never read by the host: those that
+        decrease count as empty groups, and those beyond M as M.
+    out_dtype: bf16, fp16 or fp32.
+
+    Raises TypeError for an operand that is no `BlockScaled` and for offs that are not int32, ValueError for shapes,
+    formats, groups, devices or an out_dtype that do not fit.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, BlockScaled):
+            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
+    if not isinstance(offs, torch.Tensor):
+        raise TypeError(f"offs: expected an int32 torch.Tensor, got {type(offs).__name__}")
+    along = a.groups == b.groups == "columns"
+    if not along and (len(a.shape), len(b.shape)) != (2, 3):
+        raise ValueError("a, b: expected [M, K] and [G, N, K], or two that were quantised with offs and dim=0; "
+                         f"got shapes {a.shape} and {b.shape}, groups {a.groups!r} and {b.groups!r}")  # fmt: skip
+    if along and a.rows != b.rows:
+        raise ValueError(f"numbers of rows differ: a was made of {a.rows}, b of {b.rows}")
+    if not along and a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
+    if not formats.compatible(a.format, b.format):
+        raise ValueError(
+            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
+        )
+    if not a.data.device == b.data.device == offs.device:
+        raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}, offs on {offs.device}")
+    for operand in (a, b):
+        if operand.offs is not None and operand.offs.shape != offs.shape:
+            raise ValueError(f"offs: expected the {operand.offs.shape[0]} groups of an operand, got {offs.shape[0]}")
+    _check_float("out_dtype", out_dtype)
+    rows = a.rows if along else a.shape[0]
+    return torch.ops.fp4compile.scaled_grouped_mm(
+        a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, offs, rows, out_dtype
     )
 
 

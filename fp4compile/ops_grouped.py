@@ -3,12 +3,17 @@
     fp4compile::quantize_grouped(x, offs, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
     fp4compile::scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype)
         -> product
+    fp4compile::scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
+        -> product
 
-Both do what `quantize` and `scaled_mm` would do group by group. What `ops` says of ops holds for them.
+The first two do what `quantize` and `scaled_mm` would do group by group. What `ops` says of ops holds for them.
 
 `quantize_grouped` takes x [M, K] whose rows offs cuts in groups, and quantises it along K (dim -1) or along the rows of
-each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells the
-shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
+each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells
+the shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
+
+`scaled_mm_gathered` is `scaled_mm` of a [S, M, K] and b[index], where b is [E, N, K] and index an int [S]: few tokens
+that each have an expert of their own.
 """
 
 import torch
@@ -30,6 +35,11 @@ LIBRARY.define(
     " -> Tensor",
     tags=TAGS,
 )
+LIBRARY.define(
+    "scaled_mm_gathered(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
+    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor index, ScalarType out_dtype) -> Tensor",
+    tags=TAGS,
+)
 
 
 # ---------------------------------------------------------------- quantize_grouped
@@ -47,6 +57,18 @@ def _quantize_grouped(x, offs, format, dim=-1, *, outer=None, layout="linear", s
         else:
             found = reference_grouped.quantize_columns(x, groups, fmt, outer, layout, seed, hadamard)
     data, scales, computed = found
+    return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
+
+
+@torch.library.impl(LIBRARY, "quantize_grouped", "CUDA")
+def quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+    """`quantize_grouped` by the Triton kernels; what a graph is lowered to."""
+    from fp4compile.templates.grouped import dispatch as kernels  # here, so that the CPU needs no Triton
+
+    fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
+    data, scales, computed = kernels.quantize_grouped(
+        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard
+    )  # fmt: skip
     return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
 
 
@@ -104,6 +126,15 @@ def _scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_f
     return reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
 
 
+@torch.library.impl(LIBRARY, "scaled_grouped_mm", "CUDA")
+def scaled_grouped_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype):
+    """`scaled_grouped_mm` by the Triton kernels; what a graph is lowered to."""
+    from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
+
+    a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return scaled_grouped_mm(a, b, offs, rows, out_dtype)
+
+
 @torch.library.register_fake("fp4compile::scaled_grouped_mm", lib=LIBRARY)
 def _scaled_grouped_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype):
     _check_product(a, b, offs, rows)
@@ -118,3 +149,27 @@ def _check_product(a, b, offs, rows) -> None:
     check_offs(offs, b.shape[0] if b.dim() == 3 else None)
     if b.dim() == 3:
         torch._check_value(a.shape[0] == rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {rows}")
+
+
+# ---------------------------------------------------------------- scaled_mm_gathered
+
+
+@torch.library.impl(LIBRARY, "scaled_mm_gathered", "CompositeExplicitAutograd")
+def _scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype):
+    taken = (None if t is None else _taken(t, index) for t in (b, b_scales, b_outer))
+    return torch.ops.fp4compile.scaled_mm(a, a_scales, a_outer, a_format, *taken, b_format, None, out_dtype)
+
+
+@torch.library.register_fake("fp4compile::scaled_mm_gathered", lib=LIBRARY)
+def _scaled_mm_gathered_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype):
+    if a.dim() != 3 or b.dim() != 3 or index.dim() != 1:
+        raise ValueError("a, b, index: expected [S, M, K], [E, N, K] and [S]; got shapes "
+                         f"{tuple(a.shape)}, {tuple(b.shape)} and {tuple(index.shape)}")  # fmt: skip
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
+
+
+def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[index] of any dtype: as bytes where torch takes no elements of it."""
+    if x.dim() == 0:
+        return x
+    return x.view(torch.uint8)[index].view(x.dtype) if x.element_size() == 1 else x[index]

@@ -37,16 +37,12 @@ def quantize_matrices(
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    groups: Groups,
-    fmt: BlockFormat,
-    outer: torch.Tensor | None,
-    layout: str,
+    x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None,
-) -> Quantised:
+) -> Quantised:  # fmt: skip
     """Quantise grouped rows along their elements: the operand of a product whose groups are rows of its result.
 
-    x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, where the format has it.
+    x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, if the format has one.
 
     Returns data [M, padded K], whose rows of no group mean nothing; block scales, linear [M, blocks], or swizzled with
     each group's rows padded to 128; the outer scale: [] as given, [G] of each group, or [M, 1] of each row.
@@ -104,21 +100,21 @@ def quantize_columns(
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
     """The products of all groups, each as `reference.scaled_mm` has it.
 
-    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N], row m by the matrix of its group,
-    zero where it has none. With two, the groups lie along the contraction: A [P, W] x B [Q, W] -> [G, P, Q]; W counts
-    the padded rows of an operand that `quantize_columns` made, and the rows of a plain one.
+    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N], row m by the matrix of its
+    group, zero where it has none. With two, the groups lie along the contraction: A [P, W] x B [Q, W] -> [G, P, Q].
+    W counts the padded rows of an operand that `quantize_columns` made, and the rows of a plain one.
     rows: how many rows there are in groups and beyond, M.
     """
     groups = Groups.of(offs, rows)
     bounds = list(zip(groups.starts.tolist(), groups.ends.tolist(), groups.padded_starts.tolist(), strict=True))
     if b.data.dim() == 3:
         out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
-        a = _with_linear_scales(a, groups)
+        a = with_linear_scales(a, groups)
         for g, (start, end, _) in enumerate(bounds):
             out[start:end] = reference.scaled_mm(_rows(a, g, start, end), _matrix(b, g), None, out_dtype)
         return out
     out = a.data.new_zeros((groups.count, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    a, b = _with_linear_scales(a), _with_linear_scales(b)
+    a, b = with_linear_scales(a), with_linear_scales(b)
     for g, (start, end, padded) in enumerate(bounds):
         runs = [_run(x, g, padded if x.format is not None else start, end - start) for x in (a, b)]
         out[g] = reference.scaled_mm(*runs, None, out_dtype)
@@ -154,7 +150,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def _with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
+def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
     """The operand with linear scales. groups: where their rows are padded, the scales are then those of the rows."""
     if x.format is None or x.scales is None or x.scales.dim() > 1:
         return x

@@ -30,10 +30,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import fp4compile.ops  # noqa: F401  defines the op below
+import fp4compile.ops_grouped  # noqa: F401  defines the ops below
 from fp4compile.fingerprint import fingerprint_of
 
 QUANTIZE = torch.ops.fp4compile.quantize.default
+QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
 _ATTRIBUTE = "_fp4compile_packed"
 
 
@@ -71,11 +72,12 @@ class Form:
     dim: int
     layout: str
     piece: Piece | None
+    grouped: bool
 
 
-def form(format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None) -> Form:
-    """The form of a quantise's format, dimension, layout and piece."""
-    return _form(format, dim, layout, piece)
+def form(format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False) -> Form:
+    """The form of a quantise's format, dimension, layout and piece. grouped: each matrix by itself, see `groups`."""
+    return _form(format, dim, layout, piece, grouped)
 
 
 # A function of its own, because the cache distinguishes positional from keyword arguments; `form` passes all one way.
@@ -198,6 +200,8 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     source = weight.detach() if form.piece is None else form.piece.of(weight.detach())
+    if form.grouped:
+        return QUANTIZE_GROUPED(source, None, form.format, form.dim, layout=form.layout)
     return QUANTIZE(source, form.format, form.dim, layout=form.layout)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tests.helpers import in_interpreter, kept_shapes
+from tests.helpers import in_interpreter, kept_shapes, quick_interpreter
 
 # Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
 SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
@@ -25,6 +25,8 @@ def pytest_configure():
     if os.environ.get("TRITON_INTERPRET") == "1":
         in_interpreter.patch_triton_once()
         kept_shapes.keep_shapes()
+        quick_interpreter.reduce_whole_arrays()
+        quick_interpreter.keep_type_checks()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,6 @@
 """What the gate compiles: every way in which quantise kernels are launched, and products that every kernel serves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -273,3 +273,47 @@ PRODUCTS = (
     *(GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", 2048, n, SIZE, along_k=True) for n in (4088, 4095)),
     *(GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", SIZE, n, 4096) for n in (2040, 2047)),
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- representatives
+
+
+def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
+    """The entries of both tables that the tests compile: those with a launch that has something new.
+
+    On SM100, for which the kernels are written, that is any value of any constant of a kernel, a dtype, a combination
+    of number formats and epilogue, or a way to load and store. Other GPUs run the same sources: there each kernel has
+    each number format, and each product each combination of them. SM103 has SM100's launches: each kernel once, each
+    format once.
+    """
+    configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
+    return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
+
+
+_PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
+
+
+def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any], list[Launched]]) -> tuple[Any, ...]:
+    chosen, seen = [], set[Any]()
+    for entry in table:
+        traits = {trait for one in launches(entry) for trait in _traits(one, getattr(entry, "epilogue", ""), sm)}
+        if not traits <= seen:
+            chosen.append(entry)
+            seen |= traits
+    return tuple(chosen)
+
+
+def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
+    """What a launch has that another may lack."""
+    name, constants = launched.kernel.__name__, launched.constants
+    formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
+    if sm == 103:
+        return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
+    if sm != 100:
+        kinds = {(name, formats)} if multiplies(launched) else {(name, value) for value in formats}
+        return {*kinds, *((name, key, constants.get(key)) for key in ("SEEDED", "TRANSFORM"))}
+    values = {(name, key, str(value)) for key, value in constants.items()}
+    whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
+    path = (name, *(str(constants.get(key)) for key in _PATH), whole)
+    dtype = launched.args["x_ptr"].dtype if "x_ptr" in launched.args else None
+    return {*values, (name, formats, epilogue), path, (name, dtype), (name, launched.num_warps, launched.num_stages)}

@@ -167,7 +167,8 @@ class _Scan:
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
         gemm = self._gemm(
             product, "fprop", module_name(self.parameters[root]), roles,
-            layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),  # in W @ x tokens are columns
+            # In W @ x the tokens are the columns.
+            layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, -1 if weight_is_b else -2),
         )  # fmt: skip
         activation = product.other.view
@@ -248,8 +249,13 @@ class _Scan:
     def _gemm(self, product: Product, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
         a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
         more = {"layer": product.dims, "forward": product.node, **more}
-        groups = product.groups or ("batch" if product.grouping and kind != "attention" else None)
-        return Gemm(product.node, kind, module, a, b, dims=product.sizes, groups=groups, offs=product.offs,
+        groups, dims = product.groups, product.sizes
+        if groups is None and product.grouping and kind != "attention":
+            groups = "batch" if product.index is None else "gather"
+        if groups == "gather" and product.weight is product.a:  # computed as x @ W^T
+            m, n, k = product.dims
+            dims = (product.batch * n, m, k)
+        return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
                     **product.terms, **more)  # fmt: skip
 
     def _operand(self, side: Side, role: str, product: Product) -> Operand:

@@ -72,7 +72,7 @@ class Categories:
         name = _operator_name(gemm.node.target)
         operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
-        if _GROUPED.search(name) or _EXPERTS.search(gemm.module):
+        if gemm.groups is not None or _GROUPED.search(name) or _EXPERTS.search(gemm.module):
             return "experts"
         if _CONVOLUTION.search(name):
             return "convolution"

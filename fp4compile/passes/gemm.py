@@ -50,8 +50,9 @@ class Gemm:
     tied_to_embedding: whether the layer's weight is also the table of an embedding.
     selects: whether a top-k, a sort or a softmax is taken of the layer's outputs, as a router does.
     groups: how the products of experts are one: "rows" where offs cuts the rows of A, one matrix of B each;
-        "contraction" where it cuts the contraction; "batch" where both operands are batches; None for one product.
-    offs: the node of the offsets (see `groups`), where there are any.
+        "contraction" where it cuts the contraction; "batch" where both operands are batches; "gather" where `index`
+        says which matrix of the weight each matrix of a batch multiplies; None for one product.
+    offs: the node of the offsets (see `groups`), where there are any. index: int [batch], where there is one.
     unsupported: why the product is left alone whatever the recipe says; None where the recipe decides.
     packed: the formats of A and B of a product that was quantised before the graph was captured
         (`fp4compile.pack_`); None for any other product.
@@ -72,5 +73,6 @@ class Gemm:
     selects: bool = False
     groups: str | None = None
     offs: Node | None = None
+    index: Node | None = None
     unsupported: str | None = None
     packed: tuple[str | None, str] | None = None

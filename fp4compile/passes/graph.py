@@ -27,6 +27,7 @@ SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
 SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default
 QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
 SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
+SCALED_MM_GATHERED = torch.ops.fp4compile.scaled_mm_gathered.default
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 CAST = torch.ops.prims.convert_element_type.default
 

@@ -9,6 +9,7 @@ Graphs stay as they are under torch.distributed: FSDP refills a parameter's stor
 counter.
 """
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +25,7 @@ from fp4compile.passes.find import parameters_of
 from fp4compile.passes.gemm import Input
 from fp4compile.passes.views import view_of
 from fp4compile.report import PassRun
-from fp4compile.weight_cache import QUANTIZE, Form, Piece, form, packed_weight, watch_optimizers
+from fp4compile.weight_cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, form, packed_weight, watch_optimizers
 
 log = logging.getLogger("fp4compile")
 
@@ -102,12 +103,13 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
     placeholders = graph.find_nodes(op="placeholder")
     parameters = parameters_of(graph, inputs)
     last = placeholders[-1] if placeholders else None
-    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
-        source, fmt, *dim = node.args
+    nodes = (graph.find_nodes(op="call_function", target=op) for op in (QUANTIZE, QUANTIZE_GROUPED))
+    for node in itertools.chain(*nodes):
+        source, *offs, fmt, dim = _arguments(node)
         root = view_of(source).root
-        if root not in parameters or node.kwargs.keys() - {"layout"} or not _fixed(source):
+        if root not in parameters or any(offs) or node.kwargs.keys() - {"layout"} or not _fixed(source):
             continue
-        packed_as = form(fmt, dim[0] if dim else -1, node.kwargs.get("layout", "linear"), _piece(source))
+        packed_as = form(fmt, dim, node.kwargs.get("layout", "linear"), _piece(source), grouped=bool(offs))
         hoisted.recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
         for index, value in enumerate(node.meta["val"]):
             with graph.inserting_after(last):
@@ -120,6 +122,12 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
 
 
 HOIST = Pass("hoist", hoist)
+
+
+def _arguments(node: Node) -> tuple:
+    """The arguments of a quantise by position, the last of them its dimension."""
+    count = 3 if node.target is QUANTIZE else 4
+    return node.args if len(node.args) == count else (*node.args, -1)
 
 
 def _fixed(source: Node) -> bool:

@@ -21,12 +21,15 @@ class Side:
     """An operand as the graph has it.
 
     root: the placeholder of the parameter that all its elements come from; None if they come from anything else.
+    index: of an operand that takes matrices out of a batch of them, the node that says which; node and view are then
+        those of the whole batch, and None is any other operand's.
     """
 
     node: Node
     view: View
     root: Node | None
     is_gradient: bool
+    index: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Product:
         if self.weight is None or self.groups == "contraction" or self.matrix is not None:
             return None
         view = self.weight.view
-        # A matrix that repeats along the batch on side A is no weight of experts.
-        fits = self.weight is self.b if self.groups else view.matrix() is None
-        return view if fits and len(view.size) == 3 else None
+        if self.groups is not None and self.weight is self.a:
+            return None
+        return view if len(view.size) == 3 and not view.repeats else None
 
     @property
     def weight_view(self) -> View | None:
@@ -84,8 +87,15 @@ class Product:
         """Equal for the products of one layer, forward and backward; () where the layer has one matrix."""
         if self.offs is not None:
             return ("offs", value_key(self.offs))
+        if self.index is not None:
+            return ("gather", value_key(self.index))
         one = statically_true(self.batch == 1) if self.weight is None else self.matrices is None
         return () if one else ("batch",)
+
+    @property
+    def index(self) -> Node | None:
+        """Which matrices of the weight the batch takes, where it takes any."""
+        return None if self.weight is None else self.weight.index
 
     @property
     def sizes(self) -> tuple:
@@ -143,8 +153,26 @@ def _read(node: Node, a: Node, b: Node, parameters: Collection[Node], gradients:
 
 def _side(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Side:
     view = view_of(node)
+    gathered = _gathered(view, parameters)
+    if gathered is not None:
+        return gathered
     root = view.root
     while root is not None and root not in parameters:
         source = source_of(root)  # not None where the root is a reshape that no strides express
         root = None if source is None else view_of(source).root
     return Side(node, view, root, node in gradients)
+
+
+def _gathered(view: View, parameters: Collection[Node]) -> Side | None:
+    """The operand w[index], or its transpose, of a parameter w of matrices."""
+    gather = view.root
+    if gather.target is not aten.index.Tensor or len(gather.args[1]) != 1:
+        return None
+    source, (index,) = gather.args
+    whole, taken = view_of(source), view_of(gather)
+    integers = index is not None and index.meta["val"].dtype in (torch.int32, torch.int64)
+    if whole.root not in parameters or len(whole.size) != 3 or not integers or index.meta["val"].dim() != 1:
+        return None
+    if view.key == taken.key:
+        return Side(source, whole, whole.root, False, index)
+    return Side(source, whole.swapped(), whole.root, False, index) if view.key == taken.swapped().key else None

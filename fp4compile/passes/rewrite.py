@@ -19,7 +19,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
 from fp4compile.passes.gemm import Gemm, Operand
-from fp4compile.passes.graph import QUANTIZE, QUANTIZE_GROUPED, SCALED_GROUPED_MM, fake_value, new_node
+from fp4compile.passes.graph import (
+    QUANTIZE,
+    QUANTIZE_GROUPED,
+    SCALED_GROUPED_MM,
+    SCALED_MM_GATHERED,
+    fake_value,
+    new_node,
+)
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
 from fp4compile.passes.views import is_cast, source_of, value_key
@@ -60,7 +67,10 @@ class _Builder:
         with self.graph.inserting_before(node):
             if gemm.offs is not None:
                 return self._grouped(decision, dtype)
-            args = (*self._operand(gemm, gemm.a, decision.a, -1), *self._operand(gemm, gemm.b, decision.b, -2))
+            if gemm.index is not None:
+                return self._gathered(decision, dtype)
+            a, b = self._operands(decision)
+            args = (*a, *b)
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
             bias = gemm.bias.meta["val"]
@@ -74,11 +84,20 @@ class _Builder:
         """The product of groups. Those of the contraction are rows of both operands, which are quantised along them."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
         by_rows = gemm.groups == "rows"
-        a = self._operand(gemm, gemm.a, decision.a, -1)
-        b = self._operand(gemm, gemm.b, decision.b, -2)
+        a, b = self._operands(decision)
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
         return self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
+
+    def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
+        """The product with matrices taken out of the weight; W @ x as the transpose of x^T @ W^T."""
+        gemm, meta = decision.gemm, decision.gemm.node.meta
+        a, b = self._operands(decision)
+        weight_is_a = gemm.a.parameter is not None
+        if weight_is_a:
+            a, b = b, a
+        product = self._call(SCALED_MM_GATHERED, (*a, *b, gemm.index, dtype), meta)
+        return self._swapped(product, meta) if weight_is_a else product
 
     def _size(self, node: Node, dim: int, meta: dict) -> int | Node:
         """A size of a node's tensor: a number, or a node where it is symbolic."""
@@ -104,6 +123,10 @@ class _Builder:
 
     def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict) -> Node:
         return self._call(torch.ops.fp4compile.scaled_mm.default, (*args, bias, dtype), meta)
+
+    def _operands(self, decision: Decision) -> tuple[tuple, tuple]:
+        gemm = decision.gemm
+        return self._operand(gemm, gemm.a, decision.a, -1), self._operand(gemm, gemm.b, decision.b, -2)
 
     def _operand(self, gemm: Gemm, operand: Operand, treatment: Treatment | None, dim: int) -> tuple:
         """(data, scales, outer, format) of an operand, with the contraction last.
@@ -133,12 +156,11 @@ class _Builder:
             if operand.role == "wgrad_x":
                 mark(self.quantised[key][0].args[0], gemm.node.name)
         data, scales, outer = self.quantised[key]
-        if gemm.groups == "batch" and alone:  # `scaled_mm` takes an outer scale for each row
+        if gemm.groups in ("batch", "gather") and alone:  # `scaled_mm` takes an outer scale for each row
             shape = [*data.meta["val"].shape[:2], 1]
-            outer = self._call(
-                aten.unsqueeze.default, (self._call(aten.unsqueeze.default, (outer, -1), meta), -1), meta
-            )
+            outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
+            outer = self._call(aten.clone.default, (outer,), meta, memory_format=torch.contiguous_format)
         return data, scales, outer, treatment.format
 
     def _swapped(self, source: Node, meta: dict) -> Node:

@@ -55,6 +55,11 @@ class View:
     def is_batched(self) -> bool:
         return len(self.size) > 2
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an element may be there more than once, along a dimension of stride 0."""
+        return any(_equal(step, 0) and not _equal(size, 1) for size, step in zip(self.size, self.stride, strict=True))
+
     def swapped(self) -> "View":
         """This view with its last two dimensions swapped."""
         return self._permuted([*range(len(self.size) - 2), -1, -2])

@@ -6,14 +6,13 @@ signal-to-noise ratio far above that of the quantisation (most often to 120 dB).
 in how far it is from the unquantised one.
 """
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 
 import fp4compile
 from fp4compile.recipe import named
+from tests.helpers.hand_models import by_hand, gradients, sqnr
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,52 +21,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["nvfp4", "mxfp8"]
 SAME = 30.0  # dB: two computations of the same quantised model
 QUANTISED = 20.0  # dB: more than these models keep when they are quantised
-
-
-# ---------------------------------------------------------------- models quantised by hand
-
-
-def rounded(x, fmt, dim):
-    return fp4compile.quantize(x, fmt, dim=dim).dequantize(x.dtype).movedim(-1, dim)
-
-
-class HandLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, bias, recipe):
-        flat = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(flat, w)
-        ctx.recipe, ctx.has_bias = recipe, bias is not None
-        y = rounded(flat, recipe.fprop_x, -1) @ rounded(w, recipe.fprop_w, -1).t()
-        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        flat, w = ctx.saved_tensors
-        dy = grad.reshape(-1, grad.shape[-1])
-        dx = rounded(dy, ctx.recipe.dgrad_dy, -1) @ rounded(w, ctx.recipe.dgrad_w, 0)
-        dw = rounded(dy, ctx.recipe.wgrad_dy, 0).t() @ rounded(flat, ctx.recipe.wgrad_x, 0)
-        return dx.view(*grad.shape[:-1], -1), dw, dy.sum(0) if ctx.has_bias else None, None
-
-
-def by_hand(model, recipe):
-    """The model, its linear layers but the LM head computing as the recipe says."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            layer.forward = functools.partial(_hand_forward, layer, recipe)
-    return model
-
-
-def _hand_forward(layer, recipe, x):
-    return HandLinear.apply(x, layer.weight, layer.bias, recipe)
-
-
-def sqnr(exact, other):
-    exact, other = exact.detach().double(), other.detach().double()
-    return (10 * torch.log10(exact.square().sum() / (exact - other).square().sum())).item()
-
-
-def gradients(model):
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def linears(model):
@@ -150,7 +103,7 @@ def bert(device="cpu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["nvfp4"])  # Llama and the trained embeddings have both
 def test_bert_trains(recipe, device):
     tokens = torch.randint(128, (2, 24), device=device)
     mask = torch.ones_like(tokens)

@@ -191,7 +191,32 @@ def broadcast(d: Draft) -> None:
     code = [f"{h} = torch.bmm({x}, {weight})"]
     layer = form in ("repeated", "view")
     oracle = [f"{h} = q.linear('{w}', {x}, self.{w}.t(), fprop='may', back='may')"] if layer else None
+    if form == "experts":
+        each = f"q.experts('{w}', {x}.flatten(0, 1), self.{w}.transpose(1, 2), {x}.shape[1])"
+        oracle = [f"{h} = {each}.unflatten(0, {x}.shape[:2])"]
     d.step(f"broadcast ({form})", [x], made, code, oracle)
+
+
+@kind(0.7)
+def grouped(d: Draft) -> None:
+    """Experts as a grouped product, whose groups may be empty, and whose last rows may belong to none."""
+    x = d.pick(rank=2)
+    if x is None:
+        return
+    rows, into = d.shape(x)
+    width, experts = d.width(), d.rng.choice((1, 3, 4))
+    h, made = result(d, x, width)
+    w = d.parameter(experts, into, width)
+    # Of dynamic programs the fewest rows count. Some cuts are equal.
+    ends = sorted(d.rng.choices(range(min(rows, 24) + 1), k=experts))
+    # The operator leaves rows of no expert as they were in memory, in the result and in the gradient of x.
+    own = f"torch.arange({x}.shape[0], device={x}.device)[:, None] < {ends[-1]}"
+    before, behind = f"{h} = torch.where({own}, {x}, 0).bfloat16()", f"{h} = torch.where({own}, {h}.to({x}.dtype), 0)"
+    weight = f"self.{w}.bfloat16()"
+    code = [f"offs = torch.tensor({ends}, dtype=torch.int32, device={x}.device)", before,
+            f"{h} = F.grouped_mm({h}, {weight}, offs=offs)", behind]  # fmt: skip
+    oracle = [before, f"{h} = q.experts('{w}', {h}, {weight}.transpose(1, 2), {ends})", behind]
+    d.step("grouped", [x], made, code, oracle)
 
 
 @kind(0.6)

@@ -4,6 +4,7 @@ Nothing here asks `fp4compile.passes`: rules, limits and roles are written down 
 `fp4compile.reference` alone. A program's oracle text calls
 
     q.linear(name, x, w, bias)    a layer: x [..., in], w [out, in], whatever view of the parameter `name` w is
+    q.experts(name, x, w, ends)   a layer of experts: rows of x up to ends[0] by w[0], then up to ends[1] by w[1], ...
     q.attention(a, b)             a product of two activations, [..., m, k] x [..., k, n]
 
 and plain operators for all that must be left alone. Each product notes what was quantised (`Oracle.products`), to be
@@ -76,6 +77,13 @@ class Oracle:
             return y
         return y + (bias if beta == 1 else bias * beta)
 
+    def experts(self, name, x, w, ends):
+        """x[rows of expert e] @ w[e].T for each e, as one layer; x [tokens, in], w [experts, out, in]."""
+        rows = ("fprop_x", "dgrad_dy") if isinstance(ends, int) else ("fprop_x", "dgrad_dy", "wgrad_dy", "wgrad_x")
+        layer = _Layer(self, name, (x.shape[0], *w.shape[1:]), MUST, MUST, 1, never_square=rows,
+                       rows=ends if isinstance(ends, int) else None)  # fmt: skip
+        return _Experts.apply(layer, x, w, ends)
+
     @property
     def may(self):
         """The same, for layers whose forward products may be left alone."""
@@ -124,8 +132,8 @@ class Oracle:
                 return self.attention_rows.pop(place).quantised
         return False
 
-    def multiply(self, layer: "_Layer", product, left, right, roles, bias=None):
-        """left @ right (+ bias), quantised as the recipe says."""
+    def multiply(self, layer: "_Layer", product, left, right, roles, bias=None, sizes=None):
+        """left @ right (+ bias), quantised as the recipe says. sizes: (m, n, k) of the report; () is not counted."""
         treatments = self._treatments(layer, product, roles)
         if treatments is None:
             out = left @ right if bias is None else torch.addmm(bias, left, right)
@@ -143,8 +151,9 @@ class Oracle:
                 outer = None if outer is None else torch.full((), outer, device=x.device)
                 operands.append(Operand(*reference.quantize(x, fmt, outer, transform=hadamard), fmt))
                 names.append(fmt.name)
-        m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
-        self.products[_key(layer.name, product, self._sizes(m, n, k, layer, product), tuple(names))] += 1
+        if sizes != ():
+            m, n, k = sizes or (left.shape[-2], right.shape[-1], left.shape[-1])
+            self.products[_key(layer.name, product, self._sizes(m, n, k, layer, product), tuple(names))] += 1
         out = reference.scaled_mm(*operands, None if self.noise else bias, torch.float32 if self.noise else left.dtype)
         if self.noise:
             out = self._perturbed(out)
@@ -166,8 +175,11 @@ class Oracle:
             recipe = self.layer_recipe(layer.name, layer.dims)
         if recipe is None or not any(getattr(recipe, role) for role in roles):
             return None
+        if any(role in layer.never_square and getattr(recipe, role) and formats.get(getattr(recipe, role)).square
+               for role in roles):  # fmt: skip
+            return None
         policy = MUST if product == "attention" else layer.fprop if product == "fprop" else layer.back
-        if product == "wgrad" and layer.dims[0] == 1:  # of one token: to Inductor an outer product, not a matrix one
+        if product == "wgrad" and (layer.rows or layer.dims[0]) == 1:  # of one token: to Inductor an outer product
             policy = MAY
         if policy == MAY and not self.report_has(layer.name, product):
             return None
@@ -198,7 +210,11 @@ class _Lenient:
 
 @dataclass(frozen=True)
 class _Layer:
-    """dims: (tokens, out features, in features). alpha: of an addmm, which multiplies products, not their operands."""
+    """dims: (tokens, out features, in features). alpha: of an addmm, which multiplies products, not their operands.
+
+    never_square: roles of rows of several groups or matrices, which square blocks would mix. rows: that a product for
+    the weight's gradient contracts, where these are not all tokens.
+    """
 
     oracle: Oracle
     name: str
@@ -207,9 +223,11 @@ class _Layer:
     back: str
     wgrad_scale: float
     alpha: float = 1
+    never_square: tuple[str, ...] = ()
+    rows: int | None = None
 
-    def multiply(self, product, left, right, roles, bias=None):
-        return self.oracle.multiply(self, product, left, right, roles, bias)
+    def multiply(self, product, left, right, roles, bias=None, sizes=None):
+        return self.oracle.multiply(self, product, left, right, roles, bias, sizes)
 
 
 class _Linear(torch.autograd.Function):
@@ -231,6 +249,46 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             db = dy.sum(0)
         return None, dx, dw, db
+
+
+class _Experts(torch.autograd.Function):
+    """One layer of experts. ends: what is behind each expert's last row; an int where all have as many rows."""
+
+    @staticmethod
+    def forward(ctx, layer: _Layer, x, w, ends):
+        ctx.layer, ctx.batched = layer, isinstance(ends, int)
+        ctx.ends = list(range(ends, x.shape[0] + 1, ends)) if ctx.batched else ends
+        ctx.save_for_backward(x, w)
+        return _each(ctx, "fprop", x, w.transpose(1, 2), ("fprop_x", "fprop_w"))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[1]:
+            dx = _each(ctx, "dgrad", dy, w, ("dgrad_dy", "dgrad_w"))
+        if ctx.needs_input_grad[2]:
+            n, k = w.shape[1:]
+            rows = ctx.ends[0] if ctx.batched else x.shape[0]
+            dw = torch.stack([
+                ctx.layer.multiply("wgrad", dy[start:end].t(), x[start:end], ("wgrad_dy", "wgrad_x"),
+                                   sizes=() if expert else (n, k, rows))
+                for expert, (start, end) in enumerate(_spans(ctx.ends))
+            ])  # fmt: skip
+        return None, dx, dw, None
+
+
+def _spans(ends):
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _each(ctx, product, x, w, roles):
+    """The rows of each expert times its matrix w [experts, k, n]; zero behind the last."""
+    out = x.new_zeros(x.shape[0], w.shape[-1])
+    for expert, (start, end) in enumerate(_spans(ctx.ends)):
+        sizes = () if expert else (x.shape[0], w.shape[-1], w.shape[-2])
+        out[start:end] = ctx.layer.multiply(product, x[start:end], w[expert], roles, sizes=sizes)
+    return out
 
 
 class _Attention(torch.autograd.Function):

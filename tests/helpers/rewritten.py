@@ -11,6 +11,11 @@ from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import resolve
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_dy", "wgrad_x", "attention_a", "attention_b")
+# A different format for each role; the two formats of a product can be multiplied.
+UNEVEN = {
+    "name": "uneven", "fprop_x": "mxfp8", "fprop_w": "mxfp4", "dgrad_dy": "mxfp8_floor", "dgrad_w": "mxfp8_e5m2",
+    "wgrad_dy": "mxfp8_e5m2", "wgrad_x": "mxfp8_ceil",
+}  # fmt: skip
 
 
 def rewritten(model, recipe, **overrides):
@@ -25,10 +30,10 @@ def rewritten(model, recipe, **overrides):
         module.recompile()
         return module.forward
 
-    def call(*args):
+    def call(*args, **kwargs):
         # As Inductor does. The default partitioner would put the quantise of an activation into the backward graph.
         with mock.patch("fp4compile.explain.default_partition", min_cut_rematerialization_partition):
-            return captured(*args)
+            return captured(*args, **kwargs)
 
     captured = run_captured(model, run)
     return call, decisions

@@ -113,12 +113,12 @@ class Odd(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.experts = torch.nn.Parameter(torch.randn(4, 64, 64))
+        self.shared = torch.nn.Parameter(torch.randn(64, 64))
         self.conv = torch.nn.Conv1d(64, 64, 3)
         self.matrix = torch.nn.Parameter(torch.randn(64, 64))
 
     def forward(self, x):  # [4, 8, 64]
-        a = torch.bmm(x, self.experts)
+        a = torch.bmm(self.shared.expand(4, -1, -1), x.transpose(1, 2)).transpose(1, 2)
         b = self.conv(x.transpose(1, 2)).sum()
         c = F.scaled_dot_product_attention(*(x.unflatten(-1, (2, 32)).transpose(1, 2),) * 3).sum()
         d = torch.baddbmm(a, x, a.transpose(1, 2) @ a)

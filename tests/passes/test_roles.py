@@ -9,15 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
-from tests.helpers.rewritten import rewritten, roles
+from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 Linear, Parameter = torch.nn.Linear, torch.nn.Parameter
 
-# A different format for each role; the two formats of a product can be multiplied.
-UNEVEN = {
-    "name": "uneven", "fprop_x": "mxfp8", "fprop_w": "mxfp4", "dgrad_dy": "mxfp8_floor", "dgrad_w": "mxfp8_e5m2",
-    "wgrad_dy": "mxfp8_e5m2", "wgrad_x": "mxfp8_ceil",
-}  # fmt: skip
 FPROP, DGRAD, WGRAD = "mxfp8 x mxfp4", "mxfp8_floor x mxfp8_e5m2", "mxfp8_e5m2 x mxfp8_ceil"
 MODEL_ONLY = "gradient x activation that is not the weight gradient of a layer"
 INPUT_ONLY = "gradient x parameter that is not the input gradient of a layer"

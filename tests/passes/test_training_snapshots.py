@@ -23,7 +23,7 @@ class Merged(Recorder):
         super().__call__(graph)
 
 
-def graphs(model, recipe):
+def graphs(model, recipe, *more):
     """Text of the joint, the forward and the backward graph, for 64 tokens of width 32 in bf16."""
     recorder, joint = Merged(), []
     options = {
@@ -32,7 +32,7 @@ def graphs(model, recipe):
     }
     compiled = torch.compile(model.bfloat16(), backend=fp4compile.backend(recipe, strict=True), options=options)
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
-    compiled(x).sum().backward()
+    compiled(x, *more).sum().backward()
     forward, backward = recorder.graphs
     return "\n".join(("joint", *joint, "forward", forward, "backward", backward))
 
@@ -45,6 +45,15 @@ class MLP(torch.nn.Module):
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(3, 64, 32))
+
+    def forward(self, x, offs):
+        return F.grouped_mm(x, self.w.transpose(1, 2), offs=offs)
 
 
 class Snapshots(TestCase):
@@ -487,4 +496,37 @@ scaled_mm_default_4: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_44, None, g
 quantize_default_11 = fp4compile.quantize(primals_1, float8_rowwise, -2)
 scaled_mm_default_5: bfloat16[64, 32] = fp4compile.scaled_mm(getitem_41, None, getitem_43, float8_rowwise, getitem_33, None, getitem_35, float8_rowwise, None, torch.bfloat16)
 return scaled_mm_default_4: bfloat16[64, 32], scaled_mm_default_5: bfloat16[64, 32], scaled_mm_default_2: bfloat16[32, 64]""",
+        )
+
+    def test_nvfp4_train_experts(self):
+        offs = torch.tensor([3, 3, 60], dtype=torch.int32)
+        self.assertExpectedInline(
+            graphs(Experts(), "nvfp4_train", offs),
+            """\
+joint
+quantize_grouped_default = fp4compile.quantize_grouped(primals_2, primals_3, nvfp4_te, -1)
+quantize_grouped_default_1 = fp4compile.quantize_grouped(primals_1, None, nvfp4_16x16, -1)
+scaled_grouped_mm_default: bfloat16[64, 64] = fp4compile.scaled_grouped_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_3, getitem_4, getitem_5, nvfp4_16x16, primals_3, 64, torch.bfloat16)
+inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
+quantize_grouped_default_2 = fp4compile.quantize_grouped(tangents_1, primals_3, nvfp4_te, -2, seed=select_int, hadamard=True)
+quantize_grouped_default_3 = fp4compile.quantize_grouped(primals_2, primals_3, nvfp4_te, -2, hadamard=True)
+scaled_grouped_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_grouped_mm(getitem_6, getitem_7, getitem_8, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, primals_3, 64, torch.bfloat16)
+quantize_grouped_default_4 = fp4compile.quantize_grouped(tangents_1, primals_3, nvfp4_te, -1, seed=select_int)
+quantize_grouped_default_5 = fp4compile.quantize_grouped(primals_1, None, nvfp4_16x16, -2)
+scaled_grouped_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_grouped_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, primals_3, 64, torch.bfloat16)
+return scaled_grouped_mm_default: bfloat16[64, 64], scaled_grouped_mm_default_1: bfloat16[3, 64, 32], scaled_grouped_mm_default_2: bfloat16[64, 32]
+forward
+quantize_grouped_default = fp4compile.quantize_grouped(primals_2, primals_3, nvfp4_te, -1)
+quantize_grouped_default_1 = fp4compile.quantize_grouped(primals_1, None, nvfp4_16x16, -1)
+scaled_grouped_mm_default: bfloat16[64, 64] = fp4compile.scaled_grouped_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_3, getitem_4, getitem_5, nvfp4_16x16, primals_3, 64, torch.bfloat16)
+return scaled_grouped_mm_default: bfloat16[64, 64], primals_1: bfloat16[3, 64, 32], primals_2: bfloat16[64, 32], primals_3: int32[3]
+backward
+inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
+quantize_grouped_default_2 = fp4compile.quantize_grouped(tangents_1, primals_3, nvfp4_te, -2, seed=select_int, hadamard=True)
+quantize_grouped_default_3 = fp4compile.quantize_grouped(primals_2, primals_3, nvfp4_te, -2, hadamard=True)
+scaled_grouped_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_grouped_mm(getitem_6, getitem_7, getitem_8, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, primals_3, 64, torch.bfloat16)
+quantize_grouped_default_4 = fp4compile.quantize_grouped(tangents_1, primals_3, nvfp4_te, -1, seed=select_int)
+quantize_grouped_default_5 = fp4compile.quantize_grouped(primals_1, None, nvfp4_16x16, -2)
+scaled_grouped_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_grouped_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, primals_3, 64, torch.bfloat16)
+return scaled_grouped_mm_default_1: bfloat16[3, 64, 32], scaled_grouped_mm_default_2: bfloat16[64, 32]""",
         )

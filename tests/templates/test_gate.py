@@ -206,6 +206,26 @@ def test_products_reach_every_kernel_that_multiplies_quantised_operands():
         assert found and (product.a is None or product.m <= 64 or tier == "native"), product.label
 
 
+@pytest.mark.parametrize("sm", [90, 100, 103, 120])
+def test_representatives_have_every_kernel(sm):
+    """And every number format that a kernel has on this GPU; on SM103, that any kernel has."""
+
+    def met(configurations, products):
+        found = {one for each in configurations for one in _kernels_and_formats(each.launches(sm), sm)}
+        return found | {one for each in products for one in _kernels_and_formats(each.launches(sm)[1], sm)}
+
+    chosen = launches.representatives(sm)
+    assert met(*chosen) == met(launches.CONFIGURATIONS, launches.PRODUCTS)
+    assert len(chosen[0]) < len(launches.CONFIGURATIONS) and len(chosen[1]) < len(launches.PRODUCTS)
+
+
+def _kernels_and_formats(launched, sm):
+    for one in launched:
+        yield one.kernel.__name__
+        for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", *(["SCALE"] if sm != 103 else [])):
+            yield key, one.constants.get(key), one.kernel.__name__ if sm != 103 else ""
+
+
 def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch):
     def fail(launched, sm):
         raise RuntimeError("Internal Triton PTX codegen error\nptxas fatal : Value 'sm_103a' is not defined\n")

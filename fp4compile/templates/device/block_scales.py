@@ -242,3 +242,21 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.co
         if tl.program_id(0) == 0:
             tl.store(outer_ptr, decode)
     return encode, decode
+
+
+@triton.jit
+def make_outer_scales(
+    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
+):
+    """(encode, decode) outer scales of some rows or columns, from their amax bits at the pointers amax_ptr.
+
+    Several programs make the same scales. The one with `first` stores the decode factors, at outer_ptr + at.
+    """
+    bits = tl.load(amax_ptr, mask=mask, other=0)
+    if SCALE == "none":
+        encode, decode = float8_outer(bits, ISA)
+    else:
+        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
+    if first:
+        tl.store(outer_ptr + at, decode, mask=mask)
+    return encode, decode

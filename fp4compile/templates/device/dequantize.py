@@ -96,33 +96,41 @@ def repeat_scales(scale, TIMES: tl.constexpr):
         return tl.reshape(tl.broadcast_to(scale[:, :, :, None], deep), (deep[0], deep[1], deep[2] * TIMES))
 
 
+@triton.constexpr_function
+def bytes_per_unit(ELEMENT):
+    """Pointer elements in one of `per_row`: bytes of a unit of codes; 1 of a plain operand, counted in elements."""
+    return 2 if ELEMENT in ("e4m3", "e5m2") else 1
+
+
 @triton.jit
-def load_units(ptr, row, unit, rows, per_row, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
-    """The units of a tile; zeros outside of the matrix [rows, per_row].
+def load_units(ptr, row, unit, rows, cols, per_row, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
+    """The units of a tile; zeros outside of the matrix [rows, cols], whose rows lie per_row apart (in units, plain: in
+    elements).
 
     ALIGN: of a plain operand as in `load_words`. Of codes -1 where rows are whole tiles, so that only rows are checked.
     """
     if ELEMENT == "plain":
         dtype: tl.constexpr = ptr.dtype.element_ty
-        # per_row counts elements, which may be odd
-        return load_words(ptr + row.to(tl.int64) * per_row, unit, per_row, row < rows, dtype, ALIGN)
+        # cols counts elements, and may be odd
+        return load_words(ptr + row.to(tl.int64) * per_row, unit, cols, row < rows, dtype, ALIGN)
     else:
         unit_type: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
         ptr = ptr.to(tl.pointer_type(unit_type), bitcast=True) + row.to(tl.int64) * per_row + unit
         if ALIGN == -1:
             return tl.load(ptr, mask=row < rows, other=0)
         else:
-            return tl.load(ptr, mask=(row < rows) & (unit < per_row), other=0)
+            return tl.load(ptr, mask=(row < rows) & (unit < cols), other=0)
 
 
 @triton.jit
 def load_scales(
-    ptr, row, block, rows, blocks, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+    ptr, row, block, rows, cols, blocks, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The scale bytes of a tile; outside of the matrix those of the scale 1 (E8M0) or 0 (E4M3).
+    """The scale bytes of a tile; outside of the blocks [rows, cols] those of the scale 1 (E8M0) or 0 (E4M3).
 
-    SQUARE: in the linear layout BLOCK rows share one row of scales. ALIGN: see `load_units`.
+    blocks: in a row of scales, at least cols. SQUARE: in the linear layout BLOCK rows share one row of scales. ALIGN:
+    see `load_units`.
     """
     if SWIZZLED:
         at = swizzle(row.to(tl.int64), block, tl.cdiv(blocks, 4))
@@ -134,7 +142,7 @@ def load_scales(
     if ALIGN == -1:
         return tl.load(ptr + at, mask=row < rows, other=outside)
     else:
-        return tl.load(ptr + at, mask=(row < rows) & (block < blocks), other=outside)
+        return tl.load(ptr + at, mask=(row < rows) & (block < cols), other=outside)
 
 
 @triton.jit

@@ -37,12 +37,12 @@ def dequant_operand(
     program = tl.program_id(0)
     row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
     unit = program % tiles * UNITS + tl.arange(0, UNITS)[None, :]
-    units = load_units(data_ptr, row, unit, rows, per_row, ELEMENT, ALIGN)
+    units = load_units(data_ptr, row, unit, rows, per_row, per_row, ELEMENT, ALIGN)
     first, second = decode_pair(units, ELEMENT, ISA)
     if SCALE != "none":
         half: tl.constexpr = BLOCK // 2
         block = program % tiles * (UNITS // half) + tl.arange(0, UNITS // half)[None, :]
-        byte = load_scales(scales_ptr, row, block, rows, blocks, SCALE, SQUARE, BLOCK, SWIZZLED, ALIGN)
+        byte = load_scales(scales_ptr, row, block, rows, blocks, blocks, SCALE, SQUARE, BLOCK, SWIZZLED, ALIGN)
         scale = repeat_scales(decode_scale(byte, SCALE, ISA), half)
         first = first * scale
         second = second * scale

@@ -13,46 +13,13 @@ import triton.language as tl
 
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dependent_launch import wait
-from fp4compile.templates.device.dequantize import TINY, dequantize, load_scales, load_units, repeat_scales, shift_of
+from fp4compile.templates.device.dequant_product import multiply_dequantized
+from fp4compile.templates.device.dequantize import bytes_per_unit
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import DequantTilesConfig, dequant_tiles_config
 from fp4compile.templates.launch import launch
-
-
-@triton.jit
-def _dot(b, a, acc, COMPUTE: tl.constexpr):
-    """acc + b @ a^T, over the last axis of both; the first axis is a batch if there are three."""
-    a = tl.trans(a) if len(b.shape) == 2 else tl.permute(a, (0, 2, 1))
-    if COMPUTE == "fp32":
-        return tl.dot(b, a, acc, input_precision="ieee")
-    else:
-        return tl.dot(b, a, acc)
-
-
-@triton.jit
-def _load(
-    ptr, scales_ptr, row, unit, block, rows, per_row, blocks,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
-    SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """(Units, scale bytes) of a tile of one operand; bytes of 0 for an operand without block scales."""
-    units = load_units(ptr, row, unit, rows, per_row, ELEMENT, ALIGN)
-    byte = 0
-    if SCALE != "none":
-        byte = load_scales(scales_ptr, row, block, rows, blocks, SCALE, SQUARE, BLOCK, SWIZZLED, ALIGN)
-    return units, byte
-
-
-@triton.jit
-def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether the tile has a block that `dequantize` takes for zero, but that is not zero."""
-    if SCALE == "e8m0":
-        found = (repeat_scales(byte.to(tl.int32), BLOCK // 2) < TINY) & (units != 0)
-        return tl.max(tl.reshape(found.to(tl.int32), (found.numel,)), 0) > 0
-    else:
-        return False
 
 
 @triton.jit
@@ -98,87 +65,17 @@ def gemm_dequant_tiles(
     if B_BATCHED:
         b_ptr += batch.to(tl.int64) * n * b_per_row * bytes_per_unit(B_ELEMENT)
         b_scales_ptr += batch.to(tl.int64) * b_scales_batch
-    half: tl.constexpr = BLOCK // 2
     steps = tl.cdiv(units, UNITS * WARPS)
     per_split = tl.cdiv(steps, SPLIT)
     start = split * per_split
     stop = tl.minimum(start + per_split, steps)
 
-    if WARPS == 1:
-        m_row = row_m[:, None]
-        n_row = row_n[:, None]
-        unit = tl.arange(0, UNITS)[None, :]
-        block = tl.arange(0, UNITS // half)[None, :]
-        acc = tl.zeros((BN, BM), tl.float32)
-    else:
-        warp = tl.arange(0, WARPS)[:, None, None]
-        m_row = row_m[None, :, None]
-        n_row = row_n[None, :, None]
-        unit = warp * UNITS + tl.arange(0, UNITS)[None, None, :]
-        block = warp * (UNITS // half) + tl.arange(0, UNITS // half)[None, None, :]
-        acc = tl.zeros((WARPS, BN, BM), tl.float32)
-    step_units: tl.constexpr = UNITS * WARPS
-    step_blocks: tl.constexpr = UNITS * WARPS // half
-
-    # The main loop takes blocks with scales below 2^(TINY - 127) for zero. It keeps the smallest scales that it has
-    # seen; if there were such blocks, a second loop adds their products.
-    a_watch: tl.constexpr = COMPUTE != "fp32" and A_SCALE == "e8m0"
-    b_watch: tl.constexpr = COMPUTE != "fp32" and B_SCALE == "e8m0"
-    smallest_a = tl.full(((1,) if not a_watch else block_shape(WARPS, BM, UNITS // half)), 255, tl.int32)
-    smallest_b = tl.full(((1,) if not b_watch else block_shape(WARPS, BN, UNITS // half)), 255, tl.int32)
-    a_type: tl.constexpr = a_ptr.dtype.element_ty
-    b_type: tl.constexpr = b_ptr.dtype.element_ty
-    for step in tl.range(start, stop, num_stages=STAGES):
-        at = step * step_units + unit
-        block_at = step * step_blocks + block
-        b_units, b_byte = _load(b_ptr, b_scales_ptr, n_row, at, block_at, n, b_per_row, blocks,
-                                B_ELEMENT, B_SCALE, B_SQUARE, BLOCK, B_SWIZZLED, B_ALIGN)  # fmt: skip
-        a_units, a_byte = _load(a_ptr, a_scales_ptr, m_row, at, block_at, m, a_per_row, blocks,
-                                A_ELEMENT, A_SCALE, A_SQUARE, BLOCK, A_SWIZZLED, A_ALIGN)  # fmt: skip
-        b_first, b_second = dequantize(b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA)
-        a_first, a_second = dequantize(a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA)
-        acc = _dot(b_first, a_first, acc, COMPUTE)
-        acc = _dot(b_second, a_second, acc, COMPUTE)
-        if a_watch:
-            smallest_a = tl.minimum(smallest_a, a_byte.to(tl.int32))
-        if b_watch:
-            smallest_b = tl.minimum(smallest_b, b_byte.to(tl.int32))
-
-    if a_watch or b_watch:
-        smallest = tl.minimum(tl.min(tl.reshape(smallest_a, (smallest_a.numel,)), 0),
-                              tl.min(tl.reshape(smallest_b, (smallest_b.numel,)), 0))  # fmt: skip
-        if smallest < TINY:
-            tiny = tl.zeros_like(acc)
-            for step in tl.range(start, stop, num_stages=1):
-                at = step * step_units + unit
-                block_at = step * step_blocks + block
-                b_units, b_byte = _load(b_ptr, b_scales_ptr, n_row, at, block_at, n, b_per_row, blocks,
-                                        B_ELEMENT, B_SCALE, B_SQUARE, BLOCK, B_SWIZZLED, B_ALIGN)  # fmt: skip
-                a_units, a_byte = _load(a_ptr, a_scales_ptr, m_row, at, block_at, m, a_per_row, blocks,
-                                        A_ELEMENT, A_SCALE, A_SQUARE, BLOCK, A_SWIZZLED, A_ALIGN)  # fmt: skip
-                if _any_tiny(a_units, a_byte, A_SCALE, BLOCK):
-                    b_first, b_second = dequantize(
-                        b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, False, ISA
-                    )
-                    a_first, a_second = dequantize(
-                        a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, True, ISA
-                    )
-                    tiny = _dot(b_second, a_second, _dot(b_first, a_first, tiny, COMPUTE), COMPUTE)
-                if _any_tiny(b_units, b_byte, B_SCALE, BLOCK):
-                    b_first, b_second = dequantize(
-                        b_units, b_byte, b_type, B_ELEMENT, B_SCALE, BLOCK, COMPUTE, True, ISA
-                    )
-                    a_first, a_second = dequantize(
-                        a_units, a_byte, a_type, A_ELEMENT, A_SCALE, BLOCK, COMPUTE, False, ISA
-                    )
-                    tiny = _dot(b_second, a_second, _dot(b_first, a_first, tiny, COMPUTE), COMPUTE)
-            # Products of two such blocks are left out: they lie below the smallest float32.
-            acc = acc + tiny * 2.0**-TINY.value
-
-    if WARPS > 1:
-        acc = tl.sum(acc, 0)
-    shift: tl.constexpr = shift_of(A_ELEMENT, A_SCALE, COMPUTE) + shift_of(B_ELEMENT, B_SCALE, COMPUTE)
-    acc = tl.trans(acc * 2.0**shift)
+    acc = multiply_dequantized(
+        a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, row_m, row_n, m, n, start, stop,
+        a_per_row, a_per_row, b_per_row, b_per_row, blocks, blocks, blocks,
+        A_ELEMENT, A_SCALE, A_SQUARE, A_SWIZZLED, A_ALIGN, B_ELEMENT, B_SCALE, B_SQUARE, B_SWIZZLED, B_ALIGN,
+        BLOCK, COMPUTE, UNITS, WARPS, STAGES, False, ISA,
+    )  # fmt: skip
     row = row_m[:, None]
     col = row_n[None, :]
     mask = (row < m) & (col < n)
@@ -191,18 +88,6 @@ def gemm_dequant_tiles(
                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
         acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
         store_rounded(out_ptr, at, acc, mask, ISA)
-
-
-@triton.constexpr_function
-def bytes_per_unit(ELEMENT):
-    """Pointer elements in one of `per_row`: bytes of a unit of codes; 1 of a plain operand, counted in elements."""
-    return 2 if ELEMENT in ("e4m3", "e5m2") else 1
-
-
-@triton.constexpr_function
-def block_shape(warps, rows, blocks):
-    """Shape of a tile's block scales."""
-    return (rows, blocks) if warps == 1 else (warps, rows, blocks)
 
 
 @triton.jit

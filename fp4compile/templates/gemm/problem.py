@@ -5,6 +5,7 @@ A `Problem` is frozen. Its sizes may be symbolic; with concrete ones it can be a
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -23,8 +24,8 @@ _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 class OperandType:
     """What a kernel is specialised for in an operand, sizes apart.
 
-    format: None for a plain operand. dtype: of the data. swizzled: whether the scales are. outer: "none", "tensor" or
-    "row", whatever the outer scale belongs to.
+    format: None for a plain operand. dtype: of the data. swizzled: whether the scales are. outer: "none", "tensor",
+    "row" or, of grouped products, "group": whatever the outer scale belongs to.
     """
 
     format: BlockFormat | None
@@ -46,6 +47,20 @@ class OperandType:
         if self.format is None:
             return 2 * self.dtype.itemsize
         return 1 if self.format.packed else 2
+
+
+def block_of(a: OperandType, b: OperandType) -> int:
+    """Elements of a block of either operand; without block scales, of a unit of work."""
+    block = max(x.format.block_cols for x in (a, b) if x.format is not None)
+    return block if block > 1 else 32
+
+
+def compute_of(a: OperandType, b: OperandType) -> str:
+    """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantize`."""
+    plain = [x.dtype for x in (a, b) if x.format is None]
+    if "e8m0" in (a.scale, b.scale):
+        return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"
+    return _COMPUTE[plain[0]] if plain else "fp16"
 
 
 @dataclass(frozen=True)
@@ -75,17 +90,13 @@ class Problem:
 
     @property
     def block(self) -> int:
-        """Elements of a block of either operand; without block scales, of a unit of work."""
-        block = max(x.format.block_cols for x in (self.a, self.b) if x.format is not None)
-        return block if block > 1 else 32
+        """See `block_of`."""
+        return block_of(self.a, self.b)
 
     @cached_property
     def compute(self) -> str:
-        """The type that holds every value of both operands: "bf16", "fp16" or "fp32"; see `device.dequantize`."""
-        plain = [x.dtype for x in (self.a, self.b) if x.format is None]
-        if "e8m0" in (self.a.scale, self.b.scale):
-            return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"
-        return _COMPUTE[plain[0]] if plain else "fp16"
+        """See `compute_of`."""
+        return compute_of(self.a, self.b)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -107,21 +118,14 @@ def problem_of(
 
     Raises ValueError or TypeError, naming the argument, for operands, scales, a bias or a dtype that do not fit.
     """
-    if a.format is not None and b.format is not None and not compatible(a.format, b.format):
-        raise ValueError(f"formats {a.format.name} and {b.format.name} cannot be multiplied: "
-                         "scale types or blocks differ")  # fmt: skip
-    (a_type, a_batch, a_rows, a_k), (b_type, b_batch, n, b_k) = _checked("a", a), _checked("b", b)
+    check_formats(a, b, out_dtype)
+    (a_type, a_batch, a_rows, a_k), (b_type, b_batch, n, b_k) = checked_operand("a", a), checked_operand("b", b)
     shared = not b_batch and bool(a_batch)
     if not shared and a_batch != b_batch:
         raise ValueError(f"batch dimensions differ: a has {a_batch}, b has {b_batch}")
-    if out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype={out_dtype}: allowed are bfloat16, float16, float32")
     k = reference.contraction(a_k, a.format, b_k, b.format)
     reference.check_bias(bias, n)
-    for name, tensor in (("b", b.data), ("a_scales", a.scales), ("b_scales", b.scales), ("a_outer", a.outer),
-                         ("b_outer", b.outer), ("bias", bias)):  # fmt: skip
-        if tensor is not None and tensor.device != a.data.device:
-            raise ValueError(f"{name}: is on {tensor.device}, a on {a.data.device}")
+    check_devices(a, b, bias=bias)
     batches, m = 1, a_rows
     for size in a_batch:
         batches = batches * size
@@ -132,9 +136,30 @@ def problem_of(
                    not shared, epilogue)  # fmt: skip
 
 
-def _checked(name: str, x: Operand) -> tuple[OperandType, tuple, int, int]:
+def check_formats(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
+    """Raises ValueError for formats that cannot be multiplied, and for an out_dtype that is none of a product."""
+    if a.format is not None and b.format is not None and not compatible(a.format, b.format):
+        raise ValueError(f"formats {a.format.name} and {b.format.name} cannot be multiplied: "
+                         "scale types or blocks differ")  # fmt: skip
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype={out_dtype}: allowed are bfloat16, float16, float32")
+
+
+def check_devices(a: Operand, b: Operand, **others: torch.Tensor | None) -> None:
+    """Raises ValueError for a tensor that is not where A is. others: by the names of their arguments."""
+    tensors = {"b": b.data, "a_scales": a.scales, "b_scales": b.scales, "a_outer": a.outer, "b_outer": b.outer}
+    for name, tensor in {**tensors, **others}.items():
+        if tensor is not None and tensor.device != a.data.device:
+            raise ValueError(f"{name}: is on {tensor.device}, a on {a.data.device}")
+
+
+def checked_operand(
+    name: str, x: Operand, outers: tuple[tuple, ...] | None = None, swizzled_rows: Any = None
+) -> tuple[OperandType, tuple, int, int]:
     """(type, batch dimensions, rows, elements of a row with padding) of an operand.
 
+    outers: the shapes that its outer scale may have; None stands for () and [*batch, rows, 1]. swizzled_rows: rows that
+    swizzled scales are of, where these are not the operand's.
     Raises ValueError or TypeError where its tensors do not go together.
     """
     fmt = x.format
@@ -149,27 +174,35 @@ def _checked(name: str, x: Operand) -> tuple[OperandType, tuple, int, int]:
     elif x.data.dtype != fmt.data_dtype:
         raise TypeError(f"{name}: data of format {fmt.name} are {fmt.data_dtype}, got {x.data.dtype}")
     k = 2 * width if fmt is not None and fmt.packed else width
-    swizzled = fmt is not None and fmt.scale is not None and _swizzled(name, x, batch, rows, k)
+    swizzled = (
+        fmt is not None
+        and fmt.scale is not None
+        and _swizzled(name, x, batch, rows, k, rows if swizzled_rows is None else swizzled_rows)
+    )
+    outers = ((), (*batch, rows, 1)) if outers is None else outers
     outer = "none"
     if x.outer is not None:
-        outer = "tensor" if x.outer.dim() == 0 else "row"
-        if x.outer.dtype != torch.float32 or (outer == "row" and tuple(x.outer.shape) != (*batch, rows, 1)):
-            raise ValueError(f"{name}_outer: expected float32 of shape () or {(*batch, rows, 1)}, "
+        outer = {0: "tensor", 1: "group"}.get(x.outer.dim(), "row")
+        if x.outer.dtype != torch.float32 or tuple(x.outer.shape) not in outers:
+            raise ValueError(f"{name}_outer: expected float32 of shape {' or '.join(map(str, outers))}, "
                              f"got {x.outer.dtype} of shape {tuple(x.outer.shape)}")  # fmt: skip
     return OperandType(fmt, x.data.dtype, swizzled, outer), tuple(batch), rows, k
 
 
-def _swizzled(name: str, x: Operand, batch: list, rows: int, k: int) -> bool:
-    """Whether the block scales are swizzled. Raises ValueError if they are missing or do not fit the data."""
+def _swizzled(name: str, x: Operand, batch: list, rows: int, k: int, swizzled_rows: Any) -> bool:
+    """Whether the block scales are swizzled, and then of swizzled_rows rows.
+
+    Raises ValueError if they are missing or do not fit the data.
+    """
     fmt, scales = x.format, x.scales
     if scales is None:
         raise ValueError(f"{name}_scales: format {fmt.name} needs block scales")
     blocks = ceil_div(k, fmt.block_cols)
     swizzled = scales.dim() == len(batch) + 1
     linear = (*batch, ceil_div(rows, fmt.block[0]), blocks)
-    expected = (*batch, swizzled_numel(rows, blocks)) if swizzled else linear
+    flat = (*batch, swizzled_numel(swizzled_rows, blocks))
+    expected = flat if swizzled else linear
     if scales.dtype != fmt.scale_dtype or tuple(scales.shape) != expected:
-        raise ValueError(f"{name}_scales: expected {fmt.scale_dtype} of shape {linear} (linear) or "
-                         f"{(*batch, swizzled_numel(rows, blocks))} (swizzled), "
+        raise ValueError(f"{name}_scales: expected {fmt.scale_dtype} of shape {linear} (linear) or {flat} (swizzled), "
                          f"got {scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
     return swizzled

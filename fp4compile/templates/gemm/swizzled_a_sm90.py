@@ -38,10 +38,11 @@ def swizzle_a_sm90(
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     matrix = tl.program_id(0)
     row = tl.arange(0, ROWS)[:, None]
-    words = load_units(a_ptr, row, matrix * 32 + tl.arange(0, 32)[None, :], m, per_row, ELEMENT, ALIGN)
+    unit = matrix * 32 + tl.arange(0, 32)[None, :]
+    words = load_units(a_ptr, row, unit, m, per_row, per_row, ELEMENT, ALIGN)
     if ELEMENT != "plain":
         block = matrix * 4 + tl.arange(0, 4)[None, :]
-        byte = load_scales(a_scales_ptr, row, block, m, blocks, SCALE, SQUARE, 16, SWIZZLED, ALIGN)
+        byte = load_scales(a_scales_ptr, row, block, m, blocks, blocks, SCALE, SQUARE, 16, SWIZZLED, ALIGN)
         scale = repeat_scales(decode_scale(byte, SCALE, ISA), 8)
         first, second = decode_pair(words, ELEMENT, ISA)
         words = pack(first * scale, second * scale, swizzled_a_ptr.dtype.element_ty, ISA)

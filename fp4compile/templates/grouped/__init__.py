@@ -1,1 +1,1 @@
-"""Kernels of grouped products."""
+"""Kernels that quantise and multiply groups of rows, those of experts."""

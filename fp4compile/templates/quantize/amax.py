@@ -4,10 +4,13 @@ A dynamic outer scale takes two reads of the tensor; the first one is here. Bits
 magnitudes are, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.column_tile import (
@@ -20,18 +23,33 @@ from fp4compile.templates.device.elements import magnitude_bits, reduce_words, u
 from fp4compile.templates.device.memory import load_tile, tile_of
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS, amax_config, column_amax_config
+from fp4compile.templates.quantize.heuristics import (
+    PARTIAL_MAXIMA_ELEMENTS,
+    AmaxConfig,
+    amax_config,
+    column_amax_config,
+)
 from fp4compile.templates.quantize.views import Matrices, Outer, whole_tiles
 
 
-def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> Outer:
-    """The outer scales of a launch: given ones, none, or one of the tensor that is made from its amax."""
+def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, each_matrix: bool = False) -> Outer:
+    """The outer scales of a launch: given ones, none, or one of the tensor that is made from its amax.
+
+    each_matrix: of the last kind, one of each matrix of the batch.
+    """
     if outer is not None:
         return Outer(outer, outer, "tensor" if outer.dim() == 0 else "row")
     if fmt.outer is None:
         return Outer(None, None, "none")
+    if each_matrix:
+        return outer_of_matrices(source, matrices_amax_bits(source))
     bits = tensor_amax_bits(source)
     return Outer(source.tensor.new_empty(1, dtype=torch.float32), bits, "amax")
+
+
+def outer_of_matrices(source: Matrices, amax: torch.Tensor) -> Outer:
+    """Outer scales to be made from the amax bits of each matrix, int32 [batch]."""
+    return Outer(source.tensor.new_empty(source.batch, dtype=torch.float32), amax, "matrix amax")
 
 
 def tensor_amax_bits(source: Matrices) -> torch.Tensor:
@@ -41,7 +59,7 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     # The kernel that reads partial maxima has their number as a constant, so no symbolic size will do.
     small = flat is not None and isinstance(source.cols, int) and source.cols <= PARTIAL_MAXIMA_ELEMENTS
     config = amax_config(source.cols if small else None)
-    grid = source.batch * ceil_div(source.rows, config.rows) * ceil_div(source.cols, config.blocks * config.block)
+    grid = _amax_grid(source, config)
     device = source.tensor.device
     if small:
         grid = 1 << (max(grid, 1) - 1).bit_length()
@@ -50,23 +68,45 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
         bits = torch.zeros((), dtype=torch.int32, device=device)
     target = target_of(device)
     launch(
-        tensor_amax, grid, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small,
+        tensor_amax, grid, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small, MATRICES=0,
         LAUNCH_DEPENDENTS=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa,
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return bits
 
 
-def columns_amax_bits(source: Matrices, *, rows: str | None, transform: bool, each: bool) -> torch.Tensor:
+def matrices_amax_bits(source: Matrices) -> torch.Tensor:
+    """Float32 bits of the amax of each matrix, int32 [batch]."""
+    if statically_true(source.row_stride == source.cols):  # a matrix is one row
+        numel = source.rows * source.cols
+        source = replace(source, rows=1, cols=numel, row_stride=numel)
+    config = amax_config(None)
+    bits = torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device)
+    launch(
+        tensor_amax, _amax_grid(source, config), source.tensor, bits, *source.args, FLAT=False, PARTIAL=False,
+        MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
+        num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return bits
+
+
+def _amax_grid(source: Matrices, config: AmaxConfig):
+    return source.batch * ceil_div(source.rows, config.rows) * ceil_div(source.cols, config.blocks * config.block)
+
+
+def columns_amax_bits(
+    source: Matrices, *, rows: str | None, transform: bool, each: bool, each_matrix: bool = False
+) -> torch.Tensor:
     """Float32 bits of amaxes down the columns (int32), after the Hadamard transform down the columns if asked.
 
-    each: an amax for each column, [batch * cols]; otherwise one of all columns, [1].
+    each: an amax for each column, [batch * cols]; otherwise one of all columns, [1], or (each_matrix) one of the
+    columns of each matrix, [batch].
     rows: what to find besides, of the tensor without the transform. "all": its one amax, which comes first, [1 + ...].
     "each" (only with `each`): an amax for each row; every matrix has its rows before its columns, [batch * (rows +
     cols)].
     """
     lanes = source.cols + (source.rows if rows == "each" else 0)
-    count = (source.batch * lanes if each else 1) + int(rows == "all")
+    count = (source.batch * lanes if each else source.batch if each_matrix else 1) + int(rows == "all")
     bits = torch.zeros(count, dtype=torch.int32, device=source.tensor.device)
     config = column_amax_config()
     height, width = config.row_tiles * config.block, 2 * config.words
@@ -74,7 +114,8 @@ def columns_amax_bits(source: Matrices, *, rows: str | None, transform: bool, ea
     isa = target_of(source.tensor.device).isa
     launch(
         columns_amax, grid, source.tensor, bits, *source.args,
-        PLAIN=rows == "all", ROWS=rows == "each", TRANSFORM=transform, EACH=each, ALIGN=source.align,
+        PLAIN=rows == "all", ROWS=rows == "each", TRANSFORM=transform, EACH=each, MATRICES=each_matrix,
+        ALIGN=source.align,
         WHOLE=isa >= 100 and whole_tiles(source, height, width, "linear"), ISA=isa, num_warps=config.num_warps,
         **config.constants,
     )  # fmt: skip
@@ -84,13 +125,15 @@ def columns_amax_bits(source: Matrices, *, rows: str | None, transform: bool, ea
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    FLAT: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ALIGN: tl.constexpr,
+    FLAT: tl.constexpr, PARTIAL: tl.constexpr, MATRICES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32 at amax_ptr, which is 0 before, to the bits of x's amax. x: [batch, rows, cols].
 
     PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store 0.
-    FLAT: x is one row. LAUNCH_DEPENDENTS: the next kernel may start early, see `device.dependent_launch`.
+    FLAT: x is one row. MATRICES: each matrix has an amax of its own, [batch]. LAUNCH_DEPENDENTS: the next kernel may
+    start early, see `device.dependent_launch`.
     """
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
@@ -106,22 +149,25 @@ def tensor_amax(
     if PARTIAL:
         tl.store(amax_ptr + tl.program_id(0), bits)
     else:
+        if MATRICES:
+            amax_ptr += batch
         tl.atomic_max(amax_ptr, bits, sem="relaxed")
 
 
 @triton.jit
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr,
+    PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, MATRICES: tl.constexpr,
+    ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32s at amax_ptr, which are 0 before, to the bits of the amaxes of x's columns.
 
     TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
-    amax of all columns. ROWS (with EACH): each row's amax as well, without the transform, [batch, rows + cols]. PLAIN:
-    the amax of x without the transform comes before the others. (All results have one pointer, because Inductor does
-    not order the writes of a kernel to one tensor through two pointers.) WHOLE: as in `quantize_columns`.
+    amax of all columns or (MATRICES) of those of each matrix, [batch]. ROWS (with EACH): each row's amax as well,
+    without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform comes before the others.
+    (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
+    pointers.) WHOLE: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -155,6 +201,8 @@ def columns_amax(
         at = column_amax_ptr + col0 + column
         tl.atomic_max(at, bits, mask=column < cols_left, sem="relaxed")
     else:
+        if MATRICES:
+            column_amax_ptr += batch
         tl.atomic_max(column_amax_ptr, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")
 
 

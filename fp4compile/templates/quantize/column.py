@@ -11,8 +11,7 @@ from fp4compile.formats import BlockFormat
 from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
-    float8_outer,
-    outer_from_amax,
+    make_outer_scales,
     outer_scales,
 )
 from fp4compile.templates.device.column_tile import (
@@ -26,7 +25,7 @@ from fp4compile.templates.device.memory import load_tile, store_scales, store_un
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of
+from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of, outer_of_matrices
 from fp4compile.templates.quantize.heuristics import column_config
 from fp4compile.templates.quantize.row import encode_and_store
 from fp4compile.templates.quantize.views import (
@@ -42,9 +41,12 @@ from fp4compile.templates.quantize.views import (
 
 
 def outers_of(
-    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, *, with_rows: bool, transform: bool
-) -> tuple[Outer, Outer]:
+    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, *, with_rows: bool, transform: bool,
+    each_matrix: bool = False,
+) -> tuple[Outer, Outer]:  # fmt: skip
     """The outer scales along the rows and down the columns; they differ where they are dynamic and depend on either.
+
+    each_matrix (not with_rows): see `outer_of`.
 
     With a scale of its own for each row or column, the mode is "row amax" and the shapes are [batch * rows] (no tensor
     unless with_rows) and [batch * cols].
@@ -56,11 +58,16 @@ def outers_of(
         along = x.new_empty(source.batch * source.rows, dtype=torch.float32) if with_rows else None
         return Outer(along, amax, "row amax"), Outer(down, amax, "row amax")
     if outer is None and fmt.outer == "tensor" and transform:
-        amax = columns_amax_bits(source, rows="all" if with_rows else None, transform=True, each=False)
+        amax = columns_amax_bits(
+            source, rows="all" if with_rows else None, transform=True, each=False, each_matrix=each_matrix
+        )
+        if each_matrix:
+            both = outer_of_matrices(source, amax)
+            return both, both
         first, last = (amax.narrow(0, 0, 1), amax.narrow(0, 1, 1)) if with_rows else (amax, amax)
         along, down = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
         return Outer(along, first, "amax"), Outer(down, last, "amax")
-    both = outer_of(source, fmt, outer)
+    both = outer_of(source, fmt, outer, each_matrix)
     return both, both
 
 
@@ -206,21 +213,35 @@ def encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT: tl.cons
 
 
 @triton.jit
-def make_outer_scales(
-    amax_ptr, outer_ptr, at, mask, first, SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr
-):
-    """(encode, decode) outer scales of some rows or columns, from their amax bits at the pointers amax_ptr.
+def encode_columns(
+    tile, first, second, first_factor, second_factor, seed_ptr, even_block, blocks,
+    dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, TRANSFORM: tl.constexpr,
+    MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """(units of the even columns, of the odd columns) of a tile, [ROW_TILES, WORDS, n] int64.
 
-    Several programs make the same scales. The one with `first` stores the decode factors, at outer_ptr + at.
+    tile, first, second: a column tile as words and, unpacked (and transformed), as even and odd columns. *_factor: what
+    encodes each block. even_block: the number in the output (int64) of the first block of each even column, [1, WORDS],
+    a column having `blocks` of them; it counts the random words.
     """
-    bits = tl.load(amax_ptr, mask=mask, other=0)
-    if SCALE == "none":
-        encode, decode = float8_outer(bits, ISA)
+    # The numbers of the columns' first runs of 8 codes (or of two runs), which count the random words.
+    calls: tl.constexpr = BLOCK // (8 * runs_of_a_call(ISA))  # of Philox, for a block
+    call0 = match_layout((even_block + tl.arange(0, tile[0].shape[0])[:, None]) * calls, tile[0])
+    if not SEEDED and exact_in_bf16(SCALE, dtype, ISA):
+        first_units, second_units = encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT)
+    elif ISA >= 100 and TRANSFORM:
+        first_units, second_units = encode_two_columns(
+            first, second, first_factor, second_factor, seed_ptr, call0, call0 + blocks * calls,
+            ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA,
+        )  # fmt: skip
     else:
-        encode, decode = outer_from_amax(bits, CONTRACT, ISA)
-    if first:
-        tl.store(outer_ptr + at, decode, mask=mask)
-    return encode, decode
+        first_units = encode_column_tile(
+            first, first_factor, seed_ptr, call0, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA
+        )
+        second_units = encode_column_tile(
+            second, second_factor, seed_ptr, call0 + blocks * calls, ELEMENT, MASK_INFINITY, SEEDED, STREAM, ISA
+        )
+    return first_units, second_units
 
 
 @triton.jit
@@ -242,8 +263,9 @@ def quantize_columns(
     OUTER, PARTIAL_MAXIMA: as in `outer_scales`. Besides, OUTER "row": a decode factor for each column is read at
     column_outer_ptr. OUTER "row amax": it is made from the bits at column_amax_ptr, [batch, cols], and stored at
     column_outer_ptr; with ALONG_ROWS the bits of rows and columns are [batch, rows + cols], and the decode factors of
-    the rows are stored at outer_ptr. WHOLE: tiles divide each matrix, so that no load needs a mask. On SM100
-    only, where the masks are a tenth of the instructions.
+    the rows are stored at outer_ptr. OUTER "matrix amax" (not with ALONG_ROWS): each matrix has an amax at
+    column_amax_ptr, and its decode factor is stored at column_outer_ptr. WHOLE: tiles divide each matrix, so that no
+    load needs a mask. On SM100 only, where the masks are a tenth of the instructions.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -300,9 +322,15 @@ def quantize_columns(
         first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
         first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
     else:
-        first_encode, first_decode = outer_scales(
-            OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA
-        )
+        if OUTER == "matrix amax":
+            first_encode, first_decode = make_outer_scales(
+                column_amax_ptr + batch, column_outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
+                SCALE, CONTRACT, ISA,
+            )  # fmt: skip
+        else:
+            first_encode, first_decode = outer_scales(
+                OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA
+            )
         second_encode = first_encode
         second_decode = first_decode
     first_byte, first_factor = block_scale(
@@ -312,27 +340,14 @@ def quantize_columns(
         second_amax, second_encode, second_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
     )
 
+    mask_infinity: tl.constexpr = SCALE == "none" and OUTER == "row"
     blocks = tl.cdiv(rows, BLOCK)
     block0 = row_tile * ROW_TILES
-    # The numbers of the columns' first runs of 8 codes (or of two runs), which count the random words.
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
-    calls: tl.constexpr = BLOCK // (8 * runs_of_a_call(ISA))  # of Philox, for a block
-    call0 = match_layout((even_column * blocks + block0 + tl.arange(0, ROW_TILES)[:, None]) * calls, tile[0])
-    mask_infinity: tl.constexpr = SCALE == "none" and OUTER == "row"
-    if not SEEDED and exact_in_bf16(SCALE, dtype, ISA):
-        first_units, second_units = encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT)
-    elif ISA >= 100 and TRANSFORM:
-        first_units, second_units = encode_two_columns(
-            first, second, first_factor, second_factor, seed_ptr, call0, call0 + blocks * calls,
-            ELEMENT, mask_infinity, SEEDED, STREAM, ISA,
-        )  # fmt: skip
-    else:
-        first_units = encode_column_tile(
-            first, first_factor, seed_ptr, call0, ELEMENT, mask_infinity, SEEDED, STREAM, ISA
-        )
-        second_units = encode_column_tile(
-            second, second_factor, seed_ptr, call0 + blocks * calls, ELEMENT, mask_infinity, SEEDED, STREAM, ISA
-        )
+    first_units, second_units = encode_columns(
+        tile, first, second, first_factor, second_factor, seed_ptr, even_column * blocks + block0, blocks,
+        dtype, ELEMENT, SCALE, BLOCK, TRANSFORM, mask_infinity, SEEDED, STREAM, ISA,
+    )  # fmt: skip
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
     per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block

@@ -33,11 +33,14 @@ def quantize(
     seed: torch.Tensor | None = None,
     stream: int = 0,
     transform: bool = False,
+    each_matrix: bool = False,
 ) -> Quantized:
     """Quantise along the last dimension: `reference.quantize` on the GPU, bit for bit; same arguments and results.
 
     On SM100, stochastic rounding is the hardware's: equal in distribution only. A transposed view (its last dimension
     but one is contiguous) is read as it lies. The transform needs such a view, and copies x where it is none.
+
+    each_matrix: x is [B, R, C], and a dynamic outer scale of a tensor is one of each matrix, [B].
     """
     if fmt.square and seed is not None:  # no recipe asks for it
         return reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream)
@@ -48,17 +51,18 @@ def quantize(
     data, scales = empty_outputs(x, fmt, layout, down_columns)
     if fmt.square:
         source = matrices(x.transpose(-2, -1) if down_columns else x)
-        outer = launch_squares(source, fmt, outer, layout, **{"columns" if down_columns else "rows": (data, scales)})
+        outputs = {"columns" if down_columns else "rows": (data, scales)}
+        outer = launch_squares(source, fmt, outer, layout, **outputs, each_matrix=each_matrix)
     elif down_columns:
         source = matrices(x.transpose(-2, -1))
-        outers = outers_of(source, fmt, outer, with_rows=False, transform=transform)
+        outers = outers_of(source, fmt, outer, with_rows=False, transform=transform, each_matrix=each_matrix)
         launch_columns(source, fmt, outers, layout, (data, scales), seed=seed, stream=stream, transform=transform)
-        outer = _row_shaped(outers[1].result, x)
+        outer = outers[1].result if outers[1].mode == "matrix amax" else _row_shaped(outers[1].result, x)
     elif fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         launch_scaled_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream)
     else:
-        outer = launch_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream)
+        outer = launch_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream, each_matrix)
     return (*typed_outputs(data, scales, x.shape[-1], fmt), outer)
 
 

@@ -19,6 +19,7 @@ from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,
     float8_outer,
+    make_outer_scales,
     outer_from_amax,
     outer_scales,
 )
@@ -56,16 +57,19 @@ def launch_rows(
     layout: str = "linear",
     seed: torch.Tensor | None = None,
     stream: int = 0,
+    each_matrix: bool = False,
 ) -> torch.Tensor | None:
     """Launch the row kernel; returns the outer scale.
 
     data: uint8 to fill with codes, or float16 to fill with codes times block scales; then there are no `scales`.
+    each_matrix: see `outer_of`.
     """
-    outer = outer_of(source, fmt, outer)
+    outer = outer_of(source, fmt, outer, each_matrix)
     constants = format_constants(fmt)
     block = constants["BLOCK"]
+    one_outer = outer.mode not in ("row", "matrix amax")
     whole_blocks = statically_true(source.cols % block == 0)
-    flat = source.flat() if layout == "linear" and outer.mode != "row" and whole_blocks else None
+    flat = source.flat() if layout == "linear" and one_outer and whole_blocks else None
     source = flat or source
     config = row_config(fmt.element, block, None if flat is None else source.cols)
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
@@ -141,11 +145,26 @@ def encode_and_store(
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2].
+    """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`."""
+    byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
+                                  dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
+                                  UNIT_ALIGN, ISA)  # fmt: skip
+    if SCALE != "none" and data_ptr.dtype.element_ty != tl.float16:
+        store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
+
+
+@triton.jit
+def encode_and_store_codes(
+    words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
+    dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
+    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; returns the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
-    If data_ptr points to fp16, the values of the codes times their block scales (E4M3) go there, and no scales are
-    written. STATIC: the outer scale was given, so an infinite element does not show in it.
+    If data_ptr points to fp16, the values of the codes times their block scales (E4M3) go there.
+    STATIC: the outer scale was given, so an infinite element does not show in it.
     """
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = data_ptr.dtype.element_ty == tl.float16
@@ -173,8 +192,7 @@ def encode_and_store(
             units = encode_pair(first, second, factor, ELEMENT, ISA)
         units = tl.reshape(units, (words.shape[0], words.shape[1] * half))
         store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
-    if SCALE != "none" and not fake:
-        store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
+    return byte
 
 
 @triton.jit
@@ -189,7 +207,8 @@ def quantize_rows(
     """One tile of ROWS x BLOCKS blocks. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
     data_ptr: bytes for codes, or fp16 (see `encode_and_store`). FLAT: x is one row, which may have more than 2^31
-    elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for each row.
+    elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for each row;
+    or OUTER "matrix amax": amax_ptr has the amax of each matrix, and outer_ptr takes its decode factor.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -215,6 +234,9 @@ def quantize_rows(
     if OUTER == "row":
         decode = tl.load(outer_ptr + batch * rows + row, mask=row < rows, other=1.0)[:, None]
         encode = encode_scale(decode, ISA)
+    elif OUTER == "matrix amax":
+        encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
+                                           SCALE, CONTRACT, ISA)  # fmt: skip
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

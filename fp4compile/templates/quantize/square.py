@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats import BlockFormat
-from fp4compile.templates.device.block_scales import block_scale, outer_scales
+from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import column_amax, encode_pair, unpack
 from fp4compile.templates.device.memory import (
     load_index,
@@ -31,13 +31,15 @@ from fp4compile.templates.quantize.views import Matrices, format_constants, stor
 
 
 def launch_squares(
-    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, *, rows=None, columns=None
-) -> torch.Tensor | None:
+    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, *, rows=None, columns=None,
+    each_matrix: bool = False,
+) -> torch.Tensor | None:  # fmt: skip
     """Launch the kernel of square blocks; returns the outer scale.
 
-    rows, columns: (data, scales) to fill for x and for x transposed, uint8; either may be None, not both.
+    rows, columns: (data, scales) to fill for x and for x transposed, uint8; either may be None, not both. each_matrix:
+    see `outer_of`.
     """
-    outer = outer_of(source, fmt, outer)
+    outer = outer_of(source, fmt, outer, each_matrix)
     constants = format_constants(fmt)
     config = square_config(fmt.element)
     wanted = rows or columns
@@ -124,7 +126,8 @@ def quantize_squares(
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
     ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write those of x transposed to
-    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`.
+    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "matrix
+    amax", as in `quantize_rows`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     half: tl.constexpr = BLOCK // 2
@@ -153,7 +156,11 @@ def quantize_squares(
     odd = restore_axes(odd)
     even_first, even_second = unpack(even, dtype)
     odd_first, odd_second = unpack(odd, dtype)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+    if OUTER == "matrix amax":
+        encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
+                                           SCALE, CONTRACT, ISA)  # fmt: skip
+    else:
+        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
 
     first_amax, second_amax = column_amax(even, odd, ISA, dtype)
     amax = tl.max(tl.reshape(tl.maximum(first_amax, second_amax), (ROW_TILES, WORDS // half, half)), 2)

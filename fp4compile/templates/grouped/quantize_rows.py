@@ -1,0 +1,125 @@
+"""Quantise grouped rows along their elements, where that depends on the groups.
+
+It does for an outer scale of each group, and for swizzled scales: each group's rows are padded to tiles of 128 rows of
+scales. Tile t of 128 padded rows has the scales of that tile of the swizzled layout; the padding is zero.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fp4compile.formats import BlockFormat
+from fp4compile.groups import padded_rows
+from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div
+from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
+from fp4compile.templates.device.elements import word_amax
+from fp4compile.templates.device.groups import group_of_tile
+from fp4compile.templates.device.memory import load_tile, store_scales
+from fp4compile.templates.grouped.amax import rows_amax_bits
+from fp4compile.templates.grouped.heuristics import grouped_row_config
+from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.row import encode_and_store_codes
+from fp4compile.templates.quantize.views import Matrices, Outer, format_constants, or_placeholder, store_aligns
+
+
+def launch_grouped_rows(
+    source: Matrices,
+    offs: torch.Tensor,
+    fmt: BlockFormat,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    outer: torch.Tensor | None,
+    layout: str,
+    seed: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Launch the kernel, after that of the amaxes if there are any; returns the outer scale.
+
+    data [M, bytes], scales (linear [M, blocks], or flat): uint8 to fill. outer: float32 [], or None.
+    """
+    groups = offs.shape[0]
+    outers = _outers_of(source, offs, fmt, outer)
+    constants = format_constants(fmt)
+    block, swizzled = constants["BLOCK"], layout == "swizzled"
+    config = grouped_row_config(fmt.element, block, source.rows, groups, swizzled)
+    blocks = ceil_div(source.cols, block)
+    if swizzled:
+        tiles, blocks = padded_rows(source.rows, groups) // TILE_ROWS, ceil_div(blocks, TILE_COLS) * TILE_COLS
+    else:
+        tiles = source.rows // config.rows + groups
+    launch(
+        quantize_grouped_rows, tiles * ceil_div(blocks, config.blocks),
+        source.tensor, offs, data, scales, *outers.arguments(data), or_placeholder(seed, data),
+        source.rows, source.cols, source.row_stride, **constants, GROUPS=groups, SEEDED=seed is not None,
+        OUTER=outers.mode, SWIZZLED=swizzled, ALIGN=source.align, **store_aligns(source.cols, fmt),
+        ISA=target_of(offs.device).isa, num_warps=config.num_warps, **config.constants,
+    )  # fmt: skip
+    return outers.scale
+
+
+def _outers_of(source: Matrices, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None) -> Outer:
+    if outer is not None:
+        return Outer(outer, outer, "tensor")
+    if fmt.outer is None:
+        return Outer(None, None, "none")
+    amax = rows_amax_bits(source, offs, each=fmt.outer == "row")
+    shape = (source.rows, 1) if fmt.outer == "row" else offs.shape
+    return Outer(source.tensor.new_empty(shape, dtype=torch.float32), amax, f"{_OF[fmt.outer]} amax")
+
+
+_OF = {"row": "row", "tensor": "group"}  # what has an outer scale of its own, by the format's
+
+
+@triton.jit
+def quantize_grouped_rows(
+    x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS x BLOCKS blocks of one group. x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
+
+    OUTER "none", "tensor": as in `outer_scales`. "group amax", "row amax": made from the bits at amax_ptr, of each
+    group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
+    zeros.
+    """
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
+    col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
+    tile = tl.program_id(0) // col_tiles
+    col_tile = tl.program_id(0) % col_tiles
+    group, start, end, row0 = group_of_tile(offs_ptr, rows, tile, ROWS, GROUPS)
+    # There are at least as many tiles as groups: tile t stores the outer scale of group t, also of an empty one.
+    if OUTER == "group amax":  # noqa: SIM102 (a constant, apart from what is not)
+        if (tile < GROUPS) & (col_tile == 0):
+            make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, SCALE, CONTRACT, ISA)
+    if not SWIZZLED:  # noqa: SIM102 (only then nothing is left to do)
+        if group >= GROUPS:
+            return
+    end = tl.where(group < GROUPS, end, 0)
+    row = row0 + tl.arange(0, ROWS)
+    block0 = col_tile * BLOCKS
+    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK)
+    words = load_tile(x_ptr + row.to(tl.int64) * x_row + block0 * BLOCK, cols_left, row < end, dtype, ROWS, BLOCKS,
+                      BLOCK, VECTORS, ALIGN)  # fmt: skip
+    if OUTER == "group amax":
+        encode, decode = make_outer_scales(amax_ptr + tl.minimum(group, GROUPS - 1), outer_ptr, 0, True, False, SCALE,
+                                           CONTRACT, ISA)  # fmt: skip
+    elif OUTER == "row amax":
+        encode, decode = make_outer_scales(amax_ptr + row, outer_ptr, row, row < end, col_tile == 0, SCALE, CONTRACT,
+                                           ISA)  # fmt: skip
+        encode = encode[:, None]
+        decode = decode[:, None]
+    else:
+        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, 1, CONTRACT, ISA)
+    # Of the codes only `end` bounds the rows: groups lie in data as they lie in x.
+    byte = encode_and_store_codes(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, seed_ptr, tile * 0,
+                                  row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
+                                  OUTER == "tensor", SEEDED, 0, UNIT_ALIGN, ISA)  # fmt: skip
+    blocks = tl.cdiv(cols, BLOCK)
+    if SWIZZLED:
+        byte = tl.where((row < end)[:, None], byte, 0)
+        place = tile * ROWS + tl.arange(0, ROWS)
+        store_scales(scales_ptr, byte, tile * 0, place, block0, (tile + 1) * ROWS, blocks, True, SCALE_ALIGN)
+    else:
+        store_scales(scales_ptr, byte, tile * 0, row, block0, end, blocks, False, SCALE_ALIGN)

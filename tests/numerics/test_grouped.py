@@ -1,0 +1,262 @@
+"""Grouped operands: what each group gets is what it would get alone, padding is zero, and groups do not meet."""
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile import formats, ops_grouped, reference  # noqa: F401  defines the ops
+from fp4compile.groups import Groups, padded_rows
+from fp4compile.layouts import ceil_div, from_swizzled, swizzled_numel
+from fp4compile.operand import Operand
+from tests.helpers.hard_inputs import hard_input
+
+ops = torch.ops.fp4compile
+ROWS, COLS = 190, 80
+ENDS = [0, 3, 133, 133, 134, 170]  # empty ones, one of a row, one over several tiles, and rows of none
+KINDS = ("scaled_rows", "zero_blocks", "one_nan")  # blocks are the reference's own; here it is the outer scales
+BLOCKS_OF_ROWS = [name for name, fmt in formats.NAMED.items() if not fmt.square]
+
+
+def offsets(ends=ENDS):
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def spans(ends=ENDS):
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def same(x, y):
+    """Equal bits, a NaN equal to itself."""
+    assert x.shape == y.shape and x.dtype == y.dtype
+    if x.element_size() == 1:
+        x, y = x.view(torch.uint8), y.view(torch.uint8)
+    return torch.equal(x.nan_to_num(-1), y.nan_to_num(-1)) if x.is_floating_point() else torch.equal(x, y)
+
+
+def scale_tiles(scales, columns, start, rows):
+    """The bytes of a group in swizzled scales of padded rows: they are one run."""
+    begin = swizzled_numel(start, columns)
+    return scales[begin : begin + swizzled_numel(rows, columns)]
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("name", BLOCKS_OF_ROWS)
+def test_rows_of_a_group_are_quantised_as_if_alone(name, layout):
+    fmt = formats.get(name)
+    for kind in KINDS:
+        x = hard_input(kind, (ROWS, COLS), block=fmt.block_cols if fmt.block else 16)
+        data, scales, outer = ops.quantize_grouped(x, offsets(), name, -1, layout=layout)
+        groups = Groups.of(offsets(), ROWS)
+        for g, (start, end) in enumerate(spans()):
+            alone, alone_scales, alone_outer = reference.quantize(x[start:end], fmt, None, layout)
+            assert same(data[start:end], alone)
+            if fmt.scale is not None and layout == "linear":
+                assert same(scales[start:end], alone_scales)
+            elif fmt.scale is not None:
+                place = groups.padded_starts[g].item()
+                assert same(scale_tiles(scales, ceil_div(COLS, fmt.block_cols), place, end - start), alone_scales)
+            if fmt.outer is not None:
+                assert same(outer[g] if fmt.outer == "tensor" else outer[start:end], alone_outer)
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("name", BLOCKS_OF_ROWS)
+def test_columns_of_a_group_are_quantised_as_if_alone(name, hadamard, layout):
+    fmt = formats.get(name)
+    if hadamard and fmt.scale != "e4m3":
+        with pytest.raises(ValueError, match="hadamard: the transform goes with NVFP4"):
+            ops.quantize_grouped(torch.randn(ROWS, COLS), offsets(), name, -2, hadamard=True)
+        return
+    width, block = padded_rows(ROWS, len(ENDS)), fmt.block_cols
+    for kind in KINDS:
+        x = hard_input(kind, (ROWS, COLS), block=fmt.block_cols if fmt.block else 16)
+        data, scales, outer = ops.quantize_grouped(x, offsets(), name, -2, layout=layout, hadamard=hadamard)
+        if fmt.scale is not None and layout == "swizzled":
+            scales = from_swizzled(scales, COLS, width // block)
+        groups, seen = Groups.of(offsets(), ROWS), torch.zeros(width // block, dtype=torch.bool)
+        blocks = data.view(torch.uint8).view(COLS, width // block, -1)
+        for g, (start, end) in enumerate(spans()):
+            alone, alone_scales, alone_outer = reference.quantize(x[start:end].t(), fmt, transform=hadamard)
+            place = groups.padded_starts[g].item() // block
+            own = slice(place, place + ceil_div(end - start, block))
+            seen[own] = True
+            assert same(blocks[:, own].flatten(1), alone.view(torch.uint8))
+            if fmt.scale is not None:
+                assert same(scales[:, own], alone_scales)
+            if fmt.outer is not None:
+                assert same(outer[g], alone_outer)
+        assert not blocks[:, ~seen].any()
+        assert fmt.scale is None or not scales[:, ~seen].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("name", formats.NAMED)
+def test_each_matrix_is_quantised_as_if_alone(name, dim):
+    fmt = formats.get(name)
+    x = torch.randn(3, 48, 80) * torch.tensor([1.0, 100.0, 0.0])[:, None, None]
+    for layout in ("linear", "swizzled"):
+        found = ops.quantize_grouped(x, None, name, dim, layout=layout)
+        for g in range(3):
+            alone = reference.quantize(x[g].movedim(dim, -1), fmt, None, layout)
+            assert all(same(ours[g], theirs) for ours, theirs in zip(found, alone, strict=True) if theirs is not None)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_te", "mxfp4"])
+def test_seeded_codes_are_neighbours_of_the_value(name):
+    """Where the random bits lie is a matter of the padded place; each code is still one of two."""
+    fmt, x = formats.get(name), torch.randn(ROWS, COLS)
+    seed = torch.tensor(7)
+    for dim in (-1, -2):
+        plain, scales, _ = ops.quantize_grouped(x, offsets(), name, dim)
+        seeded, same_scales, _ = ops.quantize_grouped(x, offsets(), name, dim, seed=seed)
+        again, *_ = ops.quantize_grouped(x, offsets(), name, dim, seed=seed)
+        assert same(scales, same_scales) and torch.equal(seeded, again) and not torch.equal(seeded, plain)
+        steps = reference.unpack(plain).int() - reference.unpack(seeded).int()
+        assert steps[: ENDS[-1] if dim == -1 else None].remainder(8).unique().tolist() == [0, 1, 7]
+    assert fmt.packed
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_te", "float8_rowwise"])
+def test_a_nan_stays_in_its_group(name):
+    x = torch.randn(ROWS, COLS)
+    spoilt = x.clone()
+    spoilt[50, 5] = torch.nan  # in group 2
+    for dim in (-1, -2):
+        for ours, theirs in zip(*(ops.quantize_grouped(t, offsets(), name, dim) for t in (x, spoilt)), strict=True):
+            if formats.get(name).outer == "tensor" and ours.dim() == 1:
+                assert theirs.isnan().tolist() == [False, False, True, False, False, False]
+    weights = torch.randn(len(ENDS), 64, COLS)
+    b = ops.quantize_grouped(weights, None, name)
+    out = product(ops.quantize_grouped(spoilt, offsets(), name), b, name)
+    assert out[3:133].isnan().any() and not out[:3].isnan().any() and not out[133:].isnan().any()
+
+
+def product(a, b, name, ends=ENDS, rows=ROWS):
+    fmt = formats.get(name)
+
+    def operand(found):
+        data, scales, outer = found
+        return data, scales if fmt.scale else None, outer if fmt.outer else None, name
+
+    return ops.scaled_grouped_mm(*operand(a), *operand(b), offsets(ends), rows, torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("name", BLOCKS_OF_ROWS)
+def test_products_are_those_of_each_group(name, layout):
+    fmt = formats.get(name)
+    x, y, w = torch.randn(ROWS, COLS), torch.randn(ROWS, 64), torch.randn(len(ENDS), 64, COLS)
+
+    def alone(t):
+        return Operand(*reference.quantize(t, fmt), fmt)
+
+    rows = product(*(ops.quantize_grouped(t, o, name, layout=layout) for t, o in ((x, offsets()), (w, None))), name)
+    along = product(*(ops.quantize_grouped(t, offsets(), name, -2, layout=layout) for t in (y, x)), name)
+    assert rows.shape == (ROWS, 64) and along.shape == (len(ENDS), 64, COLS)
+    assert not rows[ENDS[-1] :].any()
+    for g, (start, end) in enumerate(spans()):
+        expected = reference.scaled_mm(alone(x[start:end]), alone(w[g]), None, torch.float32)
+        assert torch.equal(rows[start:end], expected)
+        expected = reference.scaled_mm(alone(y[start:end].t()), alone(x[start:end].t()), None, torch.float32)
+        torch.testing.assert_close(along[g], expected, rtol=1e-6, atol=1e-5)
+    assert not along[0].any()
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ([5, 2, 9], [5, 5, 9]), ([-3, 4, 4], [0, 4, 4]), ([2, 50, 7], [2, 20, 20]), ([0, 0, 0], [0, 0, 0]),
+])  # fmt: skip
+def test_offsets_that_decrease_or_lie_outside_are_moved_inside(given, meant):
+    x, w = torch.randn(20, COLS), torch.randn(3, 64, COLS)
+
+    def results(ends):
+        rows, along = (ops.quantize_grouped(x, offsets(ends), "nvfp4", dim) for dim in (-1, -2))
+        b = ops.quantize_grouped(w, None, "nvfp4")
+        return *along, product(rows, b, "nvfp4", ends, 20), product(along, along, "nvfp4", ends, 20)
+
+    assert all(same(ours, theirs) for ours, theirs in zip(results(given), results(meant), strict=True))
+
+
+def test_any_sizes_of_groups_fit_the_padded_rows():
+    for ends in ([1, 2, 3, 4], [127, 254, 381, 508], [0, 0, 0, 512], [129, 258, 387, 512]):
+        padded = sum(ceil_div(end - start, 128) * 128 for start, end in spans(ends))
+        assert padded <= padded_rows(ends[-1], len(ends))
+    assert padded_rows(508, 4) == 128 * (3 + 4)
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"offs": offsets().long()}, TypeError, "offs: expected int32, got torch.int64"),
+    ({"offs": offsets()[None]}, ValueError, r"offs: expected one dimension.*got shape \(1, 6\)"),
+    ({"x": torch.randn(2, 3, 32)}, ValueError, "x: expected two dimensions"),
+    ({"offs": None}, ValueError, "x: expected three dimensions where there are no offs"),
+    ({"dim": 0}, ValueError, "dim=0: a grouped tensor is quantised along dimension -1 or -2"),
+    ({"format": "nvfp4_16x16"}, ValueError, "format: nvfp4_16x16 has square blocks"),
+    ({"format": "nvfp5"}, ValueError, "unknown format"),
+    ({"hadamard": True}, ValueError, "hadamard: the transform goes along the rows of groups"),
+])  # fmt: skip
+def test_bad_input_of_quantize(change, error, message):
+    given = {"x": torch.randn(ROWS, 32), "offs": offsets(), "format": "nvfp4", "dim": -1, **change}
+    hadamard = given.pop("hadamard", False)
+    for device in ("cpu", "meta"):
+        moved = [None if t is None else t.to(device) for t in (given["x"], given["offs"])]
+        with pytest.raises(error, match=message):
+            ops.quantize_grouped(*moved, given["format"], given["dim"], hadamard=hadamard)
+
+
+@pytest.mark.parametrize(("shapes", "ends", "rows", "message"), [
+    (((20, 32), (2, 64, 32)), [5, 9, 20], 20, r"offs: expected shape \(2,\), one a matrix, got shape \(3,\)"),
+    (((20, 32), (3, 64, 32)), [5, 9, 20], 21, "rows: expected the 20 rows of a, got 21"),
+    (((2, 20, 32), (3, 64, 32)), [5, 9, 20], 20, "a, b: expected"),
+    (((20, 64), (3, 64, 32)), [5, 9, 20], 20, "contraction dimensions differ"),
+])  # fmt: skip
+def test_bad_input_of_the_product(shapes, ends, rows, message):
+    a, b = (torch.randn(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        ops.scaled_grouped_mm(a, None, None, None, b, None, None, None, offsets(ends), rows, torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
+def test_eager_interface(name, layout):
+    """Values and products are those of each group alone; other scales than a group's own would show."""
+    x, w = torch.randn(ROWS, COLS) * torch.arange(ROWS)[:, None], torch.randn(len(ENDS), 64, COLS)
+    w *= torch.arange(1, len(ENDS) + 1)[:, None, None]
+    rows = fp4compile.quantize(x, name, offs=offsets(), layout=layout)
+    columns = fp4compile.quantize(x, name, dim=0, offs=offsets(), layout=layout)
+    matrices = fp4compile.quantize(w, name, per_matrix=True, layout=layout)
+    out = fp4compile.scaled_grouped_mm(rows, matrices, offsets(), torch.float32)
+    along = fp4compile.scaled_grouped_mm(columns, columns, offsets(), torch.float32)
+    groups = Groups.of(offsets(), ROWS)
+    for g, (start, end) in enumerate(spans()):
+        one, other = fp4compile.quantize(x[start:end], name), fp4compile.quantize(w[g], name)
+        down, place = fp4compile.quantize(x[start:end], name, dim=0), groups.padded_starts[g].item()
+        assert torch.equal(rows.dequantize()[start:end], one.dequantize())
+        assert torch.equal(matrices.dequantize()[g], other.dequantize())
+        assert torch.equal(columns.dequantize()[:, place : place + end - start], down.dequantize())
+        assert torch.equal(out[start:end], fp4compile.scaled_mm(one, other, out_dtype=torch.float32))
+        torch.testing.assert_close(along[g], fp4compile.scaled_mm(down, down, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("given", "error", "message"), [
+    (lambda x, w: fp4compile.quantize(w, "nvfp4", offs=offsets()), ValueError, "offs: they go with a matrix x"),
+    (lambda x, w: fp4compile.quantize(x, "nvfp4", per_matrix=True), ValueError, "x: expected three dimensions"),
+    (lambda x, w: fp4compile.quantize(x, "nvfp4_rowwise", offs=offsets(), outer=torch.ones(ROWS, 1)), ValueError,
+     "outer: format nvfp4_rowwise scales rows"),
+    (lambda x, w: product_of(x, w, offs=None), TypeError, "offs: expected an int32 torch.Tensor, got NoneType"),
+    (lambda x, w: product_of(x, w, offs=offsets().long()), TypeError, "offs: expected int32, got torch.int64"),
+    (lambda x, w: product_of(x, w[:2]), ValueError, r"offs: expected shape \(2,\), one a matrix, got shape \(6,\)"),
+    (lambda x, w: product_of(x, w[..., :32]), ValueError, "contraction dimensions differ: a has 80, b has 32"),
+    (lambda x, w: product_of(x, w, "mxfp8"), ValueError, "formats nvfp4 and mxfp8 cannot be multiplied"),
+    (lambda x, w: product_of(x, w, out_dtype=torch.int8), ValueError, "out_dtype=torch.int8: allowed are"),
+    (lambda x, w: product_of(w, w), ValueError, "a, b: expected"),
+    (lambda x, w: fp4compile.scaled_grouped_mm(x, w, offsets()), TypeError, "a: expected a BlockScaled, got Tensor"),
+])  # fmt: skip
+def test_bad_input_of_the_eager_interface(given, error, message):
+    with pytest.raises(error, match=message):
+        given(torch.randn(ROWS, COLS), torch.randn(len(ENDS), 64, COLS))
+
+
+def product_of(x, w, name="nvfp4", **more):
+    a = fp4compile.quantize(x, "nvfp4", **({"offs": offsets()} if x.dim() == 2 else {"per_matrix": True}))
+    given = {"offs": offsets(), **more}
+    return fp4compile.scaled_grouped_mm(a, fp4compile.quantize(w, name, per_matrix=True), **given)

@@ -1,0 +1,255 @@
+"""Products of experts, grouped, batched, gathered or in a loop, equal the same composed by hand, expert by expert."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4compile
+from fp4compile.recipe import named, recipes
+from tests.helpers.by_hand import STATIC, assert_rounds_to, by_hand, values
+from tests.helpers.rewritten import UNEVEN, rewritten, roles
+
+K, N = 80, 48
+Parameter = torch.nn.Parameter
+
+
+def offsets(sizes):
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def spans(offs):
+    ends = offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def recipe_of(name):
+    """Without random rounding: where random bits lie is not what these tests are about."""
+    chosen = named(name).replace(stochastic_rounding=(), min_m=1)
+    return chosen.replace(static_scales=STATIC | {"w": STATIC[""]}) if name == "nvfp4_static" else chosen
+
+
+def weight(*shape):
+    return Parameter(torch.randn(shape, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(2)) / 4)
+
+
+def tokens(*shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x = x * 2.0 ** torch.arange(shape[0]).fmod(5).view(-1, *[1] * (len(shape) - 1))
+    return x.bfloat16().requires_grad_()
+
+
+class Experts(torch.nn.Module):
+    """One grouped product. stored: the weight's shape, as (E, N, K) or as (E, K, N)."""
+
+    def __init__(self, experts, stored="enk"):
+        super().__init__()
+        self.w = weight(experts, *{"enk": (N, K), "ekn": (K, N)}[stored])
+        self.stored = stored
+
+    @property
+    def matrices(self):
+        """[E, N, K]"""
+        return self.w if self.stored == "enk" else self.w.transpose(1, 2)
+
+    def forward(self, x, offs):
+        return F.grouped_mm(x, self.matrices.transpose(1, 2), offs=offs)
+
+
+def sizes_of(experts, seed):
+    """Random numbers of tokens, 0 and 1 among them, and some tokens of no expert."""
+    found = torch.randint(0, 9, (experts,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [0, 1, *found][:experts]
+
+
+@pytest.mark.parametrize(("experts", "stored", "name"), [
+    *((5, stored, name) for name in recipes() for stored in ("enk", "ekn")), (1, "enk", "nvfp4"), (128, "ekn", "nvfp4"),
+])  # fmt: skip
+def test_grouped_products_equal_hand_composition(experts, stored, name):
+    recipe, model = recipe_of(name), Experts(experts, stored)
+    offs = offsets(sizes_of(experts, 3))
+    x = tokens(offs[-1] + 7, K)
+    run, decisions = rewritten(model, recipe)
+    y = run(x, offs)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected = [product for product in ("fprop", "wgrad", "dgrad") if recipe.quantizes(product)]
+    assert [d.gemm.product for d in decisions if d.reason is None] == expected
+    assert not {"nonzero", "_local_scalar_dense"} & operators(decisions)  # the host never waits for the sizes
+    assert not y[offs[-1] :].any()
+    gradients = model.w.grad if stored == "enk" else model.w.grad.transpose(1, 2)
+    for g, (start, end) in enumerate(spans(offs)):
+        rows = slice(start, end)
+        outer = recipe.static_scale("w") if name == "nvfp4_static" else None
+        expected = by_hand_of(recipe, x.detach()[rows], model.matrices.detach()[g], dy[rows], outer)
+        for ours, exact in zip((y.detach()[rows], x.grad[rows], gradients[g]), expected, strict=True):
+            assert_rounds_to(ours.double(), exact, torch.bfloat16, 1e-5 * exact.abs().sum().clamp(max=1))
+
+
+def operators(decisions):
+    """The names of all operators of the rewritten graphs."""
+    graphs = {d.gemm.node.graph for d in decisions}
+    return {node.target.__name__.partition(".")[0] for g in graphs for node in g.nodes if node.op == "call_function"}
+
+
+def by_hand_of(recipe, x, w, dy, outer):
+    """`by_hand` of a group, which may be empty."""
+    if not x.shape[0]:
+        return x.new_zeros(0, N).double(), x.double(), torch.zeros_like(w).double()
+    y, dx, dw = by_hand(recipe.replace(activation_scale="dynamic", static_scales=()), x, w, None, dy, torch.bfloat16)
+    if outer is not None:
+        y = values(x, recipe.fprop_x, -1, outer) @ values(w, recipe.fprop_w, -1).t()
+    return y, dx, dw
+
+
+class Uneven(torch.nn.Module):
+    """Two layers of one input but other groups, a frozen one, and one whose weight is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.frozen = weight(3, K, N), weight(3, K, N), weight(3, N, K).requires_grad_(False)
+
+    def forward(self, x, offs, others):
+        gate, up = F.grouped_mm(x, self.gate, offs=offs), F.grouped_mm(x, self.up, offs=others)
+        return F.grouped_mm(gate * up, self.frozen, offs=offs)
+
+
+def test_roles_are_proven():
+    model, x = Uneven(), tokens(20, K)
+    run, decisions = rewritten(model, UNEVEN, min_m=1, skip_lm_head=False)
+    run(x, offsets([3, 0, 17]), offsets([5, 5, 5])).sum().backward()
+    fprop, wgrad, dgrad = "mxfp8 x mxfp4", "mxfp8_e5m2 x mxfp8_ceil", "mxfp8_floor x mxfp8_e5m2"
+    assert sorted(roles(decisions)) == sorted([
+        ("gate", "fprop", fprop), ("up", "fprop", fprop), ("frozen", "fprop", fprop), ("frozen", "dgrad", dgrad),
+        ("gate", "wgrad", wgrad), ("up", "wgrad", wgrad), ("gate", "dgrad", dgrad), ("up", "dgrad", dgrad),
+    ])  # fmt: skip
+    grouped = {d.gemm.module: d.gemm.offs for d in decisions if d.gemm.product == "wgrad"}
+    assert grouped["gate"] is not grouped["up"]
+
+
+def test_groups_of_another_product_are_no_wgrad():
+    """The very product of a layer's wgrad, but for the groups: it is not that layer's."""
+    w = weight(3, K, N)
+
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w, offs, others):
+            ctx.save_for_backward(x, others)
+            return F.grouped_mm(x, w, offs=offs)
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, others = ctx.saved_tensors
+            return None, F.grouped_mm(x.t(), dy, offs=others), None, None
+
+    run, decisions = rewritten(lambda x, *offs: Other.apply(x, w, *offs), UNEVEN, min_m=1)
+    run(tokens(20, K), offsets([3, 0, 17]), offsets([5, 5, 5])).sum().backward()
+    assert roles(decisions)[-1][1:] == ("other", "gradient x activation that is not the weight gradient of a layer")
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "nvfp4_train", "float8_rowwise"])
+def test_batched_products_equal_hand_composition(name, weight_first):
+    """As Llama 4 writes its experts; and with the weight from the left."""
+    recipe, w = recipe_of(name), weight(3, N, K)
+
+    def batched(x):
+        return torch.bmm(w, x.transpose(1, 2)).transpose(1, 2) if weight_first else torch.bmm(x, w.transpose(1, 2))
+
+    x = tokens(3, 21, K)
+    run, decisions = rewritten(batched, recipe)
+    y = run(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert [d.reason for d in decisions] == [None] * 3 and {d.gemm.groups for d in decisions} == {"batch"}
+    for g in range(3):
+        expected = by_hand(recipe, x.detach()[g], w.detach()[g], None, dy[g], torch.bfloat16)
+        for ours, exact in zip((y.detach()[g], x.grad[g], w.grad[g]), expected, strict=True):
+            assert_rounds_to(ours.double(), exact, torch.bfloat16)
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "nvfp4_weight_only", "float8_rowwise"])
+def test_gathered_products_equal_hand_composition(name, weight_first):
+    """As transformers' batched_mm writes experts: a copy of its expert's weight for each token."""
+    recipe, w = recipe_of(name), weight(3, N, K)
+
+    def gathered(x, index):
+        if weight_first:
+            return torch.bmm(w[index], x.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(x.unsqueeze(1), w[index].transpose(1, 2)).squeeze(1)
+
+    x, index = tokens(5, K).detach(), torch.tensor([2, 0, 2, 2, 1])
+    run, decisions = rewritten(gathered, recipe)
+    y = run(x, index)
+    assert [(d.reason, d.gemm.groups, d.gemm.dims) for d in decisions] == [(None, "gather", (5, N, K))]
+    for s, expert in enumerate(index):
+        exact, *_ = by_hand(recipe.replace(wgrad_x=None, wgrad_dy=None, dgrad_dy=None, dgrad_w=None, hadamard=()),
+                            x[s : s + 1], w.detach()[expert], None, torch.zeros(1, N), torch.bfloat16)  # fmt: skip
+        assert_rounds_to(y.detach()[s : s + 1].double(), exact, torch.bfloat16)
+
+
+def test_a_loop_over_experts():
+    """Each expert's products have the recipe's formats, for any number of tokens."""
+    w = weight(3, N, K)
+
+    def loop(x, chosen):
+        out = x.new_zeros(x.shape[0], N)
+        for expert in range(3):
+            rows = torch.where(chosen == expert)[0]
+            out = out.index_add(0, rows, F.linear(x[rows], w[expert]))
+        return out
+
+    run, decisions = rewritten(loop, UNEVEN, min_m=1)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(tokens(20, K), torch.arange(20) % 3).sum().backward()
+    assert sorted(product for _, product, _ in roles(decisions)) == 3 * ["dgrad"] + 3 * ["fprop"] + 3 * ["wgrad"]
+    assert not any(d.reason for d in decisions)
+
+
+def reasons(function, *args, recipe="mxfp8"):
+    with torch.no_grad():
+        return [row.reason for row in fp4compile.explain(function, *args, recipe=recipe).rows]
+
+
+def test_what_is_left_alone_has_a_reason():
+    w, x, offs = weight(3, K, N), tokens(20, K).detach(), offsets([3, 0, 17])
+    both = torch.randn(3, K, 16, dtype=torch.bfloat16)
+    square = fp4compile.Recipe(fprop_x="mxfp8_32x32", fprop_w="mxfp8")
+    assert reasons(lambda x, b: F.grouped_mm(x, b * 2, offs=offs), x, both) == ["grouped product without a parameter"]
+    assert reasons(lambda x: F.grouped_mm(x, w * 2, offs=offs), x) == [
+        "its weight is computed from parameters and is none itself"
+    ]
+    assert reasons(lambda x: F.grouped_mm(w.transpose(1, 2), x.t(), offs=offs), x) == [
+        "grouped product whose groups are columns"
+    ]
+    assert reasons(lambda x: F.grouped_mm(x, w, offs=offs), x, recipe=square) == [
+        "format mxfp8_32x32 has square blocks, and groups may have any number of rows"
+    ]
+    one = fp4compile.Recipe(fprop_w="mxfp8", rules=[("*", "skip")])
+    assert reasons(lambda x: F.grouped_mm(x, w, offs=offs), x, recipe=one) == ["rule '*'"]
+
+
+def test_weights_of_experts_leave_inference_graphs():
+    model = Experts(3)
+    compiled = torch.compile(model, backend=fp4compile.backend("nvfp4", min_m=1), fullgraph=True)
+    x, offs = tokens(20, K).detach(), offsets([3, 0, 17])
+    with torch.no_grad():
+        before = compiled(x, offs)
+        assert len(model.w._fp4compile_packed.packed) == 1
+        model.w.mul_(2)
+        assert torch.equal(compiled(x, offs), 2 * before)
+
+
+def test_one_graph_for_three_counts_of_tokens():
+    model = Experts(3)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(fp4compile.backend("nvfp4", min_m=1))
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for sizes in ([3, 0, 17], [1, 1, 40], [130, 0, 0]):
+        offs = offsets(sizes)
+        x = tokens(offs[-1].item() + 2, K)
+        y = compiled(x, offs)
+        y.sum().backward()
+        model.w.grad = None
+        run, _ = rewritten(Experts(3), recipe_of("nvfp4"))
+        assert torch.equal(y, run(x, offs))
+    assert counter.frame_count == 1

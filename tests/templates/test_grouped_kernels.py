@@ -1,0 +1,375 @@
+"""The grouped kernels against `reference_grouped`: quantised operands bit for bit, products to float32's sums.
+
+Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
+"""
+
+import os
+
+import pytest
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fp4compile import _compat, formats, reference_grouped
+from fp4compile.formats import BlockFormat
+from fp4compile.groups import Groups
+from fp4compile.operand import Operand
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import hard_input
+from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETING else "cuda"
+
+from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm  # noqa: E402
+
+ROWS = 170
+# Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
+SIZES = (0, 3, 130, 0, 1, 29)
+# What each group holds: a group's outer scale may depend on nothing outside of it.
+CONTENTS = ("randn", "one_nan", "scaled_rows", "randn", "outliers", "ties_fp4")
+# Offsets that decrease, begin below 0 and end beyond the rows; one group with everything; none with anything.
+UNEVEN = ((-4, 9, 3, 300, 20, 170), (ROWS,), (0, 0))
+FORMATS = ["nvfp4", "nvfp4_one_level", "nvfp4_te", "nvfp4_rowwise", "mxfp8", "mxfp4", "float8_rowwise"]
+SEED = torch.tensor(2**40 + 5)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What is allocated holds ones in every bit, so that a byte that no kernel wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def offsets(sizes=SIZES):
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def hard_rows(cols, fmt, dtype=torch.bfloat16):
+    """[ROWS, cols], a hard input for each group; larger ones further on, and a NaN in the rows of no group."""
+    block = fmt.block_cols if fmt.block else 16
+    parts = [hard_input(name, (size, cols), dtype, block) for name, size in zip(CONTENTS, SIZES, strict=True)]
+    parts.append(hard_input("one_nan", (ROWS - sum(SIZES), cols), dtype, block))
+    return torch.cat([part * 2.0**i for i, part in enumerate(parts)])
+
+
+def assert_same_bits(got, expected, of_rows=None):
+    """of_rows: which rows of what has a row for each row of x are compared."""
+    for one, other in zip(got, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.is_contiguous()
+        one = one.cpu()
+        if of_rows is not None and one.dim() == 2 and len(one) == len(of_rows):
+            one, other = one[of_rows], other[of_rows]
+        if one.dtype.itemsize > 1:  # a float: its NaNs are equal whatever their payload
+            one, other = one.nan_to_num(nan=torch.pi), other.nan_to_num(nan=torch.pi)
+        one, other = one.contiguous().view(-1), other.contiguous().view(-1)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def on_device(value):
+    return None if value is None else value.to(DEVICE)
+
+
+def check(x, offs, fmt, dim, outer=None, layout="linear", seed=None, transform=False):
+    """Quantise x, on the CPU, by the reference and by the kernels."""
+    options = {"seed": on_device(seed), "transform": transform}
+    got = quantize_grouped(x.to(DEVICE), on_device(offs), fmt, dim, on_device(outer), layout, **options)
+    if offs is None:
+        assert_same_bits(got, reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform))
+        return
+    groups = Groups.of(offs, x.shape[0])
+    if dim == -1:
+        expected = reference_grouped.quantize_rows(x, groups, fmt, outer, layout, seed)
+        assert_same_bits(got, expected, groups.of_rows < groups.count)
+    else:
+        assert_same_bits(got, reference_grouped.quantize_columns(x, groups, fmt, outer, layout, seed, transform))
+
+
+# ---------------------------------------------------------------- quantise
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows(format, layout):
+    fmt = formats.get(format)
+    if INTERPRETING and (fmt.scale is None or (layout == "linear" and fmt.outer != "tensor")):
+        pytest.skip("the kernels of rows without groups")
+    check(hard_rows(40, fmt), offsets(), fmt, -1, layout=layout)
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_columns(format):
+    """One tile of columns, or two."""
+    fmt = formats.get(format)
+    layout = "swizzled" if format in ("nvfp4_te", "mxfp8") else "linear"
+    check(hard_rows(72 if format in ("nvfp4", "nvfp4_rowwise") else 40, fmt), offsets(), fmt, -2, layout=layout)
+
+
+@gpu
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_te", "nvfp4_16x16", "mxfp8", "mxfp8_32x32"])
+def test_matrices(format, dim):
+    fmt = formats.get(format)
+    x = torch.stack([hard_input(name, (33, 40), torch.bfloat16, 16) for name in ("outliers", "zeros", "one_nan")])
+    check(x, None, fmt, dim, layout="swizzled")
+    check(x.mT.contiguous().mT, None, fmt, dim)
+    if fmt.outer == "tensor":
+        check(x, None, fmt, dim, outer=torch.tensor(0.01))
+
+
+@gpu
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, -1), (torch.float32, -1), (torch.float32, -2)], ids=str)
+def test_static_outer_scales(dtype, dim):
+    fmt = formats.get("nvfp4")
+    check(hard_rows(40, fmt, dtype), offsets(), fmt, dim, outer=torch.tensor(0.01), layout="swizzled")
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_rowwise"])
+def test_stochastic_rounding_and_the_transform(format):
+    fmt = formats.get(format)
+    x = hard_rows(40, fmt)
+    check(x, offsets(), fmt, -1, layout="swizzled", seed=SEED)
+    check(x, offsets(), fmt, -2, seed=SEED, transform=True)
+    if fmt.outer == "tensor":
+        check(x[:66].view(2, 33, 40), None, fmt, -2, seed=SEED, transform=True)
+
+
+@gpu
+@pytest.mark.parametrize("offs", UNEVEN, ids=str)
+def test_uneven_offsets(offs):
+    fmt = formats.get("nvfp4_te")
+    offs, x = torch.tensor(offs, dtype=torch.int32), hard_rows(24, fmt)
+    check(x, offs, fmt, -1, layout="swizzled")
+    check(x, offs, fmt, -2)
+    a, b = of_rows(x.nan_to_num(), offs, "nvfp4_te"), of_matrices(torch.randn(len(offs), 17, 24), "nvfp4_te")
+    check_product(a, b, offs)
+    check_product(of_columns(x.nan_to_num(), offs, "nvfp4_te"), of_columns(torch.randn(ROWS, 8), offs, None), offs)
+
+
+@gpu
+def test_few_rows():
+    """16 rows a tile, longer ones."""
+    fmt = formats.get("nvfp4")
+    check(torch.randn(21, 600).bfloat16(), offsets((3, 0, 17)), fmt, -1)
+
+
+@gpu
+def test_no_rows():
+    fmt = formats.get("nvfp4")
+    offs = torch.zeros(3, dtype=torch.int32)
+    for dim in (-1, -2):
+        check(torch.empty(0, 40).bfloat16(), offs, fmt, dim)
+    check(torch.empty(2, 0, 40).bfloat16(), None, fmt, -1)
+
+
+# ---------------------------------------------------------------- products
+
+
+def of_rows(x, offs, format, layout="linear"):
+    """Operands by the reference; plain where there is no format."""
+    if format is None:
+        return Operand(x.bfloat16())
+    fmt = formats.get(format)
+    return Operand(*reference_grouped.quantize_rows(x, Groups.of(offs, len(x)), fmt, None, layout, None), fmt)
+
+
+def of_columns(x, offs, format, layout="linear"):
+    if format is None:
+        return Operand(x.bfloat16().T.contiguous())
+    fmt = formats.get(format)
+    groups = Groups.of(offs, len(x))
+    return Operand(*reference_grouped.quantize_columns(x, groups, fmt, None, layout, None, False), fmt)
+
+
+def of_matrices(x, format, layout="linear"):
+    if format is None:
+        return Operand(x.bfloat16())
+    fmt = formats.get(format)
+    return Operand(*reference_grouped.quantize_matrices(x, fmt, -1, None, layout, None, False), fmt)
+
+
+def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
+    """Products of values up to 1, in about 100 summands: float32's error, and one rounding to the output's type."""
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
+    moved = [Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b)]
+    got = scaled_grouped_mm(*moved, on_device(offs), rows, out_dtype).cpu()
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    bound = 2.0**-20 if out_dtype == torch.float32 else 2.0**-7
+    got, expected = got.double(), expected.double()
+    assert torch.equal(got.isnan(), expected.isnan())
+    largest = expected.nan_to_num(0.0).abs().amax(-1, keepdim=True)
+    assert ((got - expected).abs().nan_to_num(0.0) <= bound * largest).all()
+
+
+PAIRS = [
+    ("nvfp4", "nvfp4", "swizzled"), ("nvfp4_rowwise", "nvfp4_te", "linear"), (None, "nvfp4_one_level", "linear"),
+    ("mxfp8", "mxfp4", "swizzled"), ("float8_rowwise", "float8_rowwise", "linear"), ("nvfp4", None, "linear"),
+]  # fmt: skip
+
+
+def layout_of(format, layout):
+    return layout if format is not None and formats.get(format).scale is not None else "linear"
+
+
+@gpu
+@pytest.mark.parametrize(("a", "b", "layout"), PAIRS, ids=str)
+def test_products_of_rows(a, b, layout):
+    """A NaN in the last group, whose outer scale is one then, does not show in the rows after it."""
+    x, w, offs = torch.randn(ROWS, 80), torch.randn(len(SIZES), 16, 80), offsets()
+    x[150, 3] = torch.nan
+    a, b = of_rows(x, offs, a, layout_of(a, layout)), of_matrices(w, b, layout_of(b, layout))
+    check_product(a, b, offs)
+
+
+@gpu
+@pytest.mark.parametrize(("a", "b", "layout"), PAIRS, ids=str)
+def test_products_along_rows(a, b, layout):
+    """The gradients of weights. A NaN in a group shows in the product of that group, not of the one before it."""
+    x, g, offs = torch.randn(ROWS, 16), torch.randn(ROWS, 18), offsets()
+    x[1, 3] = g[5, 2] = torch.nan
+    a, b = (of_columns(each, offs, name, layout_of(name, layout)) for each, name in ((g, a), (x, b)))
+    check_product(a, b, offs)
+
+
+@gpu
+def test_products_of_square_blocks_and_of_small_scales():
+    """Blocks that bf16 cannot hold; scales of 0 in the padding are none of these. Results in bf16."""
+    x, w, offs = torch.randn(ROWS, 64), torch.randn(len(SIZES), 40, 64), offsets()
+    x[40, :32] *= 2.0**-110
+    x[40, 32:] = 0.0
+    check_product(of_rows(x, offs, "mxfp8"), of_matrices(w, "mxfp8_32x32"), offs)
+    check_product(of_rows(x, offs, "nvfp4"), of_matrices(w, "nvfp4_16x16"), offs, out_dtype=torch.bfloat16)
+    x[3:133, 5] *= 2.0**-110
+    check_product(of_columns(x[:, :16], offs, "mxfp8"), of_columns(x[:, 16:24] * 2.0**60, offs, "mxfp8"), offs)
+
+
+# ---------------------------------------------------------------- no GPU, no values
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_operand(x, offs, dim, format, layout="linear"):
+    fmt = formats.get(format)
+    with dry_run(Target(90)):
+        return Operand(*quantize_grouped(x, offs, fmt, dim, None, layout, seed=None, transform=False), fmt)
+
+
+def test_operands_that_do_not_fit():
+    x, w, offs = meta(64, 128), meta(4, 32, 128), meta(4, dtype=torch.int32)
+    a, b = meta_operand(x, offs, -1, "nvfp4"), meta_operand(w, None, -1, "nvfp4")
+    run, out = meta_operand(x, offs, -2, "nvfp4"), torch.bfloat16
+    swizzled = meta_operand(x, offs, -1, "nvfp4", "swizzled")
+
+    def changed(operand, **fields):
+        return Operand(**{**vars(operand), **fields})
+
+    for arguments, error, message in [
+        ((a, b, meta(3, dtype=torch.int32), 64, out), ValueError, "offs: expected shape"),
+        ((a, b, meta(4, dtype=torch.int64), 64, out), TypeError, "offs: expected int32"),
+        ((a, b, offs, 63, out), ValueError, "rows: expected the 64 rows"),
+        ((a, b, offs, 64, torch.int8), ValueError, "out_dtype"),
+        ((Operand(x), Operand(w), offs, 64, out), ValueError, "both are plain"),
+        ((changed(a, outer=meta(3, dtype=torch.float32)), b, offs, 64, out), ValueError, "a_outer: expected"),
+        ((changed(a, scales=swizzled.scales[1:]), b, offs, 64, out), ValueError, "a_scales: expected"),
+        ((a, meta_operand(meta(4, 32, 64), None, -1, "nvfp4"), offs, 64, out), ValueError, "contraction"),
+        ((a, meta_operand(w, None, -1, "mxfp8"), offs, 64, out), ValueError, "cannot be multiplied"),
+        ((a, run, offs, 64, out), ValueError, "a: expected rows of 512 elements"),
+        ((run, Operand(meta(32, 63)), offs, 64, out), ValueError, "b: expected rows of 64 elements"),
+        ((Operand(w), b, offs, 64, out), ValueError, "a, b: expected"),
+    ]:  # fmt: skip
+        with dry_run(Target(90)), pytest.raises(error, match=message):
+            scaled_grouped_mm(*arguments)
+    for arguments, error, message in [
+        ((w, offs, formats.get("nvfp4"), -1, None, "linear"), ValueError, "x: expected two"),
+        ((x, None, formats.get("nvfp4"), -1, None, "linear"), ValueError, "x: expected three"),
+        ((x, offs, formats.get("nvfp4"), 0, None, "linear"), ValueError, "dim=0"),
+        ((x, offs, formats.get("nvfp4_16x16"), -2, None, "linear"), ValueError, "square blocks"),
+        ((x, offs, formats.get("nvfp4"), -1, meta(4, dtype=torch.float32), "linear"), ValueError, "outer: expected"),
+    ]:  # fmt: skip
+        with dry_run(Target(90)), pytest.raises(error, match=message):
+            quantize_grouped(*arguments, seed=None, transform=False)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
+def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
+    """At most two of a quantise, one of a product, traced with any number of rows, of which nothing is assumed."""
+    fmt = formats.get("nvfp4_te")
+
+    def step(x, offs, w):
+        counts.append(len(launches))
+        operands = []
+        for tensor, of, dim, transform in ((x, offs, -1, False), (w, None, -1, False), (x, offs, -2, True)):
+            found = quantize_grouped(tensor, of, fmt, dim, None, "swizzled", seed=None, transform=transform)
+            operands.append(Operand(*found, fmt))
+            counts.append(len(launches))
+        a, b, down = operands
+        products = [scaled_grouped_mm(*pair, offs, x.shape[0], torch.bfloat16) for pair in ((a, b), (down, down))]
+        counts.append(len(launches))
+        return down.data, *products
+
+    for groups in (2, 300):
+        counts: list[int] = []
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode, dry_run(Target(90)) as launches:
+            symbol = mode.shape_env.create_symbol(256, ConstantSource("s"), DimDynamic.DYNAMIC)
+            rows = mode.shape_env.create_symintnode(symbol, hint=256)
+            shapes = ((rows, 128), (groups,), (groups, 64, 128))
+            dtypes = (torch.bfloat16, torch.int32, torch.bfloat16)
+            x, offs, w = (torch.empty(s, dtype=t, device="cuda") for s, t in zip(shapes, dtypes, strict=True))
+            traced = make_fx(step)(x, offs, w)
+        assert counts == [0, 2, 4, 6, 8]
+        (output,) = traced.graph.find_nodes(op="output")
+        values = [node.meta["val"] for node in output.args[0]]
+        assert [tuple(map(str, value.shape)) for value in values[1:]] == [
+            (str(rows), "64"),
+            (str(groups), "128", "128"),
+        ]
+        assert values[0].shape[1].node.expr.subs(symbol, 300) == 64 * (2 + groups)  # bytes of padded rows
+        assert not mode.shape_env.guards
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("sm", [90, 100])
+def test_compiles_ahead(sm):
+    """Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well."""
+    layout, offs = "swizzled" if sm >= 100 else "linear", meta(64, dtype=torch.int32)
+    x, w, few = meta(8192, 4096), meta(64, 1024, 4096), meta(64, 4096)
+    fmt: BlockFormat = formats.get("nvfp4_te")
+    a, b, down = (meta_operand(each, o, dim, "nvfp4_te", layout)
+                  for each, o, dim in ((x, offs, -1), (w, None, -1), (x, offs, -2)))  # fmt: skip
+    with dry_run(Target(sm)) as launches:
+        quantize_grouped(x, offs, fmt, -1, None, layout, seed=None, transform=False)
+        quantize_grouped(x, offs, fmt, -2, None, layout, seed=None, transform=True)
+        scaled_grouped_mm(a, b, offs, 8192, torch.bfloat16)
+        scaled_grouped_mm(down, down, offs, 8192, torch.bfloat16)
+        if sm == 90:
+            few = meta_operand(few, offs, -1, "mxfp8")
+            scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
+    assert [one.kernel.__name__ for one in launches][:4] == [
+        "grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns",
+    ]  # fmt: skip
+    for one in launches:
+        made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm, one.num_stages)
+        assert spilled_bytes(made.asm["cubin"]) == 0
+        assert made.metadata.shared <= 232448
+        if one.kernel.__name__ == "gemm_dequant_tiles_grouped":
+            assert "cp.async.cg.shared.global" in made.asm["ptx"] and ", 0x10" in made.asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
