@@ -16,7 +16,9 @@ from fp4compile.targets import Target
 from fp4compile.templates.gemm.choose import candidates, choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.problem import problem_of
-from fp4compile.templates.grouped import block_scaled_sm100 as grouped
+from fp4compile.templates.grouped.choose import choose as choose_grouped
+from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
+from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
 from fp4compile.templates.launch import Launched, dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 
@@ -192,13 +194,12 @@ class GroupedProduct(Product):
         return f"{super().label}, {self.groups} groups" + " along K" * self.along_k
 
     def launches(self, sm: int) -> tuple[str, list[Launched]]:
-        """(tier, launches) of the native kernel; none on other GPUs."""
+        """(tier, launches) of the kernel that is chosen."""
         a, b, offs = self.operands()
-        if not grouped.serves(a, b, Target(sm)):
-            return "", []
+        rows = self.k if self.along_k else self.m
         with dry_run(Target(sm)) as launches:
-            grouped.run(a, b, offs, self.k if self.along_k else self.m, BF16)
-        return "native", launches
+            scaled_grouped_mm(a, b, offs, rows, BF16)
+        return choose_grouped(grouped_problem_of(a, b, offs, rows, BF16, Target(sm))).tier, launches
 
     def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
         """(A, B, offsets) of meta tensors, with swizzled scales; see `reference_grouped` for their shapes."""

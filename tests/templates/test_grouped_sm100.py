@@ -24,7 +24,10 @@ from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
-from fp4compile.templates.grouped.block_scaled_sm100 import run, serves, sm100_configs
+from fp4compile.templates.grouped.block_scaled_sm100 import CANDIDATE, sm100_configs
+from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
+from fp4compile.templates.grouped.problem import call_of, problem_of
+from fp4compile.templates.launch import target_of
 from tests.helpers import in_interpreter
 from tests.helpers.kernels import INTERPRETING, OLD_TRITON, for_gpus, gpu, on_device
 
@@ -74,7 +77,8 @@ def magnitudes(x):
 
 def check(a, b, offs, rows=ROWS, out_dtype=torch.float32, config=None):
     """The kernel's product against the reference's, each within the error of a float32 sum."""
-    got = run(on_device(a), on_device(b), on_device(offs), rows, out_dtype, config).cpu()
+    call = call_of(on_device(a), on_device(b), on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
+    got = CANDIDATE.run(call, config or CANDIDATE.configure(call.problem)).cpu()
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, torch.float32)
     sums = reference_grouped.scaled_grouped_mm(magnitudes(a), magnitudes(b), offs, rows, torch.float32)
     assert (got.shape, got.dtype) == (expected.shape, out_dtype)
@@ -120,7 +124,7 @@ def test_every_program_walks_its_tiles(along_k, monkeypatch):
     """Several tiles each, with different numbers of steps; every configuration, and another walk."""
     monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     a, b, offs = operands("nvfp4", "nvfp4", along_k, (0, 140, 150, 150, 300), 310, 288, 264, p=160)
-    configs = sm100_configs(a.format, b.format, 264, along_k, BF16, Target(100))
+    configs = sm100_configs(problem_of(a, b, offs, 310, BF16, Target(100)))
     assert {(config.bn, config.two_sums) for config in configs} == {(256, False), (128, True)}
     for config in configs:
         check(a, b, offs, 310, BF16, replace(config, group_m=2))
@@ -157,17 +161,15 @@ def test_by_tma(a, b, along_k):
 def test_what_it_serves():
     product = GroupedProduct("nvfp4", "nvfp4", 512, 256, 256)
 
-    def served(sm=100, a_scales=None, **changes):
-        a, b, _ = replace(product, **changes).operands()
-        return serves(a if a_scales is None else replace(a, scales=a_scales), b, Target(sm))
+    def served(sm=100, linear=False, **changes):
+        one = replace(product, **changes)
+        problem = problem_of(*one.operands(), one.k if one.along_k else one.m, BF16, Target(sm))
+        return CANDIDATE.serves(replace(problem, a=replace(problem.a, swizzled=False)) if linear else problem)
 
     assert served() and served(103) and served(along_k=True) and served(k=32)
-    assert not (served(90) or served(120) or served(0) or served(k=16) or served(k=0))
-    assert not served(a_scales=torch.empty(512, 16, device="meta"))  # linear
-    assert not serves(Operand(torch.empty(512, 256)), product.operands()[1], Target(100))
+    assert not (served(90) or served(120) or served(0) or served(k=16) or served(k=0) or served(linear=True))
     mixed = {"a": "mxfp8", "b": "mxfp4"}
     assert served(k=128, **mixed) and served(k=96, along_k=True, **mixed) and not served(k=96, **mixed)
-    assert not served(a="mxfp8", b="nvfp4")
 
 
 @compiled
@@ -201,7 +203,7 @@ def test_in_a_graph(along_k, monkeypatch):
 
         def product(a_data, a_scales, a_outer, b_data, b_scales, b_outer, offs, x):
             left, right = Operand(a_data, a_scales, a_outer, a.format), Operand(b_data, b_scales, b_outer, b.format)
-            return run(left, right, offs, x.shape[0], BF16)
+            return scaled_grouped_mm(left, right, offs, x.shape[0], BF16)
 
         with enable_python_dispatcher():  # symbolic sizes
             graph = make_fx(torch.func.functionalize(product))(*tensors).graph

@@ -143,6 +143,12 @@ def column_parts(acc, PARTS: tl.constexpr):
     return parts
 
 
+@triton.constexpr_function
+def rescale_mode(OUTER):
+    """What `rescale` calls outer scales whose pointer is that of the group's."""
+    return "tensor" if OUTER == "group" else OUTER
+
+
 @triton.jit
 def rescale(
     acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,

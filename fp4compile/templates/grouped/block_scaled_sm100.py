@@ -30,11 +30,9 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat, compatible
-from fp4compile.groups import check_offs, padded_rows
+from fp4compile.formats import compatible
+from fp4compile.groups import padded_rows
 from fp4compile.layouts import TILE_ROWS, ceil_div
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
     codes_in,
@@ -43,7 +41,7 @@ from fp4compile.templates.device.block_scaled_tile import (
     multiply,
     scale_source,
 )
-from fp4compile.templates.device.epilogue import column_parts, rescale, stored, stored_ptr
+from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, stored, stored_ptr
 from fp4compile.templates.device.group_tiles import (
     ends_of,
     last_of,
@@ -53,10 +51,10 @@ from fp4compile.templates.device.group_tiles import (
     tiles_of_program,
 )
 from fp4compile.templates.device.persistent_grid import grouped_tile
-from fp4compile.templates.gemm.call import kernel_operand
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.gemm.problem import OperandType
-from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem
+from fp4compile.templates.launch import launch
 from fp4compile.templates.quantize.views import power_of_two
 
 _ANY_SIZE = 2**14  # what stands for a symbolic number of rows where a configuration is chosen
@@ -177,111 +175,87 @@ def gemm_grouped_block_scaled_sm100(
             for i in tl.static_range(PARTS):
                 col = (tile_n * BN + i * part_cols + tl.arange(0, part_cols))[None, :]
                 part = tl.where(empty, 0.0, parts[i]) if ALONG_K else parts[i]
-                part = rescale(part, row, col, m, n, 0, a_outer, b_outer, out_ptr, A_OUTER, B_OUTER, False, False)
+                part = rescale(part, row, col, m, n, 0, a_outer, b_outer, out_ptr,
+                               rescale_mode(A_OUTER), rescale_mode(B_OUTER), False, False)  # fmt: skip
                 tl.store(out_ptr + (matrix + row) * n + col, stored(part, out_ptr, ISA), mask=(row < end) & (col < n))
             acc = tl.zeros((BM, BN), tl.float32)
 
 
-def serves(a: Operand, b: Operand, target: Target) -> bool:
-    """Whether the kernel takes these operands of a grouped product: block-scaled, with swizzled scales, on SM100.
+def _serves(p: GroupedProblem) -> bool:
+    """Two block-scaled operands with swizzled scales, on SM100.
 
     TMA takes rows of codes that are whole 16 bytes and, of FP4 codes beside FP8 ones, whole 128 elements.
     """
-    if target.isa != 100 or not (_swizzled(a, 0) and _swizzled(b, b.data.dim() - 2)):
+    if p.target.isa != 100 or not (p.a.swizzled and p.b.swizzled):
         return False
-    mixed = a.format.packed != b.format.packed
-    return compatible(a.format, b.format) and all(
-        statically_true(x.data.shape[-1] > 0)
-        and statically_true(x.data.shape[-1] % (64 if mixed and x.format.packed else 16) == 0)
-        for x in (a, b)
+    mixed = p.a.format.packed != p.b.format.packed
+    # A descriptor of a matrix without columns would not be valid.
+    return (
+        compatible(p.a.format, p.b.format)
+        and statically_true(p.k > 0)
+        and all(statically_true(_row_bytes(p, x) % (64 if mixed and x.format.packed else 16) == 0) for x in (p.a, p.b))
     )
 
 
-def _swizzled(x: Operand, batch_dims: int) -> bool:
-    """Whether an operand has block scales, and swizzled ones."""
-    return x.format is not None and x.format.scale is not None and x.scales.dim() == batch_dims + 1
+def _row_bytes(p: GroupedProblem, x: OperandType) -> int:
+    """Bytes of a row of an operand's codes, padding included."""
+    elements = ceil_div(p.k, x.format.block_cols) * x.format.block_cols
+    return elements // 2 if x.format.packed else elements
 
 
-def sm100_config(
-    a: BlockFormat, b: BlockFormat, groups: int, m: int, n: int, along_k: bool, out_dtype: torch.dtype, target: Target
-) -> BlockScaledConfig:
-    """The configuration with the least traffic from the L2 cache; see `heuristics.block_scaled_config`.
-
-    m, n: rows and columns of the results, of all groups or, where they lie along K, of each. Sizes may be symbolic.
-    """
-    rows, columns = (size if isinstance(size, int) else _ANY_SIZE for size in (m, n))
+def sm100_config(p: GroupedProblem) -> BlockScaledConfig:
+    """The configuration with the least traffic from the L2 cache; see `heuristics.block_scaled_config`."""
+    m, n = (size if isinstance(size, int) else _ANY_SIZE for size in (p.m, p.n))
 
     def rows_read(config: BlockScaledConfig) -> int:
         """Rows of operands that the busiest multiprocessor reads, if the last tile of a group is half full."""
-        row_tiles = groups * ceil_div(rows, config.bm) if along_k else rows // config.bm + ceil_div(groups, 2)
-        return ceil_div(row_tiles * ceil_div(columns, config.bn), target.multiprocessors) * (config.bm + config.bn)
+        row_tiles = p.groups * ceil_div(m, config.bm) if p.along_k else m // config.bm + ceil_div(p.groups, 2)
+        return ceil_div(row_tiles * ceil_div(n, config.bn), p.target.multiprocessors) * (config.bm + config.bn)
 
-    return min(sm100_configs(a, b, n, along_k, out_dtype, target), key=rows_read)
+    return min(sm100_configs(p), key=rows_read)
 
 
-def sm100_configs(
-    a: BlockFormat, b: BlockFormat, n: int, along_k: bool, out_dtype: torch.dtype, target: Target
-) -> tuple[BlockScaledConfig, ...]:
+def sm100_configs(p: GroupedProblem) -> tuple[BlockScaledConfig, ...]:
     """Every configuration that can be worth a try.
 
     A step is 128 bytes of the wider operand's codes, and 128 columns where groups lie along K: no step has columns of
     two groups. Results whose rows are not whole 16 bytes are stored one by one, which takes more registers.
     """
-    narrow = not statically_true(n * out_dtype.itemsize % 16 == 0)
-    packed = a.packed and b.packed
-    step = 256 if packed and not along_k else 128
-    row_bytes = (step // 2 if packed else step) + step // a.block_cols
+    itemsize = p.out_dtype.itemsize
+    narrow = not statically_true(p.n * itemsize % 16 == 0)
+    packed = p.a.format.packed and p.b.format.packed
+    step = 256 if packed and not p.along_k else 128
+    row_bytes = (step // 2 if packed else step) + step // p.block
     found = []
     for bn, parts, most, two_sums in ((256, 8, 8, False), (128, 4, 10, True)):
         parts = 2 * parts if narrow else parts
-        other = TILE_ROWS * bn // parts * out_dtype.itemsize + 2048  # a part of the result, and barriers
-        stages = min(most * 128 // step, (target.shared_memory - other) // (row_bytes * (TILE_ROWS + bn)))
+        other = TILE_ROWS * bn // parts * itemsize + 2048  # a part of the result, and barriers
+        stages = min(most * 128 // step, (p.target.shared_memory - other) // (row_bytes * (TILE_ROWS + bn)))
         found.append(BlockScaledConfig(TILE_ROWS, bn, step, stages, parts, two_sums=two_sums))
     return tuple(found)
 
 
-def run(
-    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype,
-    config: BlockScaledConfig | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """`reference_grouped.scaled_grouped_mm` of operands that `serves` takes, up to the order of the float32 sums.
-
-    config: how to launch it; None for what `sm100_config` says.
-    """
-    along_k, groups, target = b.data.dim() == 2, offs.shape[0], target_of(a.data.device)
-    check_offs(offs, None if along_k else b.data.shape[0])
-    m, n = a.data.shape[0], b.data.shape[-2]
-    config = config or sm100_config(a.format, b.format, groups, m, n, along_k, out_dtype, target)
-    left, right = (kernel_operand(x, OperandType(x.format, x.data.dtype, True, _outer(x))) for x in (a, b))
-    out = a.data.new_empty((groups, m, n) if along_k else (m, n), dtype=out_dtype)
-    if statically_true(out.numel() == 0):
-        return out
-    blocks = ceil_div(left.k, a.format.block_cols)
-    row_tiles = ceil_div(m, TILE_ROWS)
-    tiles = (groups * row_tiles if along_k else row_tiles + groups) * ceil_div(n, config.bn)
-    table = offs.new_empty((tiles, 4))
+def _run(call: GroupedCall, config: BlockScaledConfig) -> torch.Tensor:
+    """The products of all groups, in one launch."""
+    p, out = call.problem, call.empty()
+    row_tiles = ceil_div(p.m, TILE_ROWS)
+    tiles = (p.groups * row_tiles if p.along_k else row_tiles + p.groups) * ceil_div(p.n, config.bn)
+    table = call.offs.new_empty((tiles, 4))
+    a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
+    a_rows, b_rows = p.m if p.along_k else 0, p.n  # where outer scales belong to rows, so many are a group's own
     launch(
-        gemm_grouped_block_scaled_sm100, torch.sym_min(tiles, target.multiprocessors),
-        left.data, left.scales, out if left.outer is None else left.outer,
-        right.data, right.scales, out if right.outer is None else right.outer, out, offs.contiguous(), table,
-        groups, rows, m, n, left.data.shape[-1], right.data.shape[-1], ceil_div(left.k, config.bk),
-        row_tiles if along_k else padded_rows(rows, groups) // TILE_ROWS, ceil_div(n, TILE_ROWS), ceil_div(blocks, 4),
-        _outer_each(a), _outer_each(b),
+        gemm_grouped_block_scaled_sm100, torch.sym_min(tiles, p.target.multiprocessors),
+        call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, out, call.offs, table,
+        p.groups, p.rows, p.m, p.n, _row_bytes(p, p.a), _row_bytes(p, p.b), ceil_div(p.k, config.bk),
+        row_tiles if p.along_k else padded_rows(p.rows, p.groups) // TILE_ROWS, ceil_div(p.n, TILE_ROWS),
+        ceil_div(ceil_div(p.k, p.block), 4),
+        {"group": 1, "row": a_rows}.get(p.a.outer, 0), {"group": 1, "row": b_rows}.get(p.b.outer, 0),
         num_warps=config.num_warps, num_stages=config.stages,
-        A_ELEMENT=left.type.element, B_ELEMENT=right.type.element, SCALE=left.type.scale, BLOCK=a.format.block_cols,
-        A_OUTER=left.type.outer, B_OUTER=right.type.outer, ALONG_K=int(along_k),
-        GROUPS=triton.next_power_of_2(groups), ALIGN=power_of_two(n, 16), **config.constants, ISA=target.isa,
+        A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.block, A_OUTER=p.a.outer,
+        B_OUTER=p.b.outer, ALONG_K=int(p.along_k), GROUPS=triton.next_power_of_2(p.groups),
+        ALIGN=power_of_two(p.n, 16), **config.constants, ISA=p.target.isa,
     )  # fmt: skip
     return out
 
 
-def _outer(x: Operand) -> str:
-    """The kind of outer scale as `device.epilogue.rescale` has it, of one group: "none", "tensor" or "row"."""
-    return "none" if x.outer is None else "tensor" if x.outer.dim() < 2 else "row"
-
-
-def _outer_each(x: Operand) -> int:
-    """How many outer scales each group has of its own: one of [G], R of [G, R, 1], none of [] and [M, 1]."""
-    if x.outer is None or x.outer.dim() in (0, 2):
-        return 0
-    return 1 if x.outer.dim() == 1 else x.outer.shape[1]
+CANDIDATE = GroupedCandidate("block_scaled_sm100", "native", _serves, sm100_config, _run)
