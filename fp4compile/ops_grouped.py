@@ -60,6 +60,18 @@ def _quantize_grouped(x, offs, format, dim=-1, *, outer=None, layout="linear", s
     return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
 
 
+@torch.library.impl(LIBRARY, "quantize_grouped", "CUDA")
+def quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+    """`quantize_grouped` by the Triton kernels; what a graph is lowered to."""
+    from fp4compile.templates.grouped import dispatch as kernels  # here, so that the CPU needs no Triton
+
+    fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
+    data, scales, computed = kernels.quantize_grouped(
+        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard
+    )  # fmt: skip
+    return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
+
+
 @torch.library.register_fake("fp4compile::quantize_grouped", lib=LIBRARY)
 def _quantize_grouped_fake(x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
     fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
@@ -112,6 +124,15 @@ def _scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_f
     _check_product(a, b, offs, rows)
     a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
     return reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
+
+
+@torch.library.impl(LIBRARY, "scaled_grouped_mm", "CUDA")
+def scaled_grouped_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype):
+    """`scaled_grouped_mm` by the Triton kernels; what a graph is lowered to."""
+    from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
+
+    a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return scaled_grouped_mm(a, b, offs, rows, out_dtype)
 
 
 @torch.library.register_fake("fp4compile::scaled_grouped_mm", lib=LIBRARY)

@@ -10,7 +10,7 @@ import torch
 from fp4compile import _compat, formats
 from fp4compile.layouts import ceil_div
 from fp4compile.machine_code import launches, resources
-from fp4compile.machine_code.launches import Configuration, Product, multiplies
+from fp4compile.machine_code.launches import Configuration, GroupedProduct, Product, multiplies
 from fp4compile.machine_code.lines import PRODUCT_LINES, instruction_kind, instruction_line, product_line
 from fp4compile.machine_code.ptx import Ptx
 from fp4compile.machine_code.sass import Sass, disassemble
@@ -218,7 +218,8 @@ def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iter
 
 def product_row(product: Product, tier: str, launched: Launched, sm: int) -> ProductRow:
     """The row of one launch of a product."""
-    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched))
+    grouped = isinstance(product, GroupedProduct)
+    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), grouped)
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:
         one = compile_launch(launched, sm)

@@ -1,6 +1,6 @@
 """What the gate compiles: every way in which quantise kernels are launched, and products that every kernel serves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,16 @@ import torch
 
 from fp4compile import formats
 from fp4compile.epilogue import Epilogue
-from fp4compile.layouts import ceil_div
+from fp4compile.groups import padded_rows
+from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates.gemm.choose import candidates, choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.templates.grouped.choose import choose as choose_grouped
+from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
+from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
 from fp4compile.templates.launch import Launched, dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 
@@ -175,6 +179,56 @@ class Product:
         return "", []
 
 
+@dataclass(frozen=True)
+class GroupedProduct(Product):
+    """A grouped product with bf16 results: m x k activations by n x k weights of each group.
+
+    along_k: groups lie along the contraction: [m, k] x [n, k], of each group's part of k.
+    """
+
+    groups: int = 8
+    along_k: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{super().label}, {self.groups} groups" + " along K" * self.along_k
+
+    def launches(self, sm: int) -> tuple[str, list[Launched]]:
+        """(tier, launches) of the kernel that is chosen."""
+        a, b, offs = self.operands()
+        rows = self.k if self.along_k else self.m
+        with dry_run(Target(sm)) as launches:
+            scaled_grouped_mm(a, b, offs, rows, BF16)
+        return choose_grouped(grouped_problem_of(a, b, offs, rows, BF16, Target(sm))).tier, launches
+
+    def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
+        """(A, B, offsets) of meta tensors, with swizzled scales; see `reference_grouped` for their shapes."""
+        each: tuple[int, ...] = (self.groups,)
+        offs = torch.empty(each, dtype=torch.int32, device="meta")
+        if self.along_k:
+            a, b = (
+                self._operand(name, (), rows, rows, (*each, rows, 1))
+                for name, rows in ((self.a, self.m), (self.b, self.n))
+            )
+            return a, b, offs
+        a = self._operand(self.a, (), self.m, padded_rows(self.m, self.groups), (self.m, 1))
+        return a, self._operand(self.b, each, self.n, self.n, (*each, self.n, 1)), offs
+
+    def _operand(
+        self, name: str | None, batch: tuple[int, ...], rows: int, scale_rows: int, row_outer: tuple[int, ...]
+    ) -> Operand:
+        """batch: of matrices. scale_rows: rows of the scales. row_outer: shape of outer scales that belong to rows."""
+        fmt = formats.get(name or "")
+        k = padded_rows(self.k, self.groups) if self.along_k else self.k
+        blocks = ceil_div(k, fmt.block_cols)
+        codes = blocks * fmt.block_cols // (2 if fmt.packed else 1)
+        data = torch.empty((*batch, rows, codes), dtype=fmt.data_dtype, device="meta")
+        scales = torch.empty((*batch, swizzled_numel(scale_rows, blocks)), dtype=fmt.scale_dtype, device="meta")
+        shape = {"tensor": (self.groups,), "row": row_outer}.get(fmt.outer or "")
+        outer = None if shape is None else torch.empty(shape, dtype=torch.float32, device="meta")
+        return Operand(data, scales, outer, fmt)
+
+
 def multiplies(launched: Launched) -> bool:
     """Whether a launch of a product is the product itself; others dequantise operands or add partial sums."""
     return launched.kernel.__name__.startswith("gem")
@@ -210,4 +264,57 @@ PRODUCTS = (
     Product("nvfp4", "nvfp4", 1, 2560, weights=3), Product(None, "nvfp4", 1, 14336, 4096, weights=2),
     Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 2, 14336, 28672, weights=2),
     Product(None, "nvfp4", 4, 14336, 4096, weights=2), Product(None, "nvfp4", 8, weights=3),
+    # Experts: forward and dgrad, with few tokens too, then wgrad.
+    *(GroupedProduct(name, name, SIZE, 2048, 4096) for name in ("nvfp4", "mxfp8", "mxfp4")),
+    GroupedProduct("nvfp4_rowwise", "nvfp4_te", SIZE, 2048, 4096, groups=128),
+    GroupedProduct("mxfp8", "mxfp4", SIZE, 2048, 4096), GroupedProduct("nvfp4", "nvfp4", 128, 2048, 4096),
+    *(GroupedProduct(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_rowwise", "mxfp8", "mxfp4")),
+    GroupedProduct("nvfp4_te", "nvfp4_te", 2048, 4096, SIZE, groups=128, along_k=True),
+    GroupedProduct("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
+    *(GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", 2048, n, SIZE, along_k=True) for n in (4088, 4095)),
+    *(GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", SIZE, n, 4096) for n in (2040, 2047)),
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- representatives
+
+
+def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
+    """The entries of both tables that the tests compile: those with a launch that has something new.
+
+    On SM100, for which the kernels are written, that is any value of any constant of a kernel, a dtype, a combination
+    of number formats and epilogue, or a way to load and store. Other GPUs run the same sources: there each kernel has
+    each number format, and each product each combination of them. SM103 has SM100's launches: each kernel once, each
+    format once.
+    """
+    configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
+    return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
+
+
+_PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
+
+
+def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any], list[Launched]]) -> tuple[Any, ...]:
+    chosen, seen = [], set[Any]()
+    for entry in table:
+        traits = {trait for one in launches(entry) for trait in _traits(one, getattr(entry, "epilogue", ""), sm)}
+        if not traits <= seen:
+            chosen.append(entry)
+            seen |= traits
+    return tuple(chosen)
+
+
+def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
+    """What a launch has that another may lack."""
+    name, constants = launched.kernel.__name__, launched.constants
+    formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
+    if sm == 103:
+        return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
+    if sm != 100:
+        kinds = {(name, formats)} if multiplies(launched) else {(name, value) for value in formats}
+        return {*kinds, *((name, key, constants.get(key)) for key in ("SEEDED", "TRANSFORM"))}
+    values = {(name, key, str(value)) for key, value in constants.items()}
+    whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
+    path = (name, *(str(constants.get(key)) for key in _PATH), whole)
+    dtype = launched.args["x_ptr"].dtype if "x_ptr" in launched.args else None
+    return {*values, (name, formats, epilogue), path, (name, dtype), (name, launched.num_warps, launched.num_stages)}

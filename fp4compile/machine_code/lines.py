@@ -39,6 +39,10 @@ PRODUCT_LINES = {
     "block-scaled, ragged": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
     # Up to 64 tokens, by pointers: what is loaded are the weights, at most once.
     "block-scaled, few": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
+    # Groups of rows, or along K. Besides the result the kernel stores where its tiles are, 4 bytes at a time.
+    "block-scaled, grouped": ProductLine(
+        _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
+    ),
     # SM120 has neither tensor memory nor tcgen05: operands and scales pass registers.
     "block-scaled, sm_120": ProductLine(
         r"mma\.sync\S*kind::{kind}\.block_scale",
@@ -54,13 +58,16 @@ PRODUCT_LINES = {
 }
 
 
-def product_line(tier: str, rows: int, aligned: bool, sm: int, multiplies: bool = True) -> str:
+def product_line(tier: str, rows: int, aligned: bool, sm: int, multiplies: bool = True, grouped: bool = False) -> str:
     """The name of a product's line. tier: of its kernel. rows: of A. aligned: whether rows of codes are whole 16 bytes.
 
-    multiplies: whether it is the launch of the product itself, and not of what is done before or after it.
+    multiplies: whether it is the launch of the product itself, and not of what is done before or after it. grouped:
+    whether it has groups.
     """
     if not multiplies:
         return "beside a product"
+    if grouped and tier == "native":
+        return "block-scaled, grouped"
     if tier != "native":
         return "dequantised"
     if sm >= 120:

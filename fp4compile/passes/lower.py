@@ -9,7 +9,8 @@ A model has hundreds of such nodes, and few that differ. Nodes of one signature 
 
 A product stays an op, too, where its `Choice` is not settled or not traceable. No one kernel serves a symbolic number
 of rows that may be small or large: the op chooses by the number that comes. Two guarded launches would cost more on the
-GPU than the op. A product that is computed part by part would fill the graph with launches.
+GPU than the op. A product that is computed part by part would fill the graph with launches. One that takes experts'
+matrices by index stays as well: what it reads is bytes, and Inductor has no code for block scales as it gathers.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,12 +21,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from fp4compile import _inductor_patches, ops
+from fp4compile import _inductor_patches, ops, ops_grouped
 from fp4compile.passes.autotune import fastest
 from fp4compile.passes.graph import (
     FAKE_QUANTIZE,
     QUANTIZE,
     QUANTIZE_BOTH,
+    QUANTIZE_GROUPED,
+    SCALED_GROUPED_MM,
     SCALED_MM,
     SCALED_MM_EPILOGUE,
     SCALED_MM_HORIZONTAL,
@@ -40,6 +43,8 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     SCALED_MM: ops.scaled_mm_cuda,
     SCALED_MM_EPILOGUE: ops.scaled_mm_epilogue_cuda,
     SCALED_MM_HORIZONTAL: ops.scaled_mm_horizontal_cuda,
+    QUANTIZE_GROUPED: ops_grouped.quantize_grouped_cuda,
+    SCALED_GROUPED_MM: ops_grouped.scaled_grouped_mm_cuda,
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
+from fp4compile.groups import padded_rows
 from fp4compile.layouts import scale_layout
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
@@ -17,6 +18,8 @@ from fp4compile.passes.graph import scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.grouped.choose import choose as choose_grouped
+from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.launch import target_of
 
 # Names that models give to the layer that yields their outputs.
@@ -25,7 +28,6 @@ _HEADS = (
 )  # fmt: skip
 _ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
-_NO_KERNEL = "experts with groups or outer scales of their own: there is no kernel for GPUs yet"
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
@@ -166,18 +168,9 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
     a, b = chosen.get("a"), chosen.get("b")
-    if _lacks_kernel(gemm, a, b):
-        return Decision(gemm, _NO_KERNEL)
     if _tier(gemm, *_swizzled(a, b)) == "native":
         a, b = _swizzled(a, b)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
-
-
-def _lacks_kernel(gemm: Gemm, *treatments: Treatment | None) -> bool:
-    """Whether the product is one of experts that only the CPU computes."""
-    per_group = any(treatment is not None and treatment.per_group for treatment in treatments)
-    on_gpu = gemm.node.meta["val"].device.type == "cuda"
-    return on_gpu and (gemm.groups in ("rows", "contraction", "gather") or (gemm.groups == "batch" and per_group))
 
 
 def _is_batch(operand: Operand) -> bool:
@@ -197,9 +190,25 @@ def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None) -> str:
     out = gemm.node.meta["val"]
     if out.device.type != "cuda":
         return "reference"
+    types = [_operand_type(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b))]
+    if gemm.offs is not None:
+        return choose_grouped(_grouped_problem(gemm, *types)).tier
+    if gemm.groups is not None:  # a batch, of which each matrix of A has its own B
+        batches, m, n = out.shape
+        if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
+            types, m, n = types[::-1], n, m
+        return choose(Problem(*types, m, n, gemm.dims[2], out.dtype, target_of(out.device), None, batches, True)).tier
     m, n, k = gemm.dims
-    types = (_operand_type(*pair) for pair in ((gemm.a, a), (gemm.b, b)))
     return choose(Problem(*types, m, n, k, out.dtype, target_of(out.device))).tier
+
+
+def _grouped_problem(gemm: Gemm, a: OperandType, b: OperandType) -> GroupedProblem:
+    out, (m, n, k) = gemm.node.meta["val"], gemm.dims
+    along_k, groups = gemm.groups == "contraction", gemm.offs.meta["val"].shape[0]
+    rows = k if along_k else m
+    if along_k:
+        k = padded_rows(rows, groups)
+    return GroupedProblem(a, b, rows, m, n, k, groups, along_k, out.dtype, target_of(out.device))
 
 
 def _tier_of_packed(gemm: Gemm) -> str:
@@ -208,11 +217,12 @@ def _tier_of_packed(gemm: Gemm) -> str:
     return product.choice().tier if product.on_gpu else "reference"
 
 
-def _operand_type(operand: Operand, treatment: Treatment | None) -> OperandType:
+def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
     if treatment is None:
         return OperandType(None, operand.source.meta["val"].dtype)
     fmt = formats.get(treatment.format)
-    return OperandType(fmt, fmt.data_dtype, treatment.layout == "swizzled", fmt.outer or "none")
+    outer = "group" if grouped and treatment.per_group else fmt.outer or "none"
+    return OperandType(fmt, fmt.data_dtype, treatment.layout == "swizzled", outer)
 
 
 def _unfit(gemm: Gemm) -> str | None:

@@ -160,6 +160,7 @@ class _Builder:
             shape = [*data.meta["val"].shape[:2], 1]
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)
+            outer = self._call(aten.clone.default, (outer,), meta, memory_format=torch.contiguous_format)
         return data, scales, outer, treatment.format
 
     def _swapped(self, source: Node, meta: dict) -> Node:

@@ -15,7 +15,7 @@ import fp4compile
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-RECIPES = ["mxfp8", "nvfp4", "nvfp4_train"]
+RECIPES = ["mxfp8", "nvfp4_train"]  # deterministic, stochastic
 
 
 def main_of(script):
@@ -23,8 +23,9 @@ def main_of(script):
 
 
 def train(*options):
-    """The losses of the argparse example on two small blocks."""
-    return main_of("train_argparse.py")(["--steps", "8", "--width", "64", "--blocks", "2", "--device", "cpu", *options])
+    """The losses of the argparse example on a small block, or as many as the options say."""
+    small = ["--steps", "10", "--width", "64", "--blocks", "1", "--device", "cpu"]
+    return main_of("train_argparse.py")([*small, *options])
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +40,17 @@ def summary(capsys):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_argparse_script_follows_the_unquantised_run(recipe, plain, capsys):
     losses = train("--fp4compile-recipe", recipe)
-    # Four linear layers a block, three products each, and as many of the LM head; the rest is attention's.
-    assert summary(capsys)[:2] == (recipe, str(2 * 4 * 3))
+    # Four linear layers, three products each, and as many of the LM head; the rest is attention's.
+    assert summary(capsys)[:2] == (recipe, str(4 * 3))
     assert losses != plain and losses == pytest.approx(plain, abs=0.1)
     assert losses[-1] < losses[0] - 1
 
 
 def test_argparse_options(capsys):
-    train("--fp4compile-recipe", "mxfp8", "--fp4compile-skip-last", "1", "--fp4compile-skip", "*linear2")
+    options = ["--fp4compile-skip-last", "1", "--fp4compile-skip", "*linear2"]
+    train("--steps", "1", "--blocks", "2", "--fp4compile-recipe", "mxfp8", *options)
     assert summary(capsys)[:2] == ("mxfp8", str(3 * 3))
-    train("--fp4compile-recipe", str(EXAMPLES / "recipe.toml"))
+    train("--steps", "1", "--blocks", "2", "--fp4compile-recipe", str(EXAMPLES / "recipe.toml"))
     assert summary(capsys)[:2] == ("mxfp8", str(2 * 3))  # the two linear layers of the first block's MLP
     with pytest.raises(ValueError, match="without --fp4compile-recipe"):
         train("--fp4compile-lm-head")

@@ -150,7 +150,7 @@ def test_a_skipped_step_leaves_no_trace(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4_train"])
+@pytest.mark.parametrize("name", ["nvfp4_train"])  # rounds stochastically: the random state is resumed as well
 def test_killed_and_resumed_gives_the_same_losses(name, device, tmp_path):
     def files(case):
         return tmp_path / f"{case}.pt", tmp_path / f"{case}.txt"

@@ -95,6 +95,9 @@ FORMAT = Product("nvfp4", "nvfp4")
     ({"line": "block-scaled, ragged", "asynchronous_loads": 0}, ["0 asynchronous loads"]),
     ({"line": "block-scaled, few", "tma_loads": 0, "stores": 16}, []),
     ({"line": "block-scaled, few", "overlapped": False}, ["the main loop does not overlap"]),
+    ({"line": "block-scaled, grouped", "stores": 4}, []),
+    ({"line": "block-scaled, grouped", "stores": 2}, ["stores of 2 bytes, of 4"]),
+    ({"line": "block-scaled, grouped", "tma_loads": 0}, ["0 TMA loads"]),
     ({"sm": 90, "scale_copies": 0, "stores": 2}, []),
 ])  # fmt: skip
 def test_what_keeps_a_product_below_its_line(changes, expected):
@@ -127,6 +130,7 @@ def test_every_product_has_a_line():
     assert lines.product_line("native", 8, True, 120) == "block-scaled, sm_120"
     assert lines.product_line("emulated", 8, True, 100) == "dequantised"
     assert lines.product_line("native", 8, True, 100, multiplies=False) == "beside a product"
+    assert lines.product_line("native", 8, True, 100, grouped=True) == "block-scaled, grouped"
     assert [lines.instruction_kind(a, b, sm) for a, b, sm in (
         ("nvfp4", "nvfp4", 100), ("mxfp4", "mxfp4", 100), ("mxfp4", "mxfp4", 120), ("mxfp8", "mxfp4", 100),
         (None, "nvfp4", 100))] == ["mxf4nvf4", "mxf4", "mxf4nvf4", "mxf8f6f4", ""]  # fmt: skip
@@ -195,10 +199,31 @@ def test_products_reach_every_kernel_that_multiplies_quantised_operands():
     """Also where a library is chosen first: autotuning may pick the kernel of this package."""
     kernels = {each.kernel.__name__ for sm in (90, 100, 120) for product in launches.PRODUCTS
                for each in product.launches(sm)[1]}  # fmt: skip
-    assert kernels >= {"gemm_block_scaled_sm100", "gemv", "gemm_skinny", "gemm_dequant_tiles", "gemm_wgmma_sm90"}
+    assert kernels >= {"gemm_block_scaled_sm100", "gemv", "gemm_skinny", "gemm_dequant_tiles", "gemm_wgmma_sm90",
+                       "gemm_grouped_block_scaled_sm100"}  # fmt: skip
     for product in launches.PRODUCTS:
         tier, found = product.launches(100)
         assert found and (product.a is None or product.m <= 64 or tier == "native"), product.label
+
+
+@pytest.mark.parametrize("sm", [90, 100, 103, 120])
+def test_representatives_have_every_kernel(sm):
+    """And every number format that a kernel has on this GPU; on SM103, that any kernel has."""
+
+    def met(configurations, products):
+        found = {one for each in configurations for one in _kernels_and_formats(each.launches(sm), sm)}
+        return found | {one for each in products for one in _kernels_and_formats(each.launches(sm)[1], sm)}
+
+    chosen = launches.representatives(sm)
+    assert met(*chosen) == met(launches.CONFIGURATIONS, launches.PRODUCTS)
+    assert len(chosen[0]) < len(launches.CONFIGURATIONS) and len(chosen[1]) < len(launches.PRODUCTS)
+
+
+def _kernels_and_formats(launched, sm):
+    for one in launched:
+        yield one.kernel.__name__
+        for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", *(["SCALE"] if sm != 103 else [])):
+            yield key, one.constants.get(key), one.kernel.__name__ if sm != 103 else ""
 
 
 def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch):

@@ -1,4 +1,4 @@
-"""The end of a product's kernel: outer scales, bias, the pointwise epilogue, the store.
+"""The end of a product's kernel: the sums in parts, outer scales, bias, the pointwise epilogue, the store.
 
 `source` prints an `epilogue.Epilogue` as a Triton device function named `epilogue`. `with_epilogue(kernel, steps)` is a
 copy of the kernel in which the global name `epilogue` means that function; in the kernel as it is written, it means the
@@ -26,6 +26,7 @@ from triton.language.extra import libdevice
 from fp4compile.epilogue import Argument, Epilogue
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
+from fp4compile.templates.device.register_tile import log2
 
 
 @triton.jit
@@ -126,6 +127,26 @@ def with_epilogue(kernel, steps: Epilogue):
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__annotations__ = function.__annotations__
     return triton.jit(copy)
+
+
+@triton.jit
+def column_parts(acc, PARTS: tl.constexpr):
+    """[M, N] -> a tuple of PARTS tensors [M, N / PARTS] of neighbouring columns; PARTS: a power of two."""
+    parts = (acc,)
+    for _ in tl.static_range(log2(PARTS)):
+        halves = ()
+        for i in tl.static_range(len(parts)):
+            part = parts[i]
+            sides = tl.permute(tl.reshape(part, (part.shape[0], 2, part.shape[1] // 2)), (0, 2, 1))
+            halves = halves + tl.split(sides)
+        parts = halves
+    return parts
+
+
+@triton.constexpr_function
+def rescale_mode(OUTER):
+    """What `rescale` calls outer scales whose pointer is that of the group's."""
+    return "tensor" if OUTER == "group" else OUTER
 
 
 @triton.jit

@@ -30,28 +30,13 @@ from fp4compile.templates.device.block_scaled_tile import (
     multiply,
     scale_source,
 )
-from fp4compile.templates.device.epilogue import epilogue, rescale, stored, stored_ptr
+from fp4compile.templates.device.epilogue import column_parts, epilogue, rescale, stored, stored_ptr
 from fp4compile.templates.device.persistent_grid import grouped_tile
-from fp4compile.templates.device.register_tile import log2
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_config, block_scaled_configs
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.launch import launch
-
-
-@triton.jit
-def column_parts(acc, PARTS: tl.constexpr):
-    """[M, N] -> a tuple of PARTS tensors [M, N / PARTS] of neighbouring columns; PARTS: a power of two."""
-    parts = (acc,)
-    for _ in tl.static_range(log2(PARTS)):
-        halves = ()
-        for i in tl.static_range(len(parts)):
-            part = parts[i]
-            sides = tl.permute(tl.reshape(part, (part.shape[0], 2, part.shape[1] // 2)), (0, 2, 1))
-            halves = halves + tl.split(sides)
-        parts = halves
-    return parts
 
 
 @triton.jit

@@ -13,19 +13,13 @@ import triton.language as tl
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dequant_product import multiply_dequantized
 from fp4compile.templates.device.dequantize import bytes_per_unit
-from fp4compile.templates.device.epilogue import rescale, store_rounded
+from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.groups import group_of_tile, rows_of_group
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.heuristics import DequantTilesConfig
 from fp4compile.templates.grouped.heuristics import grouped_tiles_config
 from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate
 from fp4compile.templates.launch import launch
-
-
-@triton.constexpr_function
-def rescale_mode(OUTER):
-    """What `rescale` calls outer scales whose pointer is that of the group's."""
-    return "tensor" if OUTER == "group" else OUTER
 
 
 @triton.jit

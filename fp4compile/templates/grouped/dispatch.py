@@ -16,15 +16,13 @@ from fp4compile.formats import BlockFormat
 from fp4compile.groups import check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
-from fp4compile.templates.grouped import dequant_tiles
-from fp4compile.templates.grouped.problem import GroupedCandidate, call_of
+from fp4compile.templates.grouped.choose import choose
+from fp4compile.templates.grouped.problem import call_of
 from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
 from fp4compile.templates.grouped.quantize_rows import launch_grouped_rows
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import dispatch as dense
 from fp4compile.templates.quantize.views import matrices
-
-CANDIDATES: tuple[GroupedCandidate, ...] = (dequant_tiles.CANDIDATE,)  # the first that serves a problem computes it
 
 
 def quantize_grouped(
@@ -82,7 +80,7 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
     call = call_of(a, b, offs, rows, out_dtype, target_of(a.data.device))
     if call.problem.empty:
         return call.empty()
-    candidate = next(each for each in CANDIDATES if each.serves(call.problem))
+    candidate = choose(call.problem)
     return candidate.run(call, candidate.configure(call.problem))
 
 

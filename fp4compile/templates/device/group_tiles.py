@@ -1,0 +1,59 @@
+"""Which tile of a grouped product belongs to which group, from the offsets in memory: see `groups` for what they mean.
+
+A program loads the offsets once, as vectors with an element a group, and finds the group of a tile by comparing its
+number with all of them. It does so for all of its tiles before the first one, and keeps what it found in a table in
+memory. In a loop whose warps are specialised it then takes three loads to know the next tile, by each partition for
+itself. (A search there would be a reduction, which partitions of Triton 3.6 cannot have.)
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def ends_of(offs, rows):
+    """The row after the last one of each group, int32 [GROUPS].
+
+    offs: int32 [GROUPS], 0 beyond the last group. From those of the groups before, 0 for the first, come first rows.
+    rows: how many there are.
+    """
+    return tl.associative_scan(tl.minimum(tl.maximum(offs, 0), rows), 0, _larger)
+
+
+@triton.jit
+def of_group(values, group):
+    """The elements of a vector [GROUPS] of integers at indices [COUNT]; 0 where there is none."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0])[None, :] == group[:, None], values[None, :], 0), 1)
+
+
+@triton.jit
+def last_of(ends):
+    """The last element of a vector that nowhere decreases and is not negative."""
+    return tl.max(ends, 0)
+
+
+@triton.jit
+def tiles_of_program(tiles):
+    """How many of the first `tiles` tiles a program of a persistent grid takes."""
+    return (tiles - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+
+
+@triton.jit
+def store_entry(table_ptr, tile, group, first, end):
+    """Entries (group, first, end) of the tiles, int32 [COUNT] each, in the table int32 [tiles, 4] of `load_entry`."""
+    at = table_ptr + tile * 4
+    tl.store(at, group)
+    tl.store(at + 1, first)
+    tl.store(at + 2, end)
+
+
+@triton.jit
+def load_entry(table_ptr, tile):
+    """(group, first, end) of a tile, which this program has stored and then passed a barrier."""
+    at = table_ptr + tile * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)

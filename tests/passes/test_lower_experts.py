@@ -1,0 +1,112 @@
+"""Products of experts lowered for GPUs that need not be there: which kernels, how many launches, which tier."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp4compile.passes.find import Input, find
+from fp4compile.passes.lower import lower
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
+
+NATIVE = "gemm_grouped_block_scaled_sm100"
+
+
+def lowered(sm, function, *shapes, recipe=None):
+    """(decisions, names of the launches, names of fp4compile's ops that are left) of function(x, w, integers).
+
+    shapes: of x and w in bf16, and the number of offsets (int32) or of indices (int64, a tuple).
+    """
+    *floats, integers = shapes
+    inputs = (Input(), Input("w"), Input())
+    with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(sm)) as launches:
+        tensors = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in floats]
+        kind = torch.int32 if isinstance(integers, int) else torch.int64
+        graph = make_fx(function)(*tensors, torch.empty(integers, device="cuda", dtype=kind)).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)
+        decisions = plan(find(graph, inputs), named(recipe), inputs) if recipe else []
+        rewrite(graph, decisions)
+        lower(graph)
+    left = [str(node.target) for node in graph.nodes if "fp4compile" in str(node.target)]
+    return decisions, [one.kernel.__name__ for one in launches], left
+
+
+def grouped(x, w, offs):
+    return F.grouped_mm(x, w.transpose(1, 2), offs=offs)
+
+
+def backward(name, hadamard):
+    """The quantisers and the product of a weight gradient."""
+
+    def wgrad(x, dy, offs):
+        operands = []
+        for t in (dy, x):
+            data, scales, outer = torch.ops.fp4compile.quantize_grouped(t, offs, name, -2, hadamard=hadamard)
+            operands += [data, scales, outer if outer.numel() else None, name]
+        return torch.ops.fp4compile.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16)
+
+    return wgrad
+
+
+FORWARD = {
+    "nvfp4": ["grouped_rows_amax", "quantize_grouped_rows", "tensor_amax", "quantize_rows"],
+    "mxfp8": ["quantize_rows", "quantize_rows"],
+    "float8_rowwise": ["quantize_scaled_rows", "quantize_scaled_rows"],
+    "nvfp4_weight_only": ["tensor_amax", "quantize_rows"],
+}
+
+
+@pytest.mark.parametrize("recipe", FORWARD)
+def test_launches_of_a_forward_product(recipe):
+    """On Hopper; whatever the number of groups."""
+    for groups in (1, 4, 128):
+        (decision,), launches, left = lowered(90, grouped, (256, 512), (groups, 1024, 512), groups, recipe=recipe)
+        assert (decision.tier, decision.reason) == ("emulated", None) and not left
+        assert launches == [*FORWARD[recipe], "gemm_dequant_tiles_grouped"]
+
+
+@pytest.mark.parametrize(("recipe", "native"), [
+    ("nvfp4", True), ("mxfp8", True), ("nvfp4_rowwise", True), ("mxfp4", True), ("nvfp4_weight_only", False),
+    ("float8_rowwise", False),
+])  # fmt: skip
+def test_tier_on_sm100(recipe, native):
+    """Block-scaled operands multiply on the matrix units that read them, with swizzled scales."""
+    (decision,), launches, left = lowered(100, grouped, (256, 512), (4, 1024, 512), 4, recipe=recipe)
+    assert decision.tier == ("native" if native else "emulated") and not left
+    assert launches[-1] == (NATIVE if native else "gemm_dequant_tiles_grouped")
+    assert decision.b.layout == ("swizzled" if native else "linear")
+    # TMA copies rows of whole 16 bytes. NVFP4 rows of 48 elements have 24.
+    (decision,), launches, _ = lowered(100, grouped, (256, 48), (4, 1024, 48), 4, recipe=recipe)
+    assert decision.tier == ("native" if native and recipe.startswith("mx") else "emulated")
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_launches_of_a_weight_gradient(hadamard):
+    for groups in (1, 64):
+        _, launches, left = lowered(90, backward("nvfp4_te", hadamard), (512, 256), (512, 1024), groups)
+        assert len(launches) == 5 and launches[-1] == "gemm_dequant_tiles_grouped" and not left
+
+
+def test_experts_of_a_batch_and_by_index():
+    def batched(x, w, unused):
+        return torch.bmm(x, w.transpose(1, 2))
+
+    def gathered(x, w, index):
+        return torch.bmm(torch.ops.aten.index.Tensor(w, [index]), x.unsqueeze(-1))
+
+    for sm, tier in ((90, "emulated"), (100, "native")):
+        (decision,), launches, left = lowered(sm, batched, (4, 64, 512), (4, 1024, 512), 4, recipe="nvfp4")
+        assert (decision.tier, decision.gemm.groups) == (tier, "batch") and not left
+        assert launches.count("quantize_rows") == 2 and launches.count("tensor_amax") == 2
+        (decision,), launches, left = lowered(sm, gathered, (6, 512), (4, 1024, 512), (6,), recipe="nvfp4")
+        assert (decision.tier, decision.gemm.groups) == (tier, "gather")
+        assert left == ["fp4compile.scaled_mm_gathered.default"]  # stays an op
