@@ -180,7 +180,7 @@ def test_the_grid_holds_for_any_offsets(rows, along_k):
     sizes = (512, 1000, rows) if along_k else (rows, 1000, 512)
     _, (launched,) = GroupedProduct("nvfp4", "nvfp4", *sizes, along_k=along_k).launches(100)
     columns = -(-1000 // launched.constants["BN"])
-    tiles = columns * (8 * 4 if along_k else rows // 128 + 8)
+    tiles = columns * (64 * 4 if along_k else rows // 128 + 64)
     assert launched.args["table_ptr"].shape[0] >= tiles
     assert launched.grid == min(launched.args["table_ptr"].shape[0], 148)
 
@@ -210,17 +210,17 @@ def test_in_a_graph(along_k, monkeypatch):
     (launched,) = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
     assert sorted(launched.kwargs["tensors_to_clone"]) == ["out_ptr", "table_ptr"]
     (output,) = graph.find_nodes(op="output")
-    assert output.args[0].meta["val"].shape == ((8, 512, 256) if along_k else (rows, 256))
+    assert output.args[0].meta["val"].shape == ((64, 512, 256) if along_k else (rows, 256))
     assert not mode.shape_env.guards
 
 
 @compiled
-@pytest.mark.parametrize("product", [
-    GroupedProduct("nvfp4", "nvfp4", 8192, 2048, 4096), GroupedProduct("mxfp8", "mxfp4", 128, 2048, 4096),
-    GroupedProduct("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True),
-], ids=lambda each: f"{each.formats}, {each.label}")  # fmt: skip
-def test_machine_code(product):
-    """Scales by `tcgen05.cp`, operands by TMA, copies beside products, results stored 16 bytes at once, no spills."""
+def test_machine_code():
+    """Scales by `tcgen05.cp`, operands by TMA, copies beside products, results stored 16 bytes at once, no spills.
+
+    Of one product; the gate compiles the others.
+    """
+    product = GroupedProduct("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True)
     _, (launched,) = product.launches(100)
     row = check_machine_code.product_row(product, "native", launched, 100)
     assert row.line == "block-scaled, grouped" and not row.problems

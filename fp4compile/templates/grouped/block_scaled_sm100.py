@@ -228,7 +228,7 @@ def sm100_configs(p: GroupedProblem) -> tuple[BlockScaledConfig, ...]:
     row_bytes = (step // 2 if packed else step) + step // p.block
     found = []
     for bn, parts, most, two_sums in ((256, 8, 8, False), (128, 4, 10, True)):
-        parts = 2 * parts if narrow else parts
+        parts = 4 * parts if narrow else parts
         other = TILE_ROWS * bn // parts * itemsize + 2048  # a part of the result, and barriers
         stages = min(most * 128 // step, (p.target.shared_memory - other) // (row_bytes * (TILE_ROWS + bn)))
         found.append(BlockScaledConfig(TILE_ROWS, bn, step, stages, parts, two_sums=two_sums))
