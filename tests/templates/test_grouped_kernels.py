@@ -4,6 +4,7 @@ Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
 """
 
 import os
+import re
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import _compat, formats, reference_grouped
-from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
@@ -160,9 +160,12 @@ def test_uneven_offsets(offs):
 
 @gpu
 def test_few_rows():
-    """16 rows a tile, longer ones."""
-    fmt = formats.get("nvfp4")
-    check(torch.randn(21, 600).bfloat16(), offsets((3, 0, 17)), fmt, -1)
+    """16 rows a tile, longer ones; products that cut K among warps."""
+    x, offs = torch.randn(21, 600), offsets((3, 0, 17))
+    check(x.bfloat16(), offs, formats.get("nvfp4"), -1)
+    x = x[:, :80]
+    check_product(of_rows(x, offs, "nvfp4"), of_matrices(torch.randn(3, 16, 80), "nvfp4"), offs, 21)
+    check_product(of_columns(x[:, :8], offs, "nvfp4"), of_columns(x[:, 8:24], offs, "nvfp4"), offs, 21)
 
 
 @gpu
@@ -344,29 +347,31 @@ def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize("sm", [90, 100])
 def test_compiles_ahead(sm):
-    """Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well."""
+    """Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well.
+
+    Products of operands with linear scales are dequantised on SM100, too.
+    """
     layout, offs = "swizzled" if sm >= 100 else "linear", meta(64, dtype=torch.int32)
-    x, w, few = meta(8192, 4096), meta(64, 1024, 4096), meta(64, 4096)
-    fmt: BlockFormat = formats.get("nvfp4_te")
-    a, b, down = (meta_operand(each, o, dim, "nvfp4_te", layout)
-                  for each, o, dim in ((x, offs, -1), (w, None, -1), (x, offs, -2)))  # fmt: skip
+    x, w, fmt = meta(8192, 4096), meta(64, 1024, 4096), formats.get("nvfp4_te")
+    a, b, down = (meta_operand(each, of, dim, "nvfp4_te")
+                  for each, of, dim in ((x, offs, -1), (w, None, -1), (x, offs, -2)))  # fmt: skip
     with dry_run(Target(sm)) as launches:
         quantize_grouped(x, offs, fmt, -1, None, layout, seed=None, transform=False)
         quantize_grouped(x, offs, fmt, -2, None, layout, seed=None, transform=True)
         scaled_grouped_mm(a, b, offs, 8192, torch.bfloat16)
         scaled_grouped_mm(down, down, offs, 8192, torch.bfloat16)
         if sm == 90:
-            few = meta_operand(few, offs, -1, "mxfp8")
+            few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
             scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
-    assert [one.kernel.__name__ for one in launches][:4] == [
-        "grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns",
-    ]  # fmt: skip
+    quantise = ["grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns"]
+    assert [one.kernel.__name__ for one in launches[:4]] == quantise
+    assert {one.kernel.__name__ for one in launches[4:]} == {"gemm_dequant_tiles_grouped"}
     for one in launches:
         made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm, one.num_stages)
         assert spilled_bytes(made.asm["cubin"]) == 0
         assert made.metadata.shared <= 232448
-        if one.kernel.__name__ == "gemm_dequant_tiles_grouped":
-            assert "cp.async.cg.shared.global" in made.asm["ptx"] and ", 0x10" in made.asm["ptx"]
+        if one.kernel.__name__ not in quantise:
+            assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

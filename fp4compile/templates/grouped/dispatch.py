@@ -6,6 +6,8 @@ offsets need, and the number of launches does not depend on the number of groups
 `reference_grouped`; products are, up to the order of the float32 sums.
 """
 
+from typing import Any
+
 import torch
 
 from fp4compile import reference_grouped
@@ -20,7 +22,7 @@ from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
 from fp4compile.templates.grouped.quantize_rows import launch_grouped_rows
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import dispatch as dense
-from fp4compile.templates.quantize.views import empty_outputs, matrices, typed_outputs
+from fp4compile.templates.quantize.views import matrices
 
 
 def quantize_grouped(
@@ -55,6 +57,7 @@ def quantize_grouped(
         raise ValueError(f"format: {fmt.name} has square blocks, and groups may have any number of rows")
     if outer is not None and (outer.dim() or outer.dtype != torch.float32):
         raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+    offs = offs.contiguous()
     if dim == -2:
         return _quantize_columns(x, offs, fmt, outer, layout, seed, transform)
     if transform:
@@ -62,12 +65,10 @@ def quantize_grouped(
     if layout == "linear" and (outer is not None or fmt.outer != "tensor"):
         return dense.quantize(x, fmt, outer, layout, seed=seed)
     rows, cols = x.shape
-    data, scales = empty_outputs(x, fmt, "linear")
-    if layout == "swizzled":
-        numel = swizzled_numel(padded_rows(rows, offs.shape[0]), ceil_div(cols, fmt.block_cols))
-        scales = x.new_empty(numel, dtype=torch.uint8)
+    scale_rows = padded_rows(rows, offs.shape[0]) if layout == "swizzled" else rows
+    data, scales = _empty_outputs(x, rows, ceil_div(cols, fmt.block_cols) * fmt.block_cols, scale_rows, fmt, layout)
     outer = launch_grouped_rows(matrices(x), offs, fmt, data, scales, outer, layout, seed)
-    return (*typed_outputs(data, scales, cols, fmt), outer)
+    return data.view(fmt.data_dtype), scales.view(fmt.scale_dtype), outer
 
 
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -96,12 +97,18 @@ def _quantize_matrices(x, fmt: BlockFormat, dim: int, outer, layout: str, seed, 
 
 def _quantize_columns(x, offs, fmt: BlockFormat, outer, layout: str, seed, transform: bool) -> dense.Quantized:
     rows, cols = x.shape
-    padded = padded_rows(rows, offs.shape[0])
-    data = x.new_empty((cols, padded // 2 if fmt.packed else padded), dtype=torch.uint8)
-    scales = None
-    if fmt.scale is not None:
-        blocks = padded // fmt.block_cols
-        shape = (swizzled_numel(cols, blocks),) if layout == "swizzled" else (cols, blocks)
-        scales = x.new_empty(shape, dtype=torch.uint8)
+    data, scales = _empty_outputs(x, cols, padded_rows(rows, offs.shape[0]), cols, fmt, layout)
     outer = launch_grouped_columns(matrices(x), offs, fmt, data, scales, outer, layout, seed, transform)
     return data.view(fmt.data_dtype), None if scales is None else scales.view(fmt.scale_dtype), outer
+
+
+def _empty_outputs(
+    x: torch.Tensor, rows: Any, width: Any, scale_rows: Any, fmt: BlockFormat, layout: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Uninitialised uint8 tensors for codes of rows of `width` elements, and for scale_rows rows of block scales."""
+    data = x.new_empty((rows, width // 2 if fmt.packed else width), dtype=torch.uint8)
+    if fmt.scale is None:
+        return data, None
+    blocks = width // fmt.block_cols
+    shape = (swizzled_numel(scale_rows, blocks),) if layout == "swizzled" else (scale_rows, blocks)
+    return data, x.new_empty(shape, dtype=torch.uint8)

@@ -51,7 +51,7 @@ def grouped_tiles_config(p: GroupedProblem) -> DequantTilesConfig:
     dense = Problem(p.a, p.b, m, p.n * p.groups, k, p.out_dtype, p.target)
     config = replace(dequant_tiles_config(dense), split_k=1)
     if config.warps > 1 and "e8m0" in (p.a.scale, p.b.scale):
-        # The second loop, of blocks with small scales, takes registers, too: for all of the tile they do not suffice.
-        units = config.units if config.bm == 8 else min(config.units, 32)
-        config = replace(config, warps=config.warps // 2, units=units)
+        # The second loop, of blocks with small scales, takes registers, too: they suffice for fewer shares of K.
+        shares = config.warps // 2 if config.bm <= 16 else 1
+        config = replace(config, warps=shares, units=min(config.units, 64) if config.bm == 8 else 32)
     return config
