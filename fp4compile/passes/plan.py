@@ -103,13 +103,15 @@ class Layer:
     """What the recipe's rules, limits and defaults look at in a layer.
 
     name: fully qualified. dims: (tokens, out features, in features). tied_to_embedding: whether its weight is also the
-    table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs.
+    table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs. experts: whether the
+    weight is one matrix for each expert.
     """
 
     name: str
     dims: tuple
     tied_to_embedding: bool = False
     selects: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None,
 
 
 def _layer(gemm: Gemm) -> Layer:
-    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects)
+    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not None)
 
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
@@ -274,8 +276,8 @@ def _is_router(name: str, model: Model) -> bool:
 
 
 def _widest_last(layers: Sequence[Layer]) -> str | None:
-    """The last layer's name if the layer is the widest, is in no numbered block and has no other product."""
-    if len(layers) < 2 or _block_index(layers[-1].name) is not None:
+    """The last layer's name if the layer is the widest, is in no numbered block, of no experts, and has one product."""
+    if len(layers) < 2 or layers[-1].experts or _block_index(layers[-1].name) is not None:
         return None
     *others, last = layers
     wider = all(other.name != last.name and statically_true(last.dims[1] > other.dims[1]) for other in others)

@@ -64,7 +64,8 @@ class Product:
 
         A weight on side A qualifies only where the batch is 1: `scaled_mm` repeats B along a batch, never A.
         """
-        found = None if self.weight is None or self.groups else self.weight.view.matrix()
+        one = self.weight is not None and self.groups is None and self.index is None
+        found = self.weight.view.matrix() if one else None
         return found if self.weight is self.b or statically_true(self.batch == 1) else None
 
     @property

@@ -97,7 +97,10 @@ class _Builder:
         if weight_is_a:
             a, b = b, a
         product = self._call(SCALED_MM_GATHERED, (*a, *b, gemm.index, dtype), meta)
-        return self._swapped(product, meta) if weight_is_a else product
+        if not weight_is_a:
+            return product
+        swapped = self._swapped(product, meta)  # the operators that follow may count on a contiguous result
+        return self._call(aten.clone.default, (swapped,), meta, memory_format=torch.contiguous_format)
 
     def _size(self, node: Node, dim: int, meta: dict) -> int | Node:
         """A size of a node's tensor: a number, or a node where it is symbolic."""

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from fp4compile import formats  # noqa: E402
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.cli import cases, first_run, run_times, run_values  # noqa: E402
+from fp4compile.cli import cases, first_run, run_experts, run_times, run_values  # noqa: E402
 from fp4compile.cli.cases import Case, Finding, in_process  # noqa: E402
 from fp4compile.machine_code import launches  # noqa: E402
 from fp4compile.machine_code.launches import Configuration  # noqa: E402
@@ -73,6 +73,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("fp4compile.cli.environment.of_gpu", lambda: {"device": "a GPU"})
     monkeypatch.setattr(run_times, "cases", no_cases)
+    monkeypatch.setattr(run_experts, "cases", no_cases)
 
 
 @compiled
@@ -148,6 +149,7 @@ def test_every_kernel_has_a_case():
     assert multiplied >= {"nvfp4", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "mxfp4"}
     for kind in ("bias", "gated", "not finite"):
         assert sum(name.endswith(f", {kind}") for name in names) >= len(run_values.PAIRS)
+    assert len(run_experts.cases()) == len(run_experts.FORMATS) * len(run_experts.SHAPES)
     times = [case.name for case in run_times.cases()]
     assert len(set(times)) == len(times) > len(run_times.PAIRS) * len(run_times.SHAPES)
 
@@ -171,6 +173,23 @@ TINY = [Configuration("rows", name, launches.quantize_rows) for name in ("nvfp4"
 @pytest.mark.parametrize("configuration", TINY, ids=lambda one: f"{one.label}, {one.format}")
 def test_quantise_kernels_are_right(configuration):
     assert run_values.quantized(configuration, (18, 40)) == {"wrong": []}
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
+def test_experts_are_right(name, monkeypatch):
+    small = {"n": 20, "k": 48, "ends": (0, 3, 3, 17), "rows": 19}
+    assert run_experts.experts(name, **small)["wrong"] == []
+    product = run_experts.dispatch.scaled_grouped_mm
+    monkeypatch.setattr(run_experts.dispatch, "scaled_grouped_mm", lambda *args: 1.001 * product(*args))
+    assert [one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]] == [
+        "product", "product along rows"
+    ]  # fmt: skip
+    quantize = run_experts.dispatch.quantize_grouped
+    monkeypatch.setattr(run_experts.dispatch, "quantize_grouped", lambda x, *args, **more: quantize(-x, *args, **more))
+    assert {one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]} >= {
+        "rows", "columns", "matrices"
+    }  # fmt: skip
 
 
 @interpreted

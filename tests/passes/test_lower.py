@@ -16,6 +16,7 @@ from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
+from fp4compile.templates.grouped import dispatch as experts
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as quantize
 from tests.helpers.absent_gpu import NoGpu, launched_on
@@ -209,6 +210,17 @@ def launches():
                 quantize.quantize_both(x, fmt)
             if ops.fake_quantizable(fmt):
                 quantize.fake_quantize(x, fmt)
+        offs, weights = torch.empty(3, dtype=torch.int32, device="meta"), x.new_empty(3, 128, 512)
+        for name in ("nvfp4_te", "nvfp4_rowwise"):
+            fmt = formats.get(name)
+
+            def operand(x, offs, dim=-1, fmt=fmt):
+                options = {"seed": None, "transform": dim == -2}
+                return Operand(*experts.quantize_grouped(x, offs, fmt, dim, None, "linear", **options), fmt)
+
+            columns = operand(x, offs, -2)
+            experts.scaled_grouped_mm(operand(x, offs), operand(weights, None), offs, 256, torch.bfloat16)
+            experts.scaled_grouped_mm(columns, columns, offs, 256, torch.bfloat16)
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
         quantize.quantize_both(x, te, seed=seed, transform=True)
@@ -243,7 +255,8 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
-        assert written and not written & {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr"}, launch.kernel.__name__
+        read = {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
+        assert written and not written & read, launch.kernel.__name__
         if launch.kernel.__name__ in ("swizzle_a_sm90", "gemm_wgmma_sm90"):
             assert written == {"swizzled_a_ptr" if launch.kernel.__name__ == "swizzle_a_sm90" else "out_ptr"}
         if launch.kernel.__name__ in ("gemv", "gemm_skinny"):
@@ -255,7 +268,8 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
-                       "gemm_dequant_tiles"}  # fmt: skip
+                       "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
+                       "quantize_grouped_columns", "gemm_dequant_tiles_grouped"}  # fmt: skip
     assert fake_quantised == 2
     assert "assuming every input is mutated" not in caplog.text
 

@@ -9,10 +9,7 @@ itself. (A search there would be a reduction, which partitions of Triton 3.6 can
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
+from fp4compile.templates.device.groups import larger
 
 
 @triton.jit
@@ -22,7 +19,7 @@ def ends_of(offs, rows):
     offs: int32 [GROUPS], 0 beyond the last group. From those of the groups before, 0 for the first, come first rows.
     rows: how many there are.
     """
-    return tl.associative_scan(tl.minimum(tl.maximum(offs, 0), rows), 0, _larger)
+    return tl.associative_scan(tl.minimum(tl.maximum(offs, 0), rows), 0, larger)
 
 
 @triton.jit

@@ -2,6 +2,10 @@
 
 A program loads all offsets at once, and works on one group: tiles of rows are counted group by group, so that no tile
 has rows of two groups. The rows beyond the last group are numbered as a further group, number GROUPS.
+
+Kernels load the offsets in their own bodies, and these functions take what was loaded: `offs` and, one lane on, the
+offsets `before`. Where an address depends on what a called function has loaded through a pointer, torch counts that
+pointer as written, and a graph would copy the offsets.
 """
 
 import triton
@@ -15,24 +19,23 @@ def lanes_of(groups):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b)
 
 
 @triton.jit
-def load_groups(offs_ptr, rows, GROUPS: tl.constexpr):
+def bounds_of(before, offs, rows, GROUPS: tl.constexpr):
     """(first row, row after the last) of each group and, as group GROUPS, of the rows of no group: int32, all lanes.
 
-    Later lanes have no rows. offs_ptr: int32 [GROUPS]. rows: how many there are, in groups and beyond.
+    Later lanes have no rows. offs: int32 [lanes_of(GROUPS)], of the groups and then the largest int32; before: 0, then
+    the offsets of the groups, then anything. rows: how many there are, in groups and beyond.
     """
     group = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group <= GROUPS), other=0)
-    ends = tl.load(offs_ptr + group, mask=group < GROUPS, other=2147483647)
     rows = tl.cast(rows, tl.int32)
     # Offsets that decrease count as equal to the largest before them, of which the first is 0.
-    starts = tl.associative_scan(tl.minimum(before, rows), 0, _larger)
+    starts = tl.associative_scan(tl.minimum(before, rows), 0, larger)
     starts = tl.where(group > GROUPS, rows, starts)
-    return starts, tl.maximum(starts, tl.minimum(ends, rows))
+    return starts, tl.maximum(starts, tl.minimum(offs, rows))
 
 
 @triton.jit
@@ -42,12 +45,12 @@ def lane(values, index):
 
 
 @triton.jit
-def group_of_tile(offs_ptr, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(group, its first row, the row after its last, the first row of the tile) of a tile of TILE rows.
 
     Each group begins a tile. Tiles beyond those of all rows are of group GROUPS, or have a larger number and no row.
     """
-    starts, ends = load_groups(offs_ptr, rows, GROUPS)
+    starts, ends = bounds_of(before, offs, rows, GROUPS)
     tiles = tl.cdiv(ends - starts, TILE)
     after = tl.cumsum(tiles, 0)
     group = tl.sum((after <= tile).to(tl.int32), 0)
@@ -56,8 +59,8 @@ def group_of_tile(offs_ptr, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.jit
-def rows_of_group(offs_ptr, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
+def rows_of_group(before, offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(its first row, the row after its last, its first tile where each group is padded to tiles of TILE rows)."""
-    starts, ends = load_groups(offs_ptr, rows, GROUPS)
+    starts, ends = bounds_of(before, offs, rows, GROUPS)
     tiles = tl.cdiv(ends - starts, TILE)
     return lane(starts, group), lane(ends, group), lane(tl.cumsum(tiles, 0) - tiles, group)

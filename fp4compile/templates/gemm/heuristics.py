@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fp4compile._compat import statically_true
+from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.targets import Target
 from fp4compile.templates.device.shared_memory import reserved
@@ -293,6 +294,16 @@ def block_scaled_config(p: Problem) -> BlockScaledConfig:
     return min(block_scaled_configs(p), key=lambda config: _rows_read(p, config))
 
 
+def tma_copies(*operands: tuple[BlockFormat, int]) -> bool:
+    """Whether TMA copies the rows of codes of both operands, each (format, bytes of a row).
+
+    Rows are whole 16 bytes. FP4 codes beside FP8 ones are spread to a byte each on the way (16U4_ALIGN16B); rows of
+    these are whole 128 codes (CUDA driver API, cuTensorMapEncodeTiled).
+    """
+    spread = len({fmt.packed for fmt, _ in operands}) > 1
+    return all(statically_true(size % (64 if spread and fmt.packed else 16) == 0) for fmt, size in operands)
+
+
 def _rows_read(p: Problem, config: BlockScaledConfig) -> int:
     """Rows of operands that the busiest multiprocessor reads. Many rows of A stand for a symbolic number."""
     m, n, batches = (size if isinstance(size, int) else 2**14 for size in (p.m, p.n, p.batches))
@@ -307,7 +318,8 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     columns. The sums of a tile of 256 columns take half of them, scales some of the others.
     """
     # A descriptor of a matrix without columns would not be valid.
-    tma = statically_true(p.k > 0) and all(statically_true(p.row_bytes(x) % 16 == 0) for x in (p.a, p.b))
+    rows = ((p.a.format, p.row_bytes(p.a)), (p.b.format, p.row_bytes(p.b)))
+    tma = statically_true(p.k > 0) and tma_copies(*rows)
     step = 256 if p.a.format.packed and p.b.format.packed else 128
     if p.target.sm >= 120:  # no tensor memory, 99 KB of shared memory
         stages = 4 if step == 256 else 3

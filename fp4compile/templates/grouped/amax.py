@@ -11,7 +11,7 @@ import triton.language as tl
 from fp4compile.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.elements import word_amax
-from fp4compile.templates.device.groups import group_of_tile
+from fp4compile.templates.device.groups import group_of_tile, lanes_of
 from fp4compile.templates.device.memory import load_tile
 from fp4compile.templates.grouped.heuristics import grouped_amax_config
 from fp4compile.templates.launch import launch, target_of
@@ -60,10 +60,13 @@ def grouped_rows_amax(
 
     x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
     """
+    lane = tl.arange(0, lanes_of(GROUPS))
+    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
+    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.maximum(tl.cdiv(cols, BLOCKS * BLOCK), 1)
     col0 = tl.program_id(0) % col_tiles * (BLOCKS * BLOCK)
-    group, start, end, row0 = group_of_tile(offs_ptr, rows, tl.program_id(0) // col_tiles, ROWS, GROUPS)
+    group, start, end, row0 = group_of_tile(before, offs, rows, tl.program_id(0) // col_tiles, ROWS, GROUPS)
     if group < GROUPS:
         row = row0 + tl.arange(0, ROWS)
         cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK)
@@ -86,11 +89,16 @@ def grouped_columns_amax(
 
     x, offs: as in `grouped_rows_amax`. TRANSFORM: of the columns after the Hadamard transform.
     """
+    lane = tl.arange(0, lanes_of(GROUPS))
+    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
+    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_count: tl.constexpr = 2 * WORDS
     col_tiles = tl.maximum(tl.cdiv(cols, col_count), 1)
     col0 = tl.program_id(0) % col_tiles * col_count
-    group, start, end, row0 = group_of_tile(offs_ptr, rows, tl.program_id(0) // col_tiles, ROW_TILES * BLOCK, GROUPS)
+    group, start, end, row0 = group_of_tile(
+        before, offs, rows, tl.program_id(0) // col_tiles, ROW_TILES * BLOCK, GROUPS
+    )
     if group < GROUPS:
         cols_left = tl.minimum(cols - col0, col_count)
         tile = load_column_tile(x_ptr + col0, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,

@@ -51,7 +51,7 @@ from fp4compile.templates.device.group_tiles import (
     tiles_of_program,
 )
 from fp4compile.templates.device.persistent_grid import grouped_tile
-from fp4compile.templates.gemm.heuristics import BlockScaledConfig
+from fp4compile.templates.gemm.heuristics import BlockScaledConfig, tma_copies
 from fp4compile.templates.gemm.problem import OperandType
 from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem
 from fp4compile.templates.launch import launch
@@ -182,18 +182,14 @@ def gemm_grouped_block_scaled_sm100(
 
 
 def _serves(p: GroupedProblem) -> bool:
-    """Two block-scaled operands with swizzled scales, on SM100.
-
-    TMA takes rows of codes that are whole 16 bytes and, of FP4 codes beside FP8 ones, whole 128 elements.
-    """
+    """Two block-scaled operands with swizzled scales, on SM100, whose rows TMA copies."""
     if p.target.isa != 100 or not (p.a.swizzled and p.b.swizzled):
         return False
-    mixed = p.a.format.packed != p.b.format.packed
     # A descriptor of a matrix without columns would not be valid.
     return (
         compatible(p.a.format, p.b.format)
         and statically_true(p.k > 0)
-        and all(statically_true(_row_bytes(p, x) % (64 if mixed and x.format.packed else 16) == 0) for x in (p.a, p.b))
+        and tma_copies(*((x.format, _row_bytes(p, x)) for x in (p.a, p.b)))
     )
 
 

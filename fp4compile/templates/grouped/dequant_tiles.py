@@ -14,7 +14,7 @@ from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dequant_product import multiply_dequantized
 from fp4compile.templates.device.dequantize import bytes_per_unit
 from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded
-from fp4compile.templates.device.groups import group_of_tile, rows_of_group
+from fp4compile.templates.device.groups import group_of_tile, lanes_of, rows_of_group
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.heuristics import DequantTilesConfig
 from fp4compile.templates.grouped.heuristics import grouped_tiles_config
@@ -50,13 +50,16 @@ def gemm_dequant_tiles_grouped(
     as in `gemm_dequant_tiles`, of K or W. b_scales_batch: bytes of scales of one matrix of B. *_OUTER "tensor": one
     outer scale; "group": [GROUPS]; "row": of A [rows], or [GROUPS, m]; of B [GROUPS, n].
     """
+    lane = tl.arange(0, lanes_of(GROUPS))
+    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
+    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
     program = tl.program_id(0)
     tiles_n = tl.cdiv(n, BN)
     if ALONG_K:
         tiles_m = tl.cdiv(m, BM)
         group = program // (tiles_m * tiles_n)
         tile_m, tile_n = grouped_tile(program % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP_M)
-        first, end, padded_tile = rows_of_group(offs_ptr, rows, group, 128, GROUPS)
+        first, end, padded_tile = rows_of_group(before, offs, rows, group, 128, GROUPS)
         # Codes and scales are zero up to whole tiles of 128 rows, so that these bounds are known to be multiples.
         length = end - first
         units = tl.cdiv(length, 128) * 64
@@ -72,7 +75,7 @@ def gemm_dequant_tiles_grouped(
         steps = tl.cdiv(units, UNITS * WARPS)
     else:
         tile_m, tile_n = grouped_tile(program, rows // BM + GROUPS + 1, tiles_n, GROUP_M)
-        group, first, end, row0 = group_of_tile(offs_ptr, rows, tile_m, BM, GROUPS)
+        group, first, end, row0 = group_of_tile(before, offs, rows, tile_m, BM, GROUPS)
         if group > GROUPS:
             return
         block_cols = blocks
@@ -84,7 +87,7 @@ def gemm_dequant_tiles_grouped(
         out_row = first.to(tl.int64)
         a_ptr += out_row * a_per_row * bytes_per_unit(A_ELEMENT)
         if A_SWIZZLED:
-            _, _, padded_tile = rows_of_group(offs_ptr, rows, group, 128, GROUPS)
+            _, _, padded_tile = rows_of_group(before, offs, rows, group, 128, GROUPS)
             a_scales_ptr += padded_tile.to(tl.int64) * tl.cdiv(blocks, 4) * 512
         else:
             a_scales_ptr += out_row * blocks

@@ -18,7 +18,7 @@ from fp4compile.templates.device.column_tile import (
     transform_column_tile,
     unpack_column_tile,
 )
-from fp4compile.templates.device.groups import group_of_tile
+from fp4compile.templates.device.groups import group_of_tile, lanes_of
 from fp4compile.templates.device.memory import store_scales, store_units
 from fp4compile.templates.grouped.amax import columns_amax_bits, rows_amax_bits
 from fp4compile.templates.grouped.heuristics import grouped_column_config
@@ -89,6 +89,9 @@ def quantize_grouped_columns(
     are stream 1. OUTER "none", "tensor": as in `outer_scales`. "group amax", "column amax": made from the bits at
     amax_ptr, of each group [GROUPS] or of each of its columns [GROUPS, cols], and stored at outer_ptr.
     """
+    lane = tl.arange(0, lanes_of(GROUPS))
+    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
+    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
@@ -96,7 +99,7 @@ def quantize_grouped_columns(
     col_tiles = tl.maximum(tl.cdiv(tl.cdiv(cols, 128) * 128 if SWIZZLED else cols, col_count), 1)
     tile_index = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
-    group, start, end, row0 = group_of_tile(offs_ptr, rows, tile_index, row_count, GROUPS)
+    group, start, end, row0 = group_of_tile(before, offs, rows, tile_index, row_count, GROUPS)
     end = tl.where(group < GROUPS, end, 0)
     last = tl.minimum(group, GROUPS - 1)
     col0 = col_tile * col_count

@@ -13,7 +13,7 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import word_amax
-from fp4compile.templates.device.groups import group_of_tile
+from fp4compile.templates.device.groups import group_of_tile, lanes_of
 from fp4compile.templates.device.memory import load_tile, store_scales
 from fp4compile.templates.grouped.amax import rows_amax_bits
 from fp4compile.templates.grouped.heuristics import grouped_row_config
@@ -83,12 +83,15 @@ def quantize_grouped_rows(
     group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
     zeros.
     """
+    lane = tl.arange(0, lanes_of(GROUPS))
+    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
+    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
     tile = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
-    group, start, end, row0 = group_of_tile(offs_ptr, rows, tile, ROWS, GROUPS)
+    group, start, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
     # There are at least as many tiles as groups: tile t stores the outer scale of group t, also of an empty one.
     if OUTER == "group amax":  # noqa: SIM102 (a constant, apart from what is not)
         if (tile < GROUPS) & (col_tile == 0):
