@@ -283,15 +283,15 @@ PRODUCTS = (
 def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
     """The entries of both tables that the tests compile: those with a launch that has something new.
 
-    On SM100, for which the kernels are written, that is any value of any constant of a kernel, a dtype, a combination
-    of number formats and epilogue, or a way to load and store. Other GPUs run the same sources: there each kernel has
-    each number format, and each product each combination of them. SM103 has SM100's launches: each kernel once, each
-    format once.
+    On SM100, for which the kernels are written, that is a combination of number formats and epilogue, a way to load and
+    store, warps or stages, a dtype and, of quantise kernels, any value of any constant. Other GPUs run the same
+    sources: there each kernel comes once, each kind of element, and each combination of formats in a product.
     """
     configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
     return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
 
 
+_BRANCHES = ("A_OUTER", "B_BATCHED", "ALONG_K", "TWO_SUMS")
 _PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
 
 
@@ -309,12 +309,10 @@ def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
     """What a launch has that another may lack."""
     name, constants = launched.kernel.__name__, launched.constants
     formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
-    if sm == 103:
-        return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
     if sm != 100:
-        kinds = {(name, formats)} if multiplies(launched) else {(name, value) for value in formats}
-        return {*kinds, *((name, key, constants.get(key)) for key in ("SEEDED", "TRANSFORM"))}
-    values = {(name, key, str(value)) for key, value in constants.items()}
+        return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
+    keys = _BRANCHES if multiplies(launched) else constants
+    values = {(name, key, str(constants.get(key))) for key in keys}
     whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
     path = (name, *(str(constants.get(key)) for key in _PATH), whole)
     dtype = launched.args["x_ptr"].dtype if "x_ptr" in launched.args else None

@@ -98,7 +98,7 @@ def epilogues_in(kernels):
 
 @pretending
 @pytest.mark.parametrize(("recipe", "rows"), [
-    ("nvfp4", 16), ("nvfp4", 300), ("mxfp8", 40), ("mxfp8", 300), ("nvfp4_weight_only", 16), ("nvfp4_weight_only", 40),
+    ("nvfp4", 16), ("nvfp4", 300), ("mxfp8", 300), ("nvfp4_weight_only", 40),
 ])  # fmt: skip
 def test_generated_wrapper(recipe, rows, monkeypatch):
     """Whole, without a GPU: the gate takes the other product, the residual the input, and Inductor computes nothing."""
@@ -146,8 +146,9 @@ def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize(("sm", "recipe"), [(100, "nvfp4"), (100, "mxfp8"), (103, "float8_rowwise")])
-@pytest.mark.parametrize("rows", [2048, ANY], ids=["2048", "any"])
+@pytest.mark.parametrize(("sm", "recipe", "rows"), [
+    (100, "nvfp4", 2048), (100, "nvfp4", ANY), (100, "mxfp8", 2048), (103, "float8_rowwise", ANY),
+], ids=str)  # fmt: skip
 def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
     """It reads what the quantise kernels wrote, where they wrote it; Inductor's kernels do the rest in two passes.
 
@@ -174,7 +175,7 @@ def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", 1), ("nvfp4_rowwise", 64), ("mxfp8", 16), ("mxfp4", 64)])
+@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4_rowwise", 64), ("mxfp8", 1)])
 def test_few_rows_on_sm100(recipe, rows, monkeypatch):
     """Each product is block-scaled and cut along K; its sums are added by a kernel that starts early and ends it."""
     kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, rows)
@@ -190,11 +191,10 @@ def test_few_rows_on_sm100(recipe, rows, monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize("rows", [1, 64])
-def test_few_rows_of_a_group_on_sm100(rows, monkeypatch):
+def test_few_rows_of_a_group_on_sm100(monkeypatch):
     """Q, K and V are one launch, then one for the sums of each, whose memory nobody else touches."""
     pretend(monkeypatch, 100)
-    shapes = (rows, 1, 512), (256, 512), (128, 512), (128, 512), (512, 256)
+    shapes = (64, 1, 512), (256, 512), (128, 512), (128, 512), (512, 256)
     found = fused_graph(attention, *shapes, recipe="nvfp4", paper=nullcontext, fuse=False)
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
     launches = re.findall(r"^ *(gemm_skinny_block_scaled_sm100|split_k_reduction)_\d+\.run\((.*)\)", text, re.M)
@@ -207,7 +207,7 @@ def test_few_rows_of_a_group_on_sm100(rows, monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4"])
 def test_a_gradient_over_the_product(recipe, monkeypatch):
     """Two gradients of what one product leaves behind: one kernel, which reads the product and writes over it."""
 
