@@ -1,5 +1,6 @@
 """Experts in `check-sm100 --run`: grouped quantise kernels and products against `reference_grouped`."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from fp4compile import formats, reference_grouped
 from fp4compile.cli.cases import Case, device
 from fp4compile.cli.run_values import BF16, F32, SEED, finite, same_bits
+from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups
 from fp4compile.layouts import scale_layout
 from fp4compile.operand import Operand
@@ -49,8 +51,8 @@ def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int =
         found = dispatch.quantize_grouped(t.to(device()), here, fmt, dim, None, layout, seed=None, transform=False)
         end = ends[-1] if what == "rows" else None  # rows of no group mean nothing
         wrong += [f"{what}: {one}" for one in same_bits(_up_to(found, end), _up_to(expected, end))]
-    for what, a, b in (("product", by_rows, matrices), ("product along rows", *columns)):
-        wrong += [f"{what}: {one}" for one in _product(Operand(*a, fmt), Operand(*b, fmt), offs, rows)]
+    for what, a, b in (("product", by_rows, matrices), ("product along rows", columns[0], columns[1])):
+        wrong += [f"{what}: {one}" for one in _product(_operand(a, fmt), _operand(b, fmt), offs, rows)]
     return {"layout": layout, "wrong": wrong}
 
 
@@ -61,11 +63,19 @@ def _up_to(found: tuple, end: int | None) -> tuple:
     return tuple(t if t is None or t.dim() < 2 else t[:end] for t in found)
 
 
+def _operand(found: tuple, fmt: BlockFormat) -> Operand:
+    data, scales, outer = found
+    return Operand(data, scales, outer, fmt)
+
+
+def _here(x: Operand) -> Operand:
+    data, scales, outer = (None if t is None else t.to(device()) for t in (x.data, x.scales, x.outer))
+    return replace(x, data=data, scales=scales, outer=outer)
+
+
 def _product(a: Operand, b: Operand, offs: torch.Tensor, rows: int) -> list[str]:
     """Where a product differs by more than float32 sums in another order may: 1e-5 of its largest value."""
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, F32)
-    here = [Operand(*(None if t is None else t.to(device()) for t in (x.data, x.scales, x.outer)), x.format)
-            for x in (a, b)]  # fmt: skip
-    got = dispatch.scaled_grouped_mm(*here, offs.to(device()), rows, F32).cpu()
+    got = dispatch.scaled_grouped_mm(_here(a), _here(b), offs.to(device()), rows, F32).cpu()
     differ = ~((got - expected).abs() <= 1e-5 * expected.abs().max())
     return [f"{int(differ.sum())} of {differ.numel()} values"] if differ.any() else []
