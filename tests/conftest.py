@@ -1,5 +1,6 @@
 """What holds for every test: how Inductor compiles, which tests need a GPU, and the order in which files start."""
 
+import itertools
 import os
 
 import pytest
@@ -46,10 +47,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
 
 
+_caches = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path, monkeypatch):
+def fresh_compiler(tmp_path_factory, monkeypatch):
     """Every test compiles from nothing: no graphs of another test, no caches of another run."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    folder = tmp_path_factory.getbasetemp() / f"inductor{next(_caches)}"  # made by those tests alone that compile
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
     monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
     monkeypatch.delenv("FP4COMPILE_DUMP", raising=False)
     monkeypatch.delenv("FP4COMPILE_DISABLE_PASSES", raising=False)

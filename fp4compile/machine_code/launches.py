@@ -285,13 +285,14 @@ def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, 
 
     On SM100, for which the kernels are written, that is a combination of number formats and epilogue, a way to load and
     store, warps or stages, a dtype and, of quantise kernels, any value of any constant. Other GPUs run the same
-    sources: there each kernel comes once, each kind of element, and each combination of formats in a product.
+    sources: there each kernel comes once, each kind of element, and each combination of formats in a product; on SM103,
+    which has the very launches of SM100, each quantise kernel once and each combination.
     """
     configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
     return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
 
 
-_BRANCHES = ("A_OUTER", "B_BATCHED", "ALONG_K", "TWO_SUMS")
+_BRANCHES = ("B_BATCHED", "ALONG_K", "TWO_SUMS")
 _PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
 
 
@@ -309,6 +310,8 @@ def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
     """What a launch has that another may lack."""
     name, constants = launched.kernel.__name__, launched.constants
     formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
+    if sm == 103:
+        return {formats if multiplies(launched) else (name,)}
     if sm != 100:
         return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
     keys = _BRANCHES if multiplies(launched) else constants
@@ -316,4 +319,11 @@ def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
     whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
     path = (name, *(str(constants.get(key)) for key in _PATH), whole)
     dtype = launched.args["x_ptr"].dtype if "x_ptr" in launched.args else None
-    return {*values, (name, formats, epilogue), path, (name, dtype), (name, launched.num_warps, launched.num_stages)}
+    return {
+        *values,
+        (name, formats),
+        (name, epilogue),
+        path,
+        (name, dtype),
+        (name, launched.num_warps, launched.num_stages),
+    }

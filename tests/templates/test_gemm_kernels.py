@@ -301,8 +301,7 @@ def _dequantized(operand):
 
 
 @gpu
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("layout", ["linear", "swizzled"])
+@pytest.mark.parametrize(("layout", "columns"), [("linear", True), ("swizzled", False)])
 @pytest.mark.parametrize(("a", "b"), [("nvfp4", "nvfp4_16x16"), ("nvfp4_rowwise", "nvfp4"), ("nvfp4_16x16", "nvfp4"),
                                       ("nvfp4", "nvfp4_rowwise"), ("mxfp8", "mxfp8_32x32"), (torch.bfloat16, "nvfp4")],
                          ids=str)  # fmt: skip
