@@ -286,7 +286,7 @@ def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, 
     On SM100, for which the kernels are written, that is a combination of number formats and epilogue, a way to load and
     store, warps or stages, a dtype and, of quantise kernels, any value of any constant. Other GPUs run the same
     sources: there each kernel comes once, each kind of element, and each combination of formats in a product; on SM103,
-    which has the very launches of SM100, each quantise kernel once and each combination.
+    which has the very launches of SM100, each quantise kernel once, and each kind of element and scale in a product.
     """
     configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
     return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
@@ -311,7 +311,8 @@ def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
     name, constants = launched.kernel.__name__, launched.constants
     formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
     if sm == 103:
-        return {formats if multiplies(launched) else (name,)}
+        kind = (constants.get("A_ELEMENT"), constants.get("SCALE"))
+        return {kind if multiplies(launched) else (name,)}
     if sm != 100:
         return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
     keys = _BRANCHES if multiplies(launched) else constants

@@ -103,7 +103,7 @@ def bert(device="cpu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", ["nvfp4"])  # Llama and the trained embeddings have both
+@pytest.mark.parametrize("recipe", ["mxfp8"])  # Llama and the trained embeddings have both
 def test_bert_trains(recipe, device):
     tokens = torch.randint(128, (2, 24), device=device)
     mask = torch.ones_like(tokens)
