@@ -1,4 +1,4 @@
-"""Snapshots of the training graphs of a linear layer and of an MLP, for each training recipe.
+"""Snapshots of the training graphs of a linear layer, of an MLP and of experts, by training recipe.
 
 Each shows the joint graph after the rewrite, then the forward and the backward graph after `merge_quantize`. The last
 values that the forward graph returns are those saved for the backward.
