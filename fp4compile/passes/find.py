@@ -30,7 +30,8 @@ from fp4compile import formats
 from fp4compile._compat import statically_true
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
-from fp4compile.passes.products import Product, Side, product_of, why_unread
+from fp4compile.passes.grouped import is_grouped, why_unread
+from fp4compile.passes.products import Product, Side, product_of
 from fp4compile.passes.selection import feeds_selection
 from fp4compile.passes.views import View, is_cast, source_of, swaps_last_two, view_of
 
@@ -118,8 +119,9 @@ class _Scan:
         """The products of a node that multiplies matrices by another operator than `product_of` reads."""
         if node.op != "call_function":
             return
-        if node.target is aten._grouped_mm.default:
-            yield Gemm(node, "other", _module_of(node), unsupported=why_unread(node))
+        if is_grouped(node.target):
+            if (why := why_unread(node)) is not None:
+                yield Gemm(node, "other", _module_of(node), unsupported=why)
             return
         if node.target is torch.ops.fp4compile.scaled_mm.default:
             yield _packed(node)
@@ -260,10 +262,10 @@ class _Scan:
 
     def _operand(self, side: Side, role: str, product: Product) -> Operand:
         if side.root is None:
-            return _untransposed(side.node, role)
+            return _untransposed(side, role)
         name = self.parameters[side.root]
         if side is product.a and side.view.is_batched and product.matrices is None:
-            return _untransposed(side.node, role, name)  # scaled_mm repeats B along a batch, not A
+            return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A
         return _of_weight(side, product.weight_view, role, name)
 
 
@@ -291,8 +293,8 @@ def _same_sizes(sizes: tuple, others: tuple) -> bool:
     return all(statically_true(size == other) for size, other in zip(sizes, others, strict=True))
 
 
-def _untransposed(node: Node, role: str, parameter: str | None = None) -> Operand:
-    transposed = False
+def _untransposed(side: Side, role: str, parameter: str | None = None) -> Operand:
+    node, transposed = side.node, side.swapped
     while swaps_last_two(node):
         node, transposed = node.args[0], not transposed
     return Operand(node, transposed, role, parameter)
@@ -307,7 +309,7 @@ def _of_weight(side: Side, weight: View, role: str, parameter: str) -> Operand:
         if view.key in (weight.key, weight.swapped().key):
             found = Operand(node, view.key != weight.key, role, parameter)
         node = source_of(node)
-    return found or replace(_untransposed(side.node, role, parameter), repeated=True)
+    return found or replace(_untransposed(side, role, parameter), repeated=True)
 
 
 def _feeds_embedding(root: Node) -> bool:

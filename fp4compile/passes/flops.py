@@ -17,6 +17,7 @@ from fp4compile import formats
 from fp4compile._compat import statically_true
 from fp4compile.passes.find import parameters_of
 from fp4compile.passes.gemm import Gemm, Input
+from fp4compile.passes.grouped import computed_by
 from fp4compile.passes.views import source_of
 
 aten = torch.ops.aten
@@ -28,7 +29,14 @@ _BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
 
 
 def count(node: Node) -> int | None:
-    """FLOPs of a node; None where its sizes are unknown or there is no formula for its operator."""
+    """FLOPs of a node; None where its sizes are unknown or there is no formula for its operator.
+
+    Of an operator that computes both gradients, each result has half of its FLOPs.
+    """
+    made = computed_by(node)
+    if made is not node:
+        both = count(made)
+        return None if both is None else both // 2
     formula = flop_registry.get(_packet(node.target)) or _formula(node.target)
     if formula is None:
         return None
@@ -69,7 +77,7 @@ class Categories:
 
     def _forward(self, gemm: Gemm) -> str:
         """The category that the product alone tells; "other" where it tells none."""
-        name = _operator_name(gemm.node.target)
+        name = _operator_name(computed_by(gemm.node).target)
         operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
         if gemm.groups is not None or _GROUPED.search(name) or _EXPERTS.search(gemm.module):

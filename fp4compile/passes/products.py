@@ -10,16 +10,17 @@ import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
+from fp4compile.passes.grouped import Factor, Factors, factors_of
 from fp4compile.passes.views import View, source_of, value_key, view_of
 
 aten = torch.ops.aten
-_GROUPS = {(2, 3): "rows", (2, 2): "contraction", (3, 3): None}
 
 
 @dataclass(frozen=True)
 class Side:
     """An operand as the graph has it.
 
+    swapped: whether the operand is what `node` holds with the last two dimensions exchanged; `view` is the operand's.
     root: the placeholder of the parameter that all its elements come from; None if they come from anything else.
     index: of an operand that takes matrices out of a batch of them, the node that says which; node and view are then
         those of the whole batch, and None is any other operand's.
@@ -30,6 +31,7 @@ class Side:
     root: Node | None
     is_gradient: bool
     index: Node | None = None
+    swapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,54 +108,33 @@ class Product:
 
 
 def product_of(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Product | None:
-    """The product of a node; None for a node that is none, or whose product `why_unread` tells of."""
+    """The product of a node; None for a node that is none, or a grouped one that is not read."""
     if node.op != "call_function":
         return None
-    if node.target is aten._grouped_mm.default:
-        return None if why_unread(node) else _grouped(node, parameters, gradients)
+    grouped = factors_of(node)
+    if grouped is not None:
+        return _read(node, grouped, parameters, gradients)
     if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
         return None
     terms = {}
     if node.target is aten.addmm.default:
         terms = {"bias": node.args[0], **{name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}}
-    return _read(node, *node.args[-2:], parameters, gradients, terms=terms)
+    a, b = map(Factor, node.args[-2:])
+    return _read(node, Factors(a, b), parameters, gradients, terms)
 
 
-def why_unread(node: Node) -> str | None:
-    """Why a grouped product is not read; None where it is."""
-    a, b, offs, bias = _grouped_arguments(node)
-    if bias is not None:
-        return "grouped product with a bias"
-    ranks = (a.meta["val"].dim(), b.meta["val"].dim())
-    if ranks not in _GROUPS or (offs is None) != (_GROUPS[ranks] is None):
-        return "grouped product whose groups are columns"
-    if offs is not None and offs.meta["val"].dtype != torch.int32:
-        return f"grouped product with offsets of {offs.meta['val'].dtype}"
-    return None
+def _read(
+    node: Node, found: Factors, parameters: Collection[Node], gradients: Collection[Node], terms: dict | None = None
+) -> Product:
+    *batch, m, k = found.a.shape
+    n = found.b.shape[-1]
+    a, b = (_side(factor, parameters, gradients) for factor in (found.a, found.b))
+    return Product(node, a, b, batch[0] if batch else 1, (m, n, k), terms or {}, found.groups, found.offs)
 
 
-def _grouped(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Product:
-    a, b, offs, _ = _grouped_arguments(node)
-    groups = _GROUPS[(a.meta["val"].dim(), b.meta["val"].dim())]
-    return _read(node, a, b, parameters, gradients, groups=groups, offs=offs)
-
-
-def _grouped_arguments(node: Node) -> tuple[Node, Node, Node | None, Node | None]:
-    """(a, b, offsets, bias) of a node of `aten._grouped_mm`."""
-    a, b, *rest = node.args
-    offs, bias = (rest[i] if len(rest) > i else node.kwargs.get(name) for i, name in enumerate(("offs", "bias")))
-    return a, b, offs, bias
-
-
-def _read(node: Node, a: Node, b: Node, parameters: Collection[Node], gradients: Collection[Node], **more) -> Product:
-    *batch, m, k = a.meta["val"].shape
-    n = b.meta["val"].shape[-1]
-    sides = (_side(operand, parameters, gradients) for operand in (a, b))
-    return Product(node, *sides, batch[0] if batch else 1, (m, n, k), **more)
-
-
-def _side(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Side:
-    view = view_of(node)
+def _side(factor: Factor, parameters: Collection[Node], gradients: Collection[Node]) -> Side:
+    node, view = factor.node, view_of(factor.node)
+    view = view.swapped() if factor.swapped else view
     gathered = _gathered(view, parameters)
     if gathered is not None:
         return gathered
@@ -161,7 +142,7 @@ def _side(node: Node, parameters: Collection[Node], gradients: Collection[Node])
     while root is not None and root not in parameters:
         source = source_of(root)  # not None where the root is a reshape that no strides express
         root = None if source is None else view_of(source).root
-    return Side(node, view, root, node in gradients)
+    return Side(node, view, root, node in gradients, swapped=factor.swapped)
 
 
 def _gathered(view: View, parameters: Collection[Node]) -> Side | None:

@@ -30,6 +30,7 @@ from fp4compile.passes.graph import (
 from fp4compile.passes.plan import Decision, Treatment
 from fp4compile.passes.saved import mark
 from fp4compile.passes.views import is_cast, source_of, value_key
+from fp4compile.templates.quantize.views import lies_transposed
 
 aten = torch.ops.aten
 
@@ -87,6 +88,8 @@ class _Builder:
         a, b = self._operands(decision)
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
+        if not by_rows and lies_transposed(gemm.node.meta["val"]):  # a gradient lies in memory as its weight does
+            return self._swapped(self._call(SCALED_GROUPED_MM, (*b, *a, gemm.offs, rows, dtype), meta), meta)
         return self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
 
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:

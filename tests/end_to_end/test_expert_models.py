@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.recipe import named
+from fp4compile.passes.find import find
+from fp4compile.passes.flops import count
+from fp4compile.recipe import named, resolve
+from tests.helpers.by_hand import assert_rounds_to
+from tests.helpers.by_hand import by_hand as products_by_hand
 from tests.helpers.hand_models import by_hand, experts_by_hand, gradients, sqnr
-from tests.helpers.rewritten import rewritten
+from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")  # defines the operators
 
 pytestmark = pytest.mark.slow
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -23,11 +29,11 @@ MODELS = {
 SAME, QUANTISED = 30.0, 20.0  # dB: two computations of the same quantised model; more than quantising it keeps
 
 
-def model_of(name, implementation="grouped_mm"):
+def model_of(name, dtype=torch.bfloat16):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name]})
-    model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
-    model.set_experts_implementation(implementation)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model.set_experts_implementation("grouped_mm")
     return model
 
 
@@ -35,30 +41,107 @@ def tokens(length=9):
     return torch.randint(64, (2, length), generator=torch.Generator().manual_seed(3))
 
 
-def trained(call, model):
-    result = call(input_ids=tokens(), labels=tokens(), use_cache=False)
+def trained(call, model, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = call(input_ids=tokens(), labels=tokens(), use_cache=False)
     result.loss.backward()
     return result.logits, gradients(model)
 
 
-def same_experts(name, recipe):
+def same_experts(name, recipe, dtype, autocast):
     """What the quantised model by hand computes, and that quantising shows."""
-    plain, hand = model_of(name), by_hand(model_of(name), named(recipe))
+    plain, hand = model_of(name, dtype), by_hand(model_of(name, dtype), named(recipe))
     with experts_by_hand(named(recipe)):
-        logits, expected = trained(hand, hand)
-    assert sqnr(trained(plain, plain)[0], logits) < QUANTISED
+        logits, expected = trained(hand, hand, autocast)
+    assert sqnr(trained(plain, plain, autocast)[0], logits) < QUANTISED
     return logits, expected
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_train_as_by_hand(name):
-    model = model_of(name)
+def assert_trains_as_by_hand(name, dtype=torch.bfloat16, autocast=False):
+    model = model_of(name, dtype)
     run, decisions = rewritten(lambda **inputs: model(**inputs), "mxfp8", skip_lm_head=True)
-    logits, found = trained(run, model)
-    expected_logits, expected = same_experts(name, "mxfp8")
+    logits, found = trained(run, model, autocast)
+    expected_logits, expected = same_experts(name, "mxfp8", dtype, autocast)
+    assert logits.dtype == expected_logits.dtype
     assert sqnr(expected_logits, logits) > SAME and found.keys() == expected.keys()
     assert min(sqnr(expected[each], found[each]) for each in expected) > SAME
     experts = [d for d in decisions if d.gemm.groups is not None]
     assert not any(d.reason for d in experts)
     products = {(d.gemm.module.rpartition(".")[2], d.gemm.product) for d in experts}
     assert products == {(w, p) for w in ("gate_up_proj", "down_proj") for p in ("fprop", "dgrad", "wgrad")}
+    return decisions
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_by_hand(name):
+    assert_trains_as_by_hand(name)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_in_float32_train_as_by_hand(autocast):
+    """transformers' own operators multiply these, and read the sizes of the groups on the host."""
+    decisions = assert_trains_as_by_hand("Mixtral", torch.float32, autocast)
+    operators = {str(node.target) for graph in {d.gemm.node.graph for d in decisions} for node in graph.nodes}
+    assert "fp4compile.scaled_grouped_mm.default" in operators
+    assert not {name for name in operators if "fallback" in name}
+
+
+def operands():
+    """(x, w, offsets): 9 tokens and 3 experts, of which one has no token; 2 tokens of no expert."""
+    w = torch.nn.Parameter(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1)))
+    return torch.randn(9, 64).requires_grad_(), w, torch.tensor([2, 2, 7], dtype=torch.int32)
+
+
+def fallback(x, w, offs):
+    return torch.ops.transformers.grouped_mm_fallback(x, w.transpose(1, 2), offs)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_fallback_equals_hand_composition(frozen):
+    """Results and gradients, and how these lie in memory."""
+    x, w, offs = operands()
+    w.requires_grad_(not frozen)
+    run, decisions = rewritten(lambda x, offs: fallback(x, w, offs), UNEVEN, min_m=1)
+    y = run(x, offs)
+    dy = torch.randn(9, 32)
+    dx, *dw = torch.autograd.grad(y, [x] if frozen else [x, w], dy)
+    wgrad = [] if frozen else [("w", "wgrad", "mxfp8_e5m2 x mxfp8_ceil")]
+    fprop, dgrad = ("w", "fprop", "mxfp8 x mxfp4"), ("w", "dgrad", "mxfp8_floor x mxfp8_e5m2")
+    assert roles(decisions) == [fprop, dgrad, *wgrad]
+    assert not y[7:].any() and not dx[7:].any() and not any(each[1].any() for each in dw)
+    for expert, rows in ((0, slice(0, 2)), (2, slice(2, 7))):
+        own = (x.detach()[rows], w.detach()[expert], None, dy[rows], torch.float32)
+        exact = products_by_hand(resolve(UNEVEN), *own)
+        found = (y.detach()[rows], dx[rows], *(each[expert] for each in dw))
+        for ours, plain in zip(found, exact, strict=False):
+            assert_rounds_to(ours.double(), plain, torch.float32)
+    assert all(each.stride() == w.stride() for each in dw)  # so that nothing copies it
+
+
+def test_what_of_the_fallback_is_left_alone():
+    """A weight gradient in high precision is the operator's; so is all of a layer that a rule skips."""
+    x, w, offs = operands()
+    for options, quantised in (({"wgrad_dy": None, "wgrad_x": None}, 2), ({"rules": [("*", "skip")]}, 0)):
+        run, decisions = rewritten(fallback, UNEVEN, min_m=1, **options)
+        y, expected = run(x, w, offs), fallback(x, w, offs)
+        (dx, dw), (plain_dx, plain_dw) = (torch.autograd.grad(z, (x, w), torch.ones(9, 32)) for z in (y, expected))
+        assert torch.equal(y, expected) == torch.equal(dx, plain_dx) == (not quantised) and torch.equal(dw, plain_dw)
+        assert [d.gemm.product for d in decisions] == ["fprop", "dgrad", "wgrad"]
+        assert [d.reason is None for d in decisions].count(True) == quantised
+    # Both gradients are results of one operator: each has half of its FLOPs.
+    assert [count(d.gemm.node) for d in decisions] == 3 * [2 * 9 * 32 * 64]
+
+
+def test_what_of_the_fallback_is_not_read():
+    """Offsets and operands that it would not multiply as it is read."""
+    x, w, offs = operands()
+
+    def found(*arguments):
+        with torch.no_grad():
+            return find(make_fx(fallback, tracing_mode="fake")(*arguments).graph, ())
+
+    for arguments, reason in (
+        ((x, w, offs.long()), "grouped product with offsets of torch.int64"),
+        ((x.bfloat16(), w, offs), "grouped product of operands of different dtypes"),
+    ):
+        assert [(one.product, one.unsupported) for one in found(*arguments)] == [("other", reason)]

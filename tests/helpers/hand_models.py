@@ -40,7 +40,11 @@ def by_hand(model, recipe):
 
 
 def _hand_forward(layer, recipe, x):
-    return HandLinear.apply(x, layer.weight, layer.bias, recipe)
+    tensors = x, layer.weight, layer.bias
+    if torch.is_autocast_enabled(x.device.type):  # quantised is what the product multiplies
+        dtype = torch.get_autocast_dtype(x.device.type)
+        tensors = (t if t is None else t.to(dtype) for t in tensors)
+    return HandLinear.apply(*tensors, recipe)
 
 
 class HandExperts(torch.autograd.Function):
@@ -54,7 +58,9 @@ class HandExperts(torch.autograd.Function):
         for matrix, (start, end) in zip(w, ctx.spans, strict=True):
             if start < end:
                 rows = rounded(x[start:end], recipe.fprop_x, -1)
-                out[start:end] = (rows.float() @ rounded(matrix, recipe.fprop_w, 0).float()).to(x.dtype)
+                with torch.autocast(x.device.type, enabled=False):  # grouped products are in the operands' dtype
+                    product = rows.float() @ rounded(matrix, recipe.fprop_w, 0).float()
+                out[start:end] = product.to(x.dtype)
         return out
 
     @staticmethod
