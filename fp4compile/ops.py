@@ -170,12 +170,11 @@ def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, had
     check_training(formats.get(format), seed, hadamard)
     rows, columns = kernels.quantize_both(x, formats.get(format), outer, layout, seed=seed, transform=hadamard)
     # Where both have the same outer scale, an op may not return it twice.
-    apart = hadamard or formats.get(format).outer == "row"
     return (
         *rows[:2],
         computed_outer(x, outer, rows[2]),
         *columns[:2],
-        computed_outer(x, outer, columns[2] if apart else None),
+        computed_outer(x, outer, columns[2] if columns_apart(format, hadamard) else None),
     )
 
 
@@ -184,16 +183,25 @@ def _quantize_both_fake(x, format, *, outer=None, layout="linear", seed=None, ha
     _check_both(format, x, outer, hadamard)
     rows = _quantize_fake(x, format, -1, outer=outer, layout=layout, seed=seed)
     data, scales, fresh = _quantize_fake(x, format, -2, outer=outer, layout=layout, seed=seed, hadamard=hadamard)
-    apart = hadamard or formats.get(format).outer == "row"
-    return *rows, data, scales, fresh if apart else x.new_empty(0, dtype=torch.float32)
+    return *rows, data, scales, fresh if columns_apart(format, hadamard) else x.new_empty(0, dtype=torch.float32)
 
 
 def _check_both(format: str, x: torch.Tensor, outer: torch.Tensor | None, hadamard: bool) -> None:
     if x.dim() < 2:
         raise ValueError(f"x: expected two dimensions or more, got shape {tuple(x.shape)}")
-    if outer is not None and (hadamard or formats.get(format).outer == "row"):
+    check_outer_of_both(format, outer, hadamard)
+
+
+def check_outer_of_both(format: str, outer: torch.Tensor | None, hadamard: bool) -> None:
+    """Raises ValueError for an outer scale that is given where rows and columns each have their own."""
+    if outer is not None and columns_apart(format, hadamard):
         which = "with hadamard" if hadamard else f"in format {format}"
         raise ValueError(f"outer: {which}, rows and columns have outer scales of their own; quantise them apart")
+
+
+def columns_apart(format: str, hadamard: bool) -> bool:
+    """Whether columns have other outer scales than rows."""
+    return hadamard or formats.get(format).outer == "row"
 
 
 # ---------------------------------------------------------------- fake_quantize

@@ -1,16 +1,22 @@
 """The ops of grouped products: those of experts, see `groups`.
 
     fp4compile::quantize_grouped(x, offs, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
+    fp4compile::quantize_grouped_both(x, offs, format, *, outer, layout, seed, hadamard)
+        -> (data, scales, outer, columns, column_scales, column_outer)
     fp4compile::scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype)
         -> product
     fp4compile::scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
         -> product
 
-The first two do what `quantize` and `scaled_mm` would do group by group. What `ops` says of ops holds for them.
+The first three do what `quantize`, `quantize_both` and `scaled_mm` would do group by group. What `ops` says of ops
+holds for them.
 
 `quantize_grouped` takes x [M, K] whose rows offs cuts in groups, and quantises it along K (dim -1) or along the rows of
 each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells
 the shapes of the results. `scaled_grouped_mm` takes operands of these three kinds.
+
+`quantize_grouped_both` is `quantize_grouped` along -1 and -2. Without offs the format must have square blocks: other
+matrices are quantised apart.
 
 `scaled_mm_gathered` is `scaled_mm` of a [S, M, K] and b[index], where b is [E, N, K] and index an int [S]: few tokens
 that each have an expert of their own.
@@ -22,11 +28,27 @@ from fp4compile import formats, reference_grouped
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups, check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.ops import LIBRARY, TAGS, check_layout, check_training, computed_outer, operand, scales_shape
+from fp4compile.ops import (
+    LIBRARY,
+    TAGS,
+    check_layout,
+    check_outer_of_both,
+    check_training,
+    columns_apart,
+    computed_outer,
+    operand,
+    scales_shape,
+)
 
 LIBRARY.define(
     "quantize_grouped(Tensor x, Tensor? offs, str format, int dim=-1, *, Tensor? outer=None, str layout='linear',"
     " Tensor? seed=None, bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale)",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "quantize_grouped_both(Tensor x, Tensor? offs, str format, *, Tensor? outer=None, str layout='linear',"
+    " Tensor? seed=None, bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale,"
+    " Tensor columns, Tensor column_scales, Tensor column_outer_scale)",
     tags=TAGS,
 )
 LIBRARY.define(
@@ -56,8 +78,7 @@ def _quantize_grouped(x, offs, format, dim=-1, *, outer=None, layout="linear", s
             found = reference_grouped.quantize_rows(x, groups, fmt, outer, layout, seed)
         else:
             found = reference_grouped.quantize_columns(x, groups, fmt, outer, layout, seed, hadamard)
-    data, scales, computed = found
-    return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
+    return _results(x, fmt, outer, *found)
 
 
 @torch.library.impl(LIBRARY, "quantize_grouped", "CUDA")
@@ -66,10 +87,13 @@ def quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, layout="linear
     from fp4compile.templates.grouped import dispatch as kernels  # here, so that the CPU needs no Triton
 
     fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
-    data, scales, computed = kernels.quantize_grouped(
-        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard
-    )  # fmt: skip
-    return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
+    found = kernels.quantize_grouped(x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard)
+    return _results(x, fmt, outer, *found)
+
+
+def _results(x, fmt: BlockFormat, given, data, scales, computed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the ops return: an empty tensor where a format has no scales, and where an outer scale was given."""
+    return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, given, computed)
 
 
 @torch.library.register_fake("fp4compile::quantize_grouped", lib=LIBRARY)
@@ -113,6 +137,50 @@ def _checked(x, offs, format: str, dim: int, layout: str, seed, hadamard: bool) 
         raise ValueError(f"format: {fmt.name} has square blocks, and groups may have any number of rows")
     if hadamard and dim == -1:
         raise ValueError("hadamard: the transform goes along the rows of groups, dim -2")
+    return fmt
+
+
+# ---------------------------------------------------------------- quantize_grouped_both
+
+
+@torch.library.impl(LIBRARY, "quantize_grouped_both", "CompositeExplicitAutograd")
+def _quantize_grouped_both(x, offs, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+    _check_grouped_both(x, offs, format, outer, layout, seed, hadamard)
+    rows = _quantize_grouped(x, offs, format, -1, outer=outer, layout=layout, seed=seed)
+    data, scales, fresh = _quantize_grouped(
+        x, offs, format, -2, outer=outer, layout=layout, seed=seed, hadamard=hadamard
+    )
+    return *rows, data, scales, fresh if columns_apart(format, hadamard) else x.new_empty(0, dtype=torch.float32)
+
+
+@torch.library.impl(LIBRARY, "quantize_grouped_both", "CUDA")
+def quantize_grouped_both_cuda(x, offs, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+    """`quantize_grouped_both` by the Triton kernels: one read of x, and one more for amaxes of dynamic outer scales."""
+    from fp4compile.templates.grouped import dispatch as kernels
+
+    fmt = _check_grouped_both(x, offs, format, outer, layout, seed, hadamard)
+    rows, columns = kernels.quantize_grouped_both(x, offs, fmt, outer, layout, seed=seed, transform=hadamard)
+    if not columns_apart(format, hadamard):  # an op may not return one outer scale twice
+        columns = (*columns[:2], None)
+    return *_results(x, fmt, outer, *rows), *_results(x, fmt, outer, *columns)
+
+
+@torch.library.register_fake("fp4compile::quantize_grouped_both", lib=LIBRARY)
+def _quantize_grouped_both_fake(x, offs, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+    _check_grouped_both(x, offs, format, outer, layout, seed, hadamard)
+    rows = _quantize_grouped_fake(x, offs, format, -1, outer=outer, layout=layout, seed=seed)
+    data, scales, fresh = _quantize_grouped_fake(
+        x, offs, format, -2, outer=outer, layout=layout, seed=seed, hadamard=hadamard
+    )
+    return *rows, data, scales, fresh if columns_apart(format, hadamard) else x.new_empty(0, dtype=torch.float32)
+
+
+def _check_grouped_both(x, offs, format: str, outer, layout: str, seed, hadamard: bool) -> BlockFormat:
+    """The format. Raises as `_checked` does, and ValueError for what one op does not do in both directions."""
+    fmt = _checked(x, offs, format, -2, layout, seed, hadamard)
+    if offs is None and not fmt.square:
+        raise ValueError(f"format: matrices are quantised in both directions in square blocks, {fmt.name} has others")
+    check_outer_of_both(format, outer, hadamard)
     return fmt
 
 

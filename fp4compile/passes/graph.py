@@ -26,6 +26,7 @@ SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
 SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default
 QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
+QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.quantize_grouped_both.default
 SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
 SCALED_MM_GATHERED = torch.ops.fp4compile.scaled_mm_gathered.default
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -57,10 +58,11 @@ def fake_value(node: Node) -> Any:
 
 @dataclass(frozen=True)
 class Quantise:
-    """A quantise node, its arguments by name; dim: from the end."""
+    """A quantise node, its arguments by name; dim: from the end. groups: (offs,) of a grouped one, else ()."""
 
     node: Node
     source: Node
+    groups: tuple[Node | None, ...]
     format: str
     dim: int
     outer: Node | None
@@ -84,16 +86,22 @@ class Quantise:
     @property
     def key(self) -> tuple:
         """What a pair has in common."""
-        return value_key(self.source), self.format, self.outer, self.layout, self.seed
+        groups = tuple(None if offs is None else value_key(offs) for offs in self.groups)
+        return value_key(self.source), self.format, self.outer, self.layout, self.seed, groups
 
 
 def quantise_of(node: Node) -> Quantise:
-    """What a quantise node is asked for."""
-    source, fmt, *dim = node.args
+    """What a node of `quantize` or `quantize_grouped` is asked for."""
+    source, *groups, fmt, dim = _with_dim(node)
     rank = source.meta["val"].dim()
-    given = dim[0] if dim else -1
     kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False, **node.kwargs}
-    return Quantise(node, source, fmt, given if given < 0 else given - rank, **kwargs)
+    return Quantise(node, source, tuple(groups), fmt, dim if dim < 0 else dim - rank, **kwargs)
+
+
+def _with_dim(node: Node) -> tuple:
+    """The arguments by position, the last of them the dimension, which may be left out."""
+    count = 4 if node.target is QUANTIZE_GROUPED else 3
+    return node.args if len(node.args) == count else (*node.args, -1)
 
 
 @dataclass(frozen=True)

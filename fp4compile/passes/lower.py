@@ -28,6 +28,7 @@ from fp4compile.passes.graph import (
     QUANTIZE,
     QUANTIZE_BOTH,
     QUANTIZE_GROUPED,
+    QUANTIZE_GROUPED_BOTH,
     SCALED_GROUPED_MM,
     SCALED_MM,
     SCALED_MM_EPILOGUE,
@@ -44,6 +45,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     SCALED_MM_EPILOGUE: ops.scaled_mm_epilogue_cuda,
     SCALED_MM_HORIZONTAL: ops.scaled_mm_horizontal_cuda,
     QUANTIZE_GROUPED: ops_grouped.quantize_grouped_cuda,
+    QUANTIZE_GROUPED_BOTH: ops_grouped.quantize_grouped_both_cuda,
     SCALED_GROUPED_MM: ops_grouped.scaled_grouped_mm_cuda,
 }
 

@@ -1,8 +1,10 @@
-"""Merge the rowwise and the columnwise quantise of one tensor into `quantize_both`, which reads the tensor once.
+"""Merge the rowwise and the columnwise quantise of one tensor into one op, which reads the tensor once.
 
 Entry: `merge_quantize(graph)`, on a forward or backward graph after the partitioner. A forward graph has such a pair
 for an activation: one for fprop, the other saved for wgrad. A backward graph has one for a gradient: dgrad and wgrad.
 A pair must have the same format, layout, outer scale and seed. Only the columnwise one may be Hadamard-transformed.
+`quantize_both` takes the place of two `quantize`, and `quantize_grouped_both` that of two `quantize_grouped` of the
+same groups, or of matrices in square blocks. Other matrices with an outer scale each have no kernel that does both.
 
 Before that, equal quantises become one. Packed layers (`fp4compile.pack_`) each quantise their input by themselves.
 """
@@ -12,7 +14,17 @@ import operator
 from torch.fx import Graph, Node
 
 from fp4compile import formats
-from fp4compile.passes.graph import QUANTIZE, QUANTIZE_BOTH, Quantise, new_node, quantise_of
+from fp4compile.passes.graph import (
+    QUANTIZE,
+    QUANTIZE_BOTH,
+    QUANTIZE_GROUPED,
+    QUANTIZE_GROUPED_BOTH,
+    Quantise,
+    new_node,
+    quantise_of,
+)
+
+_BOTH = {QUANTIZE: QUANTIZE_BOTH, QUANTIZE_GROUPED: QUANTIZE_GROUPED_BOTH}
 
 
 def merge_quantize(graph: Graph) -> int:
@@ -21,8 +33,9 @@ def merge_quantize(graph: Graph) -> int:
     rows: dict[tuple, Quantise] = {}
     columns: dict[tuple, Quantise] = {}
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
-        found = quantise_of(node)
+    for found in _quantises(graph):
+        if found.groups == (None,) and not formats.get(found.format).square:
+            continue
         if found.along_rows:
             rows.setdefault(found.key, found)
         elif found.along_columns:
@@ -37,16 +50,21 @@ def merge_quantize(graph: Graph) -> int:
 def _share(graph: Graph) -> None:
     """Replace quantises of the same value in the same way by the first of them."""
     first: dict[tuple, Node] = {}
-    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
-        found = quantise_of(node)
+    for found in _quantises(graph):
+        node = found.node
         kept = first.setdefault((found.key, found.dim, found.hadamard), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
 
 
+def _quantises(graph: Graph) -> list[Quantise]:
+    """Every quantise of the graph, in the order of each op's nodes."""
+    return [quantise_of(node) for op in _BOTH for node in graph.find_nodes(op="call_function", target=op)]
+
+
 def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> None:
-    """Put a `quantize_both` before `first`, and let the users of the pair read its results."""
+    """Put the op of both before `first`, and let the users of the pair read its results."""
     options = {"outer": row.outer, "seed": row.seed}
     kwargs = {name: value for name, value in options.items() if value is not None}
     if row.layout != "linear":
@@ -54,7 +72,8 @@ def _replace(graph: Graph, row: Quantise, column: Quantise, first: Quantise) -> 
     if column.hadamard:
         kwargs["hadamard"] = True
     with graph.inserting_before(first.node):
-        both = new_node(graph, QUANTIZE_BOTH, (first.source, row.format), first.node.meta, **kwargs)
+        args = (first.source, *first.groups, row.format)
+        both = new_node(graph, _BOTH[first.node.target], args, first.node.meta, **kwargs)
         outputs = [new_node(graph, operator.getitem, (both, i), first.node.meta) for i in range(6)]
     data, scales, outer, column_data, column_scales, column_outer = outputs
     _redirect(row.node, (data, scales, outer))

@@ -102,6 +102,19 @@ def test_each_matrix_is_quantised_as_if_alone(name, dim):
             assert all(same(ours[g], theirs) for ours, theirs in zip(found, alone, strict=True) if theirs is not None)
 
 
+@pytest.mark.parametrize("name", formats.NAMED)
+def test_both_directions_are_the_two_quantisations(name):
+    fmt = formats.get(name)
+    x = hard_input("outliers", (3, 48, 80) if fmt.square else (ROWS, COLS))
+    offs, trained = None if fmt.square else offsets(), fmt.scale == "e4m3" and not fmt.square
+    for options in ({}, {"layout": "swizzled"}, *([{"hadamard": True, "seed": torch.tensor(3)}] if trained else [])):
+        found = ops.quantize_grouped_both(x, offs, name, **options)
+        apart = fmt.outer == "row" or "hadamard" in options
+        rows = ops.quantize_grouped(x, offs, name, **{**options, "hadamard": False})
+        columns = ops.quantize_grouped(x, offs, name, -2, **options)
+        assert all(map(same, found, (*rows, *columns[:2], columns[2] if apart else torch.empty(0))))
+
+
 @pytest.mark.parametrize("name", ["nvfp4_te", "mxfp4"])
 def test_seeded_codes_are_neighbours_of_the_value(name):
     """Where the random bits lie is a matter of the padded place; each code is still one of two."""
@@ -201,6 +214,19 @@ def test_bad_input_of_quantize(change, error, message):
         moved = [None if t is None else t.to(device) for t in (given["x"], given["offs"])]
         with pytest.raises(error, match=message):
             ops.quantize_grouped(*moved, given["format"], given["dim"], hadamard=hadamard)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((torch.randn(3, 32, 32), None, "nvfp4"), "format: matrices are quantised in both directions in square blocks"),
+    ((torch.randn(ROWS, 32), offsets(), "nvfp4_16x16"), "format: nvfp4_16x16 has square blocks, and groups"),
+    ((torch.randn(ROWS, 32), offsets(), "nvfp4_rowwise"), "outer: in format nvfp4_rowwise, rows and columns have"),
+], ids=["matrices", "square", "outer"])  # fmt: skip
+def test_bad_input_of_both_directions(arguments, message):
+    x, offs, name = arguments
+    for device in ("cpu", "meta"):
+        moved = [None if t is None else t.to(device) for t in (x, offs)]
+        with pytest.raises(ValueError, match=message):
+            ops.quantize_grouped_both(*moved, name, outer=torch.ones((), device=device))
 
 
 @pytest.mark.parametrize(("shapes", "ends", "rows", "message"), [

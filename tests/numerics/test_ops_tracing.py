@@ -81,6 +81,10 @@ def opcheck_samples():
     yield "quantize_both", (x, "float8_rowwise"), {}
     yield "quantize", (x, "nvfp4_te", -2), {"seed": torch.tensor(3), "hadamard": True}
     yield "quantize_both", (x, "nvfp4_te"), {"seed": torch.tensor(3), "hadamard": True}
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    yield "quantize_grouped_both", (x, offs, "nvfp4_te"), {"seed": torch.tensor(3), "hadamard": True}
+    yield "quantize_grouped_both", (x, offs, "float8_rowwise"), {}
+    yield "quantize_grouped_both", (x.view(2, 3, 40), None, "nvfp4_16x16"), {"layout": "swizzled"}
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4_rowwise", layout="swizzled")
     yield "dequantize", (a.data, a.scales, a.outer, "nvfp4", 40, torch.bfloat16), {}
     yield "dequantize", (*torch.ops.fp4compile.quantize(x, "mxfp4")[:2], None, "mxfp4", 40, torch.float32), {}

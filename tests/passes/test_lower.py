@@ -219,6 +219,7 @@ def launches():
                 return Operand(*experts.quantize_grouped(x, offs, fmt, dim, None, "linear", **options), fmt)
 
             columns = operand(x, offs, -2)
+            experts.quantize_grouped_both(x, offs, fmt, None, "linear", seed=seed, transform=name == "nvfp4_te")
             experts.scaled_grouped_mm(operand(x, offs), operand(weights, None), offs, 256, torch.bfloat16)
             experts.scaled_grouped_mm(columns, columns, offs, 256, torch.bfloat16)
         te = formats.get("nvfp4_te")

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
+from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
@@ -35,6 +36,7 @@ def lowered(sm, function, *shapes, recipe=None):
             placeholder.meta["desc"] = SimpleNamespace(idx=index)
         decisions = plan(find(graph, inputs), named(recipe), inputs) if recipe else []
         rewrite(graph, decisions)
+        merge_quantize(graph)
         lower(graph)
     left = [str(node.target) for node in graph.nodes if "fp4compile" in str(node.target)]
     return decisions, [one.kernel.__name__ for one in launches], left
@@ -87,6 +89,31 @@ def test_tier_on_sm100(recipe, native):
     # TMA copies rows of whole 16 bytes. NVFP4 rows of 48 elements have 24.
     (decision,), launches, _ = lowered(100, grouped, (256, 48), (4, 1024, 48), 4, recipe=recipe)
     assert decision.tier == ("native" if native and recipe.startswith("mx") else "emulated")
+
+
+@pytest.mark.parametrize(("name", "hadamard", "count"), [
+    ("nvfp4_te", False, 2), ("nvfp4_te", True, 2), ("nvfp4_rowwise", False, 2), ("mxfp8", False, 1),
+])  # fmt: skip
+def test_launches_of_both_directions(name, hadamard, count):
+    """One launch reads the amaxes of both, and one quantises in both."""
+
+    def both(x, w, offs):
+        rows = torch.ops.fp4compile.quantize_grouped(x, offs, name, -1)
+        columns = torch.ops.fp4compile.quantize_grouped(x, offs, name, -2, hadamard=hadamard)
+        return (*rows, *columns)
+
+    for sm, groups in ((90, 3), (100, 64)):
+        _, launches, left = lowered(sm, both, (512, 256), (1,), groups)
+        assert launches[-1] == "quantize_grouped_columns" and len(launches) == count and not left
+
+
+def test_both_directions_of_matrices_in_square_blocks():
+    def both(x, w, unused):
+        quantize = torch.ops.fp4compile.quantize_grouped
+        return (*quantize(w, None, "nvfp4_16x16", -1), *quantize(w, None, "nvfp4_16x16", -2))
+
+    _, launches, left = lowered(100, both, (1,), (4, 256, 512), 4)
+    assert launches == ["tensor_amax", "quantize_squares"] and not left
 
 
 @pytest.mark.parametrize("hadamard", [False, True])

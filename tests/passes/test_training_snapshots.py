@@ -522,11 +522,10 @@ scaled_grouped_mm_default: bfloat16[64, 64] = fp4compile.scaled_grouped_mm(getit
 return scaled_grouped_mm_default: bfloat16[64, 64], primals_1: bfloat16[3, 64, 32], primals_2: bfloat16[64, 32], primals_3: int32[3]
 backward
 inductor_seeds_default: int64[1] = prims.inductor_seeds(1, cpu)
-quantize_grouped_default_2 = fp4compile.quantize_grouped(tangents_1, primals_3, nvfp4_te, -2, seed=select_int, hadamard=True)
+quantize_grouped_both_default = fp4compile.quantize_grouped_both(tangents_1, primals_3, nvfp4_te, seed=select_int, hadamard=True)
 quantize_grouped_default_3 = fp4compile.quantize_grouped(primals_2, primals_3, nvfp4_te, -2, hadamard=True)
-scaled_grouped_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_grouped_mm(getitem_6, getitem_7, getitem_8, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, primals_3, 64, torch.bfloat16)
-quantize_grouped_default_4 = fp4compile.quantize_grouped(tangents_1, primals_3, nvfp4_te, -1, seed=select_int)
+scaled_grouped_mm_default_1: bfloat16[3, 64, 32] = fp4compile.scaled_grouped_mm(getitem_20, getitem_21, getitem_22, nvfp4_te, getitem_9, getitem_10, getitem_11, nvfp4_te, primals_3, 64, torch.bfloat16)
 quantize_grouped_default_5 = fp4compile.quantize_grouped(primals_1, None, nvfp4_16x16, -2)
-scaled_grouped_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_grouped_mm(getitem_12, getitem_13, getitem_14, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, primals_3, 64, torch.bfloat16)
+scaled_grouped_mm_default_2: bfloat16[64, 32] = fp4compile.scaled_grouped_mm(getitem, getitem_18, getitem_19, nvfp4_te, getitem_15, getitem_16, getitem_17, nvfp4_16x16, primals_3, 64, torch.bfloat16)
 return scaled_grouped_mm_default_1: bfloat16[3, 64, 32], scaled_grouped_mm_default_2: bfloat16[64, 32]""",
         )

@@ -25,7 +25,11 @@ from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
-from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm  # noqa: E402
+from fp4compile.templates.grouped.dispatch import (  # noqa: E402
+    quantize_grouped,
+    quantize_grouped_both,
+    scaled_grouped_mm,
+)
 
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
@@ -146,6 +150,48 @@ def test_stochastic_rounding_and_the_transform(format):
         check(x[:66].view(2, 33, 40), None, fmt, -2, seed=SEED, transform=True)
 
 
+def check_both(x, offs, fmt, layout="linear", outer=None, seed=None, transform=False):
+    """In both directions at once, by the kernels; each apart, by the reference."""
+    options = {"seed": on_device(seed), "transform": transform}
+    found = quantize_grouped_both(x.to(DEVICE), on_device(offs), fmt, on_device(outer), layout, **options)
+    if offs is None:
+        for got, dim in zip(found, (-1, -2), strict=True):
+            assert_same_bits(got, reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform))
+        return
+    groups = Groups.of(offs, x.shape[0])
+    expected = (reference_grouped.quantize_rows(x, groups, fmt, outer, layout, seed),
+                reference_grouped.quantize_columns(x, groups, fmt, outer, layout, seed, transform))  # fmt: skip
+    for got, right, of_rows in zip(found, expected, (groups.of_rows < groups.count, None), strict=True):
+        assert_same_bits(got, right, of_rows)
+
+
+@gpu
+@pytest.mark.parametrize(("format", "cols", "layout", "options"), [
+    ("nvfp4", 72, "swizzled", ""), ("nvfp4_one_level", 40, "linear", ""), ("nvfp4_te", 40, "linear", ""),
+    ("nvfp4_te", 40, "swizzled", "seed transform"), ("nvfp4", 40, "linear", "outer"),
+    ("nvfp4_rowwise", 72, "linear", "transform"), ("nvfp4_rowwise", 24, "swizzled", "seed"),
+    ("mxfp8", 40, "swizzled", ""), ("mxfp8", 136, "linear", ""), ("mxfp4", 40, "linear", "seed"),
+    ("float8_rowwise", 41, "linear", ""),
+])  # fmt: skip
+def test_both_directions(format, cols, layout, options):
+    fmt, values = formats.get(format), {"seed": SEED, "transform": True, "outer": torch.tensor(0.01)}
+    given = {name: values[name] for name in options.split()}
+    check_both(hard_rows(cols, fmt), offsets(), fmt, layout, **given)
+
+
+@gpu
+def test_both_directions_of_matrices_and_of_other_rows():
+    """Square blocks; float32, rows that lie apart, no row."""
+    x = torch.stack([hard_input(name, (33, 40), torch.bfloat16, 16) for name in ("outliers", "zeros", "one_nan")])
+    check_both(x, None, formats.get("nvfp4_16x16"), "swizzled")
+    check_both(x.mT, None, formats.get("mxfp8_32x32"))
+    check_both(x[:, :0], None, formats.get("nvfp4_16x16"))
+    fmt = formats.get("nvfp4")
+    check_both(hard_rows(80, fmt, torch.float32)[:, ::2], offsets(), fmt)
+    check_both(hard_rows(80, fmt)[:, :40], offsets(), fmt)
+    check_both(torch.empty(0, 40).bfloat16(), torch.zeros(3, dtype=torch.int32), fmt)
+
+
 @gpu
 @pytest.mark.parametrize("offs", UNEVEN, ids=str)
 def test_uneven_offsets(offs):
@@ -153,6 +199,7 @@ def test_uneven_offsets(offs):
     offs, x = torch.tensor(offs, dtype=torch.int32), hard_rows(24, fmt)
     check(x, offs, fmt, -1, layout="swizzled")
     check(x, offs, fmt, -2)
+    check_both(x, offs, fmt, layout="swizzled", transform=True)
     a, b = of_rows(x.nan_to_num(), offs, "nvfp4_te"), of_matrices(torch.randn(len(offs), 17, 24), "nvfp4_te")
     check_product(a, b, offs)
     check_product(of_columns(x.nan_to_num(), offs, "nvfp4_te"), of_columns(torch.randn(ROWS, 8), offs, None), offs)

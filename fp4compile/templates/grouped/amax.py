@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.elements import word_amax
@@ -15,8 +16,44 @@ from fp4compile.templates.device.groups import group_of_tile, lanes_of
 from fp4compile.templates.device.memory import load_tile
 from fp4compile.templates.grouped.heuristics import grouped_amax_config
 from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.amax import raise_row_amaxes
 from fp4compile.templates.quantize.heuristics import column_amax_config
-from fp4compile.templates.quantize.views import Matrices
+from fp4compile.templates.quantize.views import Matrices, Outer
+
+
+def outer_of_rows(source: Matrices, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None) -> Outer:
+    """The outer scales along the elements of rows: the given one (float32 []), none, or those of each group or row."""
+    if outer is not None or fmt.outer is None:
+        return Outer(outer, outer, "none" if outer is None else "tensor")
+    each = fmt.outer == "row"
+    return _made(source, rows_amax_bits(source, offs, each=each), (source.rows, 1) if each else offs.shape)
+
+
+def outers_of(
+    source: Matrices, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, *, with_rows: bool,
+    transform: bool,
+) -> tuple[Outer, Outer]:  # fmt: skip
+    """Those of the rows (of no meaning unless with_rows) and those along the rows of groups: of each group or column.
+
+    transform: the Hadamard transform along the rows of groups.
+    """
+    each, groups = fmt.outer == "row", offs.shape[0]
+    if outer is not None or not (each or (transform and fmt.outer is not None)):
+        both = outer_of_rows(source, offs, fmt, outer)
+        return both, both
+    bits = columns_amax_bits(source, offs, each=each, transform=transform, with_rows=with_rows)
+    count = groups * (source.cols if each else 1)
+    down = _made(source, bits.narrow(0, bits.shape[0] - count, count), (groups, source.cols, 1) if each else (groups,))
+    if not with_rows:
+        return down, down
+    lead = source.rows if each else groups
+    return _made(source, bits.narrow(0, 0, lead), (source.rows, 1) if each else (groups,)), down
+
+
+def _made(source: Matrices, amax: torch.Tensor, shape: tuple) -> Outer:
+    """Outer scales to be made from amax bits: one of each group, [G], or of each row or column."""
+    mode = "group amax" if len(shape) == 1 else "each amax"
+    return Outer(source.tensor.new_empty(shape, dtype=torch.float32), amax, mode)
 
 
 def rows_amax_bits(source: Matrices, offs: torch.Tensor, *, each: bool) -> torch.Tensor:
@@ -33,19 +70,24 @@ def rows_amax_bits(source: Matrices, offs: torch.Tensor, *, each: bool) -> torch
     return bits
 
 
-def columns_amax_bits(source: Matrices, offs: torch.Tensor, *, each: bool, transform: bool) -> torch.Tensor:
+def columns_amax_bits(
+    source: Matrices, offs: torch.Tensor, *, each: bool, transform: bool, with_rows: bool
+) -> torch.Tensor:
     """The amax of each group's columns, after the Hadamard transform down the columns of the group if asked.
 
-    int32 [G], 0 of an empty group; or (each) of each column, [G * cols].
+    int32 [G], 0 of an empty group; or (each) of each column, [G * cols]. with_rows: first come what `rows_amax_bits`
+    finds, [G + G], or (each) [M + G * cols].
     """
     groups = offs.shape[0]
-    bits = torch.zeros(groups * (source.cols if each else 1), dtype=torch.int32, device=offs.device)
+    count = groups * (source.cols if each else 1) + ((source.rows if each else groups) if with_rows else 0)
+    bits = torch.zeros(count, dtype=torch.int32, device=offs.device)
     config = column_amax_config()
     launch(
         grouped_columns_amax, (source.rows // TILE_ROWS + groups) * ceil_div(source.cols, 2 * config.words),
         source.tensor, offs, bits, source.rows, source.cols, source.row_stride, GROUPS=groups, EACH=each,
-        TRANSFORM=transform, ALIGN=source.align, BLOCK=config.block, ROW_TILES=TILE_ROWS // config.block,
-        WORDS=config.words, ISA=target_of(offs.device).isa, num_warps=config.num_warps,
+        ALONG_ROWS=with_rows, TRANSFORM=transform, ALIGN=source.align, BLOCK=config.block,
+        ROW_TILES=TILE_ROWS // config.block, WORDS=config.words, ISA=target_of(offs.device).isa,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return bits
 
@@ -82,12 +124,13 @@ def grouped_rows_amax(
 @triton.jit
 def grouped_columns_amax(
     x_ptr, offs_ptr, amax_ptr, rows, cols, x_row,
-    GROUPS: tl.constexpr, EACH: tl.constexpr, TRANSFORM: tl.constexpr, ALIGN: tl.constexpr,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Raise the int32s at amax_ptr, which are 0 before, to the amax of each group or (EACH) of each of its columns.
 
-    x, offs: as in `grouped_rows_amax`. TRANSFORM: of the columns after the Hadamard transform.
+    x, offs: as in `grouped_rows_amax`. TRANSFORM: of the columns after the Hadamard transform. ALONG_ROWS: before these
+    come the amaxes that `grouped_rows_amax` finds. (One pointer for all: see `quantize.amax.columns_amax`.)
     """
     lane = tl.arange(0, lanes_of(GROUPS))
     before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
@@ -103,6 +146,13 @@ def grouped_columns_amax(
         cols_left = tl.minimum(cols - col0, col_count)
         tile = load_column_tile(x_ptr + col0, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
                                 False)  # fmt: skip
+        if ALONG_ROWS:
+            if EACH:
+                raise_row_amaxes(amax_ptr, tile, row0, end, dtype, ISA)
+                amax_ptr += rows
+            else:
+                raise_to_largest(amax_ptr + group, *column_tile_amax(tile, ISA, dtype))
+                amax_ptr += GROUPS
         if TRANSFORM:
             _, _, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
         else:
@@ -113,4 +163,10 @@ def grouped_columns_amax(
             at = amax_ptr + group.to(tl.int64) * cols + column
             tl.atomic_max(at, bits, mask=column < cols, sem="relaxed")
         else:
-            tl.atomic_max(amax_ptr + group, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")
+            raise_to_largest(amax_ptr + group, first_amax, second_amax)
+
+
+@triton.jit
+def raise_to_largest(amax_ptr, first, second):
+    """Raise one int32 to the largest of two matrices of amax bits."""
+    tl.atomic_max(amax_ptr, tl.max(tl.max(tl.maximum(first, second), 1), 0), sem="relaxed")

@@ -1,12 +1,10 @@
 """Quantise and multiply groups of CUDA rows: which kernels, on which view of the tensors.
 
-`quantize_grouped` and `scaled_grouped_mm` allocate their outputs and launch kernels. They run eagerly and under
-tracing, on concrete and on symbolic numbers of rows. The host never reads the offsets: grids are as large as any
-offsets need, and the number of launches does not depend on the number of groups. All bits are those of
+`quantize_grouped`, `quantize_grouped_both` and `scaled_grouped_mm` allocate their outputs and launch kernels. They run
+eagerly and under tracing, on concrete and on symbolic numbers of rows. The host never reads the offsets: grids are as
+large as any offsets need, and the number of launches does not depend on the number of groups. All bits are those of
 `reference_grouped`; products are, up to the order of the float32 sums.
 """
-
-from typing import Any
 
 import torch
 
@@ -22,7 +20,9 @@ from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
 from fp4compile.templates.grouped.quantize_rows import launch_grouped_rows
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import dispatch as dense
-from fp4compile.templates.quantize.views import matrices
+from fp4compile.templates.quantize.views import empty_outputs, matrices, typed_outputs
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]  # codes and block scales
 
 
 def quantize_grouped(
@@ -50,25 +50,46 @@ def quantize_grouped(
     layout = layout if fmt.scale is not None else "linear"
     if offs is None:
         return _quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
-    check_offs(offs)
-    if x.dim() != 2:
-        raise ValueError(f"x: expected two dimensions, groups of rows, got shape {tuple(x.shape)}")
-    if fmt.square:
-        raise ValueError(f"format: {fmt.name} has square blocks, and groups may have any number of rows")
-    if outer is not None and (outer.dim() or outer.dtype != torch.float32):
-        raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+    _check_rows(x, offs, fmt, outer)
     offs = offs.contiguous()
     if dim == -2:
-        return _quantize_columns(x, offs, fmt, outer, layout, seed, transform)
+        columns = _empty_columns(x, offs, fmt, layout)
+        _, outer = launch_grouped_columns(
+            matrices(x), offs, fmt, outer, layout, columns, seed=seed, transform=transform
+        )  # fmt: skip
+        return *_typed(columns, fmt), outer
     if transform:
         raise ValueError("transform: goes along the rows of groups, dim -2")
     if layout == "linear" and (outer is not None or fmt.outer != "tensor"):
         return dense.quantize(x, fmt, outer, layout, seed=seed)
-    rows, cols = x.shape
-    scale_rows = padded_rows(rows, offs.shape[0]) if layout == "swizzled" else rows
-    data, scales = _empty_outputs(x, rows, ceil_div(cols, fmt.block_cols) * fmt.block_cols, scale_rows, fmt, layout)
-    outer = launch_grouped_rows(matrices(x), offs, fmt, data, scales, outer, layout, seed)
-    return data.view(fmt.data_dtype), scales.view(fmt.scale_dtype), outer
+    rows = _empty_rows(x, offs, fmt, layout)
+    outer = launch_grouped_rows(matrices(x), offs, fmt, *rows, outer, layout, seed)
+    return *typed_outputs(*rows, x.shape[1], fmt), outer
+
+
+def quantize_grouped_both(
+    x: torch.Tensor,
+    offs: torch.Tensor | None,
+    fmt: BlockFormat,
+    outer: torch.Tensor | None,
+    layout: str,
+    *,
+    seed: torch.Tensor | None,
+    transform: bool,
+) -> tuple[dense.Quantized, dense.Quantized]:
+    """`quantize_grouped` along dim -1 and along dim -2, from one read; without offs, of matrices in square blocks.
+
+    Same arguments. Raises ValueError or TypeError, naming the argument, where these do not go together.
+    """
+    layout = layout if fmt.scale is not None else "linear"
+    if offs is None:
+        return _quantize_matrices_both(x, fmt, outer, layout, seed)
+    _check_rows(x, offs, fmt, outer)
+    rows, columns = _empty_rows(x, offs, fmt, layout), _empty_columns(x, offs, fmt, layout)
+    along, down = launch_grouped_columns(
+        matrices(x), offs.contiguous(), fmt, outer, layout, columns, rows, seed=seed, transform=transform
+    )  # fmt: skip
+    return (*typed_outputs(*rows, x.shape[1], fmt), along), (*_typed(columns, fmt), down)
 
 
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
@@ -84,6 +105,16 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
     return candidate.run(call, candidate.configure(call.problem))
 
 
+def _check_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None) -> None:
+    check_offs(offs)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected two dimensions, groups of rows, got shape {tuple(x.shape)}")
+    if fmt.square:
+        raise ValueError(f"format: {fmt.name} has square blocks, and groups may have any number of rows")
+    if outer is not None and (outer.dim() or outer.dtype != torch.float32):
+        raise ValueError(f"outer: expected float32 of shape (), got {outer.dtype} of shape {tuple(outer.shape)}")
+
+
 def _quantize_matrices(x, fmt: BlockFormat, dim: int, outer, layout: str, seed, transform: bool) -> dense.Quantized:
     if x.dim() != 3:
         raise ValueError(f"x: expected three dimensions where there are no offs, got shape {tuple(x.shape)}")
@@ -95,20 +126,36 @@ def _quantize_matrices(x, fmt: BlockFormat, dim: int, outer, layout: str, seed, 
     )
 
 
-def _quantize_columns(x, offs, fmt: BlockFormat, outer, layout: str, seed, transform: bool) -> dense.Quantized:
-    rows, cols = x.shape
-    data, scales = _empty_outputs(x, cols, padded_rows(rows, offs.shape[0]), cols, fmt, layout)
-    outer = launch_grouped_columns(matrices(x), offs, fmt, data, scales, outer, layout, seed, transform)
-    return data.view(fmt.data_dtype), None if scales is None else scales.view(fmt.scale_dtype), outer
+def _quantize_matrices_both(x, fmt: BlockFormat, outer, layout: str, seed) -> tuple[dense.Quantized, dense.Quantized]:
+    if not fmt.square:
+        raise ValueError(f"format: matrices are quantised in both directions in square blocks, {fmt.name} has others")
+    if x.dim() != 3 or seed is not None or statically_true(x.numel() == 0):
+        along, down = (_quantize_matrices(x, fmt, dim, outer, layout, seed, False) for dim in (-1, -2))
+        return along, down
+    return dense.quantize_both(x, fmt, outer, layout, each_matrix=fmt.outer == "tensor")
 
 
-def _empty_outputs(
-    x: torch.Tensor, rows: Any, width: Any, scale_rows: Any, fmt: BlockFormat, layout: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Uninitialised uint8 tensors for codes of rows of `width` elements, and for scale_rows rows of block scales."""
-    data = x.new_empty((rows, width // 2 if fmt.packed else width), dtype=torch.uint8)
+def _empty_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: str) -> Outputs:
+    """Uninitialised uint8 tensors for codes and block scales of rows; swizzled scales are those of padded rows."""
+    data, scales = empty_outputs(x, fmt, "linear")
+    if layout == "swizzled":
+        rows, blocks = padded_rows(x.shape[0], offs.shape[0]), ceil_div(x.shape[1], fmt.block_cols)
+        scales = x.new_empty((swizzled_numel(rows, blocks),), dtype=torch.uint8)
+    return data, scales
+
+
+def _empty_columns(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: str) -> Outputs:
+    """The same along the padded rows of groups: [cols, bytes] and [cols, blocks], or flat where swizzled."""
+    cols, rows = x.shape[1], padded_rows(x.shape[0], offs.shape[0])
+    data = x.new_empty((cols, rows // 2 if fmt.packed else rows), dtype=torch.uint8)
     if fmt.scale is None:
         return data, None
-    blocks = width // fmt.block_cols
-    shape = (swizzled_numel(scale_rows, blocks),) if layout == "swizzled" else (scale_rows, blocks)
+    blocks = rows // fmt.block_cols
+    shape = (swizzled_numel(cols, blocks),) if layout == "swizzled" else (cols, blocks)
     return data, x.new_empty(shape, dtype=torch.uint8)
+
+
+def _typed(columns: Outputs, fmt: BlockFormat) -> Outputs:
+    """The tensors of `_empty_columns` as codes and scales."""
+    data, scales = columns
+    return data.view(fmt.data_dtype), None if scales is None else scales.view(fmt.scale_dtype)

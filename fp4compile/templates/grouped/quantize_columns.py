@@ -1,4 +1,4 @@
-"""Quantise grouped rows along the rows of each group, after the Hadamard transform if asked.
+"""Quantise grouped rows along the rows of each group, after the Hadamard transform if asked, and along their elements.
 
 The groups lie in the output one after the other, each padded with zeros to tiles of 128 rows: tile t has the padded
 rows from 128 * t on, and they are of one group.
@@ -11,83 +11,76 @@ import triton.language as tl
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import padded_rows
 from fp4compile.layouts import TILE_ROWS, ceil_div
-from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
-from fp4compile.templates.device.column_tile import (
-    column_tile_amax,
-    load_column_tile,
-    transform_column_tile,
-    unpack_column_tile,
-)
+from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
+from fp4compile.templates.device.column_tile import load_column_tile
 from fp4compile.templates.device.groups import group_of_tile, lanes_of
 from fp4compile.templates.device.memory import store_scales, store_units
-from fp4compile.templates.grouped.amax import columns_amax_bits, rows_amax_bits
+from fp4compile.templates.grouped.amax import outers_of
 from fp4compile.templates.grouped.heuristics import grouped_column_config
+from fp4compile.templates.grouped.quantize_rows import quantize_row_tile, store_group_outers
 from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.column import encode_columns, interleave_columns
-from fp4compile.templates.quantize.views import Matrices, Outer, format_constants, or_placeholder
+from fp4compile.templates.quantize.column import (
+    even_and_odd,
+    interleave_columns,
+    read_columns,
+    scale_and_encode_columns,
+)
+from fp4compile.templates.quantize.views import Matrices, format_constants, or_placeholder, store_aligns
 
 
 def launch_grouped_columns(
     source: Matrices,
     offs: torch.Tensor,
     fmt: BlockFormat,
-    data: torch.Tensor,
-    scales: torch.Tensor | None,
     outer: torch.Tensor | None,
     layout: str,
+    columns: tuple[torch.Tensor, torch.Tensor | None],
+    rows: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    *,
     seed: torch.Tensor | None,
     transform: bool,
-) -> torch.Tensor | None:
-    """Launch the kernel, after that of the amaxes if there are any; returns the outer scale.
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Launch the kernel of columns and, where `rows` is given, of rows, after that of the amaxes if there are any.
 
-    data [cols, bytes], scales (linear [cols, blocks], or flat): uint8 to fill. outer: float32 [], or None.
+    columns: data [cols, bytes] and scales (linear [cols, blocks], or flat) to fill, uint8. rows: see
+    `launch_grouped_rows`. outer: float32 [], or None. Returns the outer scales of rows and of columns.
     """
     groups = offs.shape[0]
-    outers = _outers_of(source, offs, fmt, outer, transform)
+    along, down = outers_of(source, offs, fmt, outer, with_rows=rows is not None, transform=transform)
     constants = format_constants(fmt)
     block = constants["BLOCK"]
     config = grouped_column_config(fmt.element, block)
     padded = padded_rows(source.rows, groups)
     cols = ceil_div(source.cols, TILE_ROWS) * TILE_ROWS if layout == "swizzled" else source.cols
+    data, scales = columns
+    row_data, row_scales = rows or columns
     launch(
         quantize_grouped_columns, padded // TILE_ROWS * ceil_div(cols, 2 * config.words),
-        source.tensor, offs, data, or_placeholder(scales, data), *outers.arguments(data), or_placeholder(seed, data),
-        source.rows, source.cols, padded, source.row_stride, **constants, GROUPS=groups, TRANSFORM=transform,
-        SEEDED=seed is not None, OUTER=outers.mode, SWIZZLED=layout == "swizzled", ALIGN=source.align,
-        ROW_TILES=config.row_tiles, WORDS=config.words, ISA=target_of(offs.device).isa, num_warps=config.num_warps,
+        source.tensor, offs, row_data, or_placeholder(row_scales, data), *along.arguments(data),
+        data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data),
+        source.rows, source.cols, padded, source.row_stride, **constants, GROUPS=groups, ALONG_ROWS=rows is not None,
+        TRANSFORM=transform, SEEDED=seed is not None, OUTER=down.mode, SWIZZLED=layout == "swizzled",
+        ALIGN=source.align, **store_aligns(source.cols, fmt), ISA=target_of(offs.device).isa,
+        num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
-    return outers.scale
-
-
-def _outers_of(
-    source: Matrices, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, transform: bool
-) -> Outer:
-    if outer is not None:
-        return Outer(outer, outer, "tensor")
-    if fmt.outer is None:
-        return Outer(None, None, "none")
-    each, groups = fmt.outer == "row", offs.shape[0]
-    if each or transform:
-        amax = columns_amax_bits(source, offs, each=each, transform=transform)
-    else:
-        amax = rows_amax_bits(source, offs, each=False)
-    shape = (groups, source.cols, 1) if each else (groups,)
-    scale = source.tensor.new_empty(shape, dtype=torch.float32)
-    return Outer(scale, amax, "column amax" if each else "group amax")
+    return along.scale, down.scale
 
 
 @triton.jit
 def quantize_grouped_columns(
-    x_ptr, offs_ptr, columns_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, padded_rows, x_row,
+    x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
+    columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr, rows, cols, padded_rows, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
-    ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, OUTER: tl.constexpr,
+    SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ROW_TILES: tl.constexpr, WORDS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of 128 padded rows (ROW_TILES blocks) of one group by 2 * WORDS columns.
 
     x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS]. Codes [cols, padded_rows] go to columns_ptr. Random bits
-    are stream 1. OUTER "none", "tensor": as in `outer_scales`. "group amax", "column amax": made from the bits at
-    amax_ptr, of each group [GROUPS] or of each of its columns [GROUPS, cols], and stored at outer_ptr.
+    are stream 1. OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": made from the bits at
+    column_amax_ptr, of each group [GROUPS] or of each of its columns [GROUPS, cols], and stored at column_outer_ptr.
+    ALONG_ROWS: the tile is quantised as in `quantize_grouped_rows`, too, whose pointers come first.
     """
     lane = tl.arange(0, lanes_of(GROUPS))
     before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
@@ -105,49 +98,45 @@ def quantize_grouped_columns(
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
     column = col0 + tl.arange(0, col_count)
+    store_group_outers(column_amax_ptr, column_outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+    if ALONG_ROWS:
+        store_group_outers(amax_ptr, outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+        quantize_row_tile(
+            x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, tile_index, col_tile, group, row0, end, cols,
+            x_row, ELEMENT, SCALE, CONTRACT, BLOCK, GROUPS, SEEDED, OUTER, SWIZZLED, ALIGN, UNIT_ALIGN, SCALE_ALIGN,
+            row_count, col_count // BLOCK, VECTORS, ISA,
+        )  # fmt: skip
     tile = load_column_tile(x_ptr + col0, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
                             False)  # fmt: skip
-    if TRANSFORM:
-        first, second, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
-    else:
-        first, second = unpack_column_tile(tile, dtype)
-        first_amax, second_amax = column_tile_amax(tile, ISA, dtype)
+    first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
-    # There are at least as many tiles as groups: tile t stores the outer scales of group t, also of an empty one.
-    if OUTER == "column amax":
+    if OUTER == "each amax":
         mask = column < cols
-        if tile_index < GROUPS:
+        if tile_index < GROUPS:  # stores those of group t, also of an empty one, as `store_group_outers` does
             at = tile_index.to(tl.int64) * cols + column
-            make_outer_scales(amax_ptr + at, outer_ptr, at, mask, True, SCALE, CONTRACT, ISA)
+            make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, mask, True, SCALE, CONTRACT, ISA)
         at = last.to(tl.int64) * cols + column
-        encode, decode = make_outer_scales(amax_ptr + at, outer_ptr, at, mask, False, SCALE, CONTRACT, ISA)
-        first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
-        first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
+        encode, decode = make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, mask, False, SCALE, CONTRACT,
+                                           ISA)  # fmt: skip
+        encodes = even_and_odd(encode)
+        decodes = even_and_odd(decode)
     else:
         if OUTER == "group amax":
-            if (tile_index < GROUPS) & (col_tile == 0):
-                make_outer_scales(amax_ptr + tile_index, outer_ptr, tile_index, True, True, SCALE, CONTRACT, ISA)
-            first_encode, first_decode = make_outer_scales(amax_ptr + last, outer_ptr, 0, True, False, SCALE, CONTRACT,
-                                                           ISA)  # fmt: skip
+            encode, decode = make_outer_scales(column_amax_ptr + last, column_outer_ptr, 0, True, False, SCALE,
+                                               CONTRACT, ISA)  # fmt: skip
         else:
-            first_encode, first_decode = outer_scales(OUTER, outer_ptr, amax_ptr, 1, CONTRACT, ISA)
-        second_encode = first_encode
-        second_decode = first_decode
-    first_byte, first_factor = block_scale(
-        first_amax, first_encode, first_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
-    )
-    second_byte, second_factor = block_scale(
-        second_amax, second_encode, second_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
-    )
+            encode, decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, 1, CONTRACT, ISA)
+        encodes = (encode, encode)
+        decodes = (decode, decode)
 
     blocks = padded_rows // BLOCK
     block0 = tile_index * ROW_TILES
     even_column = col0.to(tl.int64) + 2 * tl.arange(0, WORDS)[None, :]
-    first_units, second_units = encode_columns(
-        tile, first, second, first_factor, second_factor, seed_ptr, even_column * blocks + block0, blocks,
-        dtype, ELEMENT, SCALE, BLOCK, TRANSFORM, SCALE == "none" and OUTER == "tensor", SEEDED, 1, ISA,
+    units, first_byte, second_byte = scale_and_encode_columns(
+        tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
+        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM, SCALE == "none" and OUTER == "tensor", SEEDED, 1,
+        ISA,
     )  # fmt: skip
-    units = interleave_columns(first_units, second_units)
     # An int64 holds 16 codes of four bits, or 8 of eight. Nothing is left of blocks that begin beyond the group: an
     # outer scale that is not finite makes codes of zeros. Without block scales, each row counts as a block.
     bits: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
@@ -160,5 +149,5 @@ def quantize_grouped_columns(
     if SCALE != "none":
         bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
         inside = row0 + tl.arange(0, ROW_TILES) * BLOCK < end
-        store_scales(scales_ptr, tl.where(inside[None, :], bytes, 0), tile_index * 0, column, block0, cols, blocks,
-                     SWIZZLED, 128 // BLOCK)  # fmt: skip
+        store_scales(column_scales_ptr, tl.where(inside[None, :], bytes, 0), tile_index * 0, column, block0, cols,
+                     blocks, SWIZZLED, 128 // BLOCK)  # fmt: skip

@@ -15,11 +15,11 @@ from fp4compile.templates.device.block_scales import make_outer_scales, outer_sc
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, lanes_of
 from fp4compile.templates.device.memory import load_tile, store_scales
-from fp4compile.templates.grouped.amax import rows_amax_bits
+from fp4compile.templates.grouped.amax import outer_of_rows
 from fp4compile.templates.grouped.heuristics import grouped_row_config
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.row import encode_and_store_codes
-from fp4compile.templates.quantize.views import Matrices, Outer, format_constants, or_placeholder, store_aligns
+from fp4compile.templates.quantize.views import Matrices, format_constants, or_placeholder, store_aligns
 
 
 def launch_grouped_rows(
@@ -37,7 +37,7 @@ def launch_grouped_rows(
     data [M, bytes], scales (linear [M, blocks], or flat): uint8 to fill. outer: float32 [], or None.
     """
     groups = offs.shape[0]
-    outers = _outers_of(source, offs, fmt, outer)
+    outers = outer_of_rows(source, offs, fmt, outer)
     constants = format_constants(fmt)
     block, swizzled = constants["BLOCK"], layout == "swizzled"
     config = grouped_row_config(fmt.element, block, source.rows, groups, swizzled)
@@ -56,50 +56,25 @@ def launch_grouped_rows(
     return outers.scale
 
 
-def _outers_of(source: Matrices, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None) -> Outer:
-    if outer is not None:
-        return Outer(outer, outer, "tensor")
-    if fmt.outer is None:
-        return Outer(None, None, "none")
-    amax = rows_amax_bits(source, offs, each=fmt.outer == "row")
-    shape = (source.rows, 1) if fmt.outer == "row" else offs.shape
-    return Outer(source.tensor.new_empty(shape, dtype=torch.float32), amax, f"{_OF[fmt.outer]} amax")
-
-
-_OF = {"row": "row", "tensor": "group"}  # what has an outer scale of its own, by the format's
+@triton.jit
+def store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER: tl.constexpr, GROUPS: tl.constexpr,
+                       SCALE: tl.constexpr, CONTRACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+    """OUTER "group amax": tile t stores the outer scale of group t, also of an empty one: there are as many tiles."""
+    if OUTER == "group amax":  # noqa: SIM102 (a constant, apart from what is not)
+        if (tile < GROUPS) & (col_tile == 0):
+            make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, SCALE, CONTRACT, ISA)
 
 
 @triton.jit
-def quantize_grouped_rows(
-    x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_row,
+def quantize_row_tile(
+    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, tile, col_tile, group, row0, end, cols, x_row,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROWS x BLOCKS blocks of one group. x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
-
-    OUTER "none", "tensor": as in `outer_scales`. "group amax", "row amax": made from the bits at amax_ptr, of each
-    group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
-    zeros.
-    """
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    """One tile of `quantize_grouped_rows`: the rows from row0 to `end` of a group."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
-    col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
-    tile = tl.program_id(0) // col_tiles
-    col_tile = tl.program_id(0) % col_tiles
-    group, start, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
-    # There are at least as many tiles as groups: tile t stores the outer scale of group t, also of an empty one.
-    if OUTER == "group amax":  # noqa: SIM102 (a constant, apart from what is not)
-        if (tile < GROUPS) & (col_tile == 0):
-            make_outer_scales(amax_ptr + tile, outer_ptr, tile, True, True, SCALE, CONTRACT, ISA)
-    if not SWIZZLED:  # noqa: SIM102 (only then nothing is left to do)
-        if group >= GROUPS:
-            return
-    end = tl.where(group < GROUPS, end, 0)
     row = row0 + tl.arange(0, ROWS)
     block0 = col_tile * BLOCKS
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK)
@@ -108,7 +83,7 @@ def quantize_grouped_rows(
     if OUTER == "group amax":
         encode, decode = make_outer_scales(amax_ptr + tl.minimum(group, GROUPS - 1), outer_ptr, 0, True, False, SCALE,
                                            CONTRACT, ISA)  # fmt: skip
-    elif OUTER == "row amax":
+    elif OUTER == "each amax":
         encode, decode = make_outer_scales(amax_ptr + row, outer_ptr, row, row < end, col_tile == 0, SCALE, CONTRACT,
                                            ISA)  # fmt: skip
         encode = encode[:, None]
@@ -126,3 +101,37 @@ def quantize_grouped_rows(
         store_scales(scales_ptr, byte, tile * 0, place, block0, (tile + 1) * ROWS, blocks, True, SCALE_ALIGN)
     else:
         store_scales(scales_ptr, byte, tile * 0, row, block0, end, blocks, False, SCALE_ALIGN)
+
+
+@triton.jit
+def quantize_grouped_rows(
+    x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS x BLOCKS blocks of one group. x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
+
+    OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": made from the bits at amax_ptr, of each
+    group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
+    zeros.
+    """
+    lane = tl.arange(0, lanes_of(GROUPS))
+    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
+    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
+    col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
+    tile = tl.program_id(0) // col_tiles
+    col_tile = tl.program_id(0) % col_tiles
+    group, start, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
+    store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+    if not SWIZZLED:  # noqa: SIM102 (only then nothing is left to do)
+        if group >= GROUPS:
+            return
+    end = tl.where(group < GROUPS, end, 0)
+    quantize_row_tile(
+        x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, tile, col_tile, group, row0, end, cols, x_row,
+        ELEMENT, SCALE, CONTRACT, BLOCK, GROUPS, SEEDED, OUTER, SWIZZLED, ALIGN, UNIT_ALIGN, SCALE_ALIGN,
+        ROWS, BLOCKS, VECTORS, ISA,
+    )  # fmt: skip

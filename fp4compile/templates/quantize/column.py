@@ -245,6 +245,47 @@ def encode_columns(
 
 
 @triton.jit
+def read_columns(tile, TRANSFORM: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
+    """A column tile -> (its even columns, its odd columns, bits of the amaxes of each block in these)."""
+    if TRANSFORM:
+        return transform_column_tile(tile, dtype, ISA)
+    else:
+        first, second = unpack_column_tile(tile, dtype)
+        first_amax, second_amax = column_tile_amax(tile, ISA, dtype)
+        return first, second, first_amax, second_amax
+
+
+@triton.jit
+def even_and_odd(values):
+    """Values of the columns of a tile, [columns] -> (those of the even columns, of the odd ones), [1, WORDS] each."""
+    return tl.split(tl.reshape(values, (1, values.shape[0] // 2, 2)))
+
+
+@triton.jit
+def scale_and_encode_columns(
+    tile, first, second, first_amax, second_amax, encode, decode, seed_ptr, even_column, block0, blocks,
+    dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_OUTER: tl.constexpr, TRANSFORM: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr,
+    STREAM: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """(codes as int64 units [columns, n], scale bytes of the even columns' blocks, of the odd ones') of a column tile.
+
+    first, second, *_amax: what `read_columns` makes of the tile. encode, decode: outer scales, a pair each, of the even
+    and the odd columns. even_column: the number in the output (int64) of each even column, [1, WORDS]. block0: that of
+    the tile's first block in its columns, of which each has `blocks`.
+    """
+    first_byte, first_factor = block_scale(first_amax, encode[0], decode[0], HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
+    second_byte, second_factor = block_scale(
+        second_amax, encode[1], decode[1], HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA
+    )
+    first_units, second_units = encode_columns(
+        tile, first, second, first_factor, second_factor, seed_ptr, even_column * blocks + block0, blocks,
+        dtype, ELEMENT, SCALE, BLOCK, TRANSFORM, MASK_INFINITY, SEEDED, STREAM, ISA,
+    )  # fmt: skip
+    return interleave_columns(first_units, second_units), first_byte, second_byte
+
+
+@triton.jit
 def quantize_columns(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
@@ -300,11 +341,7 @@ def quantize_columns(
 
     tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
                             WHOLE)  # fmt: skip
-    if TRANSFORM:
-        first, second, first_amax, second_amax = transform_column_tile(tile, dtype, ISA)
-    else:
-        first, second = unpack_column_tile(tile, dtype)
-        first_amax, second_amax = column_tile_amax(tile, ISA, dtype)
+    first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
     column = col0 + tl.arange(0, col_count)
     if OUTER == "row" or OUTER == "row amax":
@@ -319,40 +356,32 @@ def quantize_columns(
                 column_amax_ptr += batch.to(tl.int64) * cols
             encode, decode = make_outer_scales(column_amax_ptr + column, column_outer_ptr, at, column < cols,
                                                row_tile == 0, SCALE, CONTRACT, ISA)  # fmt: skip
-        first_encode, second_encode = tl.split(tl.reshape(encode, (1, WORDS, 2)))
-        first_decode, second_decode = tl.split(tl.reshape(decode, (1, WORDS, 2)))
+        encodes = even_and_odd(encode)
+        decodes = even_and_odd(decode)
     else:
         if OUTER == "matrix amax":
-            first_encode, first_decode = make_outer_scales(
+            encode, decode = make_outer_scales(
                 column_amax_ptr + batch, column_outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
                 SCALE, CONTRACT, ISA,
             )  # fmt: skip
         else:
-            first_encode, first_decode = outer_scales(
-                OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA
-            )
-        second_encode = first_encode
-        second_decode = first_decode
-    first_byte, first_factor = block_scale(
-        first_amax, first_encode, first_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
-    )
-    second_byte, second_factor = block_scale(
-        second_amax, second_encode, second_decode, has_outer, ELEMENT, SCALE, CONTRACT, ISA
-    )
+            encode, decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+        encodes = (encode, encode)
+        decodes = (decode, decode)
 
-    mask_infinity: tl.constexpr = SCALE == "none" and OUTER == "row"
     blocks = tl.cdiv(rows, BLOCK)
     block0 = row_tile * ROW_TILES
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
-    first_units, second_units = encode_columns(
-        tile, first, second, first_factor, second_factor, seed_ptr, even_column * blocks + block0, blocks,
-        dtype, ELEMENT, SCALE, BLOCK, TRANSFORM, mask_infinity, SEEDED, STREAM, ISA,
+    units, first_byte, second_byte = scale_and_encode_columns(
+        tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
+        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM, SCALE == "none" and OUTER == "row", SEEDED,
+        STREAM, ISA,
     )  # fmt: skip
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
     per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block
-    store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
-                block0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
+    store_units(columns_ptr, units, batch.to(tl.int64) * cols + column, block0 * per_block, per_column, column < cols,
+                COLUMN_UNIT_ALIGN)  # fmt: skip
     if SCALE != "none":
         bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
         store_scales(column_scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN)

@@ -74,11 +74,12 @@ def quantize_both(
     *,
     seed: torch.Tensor | None = None,
     transform: bool = False,
+    each_matrix: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """x [..., R, C] quantised along C and, transposed, along R, from one read.
 
     seed: int64 [], for stochastic rounding: stream 0 along C and stream 1 along R. transform: the Hadamard transform,
-    along R only.
+    along R only. each_matrix: see `quantize`; of square blocks only.
 
     Returns (data, scales, outer scale) of x and of x transposed.
     """
@@ -89,7 +90,9 @@ def quantize_both(
     rows, columns = empty_outputs(x, fmt, layout), empty_outputs(transposed, fmt, layout, down_columns=True)
     source = matrices(x)
     if fmt.square:
-        outer = column_outer = launch_squares(source, fmt, outer, layout, rows=rows, columns=columns)
+        outer = column_outer = launch_squares(
+            source, fmt, outer, layout, rows=rows, columns=columns, each_matrix=each_matrix
+        )
     else:
         outers = outers_of(source, fmt, outer, with_rows=True, transform=transform)
         if both.serves(source, fmt, outers[0], seeded=seed is not None, transform=transform):
