@@ -31,7 +31,7 @@ def cases() -> list[Case]:
 
 
 def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int = ROWS) -> dict[str, Any]:
-    """What differs of the three ways to quantise, and of the products of rows and along rows."""
+    """What differs of the four ways to quantise, and of the products of rows and along rows."""
     fmt = formats.get(name)
     native = target_of(torch.device(device())).block_scaled_matrix_units
     layout = scale_layout(fmt, native=native)
@@ -51,6 +51,11 @@ def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int =
         found = dispatch.quantize_grouped(t.to(device()), here, fmt, dim, None, layout, seed=None, transform=False)
         end = ends[-1] if what == "rows" else None  # rows of no group mean nothing
         wrong += [f"{what}: {one}" for one in same_bits(_up_to(found, end), _up_to(expected, end))]
+    both = dispatch.quantize_grouped_both(
+        x.to(device()), offs.to(device()), fmt, None, layout, seed=None, transform=False
+    )
+    for found, expected, end in zip(both, (by_rows, columns[1]), (ends[-1], None), strict=True):
+        wrong += [f"both: {one}" for one in same_bits(_up_to(found, end), _up_to(expected, end))]
     for what, a, b in (("product", by_rows, matrices), ("product along rows", columns[0], columns[1])):
         wrong += [f"{what}: {one}" for one in _product(_operand(a, fmt), _operand(b, fmt), offs, rows)]
     return {"layout": layout, "wrong": wrong}

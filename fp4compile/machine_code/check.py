@@ -133,9 +133,10 @@ def _signature(launched: Launched) -> tuple:
 
 
 def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
-    """Every launch of every configuration, the same one once; None: of `launches.CONFIGURATIONS`."""
+    """Every launch of every configuration, the same one once; None: of all tables of `launches`."""
     seen = set()
-    for configuration in launches.CONFIGURATIONS if configurations is None else configurations:
+    everything = (*launches.CONFIGURATIONS, *launches.GROUPED_CONFIGURATIONS)
+    for configuration in everything if configurations is None else configurations:
         for launched in configuration.launches(sm):
             if _signature(launched) not in seen:
                 seen.add(_signature(launched))
@@ -196,8 +197,8 @@ def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...
     problems = list(found.resources.problems) if found.resources else []
     if missing := expected_conversions(launched, found.sm) - set(found.conversions):
         problems.append(f"no conversion to {', '.join(sorted(missing))}")
-    # The kernel of columns loads 4 or 8 bytes a thread, whole lines a warp: wider ones cost it registers.
-    narrow_loads = found.loads < 16 and found.kernel != "quantize_columns"
+    # The kernels of columns load 4 or 8 bytes a thread, whole lines a warp: wider ones cost them registers.
+    narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns")
     if narrow_loads or (found.stores < 16 and not found.kernel.endswith("_amax")):
         problems.append("no 16-byte global accesses")
     if found.sm >= 100 and found.instructions > found.line:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from fp4compile.targets import Target
 from fp4compile.templates.gemm.choose import candidates, choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.templates.grouped import dispatch as experts
 from fp4compile.templates.grouped.choose import choose as choose_grouped
-from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
 from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
 from fp4compile.templates.launch import Launched, dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 
 SIZE = 8192
+GROUPS = 64
 BF16 = torch.bfloat16
 
 
@@ -58,6 +60,32 @@ def dequantize(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
     with dry_run(Target(0)) if x.is_meta else nullcontext():
         data, scales, outer = kernels.quantize(x, fmt)
     return kernels.dequantize(data, scales, outer, fmt, x.shape[-1], x.dtype)
+
+
+def grouped(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, dim: int, transform: bool = False) -> Any:
+    return experts.quantize_grouped(x, _offs(x), fmt, dim, None, layout, seed=None, transform=transform)
+
+
+def grouped_both(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, trained: bool = False) -> Any:
+    seed = _seed(x) if trained else None
+    return experts.quantize_grouped_both(x, _offs(x), fmt, None, layout, seed=seed, transform=trained)
+
+
+def matrices(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, dim: int) -> Any:
+    return experts.quantize_grouped(
+        x.unflatten(0, (GROUPS, -1)), None, fmt, dim, None, layout, seed=None, transform=False
+    )  # fmt: skip
+
+
+def matrices_both(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return experts.quantize_grouped_both(
+        x.unflatten(0, (GROUPS, -1)), None, fmt, None, layout, seed=None, transform=False
+    )  # fmt: skip
+
+
+def _offs(x: torch.Tensor) -> torch.Tensor:
+    """Offsets of any groups: of meta tensors nobody reads them."""
+    return torch.empty(GROUPS, dtype=torch.int32, device=x.device)
 
 
 def _seed(x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +148,22 @@ CONFIGURATIONS = (
     *(Configuration("both", name, quantize_both) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te", "nvfp4_16x16")),
     *(Configuration("both", name, quantize_both) for name in ("mxfp8", "mxfp8_32x32", "mxfp4", "float8_rowwise")),
     *(Configuration("dequantize", name, dequantize) for name in ("nvfp4", "mxfp8")),
+)  # fmt: skip
+
+# Experts: those launches that differ from the above. Their values are checked in `cli.run_experts`.
+_rows, _columns = partial(grouped, dim=-1), partial(grouped, dim=-2)
+GROUPED_CONFIGURATIONS = (
+    *(Configuration("grouped rows", name, _rows) for name in ("nvfp4", "nvfp4_te", "nvfp4_rowwise", "mxfp8", "mxfp4")),
+    Configuration("grouped rows, few", "nvfp4", _rows, shape=(512, SIZE), layout="linear"),
+    *(Configuration("grouped columns", name, _columns) for name in ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp4")),
+    Configuration("grouped columns", "float8_rowwise", _columns),
+    Configuration("grouped columns, transform", "nvfp4_te", partial(_columns, transform=True)),
+    *(Configuration("grouped both", name, grouped_both) for name in ("nvfp4", "nvfp4_rowwise", "mxfp8", "mxfp4")),
+    Configuration("grouped both", "float8_rowwise", grouped_both),
+    Configuration("grouped both, transform, seed", "nvfp4_te", partial(grouped_both, trained=True)),
+    *(Configuration("matrices", name, partial(matrices, dim=-1)) for name in ("nvfp4", "nvfp4_16x16")),
+    Configuration("matrices, columns", "nvfp4", partial(matrices, dim=-2)),
+    Configuration("matrices, both", "nvfp4_16x16", matrices_both),
 )  # fmt: skip
 
 
@@ -194,14 +238,14 @@ class GroupedProduct(Product):
         return f"{super().label}, {self.groups} groups" + " along K" * self.along_k
 
     def launches(self, sm: int) -> tuple[str, list[Launched]]:
-        """(tier, launches) of the native kernel; none where another one serves."""
+        """(tier, launches) of the native kernel, none where another one serves; of the emulated one if A is plain."""
         a, b, offs = self.operands()
         rows = self.k if self.along_k else self.m
         tier = choose_grouped(grouped_problem_of(a, b, offs, rows, BF16, Target(sm))).tier
-        if tier != "native":
+        if tier != "native" and self.a is not None:
             return "", []
         with dry_run(Target(sm)) as launches:
-            scaled_grouped_mm(a, b, offs, rows, BF16)
+            experts.scaled_grouped_mm(a, b, offs, rows, BF16)
         return tier, launches
 
     def operands(self) -> tuple[Operand, Operand, torch.Tensor]:
@@ -221,7 +265,9 @@ class GroupedProduct(Product):
         self, name: str | None, batch: tuple[int, ...], rows: int, scale_rows: int, row_outer: tuple[int, ...]
     ) -> Operand:
         """batch: of matrices. scale_rows: rows of the scales. row_outer: shape of outer scales that belong to rows."""
-        fmt = formats.get(name or "")
+        if name is None:
+            return Operand(torch.empty((*batch, rows, self.k), dtype=BF16, device="meta"))
+        fmt = formats.get(name)
         k = padded_rows(self.k, self.groups) if self.along_k else self.k
         blocks = ceil_div(k, fmt.block_cols)
         codes = blocks * fmt.block_cols // (2 if fmt.packed else 1)
@@ -274,6 +320,8 @@ PRODUCTS = (
     GroupedProduct("nvfp4_rowwise", "nvfp4_rowwise", 2048, 4095, SIZE, along_k=True),
     *(GroupedProduct(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_te", "mxfp8", "mxfp4")),
     GroupedProduct("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
+    # The same, dequantised.
+    GroupedProduct(None, "nvfp4", SIZE, 2048, 4096), GroupedProduct(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
 )  # fmt: skip
 
 

@@ -100,6 +100,27 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_columns", "both", "nvfp4_te"): 268,
     ("dequantize_rows", "dequantize", "nvfp4"): 243,
     ("dequantize_rows", "dequantize", "mxfp8"): 257,
+    # Experts, of 64 groups. A program first finds its group in the offsets: most of what is above the budget.
+    ("grouped_rows_amax", "grouped rows, few", "nvfp4"): 310,
+    ("quantize_grouped_rows", "grouped rows, few", "nvfp4"): 454,
+    ("quantize_grouped_rows", "grouped rows", "nvfp4"): 319,
+    ("quantize_grouped_rows", "grouped rows", "nvfp4_te"): 311,
+    ("quantize_grouped_rows", "grouped rows", "nvfp4_rowwise"): 339,
+    ("quantize_grouped_rows", "grouped rows", "mxfp8"): 278,
+    ("quantize_grouped_rows", "grouped rows", "mxfp4"): 243,
+    ("grouped_columns_amax", "grouped columns, transform", "nvfp4_te"): 214,
+    ("grouped_columns_amax", "grouped both, transform, seed", "nvfp4_te"): 238,
+    ("grouped_columns_amax", "grouped both", "nvfp4_rowwise"): 201,
+    ("quantize_grouped_columns", "grouped columns", "nvfp4"): 394,
+    ("quantize_grouped_columns", "grouped columns", "nvfp4_rowwise"): 459,
+    ("quantize_grouped_columns", "grouped columns", "mxfp4"): 377,
+    ("quantize_grouped_columns", "grouped columns, transform", "nvfp4_te"): 465,
+    ("quantize_grouped_columns", "grouped both", "nvfp4"): 613,
+    ("quantize_grouped_columns", "grouped both", "nvfp4_rowwise"): 699,
+    ("quantize_grouped_columns", "grouped both", "mxfp8"): 414,
+    ("quantize_grouped_columns", "grouped both", "mxfp4"): 505,
+    ("quantize_grouped_columns", "grouped both", "float8_rowwise"): 432,
+    ("quantize_grouped_columns", "grouped both, transform, seed", "nvfp4_te"): 849,
 }
 
 

@@ -143,6 +143,7 @@ QUANTISED = QuantizeRow("k", "rows", "mxfp4", 100, (), FITS, instructions=100, b
 @pytest.mark.parametrize(("changes", "expected"), [
     ({}, []), ({"conversions": ("E4M3",)}, ["no conversion to E2M1, E8"]), ({"loads": 8}, ["no 16-byte"]),
     ({"stores": 8}, ["no 16-byte"]), ({"kernel": "quantize_columns", "loads": 8}, []),
+    ({"kernel": "quantize_grouped_columns", "loads": 4}, []),
     ({"kernel": "tensor_amax", "stores": 0}, []), ({"instructions": 151}, ["151 instructions for 16 elements, of 150"]),
     ({"instructions": 151, "sm": 90}, []), ({"resources": replace(FITS, spills=3)}, ["3 local-memory accesses"]),
 ])  # fmt: skip
@@ -158,7 +159,7 @@ def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
     assert [lines.instruction_line(*where, sm, 184.5) for sm in (90, 100, 103, 120)] == [184.5, 150, 150, 184.5]
     assert lines.instruction_line("quantize_rows", "rows", "mxfp8", 100, 218.0) == 218.0
     # Every entry belongs to a configuration.
-    known = {(one.label, one.format) for one in launches.CONFIGURATIONS}
+    known = {(one.label, one.format) for one in (*launches.CONFIGURATIONS, *launches.GROUPED_CONFIGURATIONS)}
     assert {entry[1:] for entry in lines.INSTRUCTION_LINES} <= known
 
 
@@ -200,7 +201,7 @@ def test_products_reach_every_kernel_that_multiplies_quantised_operands():
     kernels = {each.kernel.__name__ for sm in (90, 100, 120) for product in launches.PRODUCTS
                for each in product.launches(sm)[1]}  # fmt: skip
     assert kernels >= {"gemm_block_scaled_sm100", "gemv", "gemm_skinny", "gemm_dequant_tiles", "gemm_wgmma_sm90",
-                       "gemm_grouped_block_scaled_sm100"}  # fmt: skip
+                       "gemm_grouped_block_scaled_sm100", "gemm_dequant_tiles_grouped"}  # fmt: skip
     for product in launches.PRODUCTS:
         tier, found = product.launches(100)
         assert found and (product.a is None or product.m <= 64 or tier == "native"), product.label
@@ -266,6 +267,7 @@ def test_one_row_below_its_line_fails_the_command(what, wrong, capsys, monkeypat
 @pytest.mark.slow
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setattr(launches, "CONFIGURATIONS", launches.CONFIGURATIONS[:1])
+    monkeypatch.setattr(launches, "GROUPED_CONFIGURATIONS", ())
     monkeypatch.setattr(launches, "PRODUCTS", launches.PRODUCTS[:1])
     assert main(["check-sm100", "--sm", "100"]) == 0
     out = capsys.readouterr().out

@@ -15,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import _compat, formats, reference_grouped
 from fp4compile.groups import Groups
+from fp4compile.machine_code.check import check_quantize
+from fp4compile.machine_code.launches import GROUPED_CONFIGURATIONS
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
@@ -393,32 +395,33 @@ def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize("sm", [90, 100])
-def test_compiles_ahead(sm):
-    """Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well.
+def test_quantisers_reach_their_lines(sm):
+    """Nothing spills; 16 bytes are stored at a time. Of the gate's table, rows, and all that training asks for."""
+    wanted = {("grouped rows", "nvfp4"), ("grouped both, transform, seed", "nvfp4_te")}
+    chosen = tuple(one for one in GROUPED_CONFIGURATIONS if (one.label, one.format) in wanted)
+    rows = list(check_quantize(sm, chosen))
+    assert not [row.problems for row in rows if row.problems]
+    assert [row.kernel for row in rows] == [
+        "grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns"
+    ]  # fmt: skip
 
-    Products of operands with linear scales are dequantised on SM100, too.
-    """
-    layout, offs = "swizzled" if sm >= 100 else "linear", meta(64, dtype=torch.int32)
-    x, w, fmt = meta(8192, 4096), meta(64, 1024, 4096), formats.get("nvfp4_te")
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_products_compile_ahead():
+    """On Hopper. Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well."""
+    offs, x, w = meta(64, dtype=torch.int32), meta(8192, 4096), meta(64, 1024, 4096)
     a, b, down = (meta_operand(each, of, dim, "nvfp4_te")
                   for each, of, dim in ((x, offs, -1), (w, None, -1), (x, offs, -2)))  # fmt: skip
-    with dry_run(Target(sm)) as launches:
-        quantize_grouped(x, offs, fmt, -1, None, layout, seed=None, transform=False)
-        quantize_grouped(x, offs, fmt, -2, None, layout, seed=None, transform=True)
+    with dry_run(Target(90)) as found:
         scaled_grouped_mm(a, b, offs, 8192, torch.bfloat16)
         scaled_grouped_mm(down, down, offs, 8192, torch.bfloat16)
-        if sm == 90:
-            few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
-            scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
-    quantise = ["grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns"]
-    assert [one.kernel.__name__ for one in launches[:4]] == quantise
-    assert {one.kernel.__name__ for one in launches[4:]} == {"gemm_dequant_tiles_grouped"}
-    for one in launches:
-        made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm, one.num_stages)
-        assert spilled_bytes(made.asm["cubin"]) == 0
+        few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
+        scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
+    for one in found:
+        made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90, one.num_stages)
+        assert one.kernel.__name__ == "gemm_dequant_tiles_grouped" and spilled_bytes(made.asm["cubin"]) == 0
         assert made.metadata.shared <= 232448
-        if one.kernel.__name__ not in quantise:
-            assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
+        assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
