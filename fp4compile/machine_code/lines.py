@@ -101,8 +101,8 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("dequantize_rows", "dequantize", "nvfp4"): 243,
     ("dequantize_rows", "dequantize", "mxfp8"): 257,
     # Experts, of 64 groups. A program first finds its group in the offsets: most of what is above the budget.
-    ("grouped_rows_amax", "grouped rows, few", "nvfp4"): 310,
-    ("quantize_grouped_rows", "grouped rows, few", "nvfp4"): 454,
+    ("grouped_rows_amax", "grouped rows, few", "nvfp4"): 311,
+    ("quantize_grouped_rows", "grouped rows, few", "nvfp4"): 455,
     ("quantize_grouped_rows", "grouped rows", "nvfp4"): 319,
     ("quantize_grouped_rows", "grouped rows", "nvfp4_te"): 311,
     ("quantize_grouped_rows", "grouped rows", "nvfp4_rowwise"): 339,

@@ -368,6 +368,10 @@ def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
             found = quantize_grouped(tensor, of, fmt, dim, None, "swizzled", seed=None, transform=transform)
             operands.append(Operand(*found, fmt))
             counts.append(len(launches))
+        for name in ("nvfp4_te", "nvfp4_rowwise"):
+            both = formats.get(name)
+            quantize_grouped_both(x, offs, both, None, "swizzled", seed=None, transform=True)
+            counts.append(len(launches))
         a, b, down = operands
         products = [scaled_grouped_mm(*pair, offs, x.shape[0], torch.bfloat16) for pair in ((a, b), (down, down))]
         counts.append(len(launches))
@@ -382,7 +386,7 @@ def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
             dtypes = (torch.bfloat16, torch.int32, torch.bfloat16)
             x, offs, w = (torch.empty(s, dtype=t, device="cuda") for s, t in zip(shapes, dtypes, strict=True))
             traced = make_fx(step)(x, offs, w)
-        assert counts == [0, 2, 4, 6, 8]
+        assert counts == [0, 2, 4, 6, 8, 10, 12]
         (output,) = traced.graph.find_nodes(op="output")
         values = [node.meta["val"] for node in output.args[0]]
         assert [tuple(map(str, value.shape)) for value in values[1:]] == [
