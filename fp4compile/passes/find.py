@@ -167,11 +167,12 @@ class _Scan:
         weight_is_b = product.weight is b
         root = product.weight.root
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
+        out_features = -1 if weight_is_b != product.swapped else -2
         gemm = self._gemm(
             product, "fprop", module_name(self.parameters[root]), roles,
             # In W @ x the tokens are the columns.
             layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
-            tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, -1 if weight_is_b else -2),
+            tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, out_features),
         )  # fmt: skip
         activation = product.other.view
         if weight_is_b:
@@ -258,7 +259,7 @@ class _Scan:
             m, n, k = product.dims
             dims = (product.batch * n, m, k)
         return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
-                    **product.terms, **more)  # fmt: skip
+                    swapped=product.swapped, **product.terms, **more)  # fmt: skip
 
     def _operand(self, side: Side, role: str, product: Product) -> Operand:
         if side.root is None:

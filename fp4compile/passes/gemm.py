@@ -53,6 +53,7 @@ class Gemm:
         "contraction" where it cuts the contraction; "batch" where both operands are batches; "gather" where `index`
         says which matrix of the weight each matrix of a batch multiplies; None for one product.
     offs: the node of the offsets (see `groups`), where there are any. index: int [batch], where there is one.
+    swapped: whether the node's value is the transpose of the product.
     unsupported: why the product is left alone whatever the recipe says; None where the recipe decides.
     packed: the formats of A and B of a product that was quantised before the graph was captured
         (`fp4compile.pack_`); None for any other product.
@@ -74,5 +75,6 @@ class Gemm:
     groups: str | None = None
     offs: Node | None = None
     index: Node | None = None
+    swapped: bool = False
     unsupported: str | None = None
     packed: tuple[str | None, str] | None = None

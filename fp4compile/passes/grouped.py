@@ -18,7 +18,8 @@ import torch
 from torch.fx import Node
 
 aten = torch.ops.aten
-_GROUPS = {(2, 3): "rows", (2, 2): "contraction", (3, 3): None}
+# Where groups lie, by the operands' dimensions. Columns of b are rows of b^T, by which the product is read.
+_GROUPS = {(2, 3): "rows", (3, 2): "rows", (2, 2): "contraction", (3, 3): None}
 _FALLBACK = "transformers::grouped_mm_fallback(Tensor input, Tensor weight, Tensor offs) -> Tensor"
 _FALLBACK_BACKWARD = (
     "transformers::grouped_mm_fallback_backward(Tensor input, Tensor weight, Tensor offs, Tensor grad_output)"
@@ -41,12 +42,17 @@ class Factor:
 
 @dataclass(frozen=True)
 class Factors:
-    """A product a @ b. groups: where groups lie, "rows" or "contraction"; None, as are their offs, without groups."""
+    """A product a @ b.
+
+    groups: where groups lie, "rows" or "contraction"; None, as are their offs, without groups.
+    swapped: whether the graph has its transpose: of groups that are columns, W @ x is (x^T @ W^T)^T.
+    """
 
     a: Factor
     b: Factor
     offs: Node | None = None
     groups: str | None = None
+    swapped: bool = False
 
 
 def is_grouped(target: Callable) -> bool:
@@ -63,12 +69,9 @@ def why_unread(node: Node) -> str | None:
     """Why the products of a grouped operator are not read; None where they are."""
     if node.target is not aten._grouped_mm.default:
         return _why_fallback_unread(node)
-    a, b, offs, bias = _arguments(node)
-    if bias is not None:
+    _, _, offs, bias = _arguments(node)
+    if bias is not None:  # torch 2.13 does not say what it means: it raises an error
         return "grouped product with a bias"
-    ranks = (a.meta["val"].dim(), b.meta["val"].dim())
-    if ranks not in _GROUPS or (offs is None) != (_GROUPS[ranks] is None):
-        return "grouped product whose groups are columns"
     return None if offs is None else _why_offsets_unread(offs)
 
 
@@ -79,7 +82,10 @@ def factors_of(node: Node) -> Factors | None:
         return None
     if made.target is aten._grouped_mm.default:
         a, b, offs, _ = _arguments(made)
-        return Factors(Factor(a), Factor(b), offs, _GROUPS[(a.meta["val"].dim(), b.meta["val"].dim())])
+        ranks = (a.meta["val"].dim(), b.meta["val"].dim())
+        if ranks == (3, 2):
+            return Factors(Factor(b, swapped=True), Factor(a, swapped=True), offs, "rows", swapped=True)
+        return Factors(Factor(a), Factor(b), offs, _GROUPS[ranks])
     x, weight, offs, *gradient = made.args
     if not gradient:
         return Factors(Factor(x), Factor(weight), offs, "rows")

@@ -39,7 +39,7 @@ class Product:
     """A product as the graph has it. dims: (m, n, k) of one matrix of the batch. terms: bias, beta and alpha.
 
     groups: where the groups of a grouped product lie, "rows" or "contraction"; None for any other product. offs: the
-    node of their offsets.
+    node of their offsets. swapped: whether the node's value is the transpose of the product.
     """
 
     node: Node
@@ -50,6 +50,7 @@ class Product:
     terms: dict = field(default_factory=dict)
     groups: str | None = None
     offs: Node | None = None
+    swapped: bool = False
 
     @property
     def weight(self) -> Side | None:
@@ -129,7 +130,9 @@ def _read(
     *batch, m, k = found.a.shape
     n = found.b.shape[-1]
     a, b = (_side(factor, parameters, gradients) for factor in (found.a, found.b))
-    return Product(node, a, b, batch[0] if batch else 1, (m, n, k), terms or {}, found.groups, found.offs)
+    return Product(
+        node, a, b, batch[0] if batch else 1, (m, n, k), terms or {}, found.groups, found.offs, found.swapped
+    )
 
 
 def _side(factor: Factor, parameters: Collection[Node], gradients: Collection[Node]) -> Side:

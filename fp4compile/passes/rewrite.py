@@ -90,7 +90,8 @@ class _Builder:
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
         if not by_rows and lies_transposed(gemm.node.meta["val"]):  # a gradient lies in memory as its weight does
             return self._swapped(self._call(SCALED_GROUPED_MM, (*b, *a, gemm.offs, rows, dtype), meta), meta)
-        return self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
+        product = self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
+        return self._transposed(product, meta) if gemm.swapped else product
 
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The product with matrices taken out of the weight; W @ x as the transpose of x^T @ W^T."""
@@ -100,9 +101,11 @@ class _Builder:
         if weight_is_a:
             a, b = b, a
         product = self._call(SCALED_MM_GATHERED, (*a, *b, gemm.index, dtype), meta)
-        if not weight_is_a:
-            return product
-        swapped = self._swapped(product, meta)  # the operators that follow may count on a contiguous result
+        return self._transposed(product, meta) if weight_is_a else product
+
+    def _transposed(self, product: Node, meta: dict) -> Node:
+        """The transpose, contiguous: the operators that follow may count on that."""
+        swapped = self._swapped(product, meta)
         return self._call(aten.clone.default, (swapped,), meta, memory_format=torch.contiguous_format)
 
     def _size(self, node: Node, dim: int, meta: dict) -> int | Node:
