@@ -18,13 +18,12 @@ import torch
 from torch.fx import Node
 
 aten = torch.ops.aten
-# Where groups lie, by the operands' dimensions. Columns of b are rows of b^T, by which the product is read.
-_GROUPS = {(2, 3): "rows", (3, 2): "rows", (2, 2): "contraction", (3, 3): None}
-_FALLBACK = "transformers::grouped_mm_fallback(Tensor input, Tensor weight, Tensor offs) -> Tensor"
-_FALLBACK_BACKWARD = (
-    "transformers::grouped_mm_fallback_backward(Tensor input, Tensor weight, Tensor offs, Tensor grad_output)"
-    " -> (Tensor, Tensor)"
-)
+_GROUPS = {(2, 3): "rows", (2, 2): "contraction", (3, 3): None}  # by the operands' dimensions
+# By name: the arguments, all of them tensors, and the number of results.
+_FALLBACKS = {
+    "transformers::grouped_mm_fallback": (("input", "weight", "offs"), 1),
+    "transformers::grouped_mm_fallback_backward": (("input", "weight", "offs", "grad_output"), 2),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,11 @@ class Factors:
 
 def is_grouped(target: Callable) -> bool:
     """Whether an operator multiplies groups, in a way that may be read."""
-    return target is aten._grouped_mm.default or _schema(target) in (_FALLBACK, _FALLBACK_BACKWARD)
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    schema = target._schema
+    signature = tuple(argument.name for argument in schema.arguments), len(schema.returns)
+    return target is aten._grouped_mm.default or _FALLBACKS.get(schema.name) == signature
 
 
 def computed_by(node: Node) -> Node:
@@ -70,7 +73,7 @@ def why_unread(node: Node) -> str | None:
     if node.target is not aten._grouped_mm.default:
         return _why_fallback_unread(node)
     _, _, offs, bias = _arguments(node)
-    if bias is not None:  # torch 2.13 does not say what it means: it raises an error
+    if bias is not None:  # torch has the argument, and raises an error where it is given
         return "grouped product with a bias"
     return None if offs is None else _why_offsets_unread(offs)
 
@@ -83,7 +86,7 @@ def factors_of(node: Node) -> Factors | None:
     if made.target is aten._grouped_mm.default:
         a, b, offs, _ = _arguments(made)
         ranks = (a.meta["val"].dim(), b.meta["val"].dim())
-        if ranks == (3, 2):
+        if ranks == (3, 2):  # groups are columns of b, which are rows of its transpose
             return Factors(Factor(b, swapped=True), Factor(a, swapped=True), offs, "rows", swapped=True)
         return Factors(Factor(a), Factor(b), offs, _GROUPS[ranks])
     x, weight, offs, *gradient = made.args
@@ -113,7 +116,3 @@ def _arguments(node: Node) -> tuple[Node, Node, Node | None, Node | None]:
     a, b, *rest = node.args
     offs, bias = (rest[i] if len(rest) > i else node.kwargs.get(name) for i, name in enumerate(("offs", "bias")))
     return a, b, offs, bias
-
-
-def _schema(target: Callable) -> str:
-    return str(target._schema) if isinstance(target, torch._ops.OpOverload) else ""
