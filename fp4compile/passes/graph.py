@@ -92,14 +92,14 @@ class Quantise:
 
 def quantise_of(node: Node) -> Quantise:
     """What a node of `quantize` or `quantize_grouped` is asked for."""
-    source, *groups, fmt, dim = _with_dim(node)
+    source, *groups, fmt, dim = arguments_of_quantise(node)
     rank = source.meta["val"].dim()
     kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False, **node.kwargs}
     return Quantise(node, source, tuple(groups), fmt, dim if dim < 0 else dim - rank, **kwargs)
 
 
-def _with_dim(node: Node) -> tuple:
-    """The arguments by position, the last of them the dimension, which may be left out."""
+def arguments_of_quantise(node: Node) -> tuple:
+    """The positional arguments of a quantise node, the last of them its dimension, which the node may leave out."""
     count = 4 if node.target is QUANTIZE_GROUPED else 3
     return node.args if len(node.args) == count else (*node.args, -1)
 

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.find import parameters_of
 from fp4compile.passes.gemm import Input
+from fp4compile.passes.graph import arguments_of_quantise
 from fp4compile.passes.views import view_of
 from fp4compile.report import PassRun
 from fp4compile.weight_cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, form, packed_weight, watch_optimizers
@@ -105,7 +106,7 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
     last = placeholders[-1] if placeholders else None
     nodes = (graph.find_nodes(op="call_function", target=op) for op in (QUANTIZE, QUANTIZE_GROUPED))
     for node in itertools.chain(*nodes):
-        source, *offs, fmt, dim = _arguments(node)
+        source, *offs, fmt, dim = arguments_of_quantise(node)
         root = view_of(source).root
         if root not in parameters or any(offs) or node.kwargs.keys() - {"layout"} or not _fixed(source):
             continue
@@ -122,12 +123,6 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
 
 
 HOIST = Pass("hoist", hoist)
-
-
-def _arguments(node: Node) -> tuple:
-    """The arguments of a quantise by position, the last of them its dimension."""
-    count = 3 if node.target is QUANTIZE else 4
-    return node.args if len(node.args) == count else (*node.args, -1)
 
 
 def _fixed(source: Node) -> bool:

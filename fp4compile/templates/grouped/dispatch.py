@@ -129,7 +129,7 @@ def _quantize_matrices(x, fmt: BlockFormat, dim: int, outer, layout: str, seed, 
 def _quantize_matrices_both(x, fmt: BlockFormat, outer, layout: str, seed) -> tuple[dense.Quantized, dense.Quantized]:
     if not fmt.square:
         raise ValueError(f"format: matrices are quantised in both directions in square blocks, {fmt.name} has others")
-    if x.dim() != 3 or seed is not None or statically_true(x.numel() == 0):
+    if x.dim() != 3 or seed is not None or statically_true(x.numel() == 0):  # an error, or the reference
         along, down = (_quantize_matrices(x, fmt, dim, outer, layout, seed, False) for dim in (-1, -2))
         return along, down
     return dense.quantize_both(x, fmt, outer, layout, each_matrix=fmt.outer == "tensor")

@@ -98,7 +98,8 @@ def quantize_grouped_columns(
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
     column = col0 + tl.arange(0, col_count)
-    store_group_outers(column_amax_ptr, column_outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
+    if TRANSFORM or not ALONG_ROWS:  # else they are those of the rows, and written through one pointer alone
+        store_group_outers(column_amax_ptr, column_outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
     if ALONG_ROWS:
         store_group_outers(amax_ptr, outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
         quantize_row_tile(
