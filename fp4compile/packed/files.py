@@ -17,16 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4compile.packed.linear import (
-    BUFFERS,
-    LayerFormat,
-    PackedLinear,
-    buffer_shapes,
-    is_linear,
-    leave_fast_paths,
-    obstacle,
-    sizes,
-)
+from fp4compile.packed.buffers import BUFFERS, LayerFormat, buffer_shapes
+from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.packed.pack import replace
 from fp4compile.packed.scales import layout_of
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share

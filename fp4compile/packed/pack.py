@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
-from fp4compile.packed.linear import LayerFormat, PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
+from fp4compile.packed.buffers import LayerFormat
+from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import Layer, Model, of_layer
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
