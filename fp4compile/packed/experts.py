@@ -146,7 +146,8 @@ def places_of(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[P
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if not is_layer(module) and not type(module).__module__.startswith("torch.nn."):
+        torch_own = type(module).__module__.startswith("torch.nn.") and not parametrize.is_parametrized(module)
+        if not is_layer(module) and not torch_own:
             names.setdefault(id(module), []).append(path)
             modules[id(module)] = module
     return [

@@ -19,10 +19,10 @@ def values(*shape, seed=1):
 class Forms(torch.nn.Module):
     """`up_proj` in every form; stored [experts, out, in], or [experts, in, out] where it is transposed."""
 
-    def __init__(self, is_transposed):
+    def __init__(self, is_transposed, k=K):
         super().__init__()
-        self.is_transposed = is_transposed
-        shape = (K, N) if is_transposed else (N, K)
+        self.is_transposed, self.k = is_transposed, k
+        shape = (k, N) if is_transposed else (N, k)
         self.up_proj = torch.nn.Parameter(values(EXPERTS, *shape, seed=2) * torch.tensor([1, 8, 64]).view(-1, 1, 1))
 
     def _first(self):
@@ -31,7 +31,7 @@ class Forms(torch.nn.Module):
 
     def forward(self, x):
         w = self._first()
-        rows = x.view(EXPERTS, -1, K)
+        rows = x.view(EXPERTS, -1, self.k)
         chosen = self.up_proj[IDS] if self.is_transposed else self.up_proj[IDS].transpose(1, 2)
         few = x[: len(IDS)]
         return (
@@ -55,8 +55,8 @@ class Around(torch.nn.Module):
         return self.experts(x)
 
 
-def tokens():
-    return values(21, K) * 2.0 ** torch.arange(21).fmod(5).view(-1, 1).bfloat16()
+def tokens(k=K):
+    return values(21, k) * 2.0 ** torch.arange(21).fmod(5).view(-1, 1).bfloat16()
 
 
 def recipe_of(name):
