@@ -47,6 +47,10 @@ class PackedWeight(nn.Module):
     in_first: whether the weight that was packed is [..., in, out] and not [..., out, in].
     """
 
+    weight_data: Any
+    weight_scales: Any
+    weight_outer: Any
+
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
         weight_dtype: torch.dtype, in_first: bool,
@@ -79,7 +83,7 @@ class PackedWeight(nn.Module):
         """How the block scales lie now, "linear" or "swizzled"."""
         return layout_of(self.weight_scales, matrices=self.experts is not None)
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "PackedLinear":
+    def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
         """Move and cast as every module does, but for codes and scales, which only move."""
         device = None if self.weight_data is None else self.weight_data.device
         with torch.no_grad():

@@ -24,6 +24,10 @@ from fp4compile.passes.find import packed_name
 
 # The weights that the functions of transformers read of experts with `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
+# Classes of transformers, by name so that it need not be installed, that do not declare it: whether in comes first.
+_KNOWN = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): True}
+# Where a class made here holds what it was made of: the class without packed parameters, and their names.
+_MADE_OF = "_fp4compile_made_of"
 # Hooks that may read or write the parameter in a state dict. All others run on as they are: the module stays.
 _REFUSED_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
@@ -101,23 +105,23 @@ def insert(place: Place, packed: PackedExperts) -> None:
     packed.train(module.training)
     del module._parameters[child]
     module.add_module(packed_name(child), packed)
-    kind = type(module)
-    base, children = (kind._unpacked, kind._packed_children) if hasattr(kind, "_packed_children") else (kind, ())
+    made_of: tuple[Any, tuple[str, ...]] = getattr(type(module), _MADE_OF, (type(module), ()))
+    base, children = made_of
     module.__class__ = _class_of(base, tuple(sorted({*children, child})))
 
 
 @functools.cache
-def _class_of(base: type[nn.Module], children: tuple[str, ...]) -> type[nn.Module]:
+def _class_of(base: Any, children: tuple[str, ...]) -> Any:
     """A subclass of a module's class in which packed experts take the place of the parameters `children`."""
     members: dict[str, Any] = {child: property(_getter(child), _setter(child)) for child in children}
-    members |= {"_unpacked": base, "_packed_children": children, "__reduce_ex__": _reduce}
+    members |= {_MADE_OF: (base, children), "__reduce_ex__": _reduce}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (base,), members)
 
 
 def _getter(child: str) -> Callable[[nn.Module], torch.Tensor]:
     name = packed_name(child)
-    return lambda module: module._modules[name]()  # type: ignore[misc]
+    return lambda module: module._modules[name]()
 
 
 def _setter(child: str) -> Callable[[nn.Module, Any], None]:
@@ -129,11 +133,10 @@ def _setter(child: str) -> Callable[[nn.Module, Any], None]:
 
 def _reduce(module: Any, protocol: Any) -> tuple:
     """For copies and pickles: the class is made anew, because no module has it as an attribute."""
-    kind = type(module)
-    return _made_of, (kind._unpacked, kind._packed_children), module.__getstate__()
+    return _without_state, getattr(type(module), _MADE_OF), module.__getstate__()
 
 
-def _made_of(base: type[nn.Module], children: tuple[str, ...]) -> nn.Module:
+def _without_state(base: Any, children: tuple[str, ...]) -> nn.Module:
     kind = _class_of(base, children)
     return kind.__new__(kind)
 
@@ -163,19 +166,23 @@ def in_first(place: Place, contracted: Mapping[str, int]) -> bool | None:
 
     contracted: patterns of parameters' names, and the dimension that is contracted, -2 (in first) or -1; the first
     that matches decides. Without a match the module's attribute `is_transposed` does, by which the experts of
-    transformers say how they store their weights.
+    transformers say how they store their weights, or its class, where that is known (`_KNOWN`).
     """
     for pattern, dim in contracted.items():
         if any(fnmatchcase(name, pattern) for name in place.names):
             return dim == -2
-    declared = getattr(place.module, "is_transposed", None) if place.child in _DECLARED else None
+    kind = type(place.module)
+    known = _KNOWN.get((kind.__module__, kind.__qualname__))
+    declared = getattr(place.module, "is_transposed", known) if place.child in _DECLARED else None
     return declared if isinstance(declared, bool) else None
 
 
 def check_contracted(contracted: Any) -> dict[str, int]:
     """The argument `contracted` of `pack_`. Raises TypeError or ValueError where it is not what `in_first` takes."""
     if not isinstance(contracted, Mapping):
-        raise TypeError(f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}")
+        raise TypeError(
+            f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}"
+        )
     for pattern, dim in contracted.items():
         if dim not in (-1, -2):
             raise ValueError(f"contracted: expected -1 or -2 for {pattern!r}, got {dim!r}")

@@ -18,13 +18,16 @@ import torch
 from torch import nn
 
 from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
+from fp4compile.packed.checkpoints import METADATA, checkpoint_at, read
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.linear import leave_fast_paths
 from fp4compile.packed.places import Place, places_of
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
 from fp4compile.passes.find import parameter_name
+from fp4compile.recipe import Recipe, resolve
 
-_METADATA = "fp4compile"
+States = tuple[dict[str, dict], dict[str, dict]]  # of packed layers, and of packed experts, by name
+
 _EXTRA_STATE = "_extra_state"
 
 
@@ -97,7 +100,7 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
     try:
         beside.touch()
         mode = beside.stat().st_mode
-        save_file(tensors, beside, {_METADATA: metadata})
+        save_file(tensors, beside, {METADATA: metadata})
         beside.chmod(mode)  # safetensors has made it a file that only its owner can read
         os.replace(beside, target)
     except BaseException:
@@ -108,25 +111,35 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
 # ---------------------------------------------------------------- loading
 
 
-def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.device | None = None) -> None:
+def load_packed(
+    model: nn.Module,
+    path: str | PathLike,
+    device: str | torch.device | None = None,
+    *,
+    recipe: str | dict | Recipe | Path | None = None,
+) -> None:
     """Replace layers and fill tensors of an unpacked model by those of a file, in place.
 
     model: of the same architecture as the model that was saved.
-    path: a file of `save_packed`.
+    path: a file of `save_packed`; or a safetensors file, or a folder of such files, with experts in MXFP4 as gpt-oss
+        was published (`*_blocks` and `*_scales`).
     device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
+    recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
+        format, in the layers that its rules do not skip. None leaves activations as they come.
 
     Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or was not made by `save_packed`, for layers that the model does not have, whose sizes differ or
+    that is truncated or in another layout, for layers and experts that the model does not have, whose sizes differ or
     that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
-    the file, and for buffers on the meta device that the file does not have.
+    the file, for buffers on the meta device that the file does not have, for a recipe that does not go with the file,
+    and what `backend` raises for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     target = _device(device)
-    states, stored, sharing = _read(path)
+    states, stored, sharing = _contents(model, path, recipe)
     packed = places_of(model, *states)
     replaced = set().union(*(place.replaced for place in packed))
     kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
@@ -145,6 +158,19 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
     leave_fast_paths(model)
 
 
+def _contents(
+    model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
+) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
+    """What `_read` gives, of a file of `save_packed` or of a checkpoint that others wrote."""
+    checkpoint = checkpoint_at(path)
+    if checkpoint is not None:
+        contents = read(checkpoint, model, None if recipe is None else resolve(recipe))
+        return (contents.layers, contents.experts), contents.tensors, None
+    if recipe is not None:
+        raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")
+    return _read(path)
+
+
 def _device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device("cpu" if device is None else device)
@@ -157,9 +183,6 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-States = tuple[dict[str, dict], dict[str, dict]]
-
-
 def _read(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
     """(states of the packed layers and of the packed experts, tensors by name, which of them share memory) of a file.
 
@@ -169,7 +192,7 @@ def _read(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], Sharin
 
     try:
         with safe_open(path, "pt") as file:
-            metadata = (file.metadata() or {}).get(_METADATA)
+            metadata = (file.metadata() or {}).get(METADATA)
             if metadata is None:
                 raise ValueError(f"{path}: was not written by fp4compile.save_packed")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -197,7 +220,7 @@ def _strided(path: str | PathLike, name: str, source: torch.Tensor, *geometry: A
 
 
 def _parse(path: str | PathLike, metadata: str) -> tuple[States, Sharing, bool]:
-    """(states of the packed layers and of the packed experts, which tensors share memory, whether the file is of version 0.1), of metadata."""
+    """(states of packed layers and experts, which tensors share memory, whether the file is of version 0.1)."""
     keys = {field.name for field in fields(LayerFormat)} | {"in_features", "out_features"}
     try:
         content = json.loads(metadata)
@@ -268,9 +291,7 @@ def _check_meta(model: nn.Module, restored: set[str]) -> None:
 # ---------------------------------------------------------------- changing the model
 
 
-def _insert(
-    model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device
-) -> None:
+def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
     """Put the packed layers into the model. Empties the list `packed` on the way, to free each weight."""
     made: dict[tuple, PackedWeight] = {}
     while packed:

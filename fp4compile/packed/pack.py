@@ -16,7 +16,7 @@ from torch import nn
 
 from fp4compile import formats
 from fp4compile.packed.buffers import LayerFormat
-from fp4compile.packed.experts import Place, check_contracted, in_first, pack_parameter, places_of
+from fp4compile.packed.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
 from fp4compile.packed.experts import obstacle as experts_obstacle
 from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
@@ -122,6 +122,7 @@ class _Choice:
     def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[Experts]):
         self.recipe = recipe
         parameters = [clean_name(name) for name, _ in model.named_parameters()]
+        parameters += [clean_name(name) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
         layers = {names[0]: _layer(names[0], sizes(model.get_submodule(names[0])), recipe) for names in places}
         layers |= {one.place.names[0]: _layer(one.place.names[0], one.sizes, recipe, experts=True) for one in experts}
         self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
@@ -189,9 +190,7 @@ def _in_order(model: nn.Module) -> Iterator[str]:
         yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
 
 
-def _layer(
-    name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False
-) -> Layer:
+def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False) -> Layer:
     inner, outer = sizes
     parameter = name if experts else f"{name}.weight"
     # The number of tokens is unknown here, and counts as large enough.

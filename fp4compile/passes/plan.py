@@ -74,7 +74,7 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
-    names += [gemm.packed_weight.parameter for gemm in gemms if gemm.packed_weight is not None]
+    names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
     model = Model.of(recipe, names, layers)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fp4compile
 from fp4compile.recipe import named
 from tests.helpers.hand_models import by_hand, experts_by_hand, gradients, sqnr
 from tests.helpers.rewritten import rewritten
@@ -62,3 +63,24 @@ def test_models_train_as_by_hand(name):
     assert not any(d.reason for d in experts)
     products = {(d.gemm.module.rpartition(".")[2], d.gemm.product) for d in experts}
     assert products == {(w, p) for w in ("gate_up_proj", "down_proj") for p in ("fprop", "dgrad", "wgrad")}
+
+
+def test_packed_models_compute_the_same():
+    """Packed by `pack_`, every weight of linear layers and of experts is gone, and no bit of the logits changes.
+
+    gpt-oss, which stores its weights the other way, is in `test_gpt_oss`.
+    """
+    recipe, found = named("nvfp4").replace(min_m=1), []
+    for pack in (False, True):
+        model = model_of("Qwen3Moe")
+        if pack:
+            rows = fp4compile.pack_(model, recipe).rows
+            assert {row.reason for row in rows} <= {None, "output head", "router: its outputs choose among experts"}
+        torch._dynamo.reset()
+        run, decisions = rewritten(lambda model=model, **inputs: model(**inputs), recipe)
+        with torch.no_grad():
+            found.append(run(input_ids=tokens(), use_cache=False).logits)
+        experts = [d for d in decisions if d.gemm.groups is not None]
+        assert len(experts) == 2 and not any(d.reason for d in experts)
+    assert torch.equal(*found)
+    assert not [p for p in model.parameters() if p.dim() == 3]

@@ -16,6 +16,7 @@ from fp4compile.packed import scales
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.pack import UNKNOWN_DIMENSION
 from fp4compile.targets import Target
+from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.expert_models import EXPERTS, OFFS, Around, Forms, K, N, packed, recipe_of, tokens, values
 from tests.helpers.rewritten import rewritten
 
@@ -289,6 +290,19 @@ def test_scales_lie_as_the_device_multiplies_them(name, k, blocks, monkeypatch):
     monkeypatch.undo()
     model.to("cpu")
     assert model.experts.up_proj_packed.scale_layout == "linear" and state_of(model) == before
+
+
+def test_products_are_native(monkeypatch):
+    """On fake tensors of a GPU of compute capability 10.0."""
+    model = Uses([lambda w, x: torch.bmm(x.view(EXPERTS, -1, 96), w.transpose(1, 2))])
+    model.up_proj = nn.Parameter(values(EXPERTS, 64, 96))
+    packed(model, "nvfp4")
+    with pretended(monkeypatch, 100) as launches:
+        model.to(DEVICE)
+        found = compiled_for(monkeypatch, model, torch.empty(300, 96, device=DEVICE, dtype=BF16), "nvfp4", launches)
+    for report in (found.report, found.explained):
+        assert [(row.tier, row.reason) for row in report.rows] == [("native", None)]
+    assert {one.constants["SWIZZLED"] for one in found.launches if "quantize" in one.kernel.__name__} == {True}
 
 
 # ---------------------------------------------------------------- files
