@@ -84,3 +84,14 @@ def test_packed_models_compute_the_same():
         assert len(experts) == 2 and not any(d.reason for d in experts)
     assert torch.equal(*found)
     assert not [p for p in model.parameters() if p.dim() == 3]
+
+
+def test_the_experts_of_llama_4_are_known():
+    from transformers.models.llama4.modeling_llama4 import Llama4TextConfig, Llama4TextExperts
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    model = torch.nn.ModuleList([Llama4TextExperts(Llama4TextConfig(**sizes))])
+    rows = fp4compile.pack_(model, named("nvfp4")).rows
+    assert [(row.module, row.n, row.k, row.reason) for row in rows] == [
+        ("0.gate_up_proj", 192, 64, None), ("0.down_proj", 64, 96, None),
+    ]  # fmt: skip

@@ -64,6 +64,7 @@ OTHER_USES = [
     (lambda w, x: torch.bmm(x[:, :N].view(EXPERTS, -1, N), w), "contracted along another dimension"),
     (lambda w, x: x[:, :N] @ w[1], "contracted along another dimension"),
     (lambda w, x: x @ w[1, :16].t(), "a part of packed weights"),
+    (lambda w, x: x @ w.view(-1, K)[16 : 16 + N].t(), "a part of packed weights"),
     (lambda w, x: torch.bmm(x.view(EXPERTS, -1, K), w[:, :16].transpose(1, 2)), "a part of packed weights"),
     (lambda w, x: torch.bmm(x.view(EXPERTS, -1, K), w.flip(0).transpose(1, 2)), "computed from parameters"),
     (lambda w, x: x @ w[1].to(torch.float8_e5m2).to(BF16).t(), "cast to another dtype than of floats"),
@@ -106,6 +107,22 @@ def test_gradients_pass_through_dequantised_weights():
     assert torch.equal(x.grad[:20], F.grouped_mm(ones, model.experts.up_proj.clone(), offs=OFFS))
 
 
+def test_under_autocast():
+    """Weights in float32 are cast before they are quantised, as the graph casts them."""
+    uses = [lambda w, x: torch.bmm(x.view(EXPERTS, -1, K), w.transpose(1, 2)), lambda w, x: x @ w[1].t()]
+    x, results = tokens().float(), []
+    for pack in (False, True):
+        model = Uses(uses)
+        model.up_proj = nn.Parameter(torch.randn(EXPERTS, N, K, generator=torch.Generator().manual_seed(5)))
+        with torch.autocast("cpu", dtype=BF16):
+            if pack:
+                packed(model, "nvfp4")
+            found, decisions = captured(model, recipe_of("nvfp4"), x)
+        assert [d.reason for d in decisions] == [None, None]
+        results.append(found)
+    assert all(map(torch.equal, *results)) and model.up_proj.dtype == torch.float32
+
+
 def test_compiled_whole():
     """The backend as users call it."""
     x, results = tokens(), []
@@ -130,6 +147,7 @@ class Net(nn.Module):
         super().__init__()
         self.gate = nn.Linear(K, 2 * EXPERTS, dtype=BF16)
         self.experts = Forms(False)
+        self.experts.scale = nn.Parameter(values(EXPERTS, 1, N))  # that weights are not transposed says nothing of it
         self.other = nn.Parameter(values(EXPERTS, K, N))
         self.positions = nn.Parameter(values(1, K, N))
 
@@ -141,11 +159,14 @@ def test_what_nothing_is_known_of_stays_unless_it_is_named():
     model, report = packed(Net(), "nvfp4")
     assert {row.module: row.reason for row in report.rows} == {
         "gate": "router: its outputs choose among experts", "experts.up_proj": None, "other": UNKNOWN_DIMENSION,
+        "experts.scale": UNKNOWN_DIMENSION,
     }  # fmt: skip
+    again = fp4compile.pack_(model, recipe_of("nvfp4").replace(skip_lm_head=False))
+    assert [row.reason for row in again.rows if row.module == "gate"] == ["router: its outputs choose among experts"]
     x = tokens()
     _, decisions = captured(model, recipe_of("nvfp4"), x)
     assert [d.reason for d in decisions if d.gemm.module == "gate"] == ["router: its outputs choose among experts"]
-    named, report = packed(Net(), "nvfp4", contracted={"o*r": -2, "experts.*": -1})
+    named, report = packed(Net(), "nvfp4", contracted={"o*r": -2, "*": -1})
     assert [row.reason for row in report.rows if row.module == "other"] == [None]
     expected, _ = captured(Net(), recipe_of("nvfp4"), x)
     named.gate.load_state_dict(model.gate.state_dict())
@@ -316,7 +337,7 @@ def test_files(name, device, tmp_path):
     fresh = Net().to(device)
     fp4compile.load_packed(fresh, tmp_path / "packed")
     assert state_of(fresh) == state_of(model)
-    assert isinstance(fresh.experts.up_proj_packed, PackedExperts) and not fresh.experts._parameters
+    assert isinstance(fresh.experts.up_proj_packed, PackedExperts) and "up_proj" not in fresh.experts._parameters
     assert torch.equal(fresh.experts.up_proj, model.experts.up_proj)
 
 
