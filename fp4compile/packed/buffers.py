@@ -50,6 +50,7 @@ class PackedWeight(nn.Module):
     weight_data: Any
     weight_scales: Any
     weight_outer: Any
+    experts: int | None = None  # pickles from before there were packed experts lack it
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
@@ -62,8 +63,10 @@ class PackedWeight(nn.Module):
             self.register_buffer(name, None)
 
     def store(self, weight: torch.Tensor) -> None:
-        """Quantise a weight along the in features, of experts each alone. Under autocast it is cast first, as autocast
-        casts it before a product."""
+        """Quantise a weight along the in features, of experts each alone.
+
+        Under autocast, it is cast first, as autocast casts it before a product.
+        """
         fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
         if torch.is_autocast_enabled(weight.device.type):

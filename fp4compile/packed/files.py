@@ -229,6 +229,7 @@ def _parse(path: str | PathLike, metadata: str) -> tuple[States, Sharing, bool]:
         sharing = Sharing(aliases) if old else Sharing(aliases, content["tied"], content["views"])
         whole = all(set(state) == keys for state in layers.values()) and isinstance(aliases, dict)
         whole = whole and all(set(state) == keys | {"experts", "in_first"} for state in experts.values())
+        whole = whole and all(isinstance(state["in_first"], bool) for state in experts.values())
         whole = whole and all(len(view) == 4 for view in sharing.views.values()) and set(sharing.tied) <= set(aliases)
     except (ValueError, TypeError, KeyError, AttributeError):
         whole = False

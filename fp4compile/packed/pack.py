@@ -63,7 +63,7 @@ def pack_(
     chosen = resolve(recipe)
     known = check_contracted({} if contracted is None else contracted)
     places = _places(model)
-    experts = [Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
+    experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
     _warn_of_rules(model, chosen, places)
     report = Report(chosen.name)
     choice = _Choice(model, chosen, places, experts)
@@ -87,8 +87,8 @@ def pack_(
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A parameter of three dimensions. in_first: as `experts.in_first` gives it."""
+class _Experts:
+    """A parameter that may be the weights of experts. in_first: as `experts.in_first` gives it."""
 
     place: Place
     in_first: bool | None
@@ -119,7 +119,7 @@ class _Choice:
     parameter, by the parameter's id. elsewhere: the ids of the parameters that other modules hold, and how many do.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[Experts]):
+    def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
         self.recipe = recipe
         parameters = [clean_name(name) for name, _ in model.named_parameters()]
         parameters += [clean_name(name) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
@@ -145,7 +145,7 @@ class _Choice:
         tied_elsewhere = id(linear.weight) in self.elsewhere
         return self._format([_layer(name, sizes(linear), self.recipe, tied_elsewhere) for name in names], names)
 
-    def experts_format(self, one: Experts) -> LayerFormat | str:
+    def experts_format(self, one: _Experts) -> LayerFormat | str:
         """The format that weights of experts are packed in, or the reason why they are left alone."""
         if one.in_first is None:
             return UNKNOWN_DIMENSION
@@ -202,7 +202,7 @@ def _row(name: str, linear: nn.Module, packed: LayerFormat | str) -> Row:
     return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed)
 
 
-def _experts_row(one: Experts, packed: LayerFormat | str) -> Row | None:
+def _experts_row(one: _Experts, packed: LayerFormat | str) -> Row | None:
     """The row of a parameter; None for one that is no weight of experts by its shape."""
     parameter = one.place.parameter
     if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like

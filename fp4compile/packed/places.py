@@ -151,9 +151,10 @@ def _expert_places(model: nn.Module, weights: dict[str, dict]) -> list[ExpertsPl
         if name not in known:
             raise ValueError(f"the model has no parameter of experts {name!r}")
         _check_experts(known[name], name, state)
-        one = ExpertsPlace(known[name], format_of(state), state["in_first"])
-        if places.setdefault(known[name].names, one) != one:
-            raise ValueError(f"{name!r}: in the model it is {known[name].names[0]!r} too, whose format is another")
+        place = known[name]
+        one = ExpertsPlace(place, format_of(state), state["in_first"])
+        if places.setdefault(place.names, one) != one:
+            raise ValueError(f"{name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())
 
 
@@ -163,8 +164,8 @@ def _check_experts(place: experts.Place, name: str, state: dict[str, Any]) -> No
         raise ValueError(f"{name!r}: expected a parameter of experts to replace, the model's cannot be: {reason}")
     declared = experts.in_first(place, {})
     if declared is not None and declared != state["in_first"]:
-        says = {True: "[experts, in, out]", False: "[experts, out, in]"}
-        raise ValueError(f"{name!r}: in the file it is {says[state['in_first']]}, in the model {says[declared]}")
+        file, here = ("[experts, in, out]" if first else "[experts, out, in]" for first in (not declared, declared))
+        raise ValueError(f"{name!r}: in the file it is {file}, in the model {here}")
     inner, outer = state["in_features"], state["out_features"]
     shape = (state["experts"], *((inner, outer) if state["in_first"] else (outer, inner)))
     if tuple(place.parameter.shape) != shape:

@@ -37,6 +37,7 @@ class Forms(torch.nn.Module):
         return (
             F.grouped_mm(x[:20], w, offs=OFFS),
             torch.bmm(rows, w),
+            torch.bmm(rows, w[1].expand(EXPERTS, -1, -1)),
             torch.bmm(w.transpose(1, 2), rows.transpose(1, 2)),
             torch.bmm(few.unsqueeze(1), chosen),
             torch.bmm(chosen.transpose(1, 2), few.unsqueeze(-1)),
