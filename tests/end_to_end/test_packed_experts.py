@@ -161,13 +161,13 @@ def test_what_nothing_is_known_of_stays_unless_it_is_named():
         "gate": "router: its outputs choose among experts", "experts.up_proj": None, "other": UNKNOWN_DIMENSION,
         "experts.scale": UNKNOWN_DIMENSION,
     }  # fmt: skip
-    again = fp4compile.pack_(model, recipe_of("nvfp4").replace(skip_lm_head=False))
-    assert [row.reason for row in again.rows if row.module == "gate"] == ["router: its outputs choose among experts"]
     x = tokens()
     _, decisions = captured(model, recipe_of("nvfp4"), x)
     assert [d.reason for d in decisions if d.gemm.module == "gate"] == ["router: its outputs choose among experts"]
     named, report = packed(Net(), "nvfp4", contracted={"o*r": -2, "*": -1})
     assert [row.reason for row in report.rows if row.module == "other"] == [None]
+    again = fp4compile.pack_(named, recipe_of("nvfp4").replace(skip_lm_head=False))
+    assert [row.reason for row in again.rows] == ["router: its outputs choose among experts"]
     expected, _ = captured(Net(), recipe_of("nvfp4"), x)
     named.gate.load_state_dict(model.gate.state_dict())
     found, _ = captured(named, recipe_of("nvfp4"), x)
