@@ -63,8 +63,7 @@ def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
 
     inputs: one entry for each argument of the compiled function, in its order.
     """
-    weights = parameters_of(graph, inputs) | _packed_experts(graph)
-    return _Scan(weights, tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
+    return _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
 
 
 def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
@@ -77,10 +76,10 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
     return found
 
 
-def _packed_experts(graph: Graph) -> dict[Node, str]:
-    """The packed weights of experts, with the names that their parameters had."""
-    nodes = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
-    return {node: parameter_name(_module_of(node)) for node in nodes}
+def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+    """The parameters, and the packed weights of experts with the names that their parameters had."""
+    packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
+    return parameters_of(graph, inputs) | {node: parameter_name(_module_of(node)) for node in packed}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,20 @@ def test_under_autocast():
         assert [d.reason for d in decisions] == [None, None]
         results.append(found)
     assert all(map(torch.equal, *results)) and model.up_proj.dtype == torch.float32
+
+
+def test_the_report_is_that_of_unpacked_experts():
+    """Sizes, FLOPs and categories, of a loop in modules of other names too."""
+    reports = []
+    for pack in (False, True):
+        model = Uses([lambda w, x: x @ w[1].t(), lambda w, x: F.grouped_mm(x[:20], w.transpose(1, 2), offs=OFFS)])
+        if pack:
+            packed(model, "nvfp4")
+        torch._dynamo.reset()
+        with torch.no_grad():
+            reports.append(fp4compile.explain(model, tokens(), recipe=recipe_of("nvfp4")).rows)
+    before, after = ([replace(row, node=None) for row in rows] for rows in reports)
+    assert before == after and [row.category for row in after] == ["experts"] * 2
 
 
 def test_compiled_whole():
