@@ -328,6 +328,13 @@ def test_scales_lie_as_the_device_multiplies_them(name, k, blocks, monkeypatch):
     assert model.experts.up_proj_packed.scale_layout == "linear" and state_of(model) == before
 
 
+def test_scales_stay_linear_where_no_kernel_reads_them_swizzled(monkeypatch):
+    """Rows of 40 bytes: the kernel of linear layers takes them, that of experts does not."""
+    monkeypatch.setattr(scales, "target_on", lambda device: Target(100))
+    model, _ = packed(Around(Forms(False)), "nvfp4")
+    assert model.experts.up_proj_packed.scale_layout == "linear"
+
+
 def test_products_are_native(monkeypatch):
     """On fake tensors of a GPU of compute capability 10.0."""
     model = Uses([lambda w, x: torch.bmm(x.view(EXPERTS, -1, 96), w.transpose(1, 2))])
