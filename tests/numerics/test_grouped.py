@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fp4compile
 from fp4compile import formats, ops_grouped, reference  # noqa: F401  defines the ops
@@ -100,6 +101,24 @@ def test_each_matrix_is_quantised_as_if_alone(name, dim):
         for g in range(3):
             alone = reference.quantize(x[g].movedim(dim, -1), fmt, None, layout)
             assert all(same(ours[g], theirs) for ours, theirs in zip(found, alone, strict=True) if theirs is not None)
+
+
+@pytest.mark.parametrize("name", formats.NAMED)
+def test_weights_of_experts_are_dequantised_each_as_if_alone(name):
+    """Whatever a product would make of their tokens."""
+    fmt = formats.get(name)
+    x = torch.stack([hard_input(kind, (48, 77), block=fmt.block_cols) for kind in KINDS])
+    for layout in ("linear", "swizzled"):
+        data, scales, outer = ops.quantize_grouped(x, None, name, layout=layout)
+        scales, outer = scales if fmt.scale else None, outer if fmt.outer else None
+        args = (data, scales, outer, name, 77, torch.bfloat16)
+        found = ops.expert_weights(*args, "mxfp8", 0.5)
+        for g, matrix in enumerate(x):
+            alone = reference.quantize(matrix, fmt, None, layout)
+            assert same(found[g], reference.dequantize(*alone, fmt, 77, torch.bfloat16))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = ops.expert_weights(*args)
+    assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride())
 
 
 @pytest.mark.parametrize("name", ["nvfp4_te", "mxfp4"])
