@@ -93,6 +93,7 @@ def test_other_uses_read_dequantised_weights_and_say_so():
     found, decisions = captured(model, recipe_of("nvfp4"), x)
     for (_, reason), decision, ours, exact in zip(OTHER_USES, decisions, found, expected, strict=True):
         assert reason in decision.reason
+        assert decision.gemm.module == ("up_proj" if "packed weights" in decision.reason else "")
         assert torch.equal(ours, exact)
     assert dequantised(decisions)
 
