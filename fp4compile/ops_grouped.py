@@ -7,6 +7,7 @@
         -> product
     fp4compile::scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
         -> product
+    fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
 
 The first three do what `quantize`, `quantize_both` and `scaled_mm` would do group by group. What `ops` says of ops
 holds for them.
@@ -20,6 +21,10 @@ matrices are quantised apart.
 
 `scaled_mm_gathered` is `scaled_mm` of a [S, M, K] and b[index], where b is [E, N, K] and index an int [S]: few tokens
 that each have an expert of their own.
+
+`expert_weights` is how packed experts (`packed.experts`) enter a graph: quantised matrices [E, N, K], dequantised. A
+product that reads them can read the codes instead, and quantise its tokens by `activation`: the name of a format, None
+for none, and `activation_outer`, the static outer scale, None to compute it. Neither changes the values of the op.
 """
 
 import torch
@@ -60,6 +65,11 @@ LIBRARY.define(
 LIBRARY.define(
     "scaled_mm_gathered(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
     " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor index, ScalarType out_dtype) -> Tensor",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "expert_weights(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
+    " str? activation=None, float? activation_outer=None) -> Tensor",
     tags=TAGS,
 )
 
@@ -241,3 +251,18 @@ def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0:
         return x
     return x.view(torch.uint8)[index].view(x.dtype) if x.element_size() == 1 else x[index]
+
+
+# ---------------------------------------------------------------- expert_weights
+
+
+@torch.library.impl(LIBRARY, "expert_weights", "CompositeExplicitAutograd")
+def _expert_weights(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
+    if outer is not None and outer.dim() == 1:  # one a matrix; `dequantize` takes one a row
+        outer = outer.view(-1, 1, 1).expand(-1, data.shape[1], 1).contiguous()
+    return torch.ops.fp4compile.dequantize(data, scales, outer, format, cols, dtype)
+
+
+@torch.library.register_fake("fp4compile::expert_weights", lib=LIBRARY)
+def _expert_weights_fake(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
+    return data.new_empty((*data.shape[:-1], cols), dtype=dtype)

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4compile.packed.linear import (
-    BUFFERS,
-    LayerFormat,
-    PackedLinear,
-    buffer_shapes,
-    is_linear,
-    leave_fast_paths,
-    obstacle,
-    sizes,
-)
-from fp4compile.packed.pack import replace
-from fp4compile.packed.scales import layout_of
+from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
+from fp4compile.packed.checkpoints import METADATA, checkpoint_at, read
+from fp4compile.packed.experts import PackedExperts
+from fp4compile.packed.linear import leave_fast_paths
+from fp4compile.packed.places import Place, places_of
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
+from fp4compile.passes.find import parameter_name
+from fp4compile.recipe import Recipe, resolve
 
-_METADATA = "fp4compile"
+States = tuple[dict[str, dict], dict[str, dict]]  # of packed layers, and of packed experts, by name
+
 _EXTRA_STATE = "_extra_state"
 
 
@@ -51,20 +47,22 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = list(model.named_modules(remove_duplicate=False))
-    layers = {name: module.get_extra_state() for name, module in modules if isinstance(module, PackedLinear)}
-    if not layers:
+    packed = {name: module for name, module in modules if isinstance(module, PackedWeight)}
+    layers = {name: one.get_extra_state() for name, one in packed.items() if not isinstance(one, PackedExperts)}
+    experts = {parameter_name(name): one.get_extra_state() for name, one in packed.items() if name not in layers}
+    if not packed:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
     state = _tensors(model)
-    state |= _shared_scales(modules, state)
+    state |= _shared_scales(packed, state)
     for name, tensor in state.items():
         if tensor.is_meta:
             raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
     for key in model.state_dict():
         name = key.rpartition(".")[0]
-        if _is_extra_state(key) and name not in layers:
+        if _is_extra_state(key) and name not in packed:
             warnings.warn(f"{path}: the extra state of {name!r} is not written", stacklevel=2)
     tensors, sharing = arrange(state)
-    _write(tensors, path, json.dumps({"layers": layers, **vars(sharing)}))
+    _write(tensors, path, json.dumps({"layers": layers, "experts": experts, **vars(sharing)}))
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,18 +71,18 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)}
 
 
-def _shared_scales(modules: list[tuple[str, nn.Module]], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The linear scales, in a state, of packed layers that have them swizzled; one tensor where layers share them."""
     made: dict[tuple, torch.Tensor] = {}
     swizzled = (
-        (f"{name}.weight_scales".removeprefix("."), module)
-        for name, module in modules
-        if isinstance(module, PackedLinear) and layout_of(module.weight_scales) == "swizzled"
+        (f"{name}.weight_scales".removeprefix("."), one)
+        for name, one in packed.items()
+        if one.scale_layout == "swizzled"
     )
     return {name: made.setdefault(_place(layer), state[name]) for name, layer in swizzled if name in state}
 
 
-def _place(layer: PackedLinear) -> tuple:
+def _place(layer: PackedWeight) -> tuple:
     """Equal for layers whose block scales are the same memory, read alike."""
     scales = layer.weight_scales
     return scales.untyped_storage()._cdata, scales.storage_offset(), buffer_shapes(layer)["weight_scales"]
@@ -102,7 +100,7 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
     try:
         beside.touch()
         mode = beside.stat().st_mode
-        save_file(tensors, beside, {_METADATA: metadata})
+        save_file(tensors, beside, {METADATA: metadata})
         beside.chmod(mode)  # safetensors has made it a file that only its owner can read
         os.replace(beside, target)
     except BaseException:
@@ -113,27 +111,37 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
 # ---------------------------------------------------------------- loading
 
 
-def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.device | None = None) -> None:
+def load_packed(
+    model: nn.Module,
+    path: str | PathLike,
+    device: str | torch.device | None = None,
+    *,
+    recipe: str | dict | Recipe | Path | None = None,
+) -> None:
     """Replace layers and fill tensors of an unpacked model by those of a file, in place.
 
     model: of the same architecture as the model that was saved.
-    path: a file of `save_packed`.
+    path: a file of `save_packed`; or a safetensors file, or a folder of such files, with experts in MXFP4 as gpt-oss
+        was published (`*_blocks` and `*_scales`).
     device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
+    recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
+        format, in the layers that its rules do not skip. None leaves activations as they come.
 
     Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or was not made by `save_packed`, for layers that the model does not have, whose sizes differ or
+    that is truncated or in another layout, for layers and experts that the model does not have, whose sizes differ or
     that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
-    the file, and for buffers on the meta device that the file does not have.
+    the file, for buffers on the meta device that the file does not have, for a recipe that does not go with the file,
+    and what `backend` raises for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     target = _device(device)
-    layers, stored, sharing = _read(path)
-    packed = _packed_layers(model, layers)
-    replaced = {f"{name}.weight" for place in packed for name in place.names}
+    states, stored, sharing = _contents(model, path, recipe)
+    packed = places_of(model, *states)
+    replaced = set().union(*(place.replaced for place in packed))
     kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
     _check_meta(model, replaced | kept.keys())
     _check_tensors(path, stored, _expected(kept, packed))
@@ -150,6 +158,19 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
     leave_fast_paths(model)
 
 
+def _contents(
+    model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
+) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
+    """What `_read` gives, of a file of `save_packed` or of a checkpoint that others wrote."""
+    checkpoint = checkpoint_at(path)
+    if checkpoint is not None:
+        contents = read(checkpoint, model, None if recipe is None else resolve(recipe))
+        return (contents.layers, contents.experts), contents.tensors, None
+    if recipe is not None:
+        raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")
+    return _read(path)
+
+
 def _device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device("cpu" if device is None else device)
@@ -162,8 +183,8 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor], Sharing | None]:
-    """(state of the packed layers, tensors by name, which of them share memory) of a file.
+def _read(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
+    """(states of the packed layers and of the packed experts, tensors by name, which of them share memory) of a file.
 
     The last is None for a file of version 0.1.
     """
@@ -171,13 +192,13 @@ def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor
 
     try:
         with safe_open(path, "pt") as file:
-            metadata = (file.metadata() or {}).get(_METADATA)
+            metadata = (file.metadata() or {}).get(METADATA)
             if metadata is None:
                 raise ValueError(f"{path}: was not written by fp4compile.save_packed")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
-    layers, sharing, old = _parse(path, metadata)
+    states, sharing, old = _parse(path, metadata)
     # Views come first, because an alias may be one of a view.
     sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases
     for name, source in sources.items():
@@ -187,7 +208,7 @@ def _read(path: str | PathLike) -> tuple[dict[str, dict], dict[str, torch.Tensor
         if name in sharing.views:
             _, shape, strides, offset = sharing.views[name]
             tensors[name] = _strided(path, name, tensors[source], shape, strides, offset)
-    return layers, tensors, None if old else sharing
+    return states, tensors, None if old else sharing
 
 
 def _strided(path: str | PathLike, name: str, source: torch.Tensor, *geometry: Any) -> torch.Tensor:
@@ -198,79 +219,33 @@ def _strided(path: str | PathLike, name: str, source: torch.Tensor, *geometry: A
         raise ValueError(f"{path}: tensor {name!r} is no view of what it shares: {error}") from error
 
 
-def _parse(path: str | PathLike, metadata: str) -> tuple[dict[str, dict], Sharing, bool]:
-    """(state of the packed layers, which tensors share memory, whether the file is of version 0.1), of metadata."""
+def _parse(path: str | PathLike, metadata: str) -> tuple[States, Sharing, bool]:
+    """(states of packed layers and experts, which tensors share memory, whether the file is of version 0.1)."""
     keys = {field.name for field in fields(LayerFormat)} | {"in_features", "out_features"}
     try:
         content = json.loads(metadata)
         layers, aliases, old = content["layers"], content["aliases"], "views" not in content
+        experts = content.get("experts", {})  # which files of version 0.1 lack
         sharing = Sharing(aliases) if old else Sharing(aliases, content["tied"], content["views"])
         whole = all(set(state) == keys for state in layers.values()) and isinstance(aliases, dict)
+        whole = whole and all(set(state) == keys | {"experts", "in_first"} for state in experts.values())
+        whole = whole and all(isinstance(state["in_first"], bool) for state in experts.values())
         whole = whole and all(len(view) == 4 for view in sharing.views.values()) and set(sharing.tied) <= set(aliases)
     except (ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
         raise ValueError(f"{path}: its metadata is not what fp4compile.save_packed writes")
-    return layers, sharing, old
+    return (layers, experts), sharing, old
 
 
 # ---------------------------------------------------------------- checks before the model is touched
 
 
-@dataclass(frozen=True)
-class _Replacement:
-    """A linear layer that a packed one will replace. names: every name that the model has for the layer's place."""
-
-    names: list[str]
-    linear: nn.Module
-    layer_format: LayerFormat
-
-
-def _packed_layers(model: nn.Module, layers: dict[str, dict]) -> list[_Replacement]:
-    """The layers of the model that packed ones of a file replace. Raises ValueError where a layer does not match."""
-    for name, state in layers.items():
-        _check_layer(model, name, state)
-    names: dict[tuple, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if is_linear(module):
-            names.setdefault(_slot(model, name), []).append(name)
-    places: dict[tuple, _Replacement] = {}
-    for name, state in layers.items():
-        layer_format = LayerFormat(state["weight"], state["activation"], state["activation_outer"])
-        slot = _slot(model, name)
-        place = places.setdefault(slot, _Replacement(names[slot], model.get_submodule(name), layer_format))
-        if place.layer_format != layer_format:
-            raise ValueError(f"layer {name!r}: in the model it is {place.names[0]!r} too, whose format is another")
-    return list(places.values())
-
-
-def _slot(model: nn.Module, name: str) -> tuple[int, str]:
-    """The place that a name means: the id of a module, and the name of an attribute of it."""
-    parent, _, child = name.rpartition(".")
-    return id(model.get_submodule(parent)), child
-
-
-def _check_layer(model: nn.Module, name: str, state: dict[str, Any]) -> None:
-    try:
-        linear = model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"the model has no layer {name!r}") from None
-    if not is_linear(linear):
-        raise ValueError(f"layer {name!r}: expected an nn.Linear to replace, the model has {type(linear).__name__}")
-    reason = obstacle(linear)
-    if reason is not None:
-        raise ValueError(f"layer {name!r}: expected an nn.Linear to replace, the model's cannot be: {reason}")
-    stored = (state["in_features"], state["out_features"])
-    if sizes(linear) != stored:
-        raise ValueError(f"layer {name!r}: the file has in and out features {stored}, the model {sizes(linear)}")
-
-
-def _expected(kept: dict[str, torch.Tensor], packed: list[_Replacement]) -> dict[str, tuple]:
+def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, tuple]:
     """The shape and dtype of every tensor that the packed model will have, by name."""
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
     for place in packed:
-        inner, outer = sizes(place.linear)
-        shapes = buffer_shapes(PackedLinear(inner, outer, place.layer_format, None))
+        shapes = buffer_shapes(place.like())
         expected |= {f"{name}.{buffer}": shape for name in place.names for buffer, shape in shapes.items()}
     return expected
 
@@ -295,7 +270,7 @@ def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expect
         raise ValueError(f"{path}: the model has no {unknown[0]!r}")
 
 
-def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: list[_Replacement]) -> None:
+def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: list[Place]) -> None:
     """Raise where the file has different packed weights under several names of one layer of the model."""
     for place in packed:
         for buffer in BUFFERS:
@@ -317,32 +292,30 @@ def _check_meta(model: nn.Module, restored: set[str]) -> None:
 # ---------------------------------------------------------------- changing the model
 
 
-def _insert(
-    model: nn.Module, packed: list[_Replacement], stored: dict[str, torch.Tensor], target: torch.device
-) -> None:
+def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
     """Put the packed layers into the model. Empties the list `packed` on the way, to free each weight."""
-    made: dict[tuple, PackedLinear] = {}
+    made: dict[tuple, PackedWeight] = {}
     while packed:
         place = packed.pop(0)
-        linear, names = place.linear, place.names
+        name = place.names[0]
         # A layer that the model holds in several places stays one layer if the file has one weight for all of them.
-        key = (id(linear), stored[f"{names[0]}.weight_data"].data_ptr())
+        key = (id(place.holder), stored[f"{name}.weight_data"].data_ptr())
         if key not in made:
-            layer = made[key] = PackedLinear.in_place_of(linear, place.layer_format)
-            device = target if linear.weight.is_meta else linear.weight.device
+            layer = made[key] = place.empty()
+            device = target if place.weight.is_meta else place.weight.device
             for buffer in buffer_shapes(layer):
-                setattr(layer, buffer, stored[f"{names[0]}.{buffer}"].to(device))
-        replace(model, names[0], made[key])
-        del place, linear  # frees the weight
+                setattr(layer, buffer, stored[f"{name}.{buffer}"].to(device))
+        place.put(model, made[key])
+        del place  # frees the weight
 
 
 def _lay_out_scales(model: nn.Module) -> None:
     """Let the scales of the packed layers lie as their devices multiply them. Layers that share them still do."""
-    sharing: dict[tuple, list[PackedLinear]] = {}
+    sharing: dict[tuple, list[PackedWeight]] = {}
     for layer in model.modules():
-        if isinstance(layer, PackedLinear) and layer.weight_scales is not None:
+        if isinstance(layer, PackedWeight) and layer.weight_scales is not None:
             layout = layer.scale_layout_on(layer.weight_scales.device)
-            if layout != layout_of(layer.weight_scales):
+            if layout != layer.scale_layout:
                 sharing.setdefault((layout, *_place(layer)), []).append(layer)
     for (layout, *_), layers in sharing.items():
         scales = layers[0].scales_as(layout, layers[0].weight_scales)

@@ -6,42 +6,67 @@ compiled.
 """
 
 import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from fp4compile.packed.linear import LayerFormat, PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
+from fp4compile import formats
+from fp4compile.packed.buffers import LayerFormat
+from fp4compile.packed.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
+from fp4compile.packed.experts import obstacle as experts_obstacle
+from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import Layer, Model, of_layer
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import Report, Row
 
+UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
 
-def pack_(model: nn.Module, recipe: str | dict | Recipe | Path | None = None) -> Report:
-    """Replace the linear layers that a recipe quantises by packed ones, in place, and free each weight on the way.
+
+def pack_(
+    model: nn.Module,
+    recipe: str | dict | Recipe | Path | None = None,
+    *,
+    contracted: Mapping[str, int] | None = None,
+) -> Report:
+    """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
 
     recipe: as for `fp4compile.backend`; what it says of the forward product decides.
+    contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
+        multiplied: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. The experts of
+        transformers mostly say it themselves (`is_transposed`).
 
     Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer that has several names in the
     model is packed once. Left alone, with a reason in the report, are layers of a subclass, parametrised layers, layers
     with other hooks than forward hooks, and layers whose weight another linear layer has too. A weight that an
     embedding has too stays with the embedding.
 
-    Packed layers are for inference. They keep the forward hooks and the attributes of the layers. For a model that runs
-    under autocast, call `pack_` under autocast, so that the weights are cast before they are quantised, as in a run.
+    Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
+    reads them dequantised; compiled by `fp4compile.backend`, their products are those of the codes. A parameter of
+    which nothing says what is contracted is left alone.
+
+    Each weight is freed on the way. Packed layers are for inference. They keep the forward hooks and the attributes of
+    the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are cast before
+    they are quantised, as in a run.
 
     Returns a report of what was packed, and of why the rest was not. Warns of rules that decide about no layer.
 
-    Raises TypeError for what is no module, ValueError for a model that is itself a linear layer, and what `backend`
-    raises for a bad recipe.
+    Raises TypeError for what is no module, ValueError for a model that is itself a linear layer, TypeError or
+    ValueError for a bad `contracted`, and what `backend` raises for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     chosen = resolve(recipe)
+    known = check_contracted({} if contracted is None else contracted)
     places = _places(model)
+    experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
     _warn_of_rules(model, chosen, places)
     report = Report(chosen.name)
-    choice = _Choice(model, chosen, places)
+    choice = _Choice(model, chosen, places, experts)
     for names in places:  # names, because a list of the modules would keep the weights alive
         linear = model.get_submodule(names[0])
         layer_format = choice.layer_format(names, linear)
@@ -51,8 +76,28 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | Path | None = None) ->
                 replace(model, name, packed)
         report.add([_row(names[0], linear, layer_format)], {})
         del linear
+    for one in experts:
+        layer_format = choice.experts_format(one)
+        row = _experts_row(one, layer_format)
+        if isinstance(layer_format, LayerFormat):
+            pack_parameter(one.place, layer_format, bool(one.in_first))
+        report.add([row] if row else [], {})
     leave_fast_paths(model)
     return report
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """A parameter that may be the weights of experts. in_first: as `experts.in_first` gives it."""
+
+    place: Place
+    in_first: bool | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(in features, out features), as if in came last where nothing tells."""
+        _, rows, columns = self.place.parameter.shape
+        return (rows, columns) if self.in_first else (columns, rows)
 
 
 def _places(model: nn.Module) -> list[list[str]]:
@@ -68,24 +113,26 @@ def _places(model: nn.Module) -> list[list[str]]:
 
 
 class _Choice:
-    """Decides what a recipe makes of each linear layer of a model.
+    """Decides what a recipe makes of each linear layer and of each weight of experts of a model.
 
     around: what the recipe must know of the whole model. linears: the names of the linear layers that hold each
-    parameter, by the parameter's id. elsewhere: the ids of the parameters that other modules hold.
+    parameter, by the parameter's id. elsewhere: the ids of the parameters that other modules hold, and how many do.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]]):
+    def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
         self.recipe = recipe
         parameters = [clean_name(name) for name, _ in model.named_parameters()]
-        layers = [_layer(names[0], model.get_submodule(names[0]), recipe) for names in places]
-        self.around = Model.of(recipe, parameters, layers)
+        parameters += [clean_name(name) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
+        layers = {names[0]: _layer(names[0], sizes(model.get_submodule(names[0])), recipe) for names in places}
+        layers |= {one.place.names[0]: _layer(one.place.names[0], one.sizes, recipe, experts=True) for one in experts}
+        self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
         # By id, because references to modules or parameters would keep the weights alive.
         self.linears: dict[int, list[str]] = {}
         for names in places:
             for parameter in model.get_submodule(names[0]).parameters(recurse=False):
                 self.linears.setdefault(id(parameter), []).append(names[0])
         others = (module for module in model.modules() if not is_linear(module))
-        self.elsewhere = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+        self.elsewhere = Counter(id(parameter) for module in others for parameter in module._parameters.values())
 
     def layer_format(self, names: list[str], linear: nn.Module) -> LayerFormat | str:
         """The format that a layer is packed in, or the reason why it is left alone."""
@@ -95,38 +142,78 @@ class _Choice:
         tied = [name for name in self.linears[id(linear.weight)] if name != names[0]]
         if tied:
             return f"its weight is that of {tied[0]!r} too"
-        layer_recipe, reason = self._decide(names, linear)
+        tied_elsewhere = id(linear.weight) in self.elsewhere
+        return self._format([_layer(name, sizes(linear), self.recipe, tied_elsewhere) for name in names], names)
+
+    def experts_format(self, one: _Experts) -> LayerFormat | str:
+        """The format that weights of experts are packed in, or the reason why they are left alone."""
+        if one.in_first is None:
+            return UNKNOWN_DIMENSION
+        reason = experts_obstacle(one.place)
+        if reason is not None:
+            return reason
+        key = id(one.place.parameter)
+        if self.elsewhere[key] + len(self.linears.get(key, ())) > 1:
+            return "another module has the same parameter"
+        names = one.place.names
+        found = self._format([_layer(name, one.sizes, self.recipe, experts=True) for name in names], names)
+        if isinstance(found, LayerFormat) and found.activation and formats.get(found.activation).square:
+            return f"format {found.activation} has square blocks, and groups may have any number of rows"
+        return found
+
+    def _format(self, layers: list[Layer], names: Sequence[str]) -> LayerFormat | str:
+        """What the recipe makes of a layer. layers: one for each of its names."""
+        layer_recipe, reason = self._decide(layers, names)
         if layer_recipe is None or reason is not None:
             return str(reason)  # without a recipe there is always a reason
         if layer_recipe.fprop_w is None:
             return f"recipe {layer_recipe.name} leaves weights in high precision"
         if layer_recipe.activation_scale == "dynamic":
             return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x)
-        outer = next((scale for name in names if (scale := self.recipe.static_scale(clean_name(name)))), None)
+        outer = next((scale for layer in layers if (scale := self.recipe.static_scale(layer.name)) is not None), None)
         if outer is None:
             return "no calibrated activation scale: run fp4compile.calibrate"
         return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer)
 
-    def _decide(self, names: list[str], linear: nn.Module) -> tuple[Recipe | None, str | None]:
+    def _decide(self, layers: list[Layer], names: Sequence[str]) -> tuple[Recipe | None, str | None]:
         """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
-        tied = id(linear.weight) in self.elsewhere
-        decisions = [of_layer(_layer(name, linear, self.recipe, tied), self.recipe, self.around) for name in names]
+        decisions = [of_layer(layer, self.recipe, self.around) for layer in layers]
         if any(decision != decisions[0] for decision in decisions):
             return None, f"the recipe treats it differently under its names {', '.join(names)}"
         return decisions[0]
 
 
-def _layer(name: str, linear: nn.Module, recipe: Recipe, tied: bool = False) -> Layer:
-    inner, outer = sizes(linear)
+def _in_order(model: nn.Module) -> Iterator[str]:
+    """The names of modules and parameters, as far as it goes in the order in which the model runs."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield path
+        yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
+
+
+def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False) -> Layer:
+    inner, outer = sizes
+    parameter = name if experts else f"{name}.weight"
     # The number of tokens is unknown here, and counts as large enough.
-    return Layer(module_name(clean_name(f"{name}.weight")), (recipe.min_m, outer, inner), tied)
+    return Layer(module_name(clean_name(parameter)), (recipe.min_m, outer, inner), tied, experts=experts)
 
 
 def _row(name: str, linear: nn.Module, packed: LayerFormat | str) -> Row:
-    inner, outer = sizes(linear)
+    weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
+    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed)
+
+
+def _experts_row(one: _Experts, packed: LayerFormat | str) -> Row | None:
+    """The row of a parameter; None for one that is no weight of experts by its shape."""
+    parameter = one.place.parameter
+    if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like
+        return None
+    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed)
+
+
+def _row_of(name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str) -> Row:
+    inner, outer = sizes
     if isinstance(packed, str):
-        weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
-        left, right, reason = None, None if weight is None else str(weight.dtype).removeprefix("torch."), packed
+        left, right, reason = None, None if dtype is None else str(dtype).removeprefix("torch."), packed
     else:
         left, right, reason = packed.activation, packed.weight, None
     return Row(name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None)

@@ -30,8 +30,9 @@ from fp4compile import formats
 from fp4compile._compat import statically_true
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
+from fp4compile.passes.graph import EXPERT_WEIGHTS
 from fp4compile.passes.grouped import is_grouped, why_unread
-from fp4compile.passes.products import Product, Side, product_of
+from fp4compile.passes.products import Product, Side, packed_expert, product_of, why_not_packed
 from fp4compile.passes.selection import feeds_selection
 from fp4compile.passes.views import View, is_cast, source_of, swaps_last_two, view_of
 
@@ -49,6 +50,7 @@ _LEFT_ALONE = {
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
+_PACKED_GRADIENT = "gradient x packed weights: they are dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
@@ -62,7 +64,7 @@ def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
 
     inputs: one entry for each argument of the compiled function, in its order.
     """
-    return _Scan(parameters_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
+    return _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
 
 
 def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
@@ -73,6 +75,12 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
         if index is not None and index < len(inputs) and inputs[index].parameter is not None:
             found[node] = inputs[index].parameter
     return found
+
+
+def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+    """The parameters, and the packed weights of experts with the names that their parameters had."""
+    packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
+    return parameters_of(graph, inputs) | {node: parameter_name(_module_of(node)) for node in packed}
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,9 @@ class _Scan:
         m, n, k = product.dims
         weight_is_b = product.weight is b
         root = product.weight.root
+        why = why_not_packed(product)
+        if why is not None:
+            return replace(_left_alone(product, why), module=module_name(self.parameters[root]))
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
         out_features = -1 if weight_is_b != product.swapped else -2
         gemm = self._gemm(
@@ -174,6 +185,8 @@ class _Scan:
             layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, out_features),
         )  # fmt: skip
+        if gemm.packed_weight is not None:  # it has no gradients, nor has it another orientation
+            return gemm
         activation = product.other.view
         if weight_is_b:
             weight = weight.swapped()
@@ -228,6 +241,8 @@ class _Scan:
     def _dgrad(self, product: Product) -> Gemm:
         """Gradient x weight."""
         weight, gradient = product.weight_view, product.other.view
+        if product.weight.root.target is EXPERT_WEIGHTS:
+            return _left_alone(product, _PACKED_GRADIENT)
         if weight is None:
             return _left_alone(product, _BATCHED_WEIGHT)
         m, n, k = product.dims
@@ -265,6 +280,8 @@ class _Scan:
         if side.root is None:
             return _untransposed(side, role)
         name = self.parameters[side.root]
+        if side is product.weight and side.root.target is EXPERT_WEIGHTS:
+            return Operand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
         if side is product.a and side.view.is_batched and product.matrices is None:
             return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A
         return _of_weight(side, product.weight_view, role, name)
@@ -337,6 +354,16 @@ def _unsupported(target: Callable) -> str | None:
     if "scaled_dot_product" in name or name == "flex_attention":
         return _FUSED_ATTENTION
     return f"operator {target}" if _PRODUCT_NAME.search(name) else None
+
+
+def packed_name(parameter: str) -> str:
+    """The submodule that holds a parameter of experts where it is packed."""
+    return f"{parameter}_packed"
+
+
+def parameter_name(packed: str) -> str:
+    """The inverse of `packed_name`."""
+    return packed.removesuffix("_packed")
 
 
 def module_name(parameter: str) -> str:

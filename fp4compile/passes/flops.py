@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
-from fp4compile.passes.find import parameters_of
+from fp4compile.passes.find import weights_of
 from fp4compile.passes.gemm import Gemm, Input
 from fp4compile.passes.grouped import computed_by
 from fp4compile.passes.views import source_of
@@ -57,7 +57,7 @@ class Categories:
     """The kind of layer that each product of one graph belongs to: one of `report.CATEGORIES`."""
 
     def __init__(self, graph: Graph, inputs: tuple[Input, ...], gemms: list[Gemm]):
-        self.parameters = parameters_of(graph, inputs)
+        self.parameters = weights_of(graph, inputs)
         # By the root of each operand of the batched products: the categories of those products. A backward product that
         # tells nothing by itself reads an operand of its forward product again, and so gets its category.
         self.operands: dict[Node, set[str]] = {}

@@ -29,6 +29,7 @@ QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
 QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.quantize_grouped_both.default
 SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
 SCALED_MM_GATHERED = torch.ops.fp4compile.scaled_mm_gathered.default
+EXPERT_WEIGHTS = torch.ops.fp4compile.expert_weights.default
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 CAST = torch.ops.prims.convert_element_type.default
 
@@ -159,3 +160,24 @@ def scaled_mm_of(node: Node) -> ScaledMM:
 
 def _value(node: Node | None):
     return None if node is None else node.meta["val"]
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """What an `expert_weights` node holds, and how its products are to be computed. weights: nodes for tensors."""
+
+    weights: Operand
+    activation: str | None
+    activation_outer: float | None
+
+    @property
+    def layout(self) -> str:
+        """How the block scales lie, "linear" or "swizzled": then they are one run for each matrix."""
+        scales = self.weights.scales
+        return "swizzled" if scales is not None and scales.meta["val"].dim() == 2 else "linear"
+
+
+def expert_weights_of(node: Node) -> ExpertWeights:
+    """The arguments of an `expert_weights` node. Those that have their default value may be missing."""
+    data, scales, outer, fmt, _, _, *how = node.args
+    return ExpertWeights(operand(data, scales, outer, fmt), *(*how, None, None)[:2])

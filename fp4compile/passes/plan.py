@@ -14,7 +14,7 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import scale_layout
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
-from fp4compile.passes.graph import scaled_mm_of
+from fp4compile.passes.graph import expert_weights_of, scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
@@ -74,6 +74,7 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
+    names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
     model = Model.of(recipe, names, layers)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
@@ -92,6 +93,8 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
     reason = gemm.unsupported or _unfit(gemm)
     if reason is not None:
         return Decision(gemm, reason)
+    if gemm.packed_weight is not None:
+        return _of_packed_experts(gemm, gemm.packed_weight)
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
         return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
@@ -172,6 +175,17 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
     a, b = chosen.get("a"), chosen.get("b")
     if _tier(gemm, *_swizzled(a, b)) == "native":
         a, b = _swizzled(a, b)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
+
+
+def _of_packed_experts(gemm: Gemm, weight: Operand) -> Decision:
+    """The product of weights that were packed by a recipe, which then also decided about the activation."""
+    packed = expert_weights_of(weight.source)
+    of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
+    of_activation = None
+    if packed.activation is not None:
+        of_activation = Treatment(packed.activation, packed.activation_outer, layout=packed.layout)
+    a, b = (of_weight, of_activation) if weight is gemm.a else (of_activation, of_weight)
     return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
 
 

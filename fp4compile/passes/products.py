@@ -4,12 +4,14 @@ Entry: `product_of(node, parameters, gradients)`. What a product is for, `find` 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
+from fp4compile.ops import FLOAT_DTYPES
+from fp4compile.passes.graph import EXPERT_WEIGHTS
 from fp4compile.passes.grouped import Factor, Factors, factors_of
 from fp4compile.passes.views import View, source_of, value_key, view_of
 
@@ -21,7 +23,8 @@ class Side:
     """An operand as the graph has it.
 
     swapped: whether the operand is what `node` holds with the last two dimensions exchanged; `view` is the operand's.
-    root: the placeholder of the parameter that all its elements come from; None if they come from anything else.
+    root: the placeholder of the parameter that all its elements come from, or the node of packed experts; None if they
+        come from anything else.
     index: of an operand that takes matrices out of a batch of them, the node that says which; node and view are then
         those of the whole batch, and None is any other operand's.
     """
@@ -161,3 +164,51 @@ def _gathered(view: View, parameters: Collection[Node]) -> Side | None:
     if view.key == taken.key:
         return Side(source, whole, whole.root, False, index)
     return Side(source, whole.swapped(), whole.root, False, index) if view.key == taken.swapped().key else None
+
+
+# ---------------------------------------------------------------- weights of packed experts
+
+
+def why_not_packed(product: Product) -> str | None:
+    """Why a product of packed experts cannot read their codes; None where it can, or where its weight is a parameter.
+
+    It can where it contracts the dimension along which they are quantised, in all matrices or in one of them.
+    """
+    if product.weight.root.target is not EXPERT_WEIGHTS:
+        return None
+    view = _as_stored(product)
+    if not all(dtype in FLOAT_DTYPES for dtype in view.casts):
+        return "packed weights that are cast to another dtype than of floats: they are dequantised"
+    if view.key in (_all(view).key, _one(view).key) and view.offset % _elements(view) == 0:
+        return None
+    if view.swapped().key in (_all(view).key, _one(view).key):
+        return "packed weights that are contracted along another dimension than they are packed: they are dequantised"
+    return "a part of packed weights: they are dequantised"
+
+
+def packed_expert(product: Product) -> int | None:
+    """Which matrix of packed experts a product multiplies; None for all of them. `why_not_packed` says None of it."""
+    view = _as_stored(product)
+    return view.offset // _elements(view) if len(view.size) == 2 else None
+
+
+def _as_stored(product: Product) -> View:
+    """The weight of a product as [..., N, K]."""
+    return product.weight_view.swapped() if product.weight is product.b else product.weight_view
+
+
+def _all(view: View) -> View:
+    """All elements of the root of a view, cast as the view's."""
+    return replace(view_of(view.root), casts=view.casts)
+
+
+def _one(view: View) -> View:
+    """The matrix of the root that begins where a view does."""
+    whole = _all(view)
+    return replace(whole, size=whole.size[1:], stride=whole.stride[1:], offset=view.offset)
+
+
+def _elements(view: View) -> int:
+    """The elements of one matrix of the root."""
+    _, rows, columns = view.root.meta["val"].shape
+    return max(rows * columns, 1)

@@ -24,6 +24,7 @@ from fp4compile.passes.graph import (
     QUANTIZE_GROUPED,
     SCALED_GROUPED_MM,
     SCALED_MM_GATHERED,
+    expert_weights_of,
     fake_value,
     new_node,
 )
@@ -146,6 +147,8 @@ class _Builder:
             dim = -3 - dim  # -1 <-> -2
         meta = self._meta_for(gemm, operand)
         source = operand.source
+        if operand.packed:
+            return self._for_batch(gemm, treatment, self._packed(operand, meta), meta)
         if operand.role == "dgrad_w":
             _casts_never_saved(source)
         if operand.repeated:
@@ -164,8 +167,20 @@ class _Builder:
             self.quantised[key] = self._quantize(source, treatment, dim, meta, (offs,) if alone else ())
             if operand.role == "wgrad_x":
                 mark(self.quantised[key][0].args[0], gemm.node.name)
-        data, scales, outer = self.quantised[key]
-        if gemm.groups in ("batch", "gather") and alone:  # `scaled_mm` takes an outer scale for each row
+        return self._for_batch(gemm, treatment, self.quantised[key], meta)
+
+    def _packed(self, operand: Operand, meta: dict) -> tuple:
+        """(data, scales, outer) of packed experts, or of one of them."""
+        weights = expert_weights_of(operand.source).weights
+        parts = weights.data, weights.scales, weights.outer
+        if operand.expert is None:
+            return parts
+        return tuple(part and self._call(aten.select.int, (part, 0, operand.expert), meta) for part in parts)
+
+    def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> tuple:
+        """(data, scales, outer, format): in a batch, `scaled_mm` takes an outer scale for each row, not each matrix."""
+        data, scales, outer = quantised
+        if gemm.groups in ("batch", "gather") and treatment.per_group:
             shape = [*data.meta["val"].shape[:2], 1]
             outer = self._call(aten.view.default, (outer, [-1, 1, 1]), meta)
             outer = self._call(aten.expand.default, (outer, shape), meta)

@@ -190,9 +190,10 @@ def _ids(node: ast.AST) -> set[int]:
 
 # Modules that give reasons, and strings with spaces in them that are none.
 GIVING_REASONS = (*sorted(Path("fp4compile/passes").glob("*.py")), Path("fp4compile/packed/linear.py"),
-                  Path("fp4compile/packed/pack.py"))  # fmt: skip
+                  Path("fp4compile/packed/pack.py"), Path("fp4compile/packed/experts.py"))  # fmt: skip
 NO_REASONS = (
-    r".+\ .+\ in\ .+\ ms", r".+,\ .+,\ weight=.+,\ activation=.+", "as\\ it\\ comes", r"packed\ layer\ .+:\ .+",
+    r".+\ .+\ in\ .+\ ms", r".+,\ .+,\ weight=.+,\ activation=.+",
+    r".+\ experts,\ .+,\ .+,\ weight=.+,\ activation=.+", "as\\ it\\ comes", r"packed\ layer\ .+:\ .+",
     r"the\ state\ is\ of\ .+,\ the\ layer\ is\ .+", r".+\ is\ .+\ in\ the\ state,\ the\ layer\ has\ .+",
     r"decides\ for\ no\ layer\ of\ the\ model\ \(such\ as\ .+\)", r"and\ the\ model\ has\ no\ layer",
 )  # fmt: skip

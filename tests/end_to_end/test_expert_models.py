@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import fp4compile
 from fp4compile.passes.find import find
 from fp4compile.passes.flops import count
 from fp4compile.recipe import named, resolve
@@ -145,3 +146,35 @@ def test_what_of_the_fallback_is_not_read():
         ((x.bfloat16(), w, offs), "grouped product of operands of different dtypes"),
     ):
         assert [(one.product, one.unsupported) for one in found(*arguments)] == [("other", reason)]
+
+
+def test_packed_models_compute_the_same():
+    """Packed by `pack_`, every weight of linear layers and of experts is gone, and no bit of the logits changes.
+
+    gpt-oss, which stores its weights the other way, is in `test_gpt_oss`.
+    """
+    recipe, found = named("nvfp4").replace(min_m=1), []
+    for pack in (False, True):
+        model = model_of("Qwen3Moe")
+        if pack:
+            rows = fp4compile.pack_(model, recipe).rows
+            assert {row.reason for row in rows} <= {None, "output head", "router: its outputs choose among experts"}
+        torch._dynamo.reset()
+        run, decisions = rewritten(lambda model=model, **inputs: model(**inputs), recipe)
+        with torch.no_grad():
+            found.append(run(input_ids=tokens(), use_cache=False).logits)
+        experts = [d for d in decisions if d.gemm.groups is not None]
+        assert len(experts) == 2 and not any(d.reason for d in experts)
+    assert torch.equal(*found)
+    assert not [p for p in model.parameters() if p.dim() == 3]
+
+
+def test_the_experts_of_llama_4_are_known():
+    from transformers.models.llama4.modeling_llama4 import Llama4TextConfig, Llama4TextExperts
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    model = torch.nn.ModuleList([Llama4TextExperts(Llama4TextConfig(**sizes))])
+    rows = fp4compile.pack_(model, named("nvfp4")).rows
+    assert [(row.module, row.n, row.k, row.reason) for row in rows] == [
+        ("0.gate_up_proj", 192, 64, None), ("0.down_proj", 64, 96, None),
+    ]  # fmt: skip

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import fp4compile
-from fp4compile.packed.linear import BUFFERS, PackedLinear
+from fp4compile.packed.buffers import BUFFERS
+from fp4compile.packed.linear import PackedLinear
 from fp4compile.recipe import named
 
 BF16 = torch.bfloat16

@@ -15,7 +15,8 @@ from torch import nn
 import fp4compile
 from fp4compile.layouts import swizzled_numel
 from fp4compile.packed import files, scales
-from fp4compile.packed.linear import BUFFERS, PackedLinear, buffer_shapes
+from fp4compile.packed.buffers import BUFFERS, buffer_shapes
+from fp4compile.packed.linear import PackedLinear
 from fp4compile.targets import Target
 from tests.helpers.absent_gpu_model import DEVICE, compiled_for, pretended
 from tests.helpers.packed_models import Twice

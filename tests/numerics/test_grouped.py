@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fp4compile
 from fp4compile import formats, ops_grouped, reference  # noqa: F401  defines the ops
@@ -113,6 +114,24 @@ def test_both_directions_are_the_two_quantisations(name):
         rows = ops.quantize_grouped(x, offs, name, **{**options, "hadamard": False})
         columns = ops.quantize_grouped(x, offs, name, -2, **options)
         assert all(map(same, found, (*rows, *columns[:2], columns[2] if apart else torch.empty(0))))
+
+
+@pytest.mark.parametrize("name", formats.NAMED)
+def test_weights_of_experts_are_dequantised_each_as_if_alone(name):
+    """Whatever a product would make of their tokens."""
+    fmt = formats.get(name)
+    x = torch.stack([hard_input(kind, (48, 77), block=fmt.block_cols) for kind in KINDS])
+    for layout in ("linear", "swizzled"):
+        data, scales, outer = ops.quantize_grouped(x, None, name, layout=layout)
+        scales, outer = scales if fmt.scale else None, outer if fmt.outer else None
+        args = (data, scales, outer, name, 77, torch.bfloat16)
+        found = ops.expert_weights(*args, "mxfp8", 0.5)
+        for g, matrix in enumerate(x):
+            alone = reference.quantize(matrix, fmt, None, layout)
+            assert same(found[g], reference.dequantize(*alone, fmt, 77, torch.bfloat16))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = ops.expert_weights(*args)
+    assert (fake.shape, fake.dtype, fake.stride()) == (found.shape, found.dtype, found.stride())
 
 
 @pytest.mark.parametrize("name", ["nvfp4_te", "mxfp4"])
