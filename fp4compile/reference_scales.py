@@ -113,11 +113,11 @@ def _least_error(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     best, winner = torch.full_like(top, torch.inf), byte
     active = torch.ones_like(byte, dtype=torch.bool)
     while active.any():
-        error = block_error(u, _value(byte))
+        error = block_error(u, value(byte))
         better = active & (error <= best)
         best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
         byte = (byte - 1).clamp(min=0)
-        scale = _value(byte)
+        scale = value(byte)
         excess = (top - 6.0 * scale).clamp(min=0.0)
         double_loses = (top < double_wins * scale) | (scale > LAST_WITH_DOUBLE)
         active &= (byte > 0) & (excess * excess <= best) & double_loses
@@ -127,7 +127,7 @@ def _least_error(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 def _four_or_six(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     """The bytes of rule "four_over_six", as `_least_error`."""
     six, four = (_nearest(reference._divide(top, element)) for element in (6.0, 4.0))
-    return torch.where(block_error(u, _value(four)) < block_error(u, _value(six)), four, six)
+    return torch.where(block_error(u, value(four)) < block_error(u, value(six)), four, six)
 
 
 def _first(top: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _first(top: torch.Tensor) -> torch.Tensor:
     return (above + 7).clamp(SUBNORMALS, CANDIDATES)
 
 
-def _value(byte: torch.Tensor) -> torch.Tensor:
+def value(byte: torch.Tensor) -> torch.Tensor:
     """Positive E4M3 bytes (any integers) -> float32."""
     return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -151,13 +151,16 @@ def _nearest(scale: torch.Tensor) -> torch.Tensor:
     return code.view(torch.uint8).to(torch.int32)
 
 
-def block_error(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The squared error [B] of blocks u [B, rows, 16] by a scale [B] each; see above."""
-    scale = scale[:, None, None]
+def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What quantising leaves of magnitudes u (float32) by a scale that broadcasts to them: u - q * scale."""
     y = (u * (1.0 / scale)).clamp(max=6.0)
     q = torch.where(y < 2.0, (2.0 * y).round() * 0.5, torch.where(y < 4.0, y.round(), (0.5 * y).round() * 2.0))
-    rest = u - q * scale
-    total = rest * rest
+    return u - q * scale
+
+
+def block_error(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The squared error [B] of blocks u [B, rows, 16] by a scale [B] each; see above."""
+    total = rest(u, scale[:, None, None]).square()
     for dim in (-1, -2):
         while total.shape[dim] > 1:
             first, second = total.unflatten(dim, (-1, 2)).unbind(dim)
