@@ -109,9 +109,9 @@ def quantize(
     offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `groups`. With dim=0, the
         result has each group padded to whole 128. per_matrix: to quantise each matrix of x [G, R, C] as if it were
         alone. The results are the operands of `scaled_grouped_mm`.
-    scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights, in NVFP4
-        formats that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better
-        one of two; see `reference_scales`. Not with a seed, hadamard or offs.
+    scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
+        that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
+        two; the bits are then those of `reference_scales`. Not with a seed, hadamard or offs.
 
     Returns a `BlockScaled`, which is not differentiable.
 
@@ -143,7 +143,9 @@ def quantize(
         _check_outer(outer, fmt, lead, x.device)
     if seed is not None and (not isinstance(seed, torch.Tensor) or seed.device != x.device):
         raise TypeError(f"seed: expected an int64 torch.Tensor on {x.device}, got {seed!r}")
-    options: dict[str, Any] = {"outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard, "scale_rule": scales}
+    options: dict[str, Any] = {
+        "outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard, "scale_rule": scales
+    }  # fmt: skip
     if grouped:
         dim = dim if dim < 0 else dim - x.dim()
         data, block_scales, computed = torch.ops.fp4compile.quantize_grouped(x.detach(), offs, fmt.name, dim, **options)

@@ -23,11 +23,21 @@ from fp4compile import formats, reference_grouped
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups, check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.ops import LIBRARY, TAGS, check_layout, check_scale_rule, check_training, computed_outer, operand, scales_shape
+from fp4compile.ops import (
+    LIBRARY,
+    TAGS,
+    check_layout,
+    check_scale_rule,
+    check_training,
+    computed_outer,
+    operand,
+    scales_shape,
+)
 
 LIBRARY.define(
     "quantize_grouped(Tensor x, Tensor? offs, str format, int dim=-1, *, Tensor? outer=None, str layout='linear',"
-    " Tensor? seed=None, bool hadamard=False, str scale_rule='amax') -> (Tensor data, Tensor scales, Tensor outer_scale)",
+    " Tensor? seed=None, bool hadamard=False, str scale_rule='amax')"
+    " -> (Tensor data, Tensor scales, Tensor outer_scale)",
     tags=TAGS,
 )
 LIBRARY.define(

@@ -10,28 +10,30 @@ error of the block:
     So that it stays below E4M3's 448, outer scales are made as if E4M3 ended at 256: amax / (6 * 256).
 
 The outer scale is g / 2688 ("mse") or g / 1536 ("four_over_six"), where g is the amax of the tensor; 1 where that is 0.
-An element is E2M1 of x / (scale * outer), divided with one rounding: ModelOpt's codes and scale bytes of a swept weight.
+An element is E2M1 of x / (scale * outer), divided with one rounding. For "mse" these are the bits that ModelOpt writes.
 
-**The error.** Let u = min(|x| * (1 / outer), 2^20). The error of a scale e is the sum of (u - q e)^2, where q is u * (1 /
-e) rounded to E2M1. All is float32 with one rounding an operation; q e is exact. Sums are pairwise: neighbours first,
-along the row and then (square blocks) along the rows. The bound of 2^20 lets no square overflow; it decides nothing,
-because what is larger than 6 * 448 is clipped by every scale alike.
+**The error.** Let u = min(|x| * (1 / outer), 2^20). The error of a scale e is the sum of (u - q e)^2 over the block,
+where q is u * (1 / e) rounded to E2M1. All is float32 with one rounding an operation; q e is exact. Sums are pairwise:
+neighbours first, along the row and then (square blocks) along the rows. The bound of 2^20 lets no square overflow. It
+decides nothing: every scale clips what is larger than 6 * 448.
 
-**Which scales "mse" looks at.** Let a be the largest u of the block, and n its elements (16 or 256).
+**Which scales "mse" looks at.** Let a be the largest u of the block, and n the number of its elements (16 or 256).
 
-- Where a <= 6 e, doubling e never lowers the error: up to 6 e, every multiple of 2 e on E2M1's grid (0, 1, 2, 3, 4, 6
-  times e, and 8 e beyond) is a multiple of e on it. Float32 keeps that: halving is exact, and every operation is
-  monotone. So a scale whose half is a scale too, and at least a / 6, cannot win, nor tie with the smaller one. What is
-  left at or above a / 6 is one octave: 8 scales, or (where halves would be no E4M3 numbers) those up to 15 * 2^-9.
-- Where a >= 8 e and n = 16, doubling e lowers the error: a's own falls from (a - 6 e)^2 by more than 4 e^2, and each of
-  the 15 others rises by at most e^2 / 4, being off the grid of 2 e by half of e. (256 elements: 72 against 63.75, where
-  a >= 15 e.) So no such scale wins while its double is a scale: up to 224.
+- Where a <= 6 e, doubling e never lowers the error. Up to 6 e, the grid of 2 e (0, 1, 2, 3, 4, 6 times e; then 8 e) has
+  no number that the grid of e lacks. Float32 keeps that: halving is exact, and every operation is monotone. So a scale
+  whose half is a scale too, and at least a / 6, is no better than its half, which wins a tie. What is left from a / 6
+  upwards is one octave: 8 scales or, where halves would be no E4M3 numbers, those up to 15 * 2^-9.
+- Where n = 16 and a >= 8 e, doubling e lowers the error. That of a falls by at least 4 e^2, from (a - 6 e)^2. That of
+  each of the 15 others rises by at most e^2 / 4, for what is e / 2 off the grid of 2 e. (n = 256: where a >= 15 e, by
+  72 e^2 against 63.75 e^2.) So such a scale cannot win while its double is a scale, up to 224.
 - Where a > 6 e, a alone costs (a - 6 e)^2, which grows as e falls. Once that exceeds the best error so far, no smaller
   scale can win.
 
-So the search starts at the top of the octave above a / 6 and goes down until one of the last two holds. For a block of
-16 in a tensor whose amax is g, that is at most 8 + 4 of the 126 scales, or the 15 smallest.
+So the search starts at the top of the octave above a / 6, and goes down until one of the last two holds. For a block of
+16 in a tensor whose amax is g, that is at most 12 of the 126 scales, or up to 15 where they are subnormal.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -97,7 +99,7 @@ def best_scales(blocks: torch.Tensor, outer: torch.Tensor, rule: str) -> torch.T
     return byte.view(shape).view(torch.float8_e4m3fn)
 
 
-def _byte(blocks: torch.Tensor, factor: torch.Tensor, search) -> torch.Tensor:
+def _byte(blocks: torch.Tensor, factor: torch.Tensor, search: Callable) -> torch.Tensor:
     """The scale bytes of blocks [B, rows, 16], whose elements are multiplied by a factor [B] first."""
     magnitude = blocks.abs()
     largest = magnitude.amax((-2, -1))

@@ -247,7 +247,8 @@ class _Frame:
 def _cells(row: Row) -> tuple[str, ...]:
     saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
     values = (
-        _shown(row), row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, saved, row.reason
+        _shown(row), row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, saved,
+        row.reason,
     )  # fmt: skip
     return tuple("" if value is None else str(value) for value in values)
 

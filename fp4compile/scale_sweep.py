@@ -79,7 +79,7 @@ def _weighted(w: torch.Tensor, amax: torch.Tensor, hessian: torch.Tensor) -> tor
     return torch.where(blocks.isfinite().all(-1), winner, 0x7F).view(torch.float8_e4m3fn)
 
 
-def _check(w, global_amax, hessian, block) -> None:
+def _check(w: object, global_amax: object, hessian: object, block: tuple[int, int]) -> None:
     if not isinstance(w, torch.Tensor):
         raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
     if w.dtype not in FLOAT_DTYPES:

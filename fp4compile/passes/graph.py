@@ -71,11 +71,16 @@ class Quantise:
 
     @property
     def along_rows(self) -> bool:
-        return self.dim == -1 and not self.hadamard and not self.given_each and self.scale_rule == "amax"
+        return self.dim == -1 and not self.hadamard and self._of_a_pair
 
     @property
     def along_columns(self) -> bool:
-        return self.dim == -2 and not (self.hadamard and self.outer is not None) and not self.given_each and self.scale_rule == "amax"
+        return self.dim == -2 and not (self.hadamard and self.outer is not None) and self._of_a_pair
+
+    @property
+    def _of_a_pair(self) -> bool:
+        """Whether `quantize_both` may serve it."""
+        return not self.given_each and self.scale_rule == "amax"
 
     @property
     def given_each(self) -> bool:

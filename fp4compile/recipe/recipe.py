@@ -51,10 +51,10 @@ class Recipe:
     weight_cache: of inference. "on" keeps packed weights until a change of the parameter is noticed. "off" quantises
         weights at every call. "check" does as "on", and raises RuntimeError where a parameter's contents have changed
         unnoticed; it reads every weight at every call, and is slow.
-    weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference, where a weight is quantised once. "amax"
-        makes them of each block's largest element; "mse" takes the scale of least squared error; "four_over_six" the
-        better one of two. It also holds for layers whose formats a rule gives, where these are NVFP4. Training graphs
-        take "amax", because their weights change at every step.
+    weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference, where a weight is quantised once.
+        "amax" makes them of each block's largest element; "mse" takes the scale of least squared error;
+        "four_over_six" the better one of two. It also holds where a rule gives a layer its formats, if these are NVFP4.
+        Graphs that compute gradients take "amax", because their weights change at every step; the report says so.
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
