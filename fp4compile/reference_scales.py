@@ -30,7 +30,8 @@ decides nothing: every scale clips what is larger than 6 * 448.
   scale can win.
 
 So the search starts at the top of the octave above a / 6, and goes down until one of the last two holds. For a block of
-16 in a tensor whose amax is g, that is at most 12 of the 126 scales, or up to 15 where they are subnormal.
+16 in a tensor whose amax is g, that is at most 12 of the 126 scales, or up to 15 where they are subnormal; for a square
+block 20.
 """
 
 from collections.abc import Callable

@@ -22,7 +22,7 @@ def scale_sweep(
 
     c is one of the 126 positive finite E4M3 numbers divided by 448; a block's step is c * global_amax / 6. Of several
     with the same error it is the smallest. `reference_scales` says how errors are computed. `quantize(w, "nvfp4",
-    scales="mse")` quantises by these very scales: its scale bytes are c * 448.
+    scales="mse")` (with `per_matrix`, of three dimensions) quantises by these very scales: its scale bytes are c * 448.
 
     w: bf16, fp16 or fp32, [N, K] or [E, N, K], of any strides; blocks are completed by zeros.
     global_amax: float32 [] or, of three dimensions, [E] or []; None takes the amax of each matrix.

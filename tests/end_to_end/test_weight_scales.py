@@ -6,9 +6,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
 from fp4compile import Recipe
+from fp4compile.passes.graph import QUANTIZE
+from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.weight_cache import form, packed_weight
 from tests.helpers.graphs import compile_recorded
 
@@ -44,6 +47,7 @@ def test_compiled_and_packed_weights_have_the_scales_asked_for(rule):
     found = compiled(x)
     torch.testing.assert_close(found, by_hand(model, x, rule), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(found, by_hand(model, x, "amax"), rtol=1e-5, atol=1e-5)
+    assert backend.report.counts["hoist"] == 3
     report = fp4compile.pack_(packed, recipe)
     torch.testing.assert_close(packed(x), found, rtol=1e-6, atol=1e-6)
     expected = {"0": rule, "2": None, "4": rule}
@@ -60,6 +64,23 @@ def test_weights_that_stay_in_the_graph_are_swept_there():
     compiled, recorder = compile_recorded(model, fp4compile.backend(recipe))
     torch.testing.assert_close(compiled(x), by_hand(model, x, "mse"), rtol=1e-5, atol=1e-5)
     assert sum(graph.count("scale_rule=mse") for graph in recorder.graphs) == 2
+
+
+def test_quantises_by_different_rules_are_neither_merged_nor_shared():
+    """`quantize_both` knows one rule."""
+    quantize = torch.ops.fp4compile.quantize
+
+    def function(x):
+        pairs = [quantize(x, "nvfp4", dim, scale_rule=rule)[0] for rule in ("mse", "mse", "amax") for dim in (-1, -2)]
+        return [*pairs, quantize(x, "nvfp4", -1, scale_rule="four_over_six")[0]]
+
+    traced = make_fx(function)(torch.randn(32, 48))
+    assert merge_quantize(traced.graph) == 1  # those by "amax"
+    traced.recompile()
+    assert len(traced.graph.find_nodes(op="call_function", target=QUANTIZE)) == 3  # the second pair was the first
+    x = torch.randn(32, 48)
+    for got, expected in zip(traced(x), function(x), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_trained_weights_are_scaled_by_their_amax_and_the_report_says_so():
