@@ -62,7 +62,7 @@ class PackedWeight(nn.Module):
         for name in BUFFERS:
             self.register_buffer(name, None)
 
-    def store(self, weight: torch.Tensor) -> None:
+    def store(self, weight: torch.Tensor, scale_rule: str) -> None:
         """Quantise a weight along the in features, of experts each alone.
 
         Under autocast, it is cast first, as autocast casts it before a product.
@@ -73,9 +73,11 @@ class PackedWeight(nn.Module):
             weight = weight.to(torch.get_autocast_dtype(weight.device.type))
         layout = self.scale_layout_on(weight.device)
         if self.experts is None:
-            found = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout)
+            found = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout, scale_rule=scale_rule)
         else:
-            found = torch.ops.fp4compile.quantize_grouped(weight, None, fmt.name, dim, layout=layout)
+            found = torch.ops.fp4compile.quantize_grouped(
+                weight, None, fmt.name, dim, layout=layout, scale_rule=scale_rule
+            )  # fmt: skip
         data, scales, outer = found
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None

@@ -85,10 +85,13 @@ class Place:
         return self.module._parameters[self.child]
 
 
-def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool) -> None:
-    """Replace a parameter by its packed form. The weights of each expert are quantised alone."""
+def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool, scale_rule: str = "amax") -> None:
+    """Replace a parameter by its packed form. The weights of each expert are quantised alone.
+
+    scale_rule: how their block scales are chosen, see `reference_scales`.
+    """
     packed = empty(tuple(place.parameter.shape), layer_format, in_first, place.parameter.dtype)
-    packed.store(place.parameter)
+    packed.store(place.parameter, scale_rule)
     insert(place, packed)
 
 

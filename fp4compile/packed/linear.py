@@ -49,13 +49,15 @@ class PackedLinear(PackedWeight):
         self.bias = bias
 
     @classmethod
-    def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+    def pack(cls, linear: nn.Module, layer_format: LayerFormat, scale_rule: str = "amax") -> "PackedLinear":
         """The packed form of a linear layer. The weight is quantised along the in features.
+
+        scale_rule: how its block scales are chosen, see `reference_scales`.
 
         Under autocast, it is cast first, as autocast casts it before a product.
         """
         packed = cls.in_place_of(linear, layer_format)
-        packed.store(linear.weight)
+        packed.store(linear.weight, scale_rule)
         return packed
 
     @classmethod

@@ -71,16 +71,17 @@ def pack_(
         linear = model.get_submodule(names[0])
         layer_format = choice.layer_format(names, linear)
         if isinstance(layer_format, LayerFormat):
-            packed = PackedLinear.pack(linear, layer_format)
+            packed = PackedLinear.pack(linear, layer_format, chosen.scale_rule(layer_format.weight))
             for name in names:
                 replace(model, name, packed)
-        report.add([_row(names[0], linear, layer_format)], {})
+        report.add([_row(names[0], linear, layer_format, chosen)], {})
         del linear
     for one in experts:
         layer_format = choice.experts_format(one)
-        row = _experts_row(one, layer_format)
+        row = _experts_row(one, layer_format, chosen)
         if isinstance(layer_format, LayerFormat):
-            pack_parameter(one.place, layer_format, bool(one.in_first))
+            rule = chosen.scale_rule(layer_format.weight)
+            pack_parameter(one.place, layer_format, bool(one.in_first), rule)
         report.add([row] if row else [], {})
     leave_fast_paths(model)
     return report
@@ -197,26 +198,33 @@ def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False
     return Layer(module_name(clean_name(parameter)), (recipe.min_m, outer, inner), tied, experts=experts)
 
 
-def _row(name: str, linear: nn.Module, packed: LayerFormat | str) -> Row:
+def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe) -> Row:
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
-    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed)
+    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed, recipe)
 
 
-def _experts_row(one: _Experts, packed: LayerFormat | str) -> Row | None:
+def _experts_row(one: _Experts, packed: LayerFormat | str, recipe: Recipe) -> Row | None:
     """The row of a parameter; None for one that is no weight of experts by its shape."""
     parameter = one.place.parameter
     if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like
         return None
-    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed)
+    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed, recipe)
 
 
-def _row_of(name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str) -> Row:
+def _row_of(
+    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, recipe: Recipe
+) -> Row:
     inner, outer = sizes
+    rule = None
     if isinstance(packed, str):
         left, right, reason = None, None if dtype is None else str(dtype).removeprefix("torch."), packed
     else:
         left, right, reason = packed.activation, packed.weight, None
-    return Row(name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None)
+        rule = recipe.scale_rule(packed.weight)
+    return Row(
+        name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
+        weight_scales=None if rule == "amax" else rule,
+    )  # fmt: skip
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

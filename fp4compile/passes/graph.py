@@ -70,14 +70,20 @@ class Quantise:
     layout: str
     seed: Node | None
     hadamard: bool
+    scale_rule: str
 
     @property
     def along_rows(self) -> bool:
-        return self.dim == -1 and not self.hadamard and not self.given_each
+        return self.dim == -1 and not self.hadamard and self._of_a_pair
 
     @property
     def along_columns(self) -> bool:
-        return self.dim == -2 and not (self.hadamard and self.outer is not None) and not self.given_each
+        return self.dim == -2 and not (self.hadamard and self.outer is not None) and self._of_a_pair
+
+    @property
+    def _of_a_pair(self) -> bool:
+        """Whether `quantize_both` may serve it."""
+        return not self.given_each and self.scale_rule == "amax"
 
     @property
     def given_each(self) -> bool:
@@ -88,14 +94,15 @@ class Quantise:
     def key(self) -> tuple:
         """What a pair has in common."""
         groups = tuple(None if offs is None else value_key(offs) for offs in self.groups)
-        return value_key(self.source), self.format, self.outer, self.layout, self.seed, groups
+        return value_key(self.source), self.format, self.outer, self.layout, self.seed, self.scale_rule, groups
 
 
 def quantise_of(node: Node) -> Quantise:
     """What a node of `quantize` or `quantize_grouped` is asked for."""
     source, *groups, fmt, dim = arguments_of_quantise(node)
     rank = source.meta["val"].dim()
-    kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False, **node.kwargs}
+    kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False,
+                              "scale_rule": "amax", **node.kwargs}  # fmt: skip
     return Quantise(node, source, tuple(groups), fmt, dim if dim < 0 else dim - rank, **kwargs)
 
 
