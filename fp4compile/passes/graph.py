@@ -16,6 +16,8 @@ from fp4compile.ops import operand  # (the module defines the ops below)
 from fp4compile.passes.views import value_key
 from fp4compile.templates.gemm.choose import Choice, choose
 from fp4compile.templates.gemm.problem import Problem, problem_of
+from fp4compile.templates.grouped.problem import GroupedProblem
+from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
 from fp4compile.templates.launch import target_of
 
 aten = torch.ops.aten
@@ -147,6 +149,13 @@ def scaled_mm_of(node: Node) -> ScaledMM:
         return ScaledMM(node, *operands, bias, out_dtype)
     auxiliaries, steps, dtype = rest
     return ScaledMM(node, *operands, bias, out_dtype, Epilogue.parse(steps, out_dtype, dtype), tuple(auxiliaries))
+
+
+def grouped_problem(node: Node) -> GroupedProblem:
+    """What the kernel of a `scaled_grouped_mm` node is chosen by; sizes may be symbolic."""
+    *operands, offs, rows, out_dtype = (arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args)
+    a, b = operand(*operands[:4]), operand(*operands[4:])
+    return grouped_problem_of(a, b, offs, rows, out_dtype, target_of(offs.device))
 
 
 def _value(node: Node | None):

@@ -32,8 +32,10 @@ from fp4compile.passes.graph import (
     SCALED_MM,
     SCALED_MM_EPILOGUE,
     SCALED_MM_HORIZONTAL,
+    grouped_problem,
     scaled_mm_of,
 )
+from fp4compile.templates.grouped.choose import settled
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     QUANTIZE: ops.quantize_cuda,
@@ -75,6 +77,8 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
         if choice is not None and not (choice.settled and choice.traceable):
             return False
         options = {"choice": choice}
+    if node.target is SCALED_GROUPED_MM and not settled(grouped_problem(node)):
+        return False
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     for place in places:

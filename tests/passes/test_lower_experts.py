@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
@@ -17,17 +19,22 @@ from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 
-NATIVE = "gemm_grouped_block_scaled_sm100"
+NATIVE, TILES = "gemm_grouped_block_scaled_sm100", "gemm_dequant_tiles_grouped"
 
 
-def lowered(sm, function, *shapes, recipe=None):
+def lowered(sm, function, *shapes, recipe=None, dynamic=False):
     """(decisions, names of the launches, names of fp4compile's ops that are left) of function(x, w, integers).
 
-    shapes: of x and w in bf16, and the number of offsets (int32) or of indices (int64, a tuple).
+    shapes: of x and w in bf16, and the number of offsets (int32) or of indices (int64, a tuple). dynamic: whether the
+    number of rows of x is symbolic.
     """
     *floats, integers = shapes
     inputs = (Input(), Input("w"), Input())
-    with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(sm)) as launches:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, enable_python_dispatcher(), dry_run(Target(sm)) as launches:
+        if dynamic:
+            rows, *rest = floats[0]
+            symbol = mode.shape_env.create_symbol(rows, ConstantSource("s"), DimDynamic.DYNAMIC)
+            floats[0] = (mode.shape_env.create_symintnode(symbol, hint=rows), *rest)
         tensors = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in floats]
         kind = torch.int32 if isinstance(integers, int) else torch.int64
         graph = make_fx(function)(*tensors, torch.empty(integers, device="cuda", dtype=kind)).graph
@@ -71,7 +78,22 @@ def test_launches_of_a_forward_product(recipe):
     for groups in (1, 4, 128):
         (decision,), launches, left = lowered(90, grouped, (256, 512), (groups, 1024, 512), groups, recipe=recipe)
         assert (decision.tier, decision.reason) == ("emulated", None) and not left
-        assert launches == [*FORWARD[recipe], "gemm_dequant_tiles_grouped"]
+        if groups > 1:
+            assert launches == [*FORWARD[recipe], TILES]
+        else:  # many rows a group: operands are dequantised once; checked where bfloat16 may not hold a value
+            quantised = 1 if recipe == "nvfp4_weight_only" else 2
+            checked = [TILES] if recipe == "mxfp8" else []
+            assert launches == [*FORWARD[recipe], *["dequant_operand"] * quantised, "gemm_grouped", *checked]
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_a_symbolic_number_of_rows(sm):
+    """On Hopper many rows have another kernel than few: the op stays, and chooses when it runs."""
+    _, launches, left = lowered(sm, grouped, (256, 512), (4, 1024, 512), 4, recipe="mxfp8", dynamic=True)
+    if sm == 90:
+        assert left == ["fp4compile.scaled_grouped_mm.default"] and launches == FORWARD["mxfp8"]
+    else:
+        assert not left and launches[-1] == NATIVE
 
 
 @pytest.mark.parametrize(("recipe", "native"), [
@@ -82,7 +104,7 @@ def test_tier_on_sm100(recipe, native):
     """Block-scaled operands multiply on the matrix units that read them, with swizzled scales."""
     (decision,), launches, left = lowered(100, grouped, (256, 512), (4, 1024, 512), 4, recipe=recipe)
     assert decision.tier == ("native" if native else "emulated") and not left
-    assert launches[-1] == (NATIVE if native else "gemm_dequant_tiles_grouped")
+    assert launches[-1] == (NATIVE if native else TILES)
     assert decision.b.layout == ("swizzled" if native else "linear")
     # TMA copies rows of whole 16 bytes. NVFP4 rows of 48 elements have 24.
     (decision,), launches, _ = lowered(100, grouped, (256, 48), (4, 1024, 48), 4, recipe=recipe)
@@ -91,9 +113,9 @@ def test_tier_on_sm100(recipe, native):
 
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_launches_of_a_weight_gradient(hadamard):
-    for groups in (1, 64):
+    for groups, product in ((1, ["dequant_operand", "dequant_operand", "gemm_grouped"]), (64, [TILES])):
         _, launches, left = lowered(90, backward("nvfp4_te", hadamard), (512, 256), (512, 1024), groups)
-        assert len(launches) == 5 and launches[-1] == "gemm_dequant_tiles_grouped" and not left
+        assert len(launches) == 4 + len(product) and launches[4:] == product and not left
 
 
 def test_experts_of_a_batch_and_by_index():

@@ -5,18 +5,23 @@ Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from triton.runtime import driver
 
-from fp4compile import _compat, formats, reference_grouped
+from fp4compile import _compat, formats, reference_grouped, targets
 from fp4compile.groups import Groups
+from fp4compile.machine_code.ptx import Ptx
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
+from fp4compile.templates import launch
 from fp4compile.templates.launch import dry_run
 from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import hard_input
@@ -25,7 +30,11 @@ from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
+from fp4compile.templates.grouped import dequant_operand  # noqa: E402
 from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm  # noqa: E402
+from fp4compile.templates.grouped.heuristics import grouped_dot_config  # noqa: E402
+from fp4compile.templates.grouped.problem import call_of  # noqa: E402
+from fp4compile.templates.launch import target_of  # noqa: E402
 
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
@@ -204,13 +213,20 @@ def of_matrices(x, format, layout="linear"):
 
 
 def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
-    """Products of values up to 1, in about 100 summands: float32's error, and one rounding to the output's type."""
+    """The kernel for any rows, and that for many where it computes such a product."""
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
-    moved = [Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b)]
-    got = scaled_grouped_mm(*moved, on_device(offs), rows, out_dtype).cpu()
+    a, b = (Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b))
+    assert_close(scaled_grouped_mm(a, b, on_device(offs), rows, out_dtype), expected)
+    call = call_of(a, b, on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
+    if dequant_operand.computes(call.problem):
+        assert_close(dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
+
+
+def assert_close(got, expected):
+    """Products of values up to 1, in about 100 summands: float32's error, and one rounding to the output's type."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    bound = 2.0**-20 if out_dtype == torch.float32 else 2.0**-7
-    got, expected = got.double(), expected.double()
+    bound = 2.0**-20 if expected.dtype == torch.float32 else 2.0**-7
+    got, expected = got.cpu().double(), expected.double()
     assert torch.equal(got.isnan(), expected.isnan())
     largest = expected.nan_to_num(0.0).abs().amax(-1, keepdim=True)
     assert ((got - expected).abs().nan_to_num(0.0) <= bound * largest).all()
@@ -254,8 +270,27 @@ def test_products_of_square_blocks_and_of_small_scales():
     x[40, 32:] = 0.0
     check_product(of_rows(x, offs, "mxfp8"), of_matrices(w, "mxfp8_32x32"), offs)
     check_product(of_rows(x, offs, "nvfp4"), of_matrices(w, "nvfp4_16x16"), offs, out_dtype=torch.bfloat16)
+    w = torch.randn(len(SIZES), 64, 64)
+    check_product(of_rows(x, offs, "mxfp8"), of_matrices(w, "mxfp8_32x32"), offs)
     x[3:133, 5] *= 2.0**-110
     check_product(of_columns(x[:, :16], offs, "mxfp8"), of_columns(x[:, 16:24] * 2.0**60, offs, "mxfp8"), offs)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter has as many multiprocessors as it is told")
+@pytest.mark.parametrize("along_k", [False, True], ids=["rows", "along K"])
+def test_every_program_walks_its_tiles(along_k, monkeypatch):
+    """Of several groups, with different numbers of steps; also with another walk."""
+    monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 2)
+    x, offs = torch.randn(ROWS, 72), offsets()
+    if along_k:
+        a, b = of_columns(torch.randn(ROWS, 130), offs, "nvfp4"), of_columns(x, offs, "nvfp4_te")
+    else:
+        a, b = of_rows(x, offs, "nvfp4"), of_matrices(torch.randn(len(SIZES), 130, 72), "nvfp4_te")
+    call = call_of(a, b, offs, ROWS, torch.bfloat16, target_of(offs.device))
+    config = grouped_dot_config(call.problem)
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, ROWS, torch.bfloat16)
+    assert_close(dequant_operand.run(call, config), expected)
+    assert_close(dequant_operand.run(call, replace(config, bm=64, group_m=2, parts=1)), expected)
 
 
 # ---------------------------------------------------------------- no GPU, no values
@@ -344,12 +379,36 @@ def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
         assert not mode.shape_env.guards
 
 
+@pytest.mark.skipif(INTERPRETING, reason="launches nothing")
+def test_many_rows_in_a_graph(monkeypatch):
+    """Nothing is copied that is not written. The product with rows of small scales is computed into the same memory."""
+    from tests.helpers.absent_gpu import NoGpu  # imports all passes
+
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(90))
+    offs = meta(4, dtype=torch.int32)
+    a, b = meta_operand(meta(512, 128), offs, -1, "mxfp8"), meta_operand(meta(4, 256, 128), None, -1, "mxfp8")
+
+    def product(a_data, a_scales, b_data, b_scales, offs):
+        left, right = Operand(a_data, a_scales, None, a.format), Operand(b_data, b_scales, None, b.format)
+        return scaled_grouped_mm(left, right, offs, 512, torch.bfloat16)
+
+    with FakeTensorMode():
+        tensors = (torch.empty(x.shape, dtype=x.dtype, device="cuda:0")
+                   for x in (a.data, a.scales, b.data, b.scales, offs))  # fmt: skip
+        graph = make_fx(torch.func.functionalize(product))(*tensors).graph
+    launched = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    cloned = [sorted(node.kwargs["tensors_to_clone"]) for node in launched]
+    assert cloned == [["inexact_ptr", "out_ptr"]] * 2 + [["out_ptr"]] * 2
+
+
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize("sm", [90, 100])
 def test_compiles_ahead(sm):
     """Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well.
 
-    Products of operands with linear scales are dequantised on SM100, too.
+    Products of operands with linear scales are dequantised on SM100, too. On Hopper those of many rows are multiplied
+    by `wgmma` while TMA brings the next operands.
     """
     layout, offs = "swizzled" if sm >= 100 else "linear", meta(64, dtype=torch.int32)
     x, w, fmt = meta(8192, 4096), meta(64, 1024, 4096), formats.get("nvfp4_te")
@@ -365,12 +424,18 @@ def test_compiles_ahead(sm):
             scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
     quantise = ["grouped_rows_amax", "quantize_grouped_rows", "grouped_columns_amax", "quantize_grouped_columns"]
     assert [one.kernel.__name__ for one in launches[:4]] == quantise
-    assert {one.kernel.__name__ for one in launches[4:]} == {"gemm_dequant_tiles_grouped"}
+    many = ["dequant_operand", "dequant_operand", "gemm_grouped"] if sm == 90 else ["gemm_dequant_tiles_grouped"]
+    few = ["gemm_dequant_tiles_grouped"] if sm == 90 else []
+    assert [one.kernel.__name__ for one in launches[4:]] == many + many + few
     for one in launches:
         made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, sm, one.num_stages)
         assert spilled_bytes(made.asm["cubin"]) == 0
         assert made.metadata.shared <= 232448
-        if one.kernel.__name__ not in quantise:
+        if one.kernel.__name__ == "gemm_grouped":
+            ptx = Ptx(made.asm["ptx"])
+            assert set(ptx.products) == {"wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16"}
+            assert ptx.tma_loads and ptx.overlap.overlapped, ptx.overlap.why
+        elif one.kernel.__name__ == "gemm_dequant_tiles_grouped":
             assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
 
 

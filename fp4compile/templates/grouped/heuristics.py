@@ -9,6 +9,31 @@ from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.quantize.heuristics import ColumnConfig, LaunchConfig, RowConfig, column_config, row_config
 
+MANY_ROWS = 65  # rows of a group, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`)
+
+
+@dataclass(frozen=True)
+class GroupedDotConfig:
+    """How `gemm_grouped` is launched.
+
+    bm, bn: the tile of the result. bk: elements of a step along K, which divide 128. stages: pipeline stages. parts: of
+    a tile's columns, in which it is stored. num_warps: warps of a program. group_m: row tiles that are walked together,
+    so that the L2 cache serves them.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    parts: int
+    num_warps: int
+    group_m: int = 8
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "STAGES": self.stages,
+                "PARTS": self.parts}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GroupedAmaxConfig(LaunchConfig):
@@ -39,6 +64,17 @@ def grouped_column_config(element: str, block: int) -> ColumnConfig:
 def grouped_amax_config() -> GroupedAmaxConfig:
     """Tiles of 16 rows: many of a group of many rows, and not much beyond the end of a group of few."""
     return GroupedAmaxConfig(num_warps=8, rows=16, blocks=32, block=32)
+
+
+def grouped_dot_config(p: GroupedProblem) -> GroupedDotConfig:
+    """128 x 256 tiles where shared memory holds their stages, else 128 x 128.
+
+    A multiprocessor of Hopper multiplies 16-bit numbers at 2048 products a clock. A step of a 128 x 256 tile takes
+    1024 clocks and reads 48 KB, 48 bytes a clock; one of a 128 x 128 tile takes 512 clocks and reads 32 KB.
+    """
+    if p.target.shared_memory < 200 * 1024:
+        return GroupedDotConfig(128, 128, 32, stages=3, parts=4, num_warps=8)
+    return GroupedDotConfig(128, 256, 64, stages=4, parts=8, num_warps=8)
 
 
 def grouped_tiles_config(p: GroupedProblem) -> DequantTilesConfig:
