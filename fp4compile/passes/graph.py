@@ -16,6 +16,7 @@ from fp4compile.ops import operand  # (the module defines the ops below)
 from fp4compile.passes.views import value_key
 from fp4compile.templates.gemm.choose import Choice, choose
 from fp4compile.templates.gemm.problem import Problem, problem_of
+from fp4compile.templates.grouped import indexed
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
 from fp4compile.templates.launch import target_of
@@ -153,9 +154,20 @@ def scaled_mm_of(node: Node) -> ScaledMM:
 
 def grouped_problem(node: Node) -> GroupedProblem:
     """What the kernel of a `scaled_grouped_mm` node is chosen by; sizes may be symbolic."""
-    *operands, offs, rows, out_dtype = (arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args)
-    a, b = operand(*operands[:4]), operand(*operands[4:])
+    a, b, (offs, rows, out_dtype) = _grouped_values(node)
     return grouped_problem_of(a, b, offs, rows, out_dtype, target_of(offs.device))
+
+
+def reads_by_index(node: Node) -> bool:
+    """Whether a kernel serves a `scaled_mm_gathered` node that reads the matrices through the index."""
+    a, b, (index, out_dtype) = _grouped_values(node)
+    return indexed.serves(a, b, index, out_dtype, target_of(index.device))
+
+
+def _grouped_values(node: Node) -> tuple[Operand, Operand, list]:
+    """A and B of a product of experts, with their (fake) tensors, and its other arguments."""
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
+    return operand(*values[:4]), operand(*values[4:8]), values[8:]
 
 
 def _value(node: Node | None):

@@ -1,10 +1,17 @@
 """How the grouped kernels are launched. Nothing was timed: tiles are those of the dense kernels, as far as they fit."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fp4compile._compat import statically_true
 from fp4compile.layouts import TILE_ROWS
-from fp4compile.templates.gemm.heuristics import DequantTilesConfig, dequant_tiles_config
+from fp4compile.templates.gemm.heuristics import (
+    SKINNY_ROWS,
+    DequantTilesConfig,
+    SkinnyConfig,
+    dequant_tiles_config,
+    skinny_config,
+)
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.quantize.heuristics import ColumnConfig, LaunchConfig, RowConfig, column_config, row_config
@@ -75,6 +82,16 @@ def grouped_dot_config(p: GroupedProblem) -> GroupedDotConfig:
     if p.target.shared_memory < 200 * 1024:
         return GroupedDotConfig(128, 128, 32, stages=3, parts=4, num_warps=8)
     return GroupedDotConfig(128, 256, 64, stages=4, parts=8, num_warps=8)
+
+
+def grouped_skinny_config(p: GroupedProblem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
+    """That of a dense product with the columns of all matrices that are read.
+
+    most: rows of one matrix, at most; of groups it is not known, and those with more rows are several tiles.
+    """
+    rows = p.rows if statically_true(p.rows < most) else most
+    matrices = p.rows if statically_true(p.rows < p.groups) else p.groups
+    return skinny_config(Problem(p.a, p.b, rows, p.n * matrices, p.k, p.out_dtype, p.target))
 
 
 def grouped_tiles_config(p: GroupedProblem) -> DequantTilesConfig:

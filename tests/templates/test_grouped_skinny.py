@@ -1,0 +1,177 @@
+"""Experts with few tokens and packed weights: values in Triton's interpreter, with inline PTX played; machine code.
+
+The interpreter has to be chosen before Triton is imported: `test_in_the_interpreter` runs this file again in a process
+of its own.
+"""
+
+import re
+
+import pytest
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.runtime import driver
+
+from fp4compile import formats, reference, reference_grouped
+from fp4compile.groups import Groups
+from fp4compile.machine_code.check import compile_launch
+from fp4compile.operand import Operand
+from fp4compile.targets import Target
+from fp4compile.templates import launch
+from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.grouped import indexed, skinny
+from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm
+from fp4compile.templates.grouped.problem import call_of
+from fp4compile.templates.launch import dry_run, target_of
+from tests.helpers import in_interpreter, ptx_lanes
+from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
+
+if INTERPRETING:
+    ptx_lanes.install()
+
+SIZES = (0, 3, 0, 11, 1, 0)  # of 17 rows; two are of no group
+
+
+def operands(a, b, offs, rows, n, k, layout="linear"):
+    offs, x, w = torch.tensor(offs, dtype=torch.int32), torch.randn(rows, k), torch.randn(len(offs), n, k)
+    b = formats.get(b)
+    right = Operand(*reference_grouped.quantize_matrices(w, b, -1, None, layout, None, False), b)
+    if isinstance(a, torch.dtype):
+        return Operand(x.to(a)), right, offs
+    a = formats.get(a)
+    return Operand(*reference_grouped.quantize_rows(x, Groups.of(offs, rows), a, None, "linear", None), a), right, offs
+
+
+def check(a, b, offs, config=None, out_dtype=torch.float32):
+    """The kernel's product against the reference's: float32's error, and one rounding to the output's type."""
+    rows = a.data.shape[0]
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
+    call = call_of(on_device(a), on_device(b), on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
+    assert skinny.streams_experts(call.problem)
+    got = skinny.CANDIDATE.run(call, config or skinny.CANDIDATE.configure(call.problem))
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    got, expected = got.cpu().double(), expected.double()
+    assert torch.equal(got.isnan(), expected.isnan())
+    got, expected = got.nan_to_num(0.0), expected.nan_to_num(0.0)
+    bound = 2.0**-18 if out_dtype == torch.float32 else 2.0**-7
+    assert ((got - expected).abs() <= bound * expected.abs().amax()).all()
+
+
+@gpu
+@pytest.mark.parametrize(("a", "layout"), [(torch.bfloat16, "linear"), (torch.float16, "swizzled"),
+                                           ("nvfp4", "swizzled"), ("nvfp4_rowwise", "linear")], ids=str)  # fmt: skip
+def test_products(a, layout):
+    """Groups without rows, with more rows than a tile, rows of no group; sizes that no tile divides."""
+    offs = torch.tensor(SIZES).cumsum(0).tolist()
+    check(*operands(a, "nvfp4", offs, 17, 40, 192, layout))
+
+
+@gpu
+@pytest.mark.parametrize("offs", [(-4, 9, 3, 300, 12), (0, 0), (9,)], ids=str)
+def test_offsets(offs):
+    """Those that decrease, begin below 0, end beyond the rows; groups without anything; one with more than a tile."""
+    check(*operands(torch.bfloat16, "nvfp4_16x16", offs, 9, 32, 64), out_dtype=torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize("config", [SkinnyConfig(2, 1, 4, 4, 2, 3), SkinnyConfig(4, 2, 4, 3, 2, 2),
+                                    SkinnyConfig(8, 1, 4, 3, 1, 1)], ids=str)  # fmt: skip
+def test_every_program_walks_its_tiles(config):
+    """Several tiles of several groups each, whole and ragged ones."""
+    offs = torch.tensor(SIZES).cumsum(0).tolist()
+    for n, k in ((64, 128 * config.warps), (40, 192)):
+        check(*operands(torch.float16, "nvfp4", offs, 17, n, k), config)
+
+
+@gpu
+def test_a_nan_stays_in_its_row():
+    a, b, offs = operands(torch.bfloat16, "nvfp4_one_level", (2, 3, 9), 11, 32, 128)
+    a.data[2] = a.data[10] = torch.nan  # of the second group; of no group
+    check(a, b, offs)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_by_index(rows):
+    """Each few rows have a matrix of their own; negative indices, and some that do not exist."""
+    x, w, fmt = torch.randn(5, rows, 64), torch.randn(4, 24, 64), formats.get("nvfp4_rowwise")
+    a, b = Operand(x.bfloat16()), Operand(*reference.quantize(w, fmt, None, "linear"), fmt)
+    check_indexed(a, b, torch.tensor([3, 0, -1, 3, -4]))
+    a = Operand(*reference.quantize(x, fmt, None, "linear"), fmt)
+    check_indexed(a, b, torch.tensor([3, 0, 9, -1, -9], dtype=torch.int32))
+
+
+def check_indexed(a, b, index):
+    taken = torch.where(index < 0, index + 4, index).clamp(0, 3)
+    each = Operand(b.data[taken], b.scales.view(torch.uint8)[taken].view(b.scales.dtype), b.outer[taken], b.format)
+    expected = reference.scaled_mm(a, each, None, torch.float32)
+    got = indexed.scaled_mm_gathered(on_device(a), on_device(b), on_device(index), torch.float32).cpu()
+    assert got.shape == expected.shape
+    assert ((got - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
+
+
+# ---------------------------------------------------------------- launches and machine code
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched(rows, groups, n, k, a=None):
+    fmt, offs = formats.get("nvfp4"), meta(groups, dtype=torch.int32)
+    with dry_run(Target(90)):
+        b = Operand(
+            *quantize_grouped(meta(groups, n, k), None, fmt, -1, None, "linear", seed=None, transform=False), fmt
+        )
+    with dry_run(Target(90)) as launches:
+        scaled_grouped_mm(Operand(meta(rows, k)), b, offs, rows, torch.bfloat16)
+    return launches
+
+
+@pytest.mark.skipif(INTERPRETING, reason="asks for launches")
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny_grouped"), (64, "gemm_skinny_grouped"),
+                                              (65, "gemm_dequant_tiles_grouped"), (520, "gemm_grouped")])  # fmt: skip
+def test_which_kernel_by_rows(rows, kernel):
+    """Up to 8 rows a group on average are streamed; from 65 on operands are dequantised once."""
+    assert launched(rows, 8, 2048, 1024)[-1].kernel.__name__ == kernel
+
+
+@pytest.mark.skipif(INTERPRETING, reason="launches nothing")
+def test_in_a_graph(monkeypatch):
+    """Nothing is copied that is not written."""
+    from tests.helpers.absent_gpu import NoGpu  # imports all passes
+
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(90))
+
+    fmt = formats.get("nvfp4_one_level")
+
+    def products(x, data, scales, offs, index):
+        b = Operand(data, scales, None, fmt)
+        by_index = indexed.scaled_mm_gathered(Operand(x[:, None]), b, index, torch.bfloat16)
+        return by_index, scaled_grouped_mm(Operand(x), b, offs, len(x), torch.bfloat16)
+
+    shapes = ((12, 128), torch.bfloat16), ((4, 32, 64), fmt.data_dtype), ((4, 32, 8), fmt.scale_dtype)
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in shapes]
+        tensors += [torch.empty(4, dtype=torch.int32, device="cuda:0"), torch.empty(12, dtype=int, device="cuda:0")]
+        graph = make_fx(torch.func.functionalize(products))(*tensors).graph
+    launched = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    assert [sorted(node.kwargs["tensors_to_clone"]) for node in launched] == [["out_ptr", "table_ptr"]] * 2
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code():
+    """Weights of DeepSeek-V3: nothing spills, four programs a multiprocessor, copies of 16 bytes."""
+    (one,) = launched(64, 8, 2048, 7168)
+    compiled = compile_launch(one, 90)
+    assert not compiled.resources.problems and compiled.resources.programs >= 4
+    assert re.search(r"cp\.async\.cg\.shared\.global", compiled.compiled.asm["ptx"])
+    assert re.search(r"mma\.sync\.aligned\.m16n8k16", compiled.compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no mixed tuples")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
