@@ -149,7 +149,7 @@ def test_in_a_graph(monkeypatch):
 
     def products(x, data, scales, offs, index):
         b = Operand(data, scales, None, fmt)
-        by_index = indexed.scaled_mm_gathered(Operand(x[:, None]), b, index, torch.bfloat16)
+        by_index = indexed.scaled_mm_gathered(Operand(x.unsqueeze(1)), b, index, torch.bfloat16)
         return by_index, scaled_grouped_mm(Operand(x), b, offs, len(x), torch.bfloat16)
 
     shapes = ((12, 128), torch.bfloat16), ((4, 32, 64), fmt.data_dtype), ((4, 32, 8), fmt.scale_dtype)
