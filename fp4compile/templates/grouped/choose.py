@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 from fp4compile.groups import padded_rows
-from fp4compile.templates.grouped import block_scaled_sm100, dequant_operand, dequant_tiles, skinny
+from fp4compile.templates.grouped import block_scaled_sm100, dequant_operand, dequant_tiles, library, skinny
 from fp4compile.templates.grouped.heuristics import MANY_ROWS
 from fp4compile.templates.grouped.problem import GroupedCandidate, GroupedProblem
 
 # In order of rank.
 REGISTRY: tuple[GroupedCandidate, ...] = (
     block_scaled_sm100.CANDIDATE,
+    library.CANDIDATE,
     skinny.CANDIDATE,
     dequant_operand.CANDIDATE,
     dequant_tiles.CANDIDATE,
