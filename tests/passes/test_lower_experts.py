@@ -82,9 +82,7 @@ def test_launches_of_a_forward_product(recipe):
         weight_only = recipe == "nvfp4_weight_only"
         if library:  # FP8 matrix units, by the library between two launches
             product = ["group_ends", "clear_ungrouped_rows"]
-        elif (
-            groups == 1
-        ):  # many rows: operands are dequantised once; checked where bfloat16 may not hold a value
+        elif groups == 1:  # many rows: operands are dequantised once; checked where bfloat16 may not hold a value
             checked = [TILES] if recipe == "mxfp8" else []
             product = [*["dequant_operand"] * (1 if weight_only else 2), "gemm_grouped", *checked]
         elif groups == 128 and recipe.startswith("nvfp4"):  # few: weights are streamed

@@ -10,7 +10,6 @@ from fp4compile.templates.gemm.heuristics import (
     DequantTilesConfig,
     SkinnyConfig,
     dequant_tiles_config,
-    skinny_config,
 )
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.grouped.problem import GroupedProblem
@@ -85,13 +84,16 @@ def grouped_dot_config(p: GroupedProblem) -> GroupedDotConfig:
 
 
 def grouped_skinny_config(p: GroupedProblem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
-    """That of a dense product with the columns of all matrices that are read.
+    """most: rows of one matrix, at most; of groups it is not known, and those with more rows are several tiles.
 
-    most: rows of one matrix, at most; of groups it is not known, and those with more rows are several tiles.
+    A step of a warp has 1152 bytes of B for each 16 rows, and 256 for each row of A that exists. With 16 rows of B and
+    up to two of A, A is less than half of B, and there are twice as many tiles; with more, 32 rows of B share them.
+    Registers leave room for four programs a multiprocessor.
     """
-    rows = p.rows if statically_true(p.rows < most) else most
-    matrices = p.rows if statically_true(p.rows < p.groups) else p.groups
-    return skinny_config(Problem(p.a, p.b, rows, p.n * matrices, p.k, p.out_dtype, p.target))
+    most = p.rows if statically_true(p.rows < most) else most
+    rows = next((rows for rows in (2, 4) if statically_true(most <= rows)), SKINNY_ROWS)
+    tiles, stages = (1, 3) if rows == 2 or statically_true(p.rows <= 2 * p.groups) else (2, 2)
+    return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
 
 
 def grouped_tiles_config(p: GroupedProblem) -> DequantTilesConfig:

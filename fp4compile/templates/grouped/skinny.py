@@ -81,17 +81,19 @@ def gemm_skinny_grouped(
     token = lane
     next_tile = tl.program_id(0)
     step_of_next = 0
+    next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles_n, total, ROWS)
     for early in tl.static_range(STAGES):
-        token = _copy_step(first_buffer + early * stage, next_tile, step_of_next, token, lane, a_ptr, b_ptr,
-                           b_scales_ptr, table_ptr, n, k_vectors, tiles_n, total, b_scales_batch,
+        token = _copy_step(first_buffer + early * stage, next_n, step_of_next, next_tile < total, next_group, next_row0,
+                           next_m, token, lane, a_ptr, b_ptr, b_scales_ptr, n, k_vectors, tiles_n, b_scales_batch,
                            B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN)  # fmt: skip
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
+        if step_of_next == 0:
+            next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles_n, total, ROWS)
 
     buffer = first_buffer
     sums_at = first_sums
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        group, row0, end = load_entry(table_ptr, tile // tiles_n)
-        m = tl.minimum(end - row0, ROWS)
+        tile_n, group, row0, m = _part_of(tile, table_ptr, tiles_n, total, ROWS)
         c = ()
         for _ in tl.static_range(4 * TILES):
             c = c + (tl.zeros((32 * WARPS,), tl.float32),)
@@ -103,10 +105,12 @@ def gemm_skinny_grouped(
                 w, token = read_weights(buffer, part, token, lane)
                 if part == TILES - 1:  # every lane has read its operands, so the buffer can be filled again
                     token = do_ptx(WARP_BARRIER, "r", (token,))
-                    token = _copy_step(buffer, next_tile, step_of_next, token, lane, a_ptr, b_ptr, b_scales_ptr,
-                                       table_ptr, n, k_vectors, tiles_n, total, b_scales_batch,
+                    token = _copy_step(buffer, next_n, step_of_next, next_tile < total, next_group, next_row0, next_m,
+                                       token, lane, a_ptr, b_ptr, b_scales_ptr, n, k_vectors, tiles_n, b_scales_batch,
                                        B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN)  # fmt: skip
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
+                    if step_of_next == 0:
+                        next_n, next_group, next_row0, next_m = _part_of(next_tile, table_ptr, tiles_n, total, ROWS)
                 if part == 0:
                     x = interleave_a(x)
                 sums = sums + multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
@@ -115,26 +119,32 @@ def gemm_skinny_grouped(
         token = store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
         a_outer = a_outer_ptr + (row0 if A_OUTER == "row" else group * a_outer_each)
         b_outer = b_outer_ptr + group.to(tl.int64) * b_outer_each
-        token = _store_results(sums_at, tile % tiles_n, token, lane, row0, m, n, a_outer, b_outer, out_ptr,
+        token = _store_results(sums_at, tile_n, token, lane, row0, m, n, a_outer, b_outer, out_ptr,
                                A_OUTER, B_OUTER, COMPUTE, WARPS, TILES, ROWS, ISA)  # fmt: skip
         sums_at = tl.where(sums_at == first_sums, first_sums + WARPS * sums_size, first_sums)
 
 
 @triton.jit
+def _part_of(tile, table_ptr, tiles_n, total, ROWS: tl.constexpr):
+    """(tile of rows of B, group, first row, rows) of a tile; past the last tile, of any."""
+    tile = tl.maximum(tl.minimum(tile, total - 1), 0)
+    group, row0, end = load_entry(table_ptr, tile // tiles_n)
+    return tile % tiles_n, group, row0, tl.minimum(end - row0, ROWS)
+
+
+@triton.jit
 def _copy_step(
-    buffer, tile, step, token, lane, a_ptr, b_ptr, b_scales_ptr, table_ptr, n, k_vectors, tiles_n, total,
+    buffer, tile_n, step, wanted, group, row0, m, token, lane, a_ptr, b_ptr, b_scales_ptr, n, k_vectors, tiles_n,
     b_scales_batch,
     B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`copy_step` of the operands of a tile. Past the last tile nothing is copied."""
-    group, row0, end = load_entry(table_ptr, tl.maximum(tl.minimum(tile, total - 1), 0) // tiles_n)
+    """`copy_step` of what `_part_of` gives. wanted: whether to copy at all."""
     a_ptr += row0.to(tl.int64) * k_vectors * 32
     b_ptr += group.to(tl.int64) * n * k_vectors * 16
     b_scales_ptr += group.to(tl.int64) * b_scales_batch
-    last = tl.where(tile < total, tiles_n, 0)
-    return copy_step(buffer, tile % tiles_n, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_ptr, b_scales_ptr, b_ptr,
-                     b_scales_ptr, tl.minimum(end - row0, ROWS), n, n, n, k_vectors, tiles_n, tiles_n, last,
+    return copy_step(buffer, tile_n, step, token, lane, a_ptr, b_ptr, b_scales_ptr, b_ptr, b_scales_ptr, b_ptr,
+                     b_scales_ptr, m, n, n, n, k_vectors, tiles_n, tiles_n, tl.where(wanted, tiles_n, 0),
                      B_SQUARE, B_SWIZZLED, WARPS, TILES, ROWS, EVEN, 1)  # fmt: skip
 
 

@@ -1,10 +1,12 @@
-"""Experts with few tokens and packed weights: values in Triton's interpreter, with inline PTX played; machine code.
+"""Experts with few tokens and packed weights, and by the library's FP8 product: values, launches, machine code.
 
-The interpreter has to be chosen before Triton is imported: `test_in_the_interpreter` runs this file again in a process
-of its own.
+In Triton's interpreter inline PTX is played. The library is not here: torch's own meta implementation checks the
+arguments, and a stand-in computes. The interpreter has to be chosen before Triton is imported:
+`test_in_the_interpreter` runs this file again in a process of its own.
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,9 +22,10 @@ from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.heuristics import SkinnyConfig
-from fp4compile.templates.grouped import indexed, skinny
+from fp4compile.templates.grouped import indexed, library, skinny
+from fp4compile.templates.grouped.choose import choose
 from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm
-from fp4compile.templates.grouped.problem import call_of
+from fp4compile.templates.grouped.problem import call_of, problem_of
 from fp4compile.templates.launch import dry_run, target_of
 from tests.helpers import in_interpreter, ptx_lanes
 from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
@@ -75,13 +78,14 @@ def test_offsets(offs):
 
 
 @gpu
-@pytest.mark.parametrize("config", [SkinnyConfig(2, 1, 4, 4, 2, 3), SkinnyConfig(4, 2, 4, 3, 2, 2),
-                                    SkinnyConfig(8, 1, 4, 3, 1, 1)], ids=str)  # fmt: skip
-def test_every_program_walks_its_tiles(config):
+@pytest.mark.parametrize(("config", "n", "k"), [
+    (SkinnyConfig(2, 1, 4, 4, 2, 3), 40, 192), (SkinnyConfig(4, 2, 4, 3, 2, 2), 64, 512),
+    (SkinnyConfig(8, 1, 4, 3, 1, 1), 40, 192),
+], ids=str)  # fmt: skip
+def test_every_program_walks_its_tiles(config, n, k):
     """Several tiles of several groups each, whole and ragged ones."""
     offs = torch.tensor(SIZES).cumsum(0).tolist()
-    for n, k in ((64, 128 * config.warps), (40, 192)):
-        check(*operands(torch.float16, "nvfp4", offs, 17, n, k), config)
+    check(*operands(torch.float16, "nvfp4", offs, 17, n, k), config)
 
 
 @gpu
@@ -111,6 +115,39 @@ def check_indexed(a, b, index):
     assert ((got - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
 
 
+# ---------------------------------------------------------------- the library
+
+
+FP8, BF16 = formats.get("float8_rowwise"), torch.bfloat16
+OFFSETS = [(0, 3, 3, 17, 20), (-4, 9, 3, 300, 12), (0, 0), (23,)]
+
+
+def stand_in(a, b, a_scale, b_scale, offs, *, out_dtype, use_fast_accum):
+    """What the library computes; it stops at offsets that decrease, and leaves rows of no group as they were."""
+    assert not use_fast_accum and (offs.diff() >= 0).all() and offs.min() >= 0 and offs[-1] <= len(a)
+    out, start = torch.full((len(a), b.shape[-1]), torch.nan), 0
+    for group, end in enumerate(offs.tolist()):
+        values = a[start:end].float() @ b[group].float()
+        out[start:end] = values * a_scale[start:end, None] * b_scale[group]
+        start = end
+    return out.to(out_dtype)
+
+
+@gpu
+@pytest.mark.parametrize("offs", OFFSETS, ids=str)
+def test_values_by_the_library(offs, monkeypatch):
+    """Offsets as they may come, empty groups; rows of no group are zeros."""
+    if INTERPRETING:
+        monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
+    a, b, offs = operands("float8_rowwise", "float8_rowwise", offs, 23, 48, 32)
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, 23, BF16)
+    call = call_of(on_device(a), on_device(b), on_device(offs), 23, BF16, target_of(on_device(offs).device))
+    got = library.run(call, None).cpu()
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
+    assert (difference <= 2.0**-7 * largest).all() and not got[expected.eq(0).all(-1)].any()
+
+
 # ---------------------------------------------------------------- launches and machine code
 
 
@@ -118,14 +155,12 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launched(rows, groups, n, k, a=None):
+def launched(rows, groups, n, k):
     fmt, offs = formats.get("nvfp4"), meta(groups, dtype=torch.int32)
     with dry_run(Target(90)):
-        b = Operand(
-            *quantize_grouped(meta(groups, n, k), None, fmt, -1, None, "linear", seed=None, transform=False), fmt
-        )
+        b = quantize_grouped(meta(groups, n, k), None, fmt, -1, None, "linear", seed=None, transform=False)
     with dry_run(Target(90)) as launches:
-        scaled_grouped_mm(Operand(meta(rows, k)), b, offs, rows, torch.bfloat16)
+        scaled_grouped_mm(Operand(meta(rows, k)), Operand(*b, fmt), offs, rows, torch.bfloat16)
     return launches
 
 
@@ -169,6 +204,40 @@ def test_machine_code():
     assert not compiled.resources.problems and compiled.resources.programs >= 4
     assert re.search(r"cp\.async\.cg\.shared\.global", compiled.compiled.asm["ptx"])
     assert re.search(r"mma\.sync\.aligned\.m16n8k16", compiled.compiled.asm["ptx"])
+
+
+def meta_operands(rows=512, groups=8, n=256, k=512):
+    row_outer = (meta(rows, 1, dtype=torch.float32), meta(groups, n, 1, dtype=torch.float32))
+    data = meta(rows, k, dtype=torch.float8_e4m3fn), meta(groups, n, k, dtype=torch.float8_e4m3fn)
+    a, b = (Operand(x, None, outer, FP8) for x, outer in zip(data, row_outer, strict=True))
+    return a, b, meta(groups, dtype=torch.int32)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
+def test_the_library_gets_what_torch_asks_for():
+    """Its meta implementation checks dtypes, layouts, alignment and scales, and raises for others."""
+    a, b, offs = meta_operands()
+    with dry_run(Target(90)) as launches:
+        out = scaled_grouped_mm(a, b, offs, 512, BF16)
+    assert (out.shape, out.dtype) == ((512, 256), BF16)
+    assert [one.kernel.__name__ for one in launches] == ["group_ends", "clear_ungrouped_rows"]
+    wrong = replace(b, outer=b.outer[:, :1])
+    with dry_run(Target(90)), pytest.raises(ValueError, match="b_outer"):
+        scaled_grouped_mm(a, wrong, offs, 512, BF16)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
+def test_what_the_library_serves():
+    problem = problem_of(*meta_operands(), 512, BF16, Target(90))
+
+    def served(**changes):
+        return choose(replace(problem, **changes)).name == "library_row_scaled"
+
+    assert served() and served(rows=1, m=1) and served(groups=1023)
+    assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))
+    others = {"n": 264, "k": 520, "rows": 0, "groups": 1024, "out_dtype": torch.float32, "along_k": True}
+    assert not any(served(**{name: value}) for name, value in others.items())
+    assert not served(a=replace(problem.a, outer="tensor")) and not served(b=replace(problem.b, format=None))
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
