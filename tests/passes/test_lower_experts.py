@@ -143,3 +143,12 @@ def test_experts_of_a_batch_and_by_index():
             assert left == ["fp4compile.scaled_mm_gathered.default"]  # stays an op
     _, launches, left = lowered(90, gathered, (6, 512), (4, 1024, 512), (6,), recipe="mxfp8")
     assert left == ["fp4compile.scaled_mm_gathered.default"]
+
+
+def test_an_index_for_other_tokens_raises():
+    with FakeTensorMode():
+        a, b = torch.empty(6, 1, 512, dtype=torch.bfloat16), torch.empty(4, 1024, 512, dtype=torch.bfloat16)
+        for shapes in ((5,), (6, 1)):
+            index = torch.empty(shapes, dtype=torch.int64)
+            with pytest.raises(ValueError, match="a, b, index: expected"):
+                torch.ops.fp4compile.scaled_mm_gathered(a, None, None, None, b, None, None, None, index, torch.bfloat16)

@@ -25,7 +25,8 @@ def serves(a: Operand, b: Operand, index: torch.Tensor, out_dtype: torch.dtype, 
     few = statically_true(index.shape[0] <= _MOST) and statically_true(a.data.shape[1] <= SKINNY_ROWS)
     linear = a.scales is None or a.scales.dim() == 3
     filled = statically_true(a.data.numel() > 0) and statically_true(b.data.shape[1] > 0)
-    if not (target.isa > 0 and few and linear and filled and isinstance(index.shape[0], int)):
+    integers = index.dtype in (torch.int32, torch.int64) and isinstance(index.shape[0], int)
+    if not (target.isa > 0 and few and linear and filled and integers):
         return False
     return streams_experts(_problem(_flat(a), b, index, out_dtype, target))
 
