@@ -56,7 +56,7 @@ def publish_parts(args: argparse.Namespace, settings: dict[str, Any], parts: dic
     """`publish` of several tables, each under its name."""
     found = environment(args.device)
     print(", ".join(f"{name} {value}" for name, value in found.items()))
-    print("\n\n".join(table(rows) for rows in parts.values()))
+    print("\n\n".join(table(rows) for rows in parts.values() if rows))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         content = {"environment": found, "settings": settings, **parts}

@@ -1,6 +1,6 @@
 """How fast are the grouped products of experts, against `torch._grouped_mm` and a loop of products in bf16?
 
-Four parts, each a table, all peers of a part in one run:
+Five parts, each a table, all peers of a part in one run:
 
 decode: 1 to 8 tokens an expert and weights packed once, with bf16 activations ("weight-only") and with activations
     quantised in the measured time ("w4a4"); then 8 tokens that take their experts by index. "of copy": the time of a
@@ -10,6 +10,8 @@ tokens: 16384 tokens under recipes, compiled. "forward" packs weights once and q
     and backward, quantises all operands of the three products in each step. A time is that of a step among steps that
     follow each other, the median of several runs.
 weights: what quantising experts' weights (8 to 32, 8192, 5120) costs against a device copy of the same bytes.
+configurations: the launches of `templates/grouped/heuristics.py` for many and for few tokens of NVFP4, and the best of
+    others; on a GPU only.
 growth: the same 16640 tokens over 1 to 64 experts: our time over that of bf16, and launches of a step.
 
 The sizes of groups are drawn at random once; the loop of products knows them, nothing else does.
@@ -30,6 +32,14 @@ import fp4compile
 from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES
 from benchmarks.quantize import copy_time, nbytes
+from fp4compile import formats
+from fp4compile.operand import Operand
+from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.grouped import dequant_operand, skinny
+from fp4compile.templates.grouped.dispatch import quantize_grouped
+from fp4compile.templates.grouped.heuristics import GroupedDotConfig
+from fp4compile.templates.grouped.problem import GroupedCall, GroupedProblem, call_of
+from fp4compile.templates.launch import target_of
 
 BF16 = torch.bfloat16
 ops = torch.ops.fp4compile
@@ -264,6 +274,56 @@ def launches(step: Callable, device: str) -> int | None:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events())
 
 
+# ---------------------------------------------------------------- configurations
+
+
+def configurations(args: argparse.Namespace) -> Iterator[dict]:
+    """The table's launch of each kernel, and the best three of the others."""
+    if not args.device.startswith("cuda"):
+        return
+    for name in args.models:
+        for kernel, call in grouped_calls(MODELS[name], args.tokens, args.device).items():
+            table, *others = tried(kernel, call.problem)
+            run = KERNELS[kernel].run
+            times = call_times([[partial(run, call, config)] for config in (table, *others)], args)
+            best = sorted(zip(times[1:], others, strict=True), key=lambda pair: pair[0])[:3]
+            for of, (us, config) in [("table", (times[0], table)), *[("tried", each) for each in best]]:
+                yield {"configurations": f"{name}, {kernel}", "of": of, "us": us, "launch": str(config)}
+
+
+KERNELS = {"many": dequant_operand.CANDIDATE, "few": skinny.CANDIDATE}
+
+
+def grouped_calls(shape: Experts, count: int, device: str) -> dict[str, GroupedCall]:
+    """NVFP4 tokens and weights, `count` tokens; weight-only, four tokens an expert."""
+    fmt, weight = formats.get("nvfp4"), shape.weights(device)
+    b = Operand(*quantize_grouped(weight, None, fmt, -1, None, "linear", seed=None, transform=False), fmt)
+    found = {}
+    for kernel, rows in (("many", count), ("few", 4 * shape.experts)):
+        x = shape.rows(rows, device)
+        offs = torch.full((shape.experts,), rows // shape.experts, device=device).cumsum(0).to(torch.int32)
+        a = Operand(x)
+        if kernel == "many":
+            a = Operand(*quantize_grouped(x, offs, fmt, -1, None, "linear", seed=None, transform=False), fmt)
+        found[kernel] = call_of(a, b, offs, rows, BF16, target_of(offs.device))
+    return found
+
+
+def tried(kernel: str, problem: GroupedProblem) -> list:
+    """Configurations, that of the table first. Others differ in the tile, the stages, the walk or the grid."""
+    table = KERNELS[kernel].configure(problem)
+    if kernel == "many":
+        tiles = ((128, 256, 64, 4, 8), (128, 256, 64, 3, 8), (256, 128, 64, 4, 8), (128, 128, 64, 6, 8),
+                 (128, 128, 128, 3, 8), (128, 128, 64, 6, 4))  # fmt: skip
+        every = [GroupedDotConfig(bm, bn, bk, stages, bn // 32, warps, group_m)
+                 for bm, bn, bk, stages, warps in tiles for group_m in (4, 8, 16)]  # fmt: skip
+    else:
+        every = [SkinnyConfig(8, tiles, warps, stages, 1, each * problem.target.multiprocessors)
+                 for tiles in (1, 2) for warps in (4, 8) for stages in (1, 2, 3) for each in (3, 4, 5, 6)
+                 if warps * (stages * (1152 * tiles + 2048) + 1024 * tiles) <= 48 * 1024]  # fmt: skip
+    return [table, *(config for config in every if config != table)]
+
+
 # ---------------------------------------------------------------- times
 
 
@@ -287,7 +347,7 @@ def copy_us(size: int, device: str) -> float | None:
     return copy_time(size, 10) if device.startswith("cuda") else None
 
 
-PARTS = {"decode": decode, "tokens": tokens, "weights": weights, "growth": growth}
+PARTS = {"decode": decode, "tokens": tokens, "weights": weights, "growth": growth, "configurations": configurations}
 
 if __name__ == "__main__":
     main()

@@ -389,7 +389,7 @@ TABLES = {
     "gradient_error": Table("gradient_error_h200.json", gradient_error),
     **{
         f"grouped_mm_{part}": Table("grouped_mm_h200.json", grouped_mm(part))
-        for part in ("decode", "tokens", "weights", "growth")
+        for part in ("decode", "tokens", "weights", "growth", "configurations")
         if (RESULTS / "grouped_mm_h200.json").exists()  # not run on a GPU yet
     },
     **{

@@ -157,9 +157,21 @@ def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     grouped_mm.main(["--device", "cpu", "--recipes", "mxfp8", *sizes, "--out", str(out)])
     content = json.loads(out.read_text())
-    found = {part: tables.grouped_mm(part)(content)[1:] for part in grouped_mm.PARTS}
+    assert content.pop("configurations") == []  # on a GPU only
+    found = {part: tables.grouped_mm(part)(content)[1:] for part in grouped_mm.PARTS if part in content}
     assert {part: len(rows) for part, rows in found.items()} == {"decode": 4, "tokens": 6, "weights": 9, "growth": 2}
     assert [row[1] for row in found["tokens"]] == ["bf16", "loop", "mxfp8"] * 2
+
+
+def test_configurations_of_grouped_products_are_launched_as_asked():
+    with dry_run(Target(90)):
+        calls = grouped_mm.grouped_calls(grouped_mm.Experts(8, 2048, 1024), 16384, "meta")
+    for kernel, call in calls.items():
+        for config in grouped_mm.tried(kernel, call.problem):
+            with dry_run(Target(90)) as made:
+                grouped_mm.KERNELS[kernel].run(call, config)
+            assert config.constants.items() <= made[-1].constants.items()
+        assert grouped_mm.KERNELS[kernel].serves(call.problem)
 
 
 def test_the_peers_of_grouped_products_compute_the_same():
