@@ -18,6 +18,7 @@ from triton.runtime import driver
 from fp4compile import formats, reference, reference_grouped
 from fp4compile.groups import Groups
 from fp4compile.machine_code.check import compile_launch
+from fp4compile.machine_code.ptx import Ptx
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates import launch
@@ -33,6 +34,7 @@ from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
 if INTERPRETING:
     ptx_lanes.install()
 
+FP8, BF16 = formats.get("float8_rowwise"), torch.bfloat16
 SIZES = (0, 3, 0, 11, 1, 0)  # of 17 rows; two are of no group
 
 
@@ -118,7 +120,6 @@ def check_indexed(a, b, index):
 # ---------------------------------------------------------------- the library
 
 
-FP8, BF16 = formats.get("float8_rowwise"), torch.bfloat16
 OFFSETS = [(0, 3, 3, 17, 20), (-4, 9, 3, 300, 12), (0, 0), (23,)]
 
 
@@ -174,36 +175,59 @@ def test_which_kernel_by_rows(rows, kernel):
 
 @pytest.mark.skipif(INTERPRETING, reason="launches nothing")
 def test_in_a_graph(monkeypatch):
-    """Nothing is copied that is not written."""
+    """Nothing is copied that is not written. Many rows with small scales are computed again into the same memory."""
     from tests.helpers.absent_gpu import NoGpu  # imports all passes
 
     monkeypatch.setattr(driver, "_active", NoGpu(90))
     monkeypatch.setattr(launch, "cuda_target", lambda index: Target(90))
+    nvfp4, mxfp8 = formats.get("nvfp4_one_level"), formats.get("mxfp8")
 
-    fmt = formats.get("nvfp4_one_level")
+    def products(x, data, scales, offs, index, rows, rows_scales, matrices, matrices_scales):
+        b = Operand(data, scales, None, nvfp4)
+        many = Operand(rows, rows_scales, None, mxfp8), Operand(matrices, matrices_scales, None, mxfp8)
+        by_index = indexed.scaled_mm_gathered(Operand(x.unsqueeze(1)), b, index, BF16)
+        few = scaled_grouped_mm(Operand(x), b, offs, len(x), BF16)
+        return by_index, few, scaled_grouped_mm(*many, offs, len(rows), BF16)
 
-    def products(x, data, scales, offs, index):
-        b = Operand(data, scales, None, fmt)
-        by_index = indexed.scaled_mm_gathered(Operand(x.unsqueeze(1)), b, index, torch.bfloat16)
-        return by_index, scaled_grouped_mm(Operand(x), b, offs, len(x), torch.bfloat16)
-
-    shapes = ((12, 128), torch.bfloat16), ((4, 32, 64), fmt.data_dtype), ((4, 32, 8), fmt.scale_dtype)
+    fp8, e8m0 = mxfp8.data_dtype, mxfp8.scale_dtype
+    shapes = (
+        ((12, 128), BF16),
+        ((4, 32, 64), nvfp4.data_dtype),
+        ((4, 32, 8), nvfp4.scale_dtype),
+        ((4,), torch.int32),
+        ((12,), torch.int64),
+        ((512, 128), fp8),
+        ((512, 4), e8m0),
+        ((4, 256, 128), fp8),
+        ((4, 256, 4), e8m0),
+    )
     with FakeTensorMode():
-        tensors = [torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in shapes]
-        tensors += [torch.empty(4, dtype=torch.int32, device="cuda:0"), torch.empty(12, dtype=int, device="cuda:0")]
+        tensors = (torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in shapes)
         graph = make_fx(torch.func.functionalize(products))(*tensors).graph
     launched = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    assert [sorted(node.kwargs["tensors_to_clone"]) for node in launched] == [["out_ptr", "table_ptr"]] * 2
+    cloned = [sorted(node.kwargs["tensors_to_clone"]) for node in launched]
+    assert cloned == [["out_ptr", "table_ptr"]] * 2 + [["inexact_ptr", "out_ptr"]] * 2 + [["out_ptr"]] * 2
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_machine_code():
-    """Weights of DeepSeek-V3: nothing spills, four programs a multiprocessor, copies of 16 bytes."""
+    """Weights of DeepSeek-V3 for few rows: four programs a multiprocessor, copies of 16 bytes. Nothing spills."""
     (one,) = launched(64, 8, 2048, 7168)
     compiled = compile_launch(one, 90)
     assert not compiled.resources.problems and compiled.resources.programs >= 4
     assert re.search(r"cp\.async\.cg\.shared\.global", compiled.compiled.asm["ptx"])
     assert re.search(r"mma\.sync\.aligned\.m16n8k16", compiled.compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code_of_many_rows():
+    """`wgmma` while TMA brings the next operands, also those of the program's next tile; 16-byte stores, no spills."""
+    _, product = launched(8192, 8, 2048, 7168)
+    compiled = compile_launch(product, 90)
+    ptx = Ptx(compiled.compiled.asm["ptx"])
+    assert set(ptx.products) == {"wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"}
+    assert ptx.tma_loads and ptx.overlap.overlapped, ptx.overlap.why
+    assert not compiled.resources.problems and set(compiled.sass.widths("STG")) == {16}
 
 
 def meta_operands(rows=512, groups=8, n=256, k=512):
