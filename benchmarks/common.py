@@ -6,12 +6,15 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+
+STEPS = 5  # in one measurement of `step_time`
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -46,12 +49,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def publish(args: argparse.Namespace, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Print the rows as a table; with --out, write them with settings and environment."""
+    publish_parts(args, settings, {"rows": rows})
+
+
+def publish_parts(args: argparse.Namespace, settings: dict[str, Any], parts: dict[str, list[dict[str, Any]]]) -> None:
+    """`publish` of several tables, each under its name."""
     found = environment(args.device)
     print(", ".join(f"{name} {value}" for name, value in found.items()))
-    print(table(rows))
+    print("\n\n".join(table(rows) for rows in parts.values() if rows))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        content = {"environment": found, "settings": settings, "rows": rows}
+        content = {"environment": found, "settings": settings, **parts}
         args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -88,6 +96,27 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return 1e3 * start.elapsed_time(end)
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def step_time(step: Callable[[], object], device: str) -> float:
+    """Milliseconds of a step. Nothing waits between steps, so that the CPU is ahead of the GPU, as in training."""
+    if not device.startswith("cuda"):
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    step()
+    begin.record()
+    for _ in range(STEPS):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / STEPS
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -21,7 +21,6 @@ from fp4compile.cli.demo import MLP, Shape
 
 RECIPES = ("float8_rowwise", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_train")
 MIB = 2**20
-STEPS = 5  # in one measurement
 
 
 def main() -> None:
@@ -63,11 +62,11 @@ def measure(make: Callable, shape: Shape, args) -> dict | None:
         return y
 
     step()
-    _synchronize(args.device)
+    common.synchronize(args.device)
     compiling = time.perf_counter() - start
     for _ in range(3):
         step()
-    times = [_timed(step, args.device) for _ in range(args.repeats)]
+    times = [common.step_time(step, args.device) for _ in range(args.repeats)]
     for tensor in (x, *block.parameters()):
         tensor.grad = None
     peak = _peak(step, args.device)
@@ -102,27 +101,6 @@ def _torchao(name: str) -> Callable:
         return torch.compile(convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(name))), None
 
     return make
-
-
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def _timed(step: Callable, device: str) -> float:
-    """Milliseconds of a step. Nothing waits between steps, so that the CPU is ahead of the GPU, as in training."""
-    if not device.startswith("cuda"):
-        start = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    step()
-    start.record()
-    for _ in range(STEPS):
-        step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / STEPS
 
 
 def _peak(step: Callable, device: str) -> float | None:

@@ -345,6 +345,23 @@ def gradient_error(content: dict) -> Cells:
     return [header, *rows]
 
 
+# ---------------------------------------------------------------- experts
+
+
+def grouped_mm(part: str) -> Callable[[dict], Cells]:
+    """The table of one part of benchmarks/grouped_mm.py: its columns as they are."""
+
+    def cells(content: dict) -> Cells:
+        rows = content[part]
+        return [list(rows[0]), *([_figure(key, value) for key, value in row.items()] for row in rows)]
+
+    return cells
+
+
+def _figure(column: str, value: Any) -> Any:
+    return _number(value, 1 if column.endswith("us") else 2) if isinstance(value, float) else value
+
+
 TABLES = {
     "minilm": Table("minilm_cpu.json", minilm),
     "compile_time": Table("compile_time_cpu.json", compile_time),
@@ -370,6 +387,11 @@ TABLES = {
     "training_loss_512": Table("training_loss_512_h200.json", training_loss),
     "training_loss_with_head": Table("training_loss_with_head_h200.json", training_loss),
     "gradient_error": Table("gradient_error_h200.json", gradient_error),
+    **{
+        f"grouped_mm_{part}": Table("grouped_mm_h200.json", grouped_mm(part))
+        for part in ("decode", "tokens", "weights", "growth", "configurations")
+        if (RESULTS / "grouped_mm_h200.json").exists()  # not run on a GPU yet
+    },
     **{
         f"machine_code_{cells.__name__}": Table(
             "machine_code.json", cells, machine_code_tables.environment, "Compiled ahead of time:"

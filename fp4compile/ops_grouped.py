@@ -254,12 +254,33 @@ def _scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_
     return torch.ops.fp4compile.scaled_mm(a, a_scales, a_outer, a_format, *taken, b_format, None, out_dtype)
 
 
+@torch.library.impl(LIBRARY, "scaled_mm_gathered", "CUDA")
+def scaled_mm_gathered_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype):
+    """`scaled_mm_gathered` by a kernel that reads the matrices through the index, or else of a copy of them."""
+    _check_gathered(a, b, index)
+    from fp4compile.templates.grouped import indexed
+    from fp4compile.templates.launch import target_of
+
+    left, right = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    if indexed.serves(left, right, index, out_dtype, target_of(a.device)):
+        return indexed.scaled_mm_gathered(left, right, index, out_dtype)
+    return _scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
+
+
 @torch.library.register_fake("fp4compile::scaled_mm_gathered", lib=LIBRARY)
 def _scaled_mm_gathered_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype):
-    if a.dim() != 3 or b.dim() != 3 or index.dim() != 1:
-        raise ValueError("a, b, index: expected [S, M, K], [E, N, K] and [S]; got shapes "
-                         f"{tuple(a.shape)}, {tuple(b.shape)} and {tuple(index.shape)}")  # fmt: skip
+    _check_gathered(a, b, index)
     return a.new_empty((a.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype)
+
+
+def _check_gathered(a, b, index) -> None:
+    expected = (
+        f"a, b, index: expected [S, M, K], [E, N, K] and [S]; got shapes {tuple(a.shape)}, {tuple(b.shape)} and "
+        f"{tuple(index.shape)}"
+    )
+    if a.dim() != 3 or b.dim() != 3 or index.dim() != 1:
+        raise ValueError(expected)
+    torch._check_value(a.shape[0] == index.shape[0], lambda: expected)
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,9 @@ from fp4compile.ops import operand  # (the module defines the ops below)
 from fp4compile.passes.views import value_key
 from fp4compile.templates.gemm.choose import Choice, choose
 from fp4compile.templates.gemm.problem import Problem, problem_of
+from fp4compile.templates.grouped import indexed
+from fp4compile.templates.grouped.problem import GroupedProblem
+from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
 from fp4compile.templates.launch import target_of
 
 aten = torch.ops.aten
@@ -163,6 +166,24 @@ def scaled_mm_of(node: Node) -> ScaledMM:
         return ScaledMM(node, *operands, bias, out_dtype)
     auxiliaries, steps, dtype = rest
     return ScaledMM(node, *operands, bias, out_dtype, Epilogue.parse(steps, out_dtype, dtype), tuple(auxiliaries))
+
+
+def grouped_problem(node: Node) -> GroupedProblem:
+    """What the kernel of a `scaled_grouped_mm` node is chosen by; sizes may be symbolic."""
+    a, b, (offs, rows, out_dtype) = _grouped_values(node)
+    return grouped_problem_of(a, b, offs, rows, out_dtype, target_of(offs.device))
+
+
+def reads_by_index(node: Node) -> bool:
+    """Whether a kernel serves a `scaled_mm_gathered` node that reads the matrices through the index."""
+    a, b, (index, out_dtype) = _grouped_values(node)
+    return indexed.serves(a, b, index, out_dtype, target_of(index.device))
+
+
+def _grouped_values(node: Node) -> tuple[Operand, Operand, list]:
+    """A and B of a product of experts, with their (fake) tensors, and its other arguments."""
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
+    return operand(*values[:4]), operand(*values[4:8]), values[8:]
 
 
 def _value(node: Node | None):

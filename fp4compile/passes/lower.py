@@ -10,7 +10,7 @@ A model has hundreds of such nodes, and few that differ. Nodes of one signature 
 A product stays an op, too, where its `Choice` is not settled or not traceable. No one kernel serves a symbolic number
 of rows that may be small or large: the op chooses by the number that comes. Two guarded launches would cost more on the
 GPU than the op. A product that is computed part by part would fill the graph with launches. One that takes experts'
-matrices by index stays as well: what it reads is bytes, and Inductor has no code for block scales as it gathers.
+matrices by index stays as well where it gathers them first: these are bytes, and Inductor has no code for block scales.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,9 +32,13 @@ from fp4compile.passes.graph import (
     SCALED_GROUPED_MM,
     SCALED_MM,
     SCALED_MM_EPILOGUE,
+    SCALED_MM_GATHERED,
     SCALED_MM_HORIZONTAL,
+    grouped_problem,
+    reads_by_index,
     scaled_mm_of,
 )
+from fp4compile.templates.grouped.choose import settled
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     QUANTIZE: ops.quantize_cuda,
@@ -47,6 +51,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     QUANTIZE_GROUPED: ops_grouped.quantize_grouped_cuda,
     QUANTIZE_GROUPED_BOTH: ops_grouped.quantize_grouped_both_cuda,
     SCALED_GROUPED_MM: ops_grouped.scaled_grouped_mm_cuda,
+    SCALED_MM_GATHERED: ops_grouped.scaled_mm_gathered_cuda,
 }
 
 
@@ -77,6 +82,10 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
         if choice is not None and not (choice.settled and choice.traceable):
             return False
         options = {"choice": choice}
+    if node.target is SCALED_GROUPED_MM and not settled(grouped_problem(node)):
+        return False
+    if node.target is SCALED_MM_GATHERED and not reads_by_index(node):
+        return False
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     for place in places:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import common, gradient_error, launches, scale_sweep, training_loss
+from benchmarks import common, gradient_error, grouped_mm, launches, scale_sweep, tables, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.operand import Operand
@@ -155,3 +155,48 @@ def test_the_sweeps_figures_are_written(tmp_path, monkeypatch, capsys):
     assert [row["weight"] for row in rows] == ["32x64 bfloat16", "32x64 float32"]
     assert all(0.5 < row["error"] < 0.95 and row["ModelOpt us"] is None and row["sweep us"] > 0 for row in rows)
     assert "32x64 float32" in capsys.readouterr().out
+
+
+def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
+    """Every part of the benchmark, with its smallest experts; their tables have a row for each measurement."""
+    small = grouped_mm.Experts(4, 32, 64)
+    monkeypatch.setattr(grouped_mm, "MODELS", {"Llama-4": small})
+    for name in ("QUANTISED", "GROWING"):
+        monkeypatch.setattr(grouped_mm, name, small)
+    sizes = ["--tokens", "24", "--growth-tokens", "24", "--replays", "1", "--models", "Llama-4"]
+    out = tmp_path / "out.json"
+    grouped_mm.main(["--device", "cpu", "--recipes", "mxfp8", *sizes, "--out", str(out)])
+    content = json.loads(out.read_text())
+    assert content.pop("configurations") == []  # on a GPU only
+    found = {part: tables.grouped_mm(part)(content)[1:] for part in grouped_mm.PARTS if part in content}
+    assert {part: len(rows) for part, rows in found.items()} == {"decode": 4, "tokens": 6, "weights": 9, "growth": 2}
+    assert [row[1] for row in found["tokens"]] == ["bf16", "loop", "mxfp8"] * 2
+
+
+def test_configurations_of_grouped_products_are_launched_as_asked():
+    with dry_run(Target(90)):
+        calls = grouped_mm.grouped_calls(grouped_mm.Experts(8, 2048, 1024), 16384, "meta")
+    for kernel, call in calls.items():
+        for config in grouped_mm.tried(kernel, call.problem):
+            with dry_run(Target(90)) as made:
+                grouped_mm.KERNELS[kernel].run(call, config)
+            assert config.constants.items() <= made[-1].constants.items()
+        assert grouped_mm.KERNELS[kernel].serves(call.problem)
+
+
+def test_the_peers_of_grouped_products_compute_the_same():
+    torch.manual_seed(0)
+    sizes = grouped_mm.group_sizes(40, 4)
+    shape = grouped_mm.Experts(4, 32, 64)
+    x, weight, offs = shape.rows(40, "cpu"), shape.weights("cpu"), grouped_mm.offsets(sizes, "cpu")
+    assert sum(sizes) == 40
+    expected = torch.nn.functional.grouped_mm(x, weight.mT, offs=offs)
+    torch.testing.assert_close(grouped_mm.loop(x, weight, sizes), expected)
+    packed = torch.ops.fp4compile.quantize_grouped(weight, None, "nvfp4")
+    assert (grouped_mm.weight_only(x, packed, offs) - expected).norm() < 0.2 * expected.norm()
+    assert (grouped_mm.quantised(x, packed, offs) - expected).norm() < 0.2 * expected.norm()
+    index = torch.tensor([3, 0, 3])
+    expected = grouped_mm.gathered_bf16(x[:3, None], weight, index)
+    torch.testing.assert_close(grouped_mm.gathered_loop(x[:3, None], weight, index.tolist()), expected)
+    for format in (None, "nvfp4"):
+        assert (grouped_mm.gathered(x[:3, None], format, packed, index) - expected).norm() < 0.2 * expected.norm()

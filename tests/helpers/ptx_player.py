@@ -92,6 +92,12 @@ def fp8(values, dtype):
     return np.where(np.isnan(values), U32(0x7F), codes)
 
 
+def fp8_values(words):
+    """uint32 [n] of two E4M3 codes -> float64 [n, 2], the lower one first."""
+    codes = np.stack([words & U32(255), words >> U32(8) & U32(255)], -1).astype(np.uint8)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
+
+
 def prmt(a, b, selector):
     """As the instruction: bytes of a and b; the top bit of a nibble asks for the byte's sign in all its bits."""
     source = a.astype(U64) | b.astype(U64) << U64(32)
@@ -181,8 +187,7 @@ def _convert(op, args, get, single):
     if op == "cvt.f32.f16":
         return f16(get(args[0]))[:, 0].astype(F32).view(U32)
     if op == "cvt.rn.f16x2.e4m3x2":
-        bytes = np.stack([get(args[0]) & U32(255), get(args[0]) >> U32(8) & U32(255)], -1).astype(np.uint8)
-        return pack_f16(torch.from_numpy(bytes).view(torch.float8_e4m3fn).double().numpy())
+        return pack_f16(fp8_values(get(args[0])))
     if op == "cvt.rs.satfinite.e2m1x4.f32":
         word = get(args[1])
         codes = (

@@ -278,6 +278,27 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
     assert traced and direct == by_tracing
 
 
+@pretending
+@pytest.mark.parametrize(("recipe", "rows", "expected"), [
+    ("mxfp8", 512, ["dequant_operand"] * 2 + ["gemm_grouped", "gemm_dequant_tiles_grouped"]),
+    ("mxfp8", ANY, ["scaled_grouped_mm"]), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"]),
+    ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"]),
+], ids=["many", "any", "few", "library"])  # fmt: skip
+def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
+    """The kernels of many tokens, of any number, of few, and the library's, as the wrapper calls them."""
+    pretend(monkeypatch, 90)
+
+    def experts(x, w, offs):
+        return F.grouped_mm(x, w.transpose(1, 2), offs=offs)
+
+    shapes, dtypes = ((rows, 512), (4, 256, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
+    found = fused_graph(experts, *shapes, recipe=recipe, dtypes=dtypes, sm=90, paper=nullcontext, fuse=False)
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+    calls = re.findall(r"(\w*grouped\w*|group_ends|dequant_operand)(?:_\d+)?(?:\.run|\.default)?\(", text)
+    names = [re.sub(r"_\d+$", "", call) for call in calls]
+    assert [name for name in names if not name.startswith("quantize")] == expected
+
+
 @pytest.mark.skipif(PRETENDING, reason="is that process")
 def test_in_a_process_of_its_own():
     in_interpreter.assert_passes(__file__, "FP4COMPILE_PRETENDING")

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile.passes.find import Input, find
 from fp4compile.passes.lower import lower
@@ -18,17 +20,22 @@ from fp4compile.recipe import named
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 
-NATIVE = "gemm_grouped_block_scaled_sm100"
+NATIVE, TILES = "gemm_grouped_block_scaled_sm100", "gemm_dequant_tiles_grouped"
 
 
-def lowered(sm, function, *shapes, recipe=None):
+def lowered(sm, function, *shapes, recipe=None, dynamic=False):
     """(decisions, names of the launches, names of fp4compile's ops that are left) of function(x, w, integers).
 
-    shapes: of x and w in bf16, and the number of offsets (int32) or of indices (int64, a tuple).
+    shapes: of x and w in bf16, and the number of offsets (int32) or of indices (int64, a tuple). dynamic: whether the
+    number of rows of x is symbolic.
     """
     *floats, integers = shapes
     inputs = (Input(), Input("w"), Input())
-    with FakeTensorMode(), enable_python_dispatcher(), dry_run(Target(sm)) as launches:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, enable_python_dispatcher(), dry_run(Target(sm)) as launches:
+        if dynamic:
+            rows, *rest = floats[0]
+            symbol = mode.shape_env.create_symbol(rows, ConstantSource("s"), DimDynamic.DYNAMIC)
+            floats[0] = (mode.shape_env.create_symintnode(symbol, hint=rows), *rest)
         tensors = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in floats]
         kind = torch.int32 if isinstance(integers, int) else torch.int64
         graph = make_fx(function)(*tensors, torch.empty(integers, device="cuda", dtype=kind)).graph
@@ -69,11 +76,32 @@ FORWARD = {
 
 @pytest.mark.parametrize("recipe", FORWARD)
 def test_launches_of_a_forward_product(recipe):
-    """On Hopper; whatever the number of groups."""
+    """On Hopper; as many for any number of groups that the same kernel serves."""
+    library = recipe == "float8_rowwise"
     for groups in (1, 4, 128):
         (decision,), launches, left = lowered(90, grouped, (256, 512), (groups, 1024, 512), groups, recipe=recipe)
-        assert (decision.tier, decision.reason) == ("emulated", None) and not left
-        assert launches == [*FORWARD[recipe], "gemm_dequant_tiles_grouped"]
+        assert (decision.tier, decision.reason) == ("native" if library else "emulated", None) and not left
+        weight_only = recipe == "nvfp4_weight_only"
+        if library:  # FP8 matrix units, by the library between two launches
+            product = ["group_ends", "clear_ungrouped_rows"]
+        elif groups == 1:  # many rows: operands are dequantised once; checked where bfloat16 may not hold a value
+            checked = [TILES] if recipe == "mxfp8" else []
+            product = [*["dequant_operand"] * (1 if weight_only else 2), "gemm_grouped", *checked]
+        elif groups == 128 and recipe.startswith("nvfp4"):  # few: weights are streamed
+            product = [*["dequant_operand"] * (not weight_only), "gemm_skinny_grouped"]
+        else:
+            product = [TILES]
+        assert launches == [*FORWARD[recipe], *product]
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+def test_a_symbolic_number_of_rows(sm):
+    """On Hopper many rows have another kernel than few: the op stays, and chooses when it runs."""
+    _, launches, left = lowered(sm, grouped, (256, 512), (4, 1024, 512), 4, recipe="mxfp8", dynamic=True)
+    if sm == 90:
+        assert left == ["fp4compile.scaled_grouped_mm.default"] and launches == FORWARD["mxfp8"]
+    else:
+        assert not left and launches[-1] == NATIVE
 
 
 @pytest.mark.parametrize(("recipe", "native"), [
@@ -84,7 +112,7 @@ def test_tier_on_sm100(recipe, native):
     """Block-scaled operands multiply on the matrix units that read them, with swizzled scales."""
     (decision,), launches, left = lowered(100, grouped, (256, 512), (4, 1024, 512), 4, recipe=recipe)
     assert decision.tier == ("native" if native else "emulated") and not left
-    assert launches[-1] == (NATIVE if native else "gemm_dequant_tiles_grouped")
+    assert launches[-1] == (NATIVE if native else TILES)
     assert decision.b.layout == ("swizzled" if native else "linear")
     # TMA copies rows of whole 16 bytes. NVFP4 rows of 48 elements have 24.
     (decision,), launches, _ = lowered(100, grouped, (256, 48), (4, 1024, 48), 4, recipe=recipe)
@@ -118,9 +146,9 @@ def test_both_directions_of_matrices_in_square_blocks():
 
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_launches_of_a_weight_gradient(hadamard):
-    for groups in (1, 64):
+    for groups, product in ((1, ["dequant_operand", "dequant_operand", "gemm_grouped"]), (64, [TILES])):
         _, launches, left = lowered(90, backward("nvfp4_te", hadamard), (512, 256), (512, 1024), groups)
-        assert len(launches) == 5 and launches[-1] == "gemm_dequant_tiles_grouped" and not left
+        assert len(launches) == 4 + len(product) and launches[4:] == product and not left
 
 
 def test_experts_of_a_batch_and_by_index():
@@ -136,4 +164,18 @@ def test_experts_of_a_batch_and_by_index():
         assert launches.count("quantize_rows") == 2 and launches.count("tensor_amax") == 2
         (decision,), launches, left = lowered(sm, gathered, (6, 512), (4, 1024, 512), (6,), recipe="nvfp4")
         assert (decision.tier, decision.gemm.groups) == (tier, "gather")
-        assert left == ["fp4compile.scaled_mm_gathered.default"]  # stays an op
+        if sm == 90:
+            assert launches[-1] == "gemm_skinny_grouped" and not left  # reads weights through the index
+        else:
+            assert left == ["fp4compile.scaled_mm_gathered.default"]  # stays an op
+    _, launches, left = lowered(90, gathered, (6, 512), (4, 1024, 512), (6,), recipe="mxfp8")
+    assert left == ["fp4compile.scaled_mm_gathered.default"]
+
+
+def test_an_index_for_other_tokens_raises():
+    with FakeTensorMode():
+        a, b = torch.empty(6, 1, 512, dtype=torch.bfloat16), torch.empty(4, 1024, 512, dtype=torch.bfloat16)
+        for shapes in ((5,), (6, 1)):
+            index = torch.empty(shapes, dtype=torch.int64)
+            with pytest.raises(ValueError, match="a, b, index: expected"):
+                torch.ops.fp4compile.scaled_mm_gathered(a, None, None, None, b, None, None, None, index, torch.bfloat16)

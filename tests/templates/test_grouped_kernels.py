@@ -5,6 +5,7 @@ Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile import _compat, formats, reference_grouped
+from fp4compile import _compat, formats, reference_grouped, targets
 from fp4compile.groups import Groups
 from fp4compile.machine_code.check import check_quantize
 from fp4compile.machine_code.launches import GROUPED_CONFIGURATIONS
@@ -27,11 +28,15 @@ from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
+from fp4compile.templates.grouped import dequant_operand  # noqa: E402
 from fp4compile.templates.grouped.dispatch import (  # noqa: E402
     quantize_grouped,
     quantize_grouped_both,
     scaled_grouped_mm,
 )
+from fp4compile.templates.grouped.heuristics import grouped_dot_config  # noqa: E402
+from fp4compile.templates.grouped.problem import call_of  # noqa: E402
+from fp4compile.templates.launch import target_of  # noqa: E402
 
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
@@ -253,13 +258,20 @@ def of_matrices(x, format, layout="linear"):
 
 
 def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
-    """Products of values up to 1, in about 100 summands: float32's error, and one rounding to the output's type."""
+    """The kernel for any rows, and that for many where it computes such a product."""
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
-    moved = [Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b)]
-    got = scaled_grouped_mm(*moved, on_device(offs), rows, out_dtype).cpu()
+    a, b = (Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b))
+    assert_close(scaled_grouped_mm(a, b, on_device(offs), rows, out_dtype), expected)
+    call = call_of(a, b, on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
+    if dequant_operand.computes(call.problem):
+        assert_close(dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
+
+
+def assert_close(got, expected):
+    """Products of values up to 1, in about 100 summands: float32's error, and one rounding to the output's type."""
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    bound = 2.0**-20 if out_dtype == torch.float32 else 2.0**-7
-    got, expected = got.double(), expected.double()
+    bound = 2.0**-20 if expected.dtype == torch.float32 else 2.0**-7
+    got, expected = got.cpu().double(), expected.double()
     assert torch.equal(got.isnan(), expected.isnan())
     largest = expected.nan_to_num(0.0).abs().amax(-1, keepdim=True)
     assert ((got - expected).abs().nan_to_num(0.0) <= bound * largest).all()
@@ -303,8 +315,26 @@ def test_products_of_square_blocks_and_of_small_scales():
     x[40, 32:] = 0.0
     check_product(of_rows(x, offs, "mxfp8"), of_matrices(w, "mxfp8_32x32"), offs)
     check_product(of_rows(x, offs, "nvfp4"), of_matrices(w, "nvfp4_16x16"), offs, out_dtype=torch.bfloat16)
+    w = torch.randn(len(SIZES), 64, 64)
+    check_product(of_rows(x, offs, "mxfp8"), of_matrices(w, "mxfp8_32x32"), offs)
     x[3:133, 5] *= 2.0**-110
     check_product(of_columns(x[:, :16], offs, "mxfp8"), of_columns(x[:, 16:24] * 2.0**60, offs, "mxfp8"), offs)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="the interpreter has as many multiprocessors as it is told")
+@pytest.mark.parametrize("along_k", [False, True], ids=["rows", "along K"])
+def test_every_program_walks_its_tiles(along_k, monkeypatch):
+    """Of several groups, with different numbers of steps."""
+    monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 2)
+    x, offs = torch.randn(ROWS, 72), offsets()
+    if along_k:
+        a, b = of_columns(torch.randn(ROWS, 130), offs, "nvfp4"), of_columns(x, offs, "nvfp4_te")
+    else:
+        a, b = of_rows(x, offs, "nvfp4"), of_matrices(torch.randn(len(SIZES), 130, 72), "nvfp4_te")
+    call = call_of(a, b, offs, ROWS, torch.bfloat16, target_of(offs.device))
+    config = replace(grouped_dot_config(call.problem), bm=64, bn=64, parts=1, group_m=2)
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, ROWS, torch.bfloat16)
+    assert_close(dequant_operand.run(call, config), expected)
 
 
 # ---------------------------------------------------------------- no GPU, no values
@@ -421,11 +451,14 @@ def test_products_compile_ahead():
         scaled_grouped_mm(down, down, offs, 8192, torch.bfloat16)
         few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
         scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
+    many = ["dequant_operand", "dequant_operand", "gemm_grouped"]
+    assert [one.kernel.__name__ for one in found] == [*many, *many, "gemm_dequant_tiles_grouped"]
     for one in found:
         made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90, one.num_stages)
-        assert one.kernel.__name__ == "gemm_dequant_tiles_grouped" and spilled_bytes(made.asm["cubin"]) == 0
+        assert spilled_bytes(made.asm["cubin"]) == 0
         assert made.metadata.shared <= 232448
-        assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
+        if one.kernel.__name__ == "gemm_dequant_tiles_grouped":
+            assert re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10", made.asm["ptx"])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

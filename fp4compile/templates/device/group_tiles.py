@@ -41,12 +41,15 @@ def tiles_of_program(tiles):
 
 
 @triton.jit
-def store_entry(table_ptr, tile, group, first, end):
-    """Entries (group, first, end) of the tiles, int32 [COUNT] each, in the table int32 [tiles, 4] of `load_entry`."""
+def store_entry(table_ptr, tile, group, first, end, wanted=None):
+    """Entries (group, first, end) of the tiles, int32 [COUNT] each, in the table int32 [tiles, 4] of `load_entry`.
+
+    wanted: of which tiles; None: of all.
+    """
     at = table_ptr + tile * 4
-    tl.store(at, group)
-    tl.store(at + 1, first)
-    tl.store(at + 2, end)
+    tl.store(at, group, mask=wanted)
+    tl.store(at + 1, first, mask=wanted)
+    tl.store(at + 2, end, mask=wanted)
 
 
 @triton.jit
@@ -54,3 +57,14 @@ def load_entry(table_ptr, tile):
     """(group, first, end) of a tile, which this program has stored and then passed a barrier."""
     at = table_ptr + tile * 4
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def clear_rows(out_ptr, start, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Zeros in the rows from `start` on of out [m, n], by all programs together."""
+    zeros = tl.zeros((ROWS, COLS), out_ptr.dtype.element_ty)
+    for row0 in range(start + tl.program_id(0) * ROWS, m, tl.num_programs(0) * ROWS):
+        row = (row0 + tl.arange(0, ROWS))[:, None]
+        for col0 in range(0, n, COLS):
+            col = (col0 + tl.arange(0, COLS))[None, :]
+            tl.store(out_ptr + row.to(tl.int64) * n + col, zeros, mask=(row < m) & (col < n))

@@ -75,7 +75,7 @@ _MULTIPLY_STEP_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] 
 
 
 @triton.jit
-def _multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
+def multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
     """A lane's four sums c plus the products of a step's B (w) and A (x)."""
     ptx: tl.constexpr = select_ptx(_MULTIPLY_STEP, COMPUTE, CHAINS)
     return tl.inline_asm_elementwise(
@@ -91,7 +91,7 @@ _STORE_TWO_SUMS = tl.constexpr(
 
 
 @triton.jit
-def _store_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
+def store_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
     """Store a warp's sums to shared memory as [16 * TILES, ROWS], then wait for all warps. Returns a token."""
     row_m = lane % 4 * 2
     wanted = (row_m < ROWS).to(tl.int32)
@@ -164,10 +164,10 @@ def gemm_skinny(
                     next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
                 if part == 0:
                     x = interleave_a(x)
-                sums = sums + _multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
+                sums = sums + multiply_step(w, x, c[4 * part : 4 * part + 4], COMPUTE, CHAINS)
             c = sums
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * stage, first_buffer, buffer + stage)
-        token = _store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
+        token = store_sums(sums_at + lane // 32 * sums_size, c, token, lane, TILES, ROWS)
         token = _store_results(sums_at, tile, token, lane, m, n, n_1, n_2, tiles, tiles_1, a_outer_ptr, b_outer_ptr,
                                bias_ptr, out_ptr, b_outer_1_ptr, bias_1_ptr, out_1_ptr, b_outer_2_ptr, bias_2_ptr,
                                out_2_ptr, A_OUTER, B_OUTER, BIAS, COMPUTE, WARPS, TILES, ROWS, ISA,

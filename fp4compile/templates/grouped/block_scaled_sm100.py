@@ -43,6 +43,7 @@ from fp4compile.templates.device.block_scaled_tile import (
 )
 from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, stored, stored_ptr
 from fp4compile.templates.device.group_tiles import (
+    clear_rows,
     ends_of,
     last_of,
     load_entry,
@@ -58,17 +59,6 @@ from fp4compile.templates.launch import launch
 from fp4compile.templates.quantize.views import power_of_two
 
 _ANY_SIZE = 2**14  # what stands for a symbolic number of rows where a configuration is chosen
-
-
-@triton.jit
-def _clear_rows(out_ptr, start, m, n, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Zeros in the rows from `start` on of out [m, n], by all programs together."""
-    zeros = tl.zeros((ROWS, COLS), out_ptr.dtype.element_ty)
-    for row0 in range(start + tl.program_id(0) * ROWS, m, tl.num_programs(0) * ROWS):
-        row = (row0 + tl.arange(0, ROWS))[:, None]
-        for col0 in range(0, n, COLS):
-            col = (col0 + tl.arange(0, COLS))[None, :]
-            tl.store(out_ptr + row.to(tl.int64) * n + col, zeros, mask=(row < m) & (col < n))
 
 
 @triton.jit
@@ -117,7 +107,7 @@ def gemm_grouped_block_scaled_sm100(
         tiles = tiles_m * tiles_n  # of a group
         mine = tiles_of_program(groups * tiles)
     else:
-        _clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
+        clear_rows(out_ptr, last_of(ends), m, n, 4, 512)
         tiles_m = last_of(padded_ends)
         mine = tiles_of_program(tiles_m * tiles_n)
         before = starts - (padded_ends - padded) * 128  # rows of the groups before, without their padding

@@ -34,7 +34,7 @@ def from_column(ptr, scales_ptr, row, padded_tile, ELEMENT: tl.constexpr, SWIZZL
 
 @triton.jit
 def gemm_dequant_tiles_grouped(
-    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, offs_ptr, out_ptr,
+    a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, offs_ptr, out_ptr, wanted_ptr,
     rows, m, n, units, blocks, a_per_row, b_per_row, b_scales_batch,
     A_ELEMENT: tl.constexpr, A_SCALE: tl.constexpr, A_SQUARE: tl.constexpr, A_SWIZZLED: tl.constexpr,
     A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
@@ -42,14 +42,18 @@ def gemm_dequant_tiles_grouped(
     B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, ALONG_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, GROUP_M: tl.constexpr,
-    STAGES: tl.constexpr, ISA: tl.constexpr,
+    STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of out: [rows, n] or (ALONG_K) [GROUPS, m, n].
 
     a, b: [rows, K] and [GROUPS, n, K], or [m, W] and [n, W]; offs: int32 [GROUPS]. units, blocks, *_per_row, *_ALIGN:
     as in `gemm_dequant_tiles`, of K or W. b_scales_batch: bytes of scales of one matrix of B. *_OUTER "tensor": one
     outer scale; "group": [GROUPS]; "row": of A [rows], or [GROUPS, m]; of B [GROUPS, n].
+    GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
+    if GUARD:  # noqa: SIM102 (the pointer is read only then)
+        if tl.load(wanted_ptr) == 0:
+            return
     lane = tl.arange(0, lanes_of(GROUPS))
     before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
     offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
@@ -120,9 +124,15 @@ def gemm_dequant_tiles_grouped(
     store_rounded(out_ptr, (out_row + row) * n + col, acc, (row < m) & (col < n), ISA)
 
 
-def run(call: GroupedCall, config: DequantTilesConfig) -> torch.Tensor:
-    """The products of all groups, in one launch."""
-    p, out = call.problem, call.empty()
+def run(
+    call: GroupedCall,
+    config: DequantTilesConfig,
+    out: torch.Tensor | None = None,
+    wanted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The products of all groups, in one launch; into `out`, and only if the int32 at `wanted` is set."""
+    p = call.problem
+    out = call.empty() if out is None else out
     tiles_m = ceil_div(p.m, config.bm) * p.groups if p.along_k else p.rows // config.bm + p.groups + 1
     a_scales, b_scales = (out if x.scales is None else x.scales for x in (call.a, call.b))  # `out` is never read
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))
@@ -133,9 +143,10 @@ def run(call: GroupedCall, config: DequantTilesConfig) -> torch.Tensor:
     launch(
         gemm_dequant_tiles_grouped, tiles_m * ceil_div(p.n, config.bn),
         call.a.data, a_scales, a_outer, call.b.data, b_scales, b_outer, call.offs, out,
-        p.rows, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block), call.a.units_per_row, call.b.units_per_row,
-        call.b.scale_bytes, num_warps=config.num_warps, **constants, BLOCK=p.block, COMPUTE=p.compute,
-        GROUPS=p.groups, ALONG_K=p.along_k, ISA=p.target.isa,
+        out if wanted is None else wanted, p.rows, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
+        call.a.units_per_row, call.b.units_per_row, call.b.scale_bytes, num_warps=config.num_warps,
+        **constants, BLOCK=p.block, COMPUTE=p.compute, GROUPS=p.groups, ALONG_K=p.along_k,
+        GUARD=int(wanted is not None), ISA=p.target.isa,
     )  # fmt: skip
     return out
 

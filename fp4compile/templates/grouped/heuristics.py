@@ -1,13 +1,44 @@
 """How the grouped kernels are launched. Nothing was timed: tiles are those of the dense kernels, as far as they fit."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fp4compile._compat import statically_true
 from fp4compile.layouts import TILE_ROWS
-from fp4compile.templates.gemm.heuristics import DequantTilesConfig, dequant_tiles_config
+from fp4compile.templates.gemm.heuristics import (
+    SKINNY_ROWS,
+    DequantTilesConfig,
+    SkinnyConfig,
+    dequant_tiles_config,
+)
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.quantize.heuristics import ColumnConfig, LaunchConfig, RowConfig, column_config, row_config
+
+MANY_ROWS = 65  # rows of a group, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`)
+
+
+@dataclass(frozen=True)
+class GroupedDotConfig:
+    """How `gemm_grouped` is launched.
+
+    bm, bn: the tile of the result. bk: elements of a step along K, which divide 128. stages: pipeline stages. parts: of
+    a tile's columns, in which it is stored. num_warps: warps of a program. group_m: row tiles that are walked together,
+    so that the L2 cache serves them.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    parts: int
+    num_warps: int
+    group_m: int = 8
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BM": self.bm, "BN": self.bn, "BK": self.bk, "GROUP_M": self.group_m, "STAGES": self.stages,
+                "PARTS": self.parts}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +70,30 @@ def grouped_column_config(element: str, block: int) -> ColumnConfig:
 def grouped_amax_config() -> GroupedAmaxConfig:
     """Tiles of 16 rows: many of a group of many rows, and not much beyond the end of a group of few."""
     return GroupedAmaxConfig(num_warps=8, rows=16, blocks=32, block=32)
+
+
+def grouped_dot_config(p: GroupedProblem) -> GroupedDotConfig:
+    """128 x 256 tiles where shared memory holds their stages, else 128 x 128.
+
+    A multiprocessor of Hopper multiplies 16-bit numbers at 2048 products a clock. A step of a 128 x 256 tile takes
+    1024 clocks and reads 48 KB, 48 bytes a clock; one of a 128 x 128 tile takes 512 clocks and reads 32 KB.
+    """
+    if p.target.shared_memory < 200 * 1024:
+        return GroupedDotConfig(128, 128, 32, stages=3, parts=4, num_warps=8)
+    return GroupedDotConfig(128, 256, 64, stages=4, parts=8, num_warps=8)
+
+
+def grouped_skinny_config(p: GroupedProblem, most: Any = SKINNY_ROWS) -> SkinnyConfig:
+    """most: rows of one matrix, at most; of groups it is not known, and those with more rows are several tiles.
+
+    A step of a warp has 1152 bytes of B for each 16 rows, and 256 for each row of A that exists. With 16 rows of B and
+    up to two of A, A is less than half of B, and there are twice as many tiles; with more, 32 rows of B share them.
+    Registers leave room for four programs a multiprocessor.
+    """
+    most = p.rows if statically_true(p.rows < most) else most
+    rows = next((rows for rows in (2, 4) if statically_true(most <= rows)), SKINNY_ROWS)
+    tiles, stages = (1, 3) if rows == 2 or statically_true(p.rows <= 2 * p.groups) else (2, 2)
+    return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
 
 
 def grouped_tiles_config(p: GroupedProblem) -> DequantTilesConfig:

@@ -50,6 +50,11 @@ class GroupedProblem:
         return compute_of(self.a, self.b)
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of operands that are dequantised in memory: 16 bits."""
+        return torch.float16 if self.compute == "fp16" else torch.bfloat16
+
+    @property
     def shape(self) -> tuple:
         """Of the result."""
         return (self.groups, self.m, self.n) if self.along_k else (self.rows, self.n)

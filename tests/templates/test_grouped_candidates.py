@@ -1,0 +1,270 @@
+"""Experts with few tokens and packed weights, and by the library's FP8 product: values, launches, machine code.
+
+In Triton's interpreter inline PTX is played. The library is not here: torch's own meta implementation checks the
+arguments, and a stand-in computes. The interpreter has to be chosen before Triton is imported:
+`test_in_the_interpreter` runs this file again in a process of its own.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.runtime import driver
+
+from fp4compile import formats, reference, reference_grouped
+from fp4compile.groups import Groups
+from fp4compile.machine_code.check import compile_launch
+from fp4compile.machine_code.ptx import Ptx
+from fp4compile.operand import Operand
+from fp4compile.targets import Target
+from fp4compile.templates import launch
+from fp4compile.templates.gemm.heuristics import SkinnyConfig
+from fp4compile.templates.grouped import indexed, library, skinny
+from fp4compile.templates.grouped.choose import choose
+from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm
+from fp4compile.templates.grouped.problem import call_of, problem_of
+from fp4compile.templates.launch import dry_run, target_of
+from tests.helpers import in_interpreter, ptx_lanes
+from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
+
+if INTERPRETING:
+    ptx_lanes.install()
+
+FP8, BF16 = formats.get("float8_rowwise"), torch.bfloat16
+SIZES = (0, 3, 0, 11, 1, 0)  # of 17 rows; two are of no group
+
+
+def operands(a, b, offs, rows, n, k, layout="linear"):
+    offs, x, w = torch.tensor(offs, dtype=torch.int32), torch.randn(rows, k), torch.randn(len(offs), n, k)
+    b = formats.get(b)
+    right = Operand(*reference_grouped.quantize_matrices(w, b, -1, None, layout, None, False), b)
+    if isinstance(a, torch.dtype):
+        return Operand(x.to(a)), right, offs
+    a = formats.get(a)
+    return Operand(*reference_grouped.quantize_rows(x, Groups.of(offs, rows), a, None, "linear", None), a), right, offs
+
+
+def check(a, b, offs, config=None, out_dtype=torch.float32):
+    """The kernel's product against the reference's: float32's error, and one rounding to the output's type."""
+    rows = a.data.shape[0]
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
+    call = call_of(on_device(a), on_device(b), on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
+    assert skinny.streams_experts(call.problem)
+    got = skinny.CANDIDATE.run(call, config or skinny.CANDIDATE.configure(call.problem))
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    got, expected = got.cpu().double(), expected.double()
+    assert torch.equal(got.isnan(), expected.isnan())
+    got, expected = got.nan_to_num(0.0), expected.nan_to_num(0.0)
+    bound = 2.0**-18 if out_dtype == torch.float32 else 2.0**-7
+    assert ((got - expected).abs() <= bound * expected.abs().amax()).all()
+
+
+@gpu
+@pytest.mark.parametrize(("a", "layout"), [(torch.bfloat16, "linear"), (torch.float16, "swizzled"),
+                                           ("nvfp4", "swizzled"), ("nvfp4_rowwise", "linear")], ids=str)  # fmt: skip
+def test_products(a, layout):
+    """Groups without rows, with more rows than a tile, rows of no group; sizes that no tile divides."""
+    offs = torch.tensor(SIZES).cumsum(0).tolist()
+    check(*operands(a, "nvfp4", offs, 17, 40, 192, layout))
+
+
+@gpu
+@pytest.mark.parametrize("offs", [(-4, 9, 3, 300, 12), (0, 0), (9,)], ids=str)
+def test_offsets(offs):
+    """Those that decrease, begin below 0, end beyond the rows; groups without anything; one with more than a tile."""
+    check(*operands(torch.bfloat16, "nvfp4_16x16", offs, 9, 32, 64), out_dtype=torch.bfloat16)
+
+
+@gpu
+@pytest.mark.parametrize(("config", "n", "k"), [
+    (SkinnyConfig(2, 1, 4, 4, 2, 3), 40, 192), (SkinnyConfig(4, 2, 4, 3, 2, 2), 64, 512),
+    (SkinnyConfig(8, 1, 4, 3, 1, 1), 40, 192),
+], ids=str)  # fmt: skip
+def test_every_program_walks_its_tiles(config, n, k):
+    """Several tiles of several groups each, whole and ragged ones."""
+    offs = torch.tensor(SIZES).cumsum(0).tolist()
+    check(*operands(torch.float16, "nvfp4", offs, 17, n, k), config)
+
+
+@gpu
+def test_a_nan_stays_in_its_row():
+    a, b, offs = operands(torch.bfloat16, "nvfp4_one_level", (2, 3, 9), 11, 32, 128)
+    a.data[2] = a.data[10] = torch.nan  # of the second group; of no group
+    check(a, b, offs)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_by_index(rows):
+    """Each few rows have a matrix of their own; negative indices, and some that do not exist."""
+    x, w, fmt = torch.randn(5, rows, 64), torch.randn(4, 24, 64), formats.get("nvfp4_rowwise")
+    a, b = Operand(x.bfloat16()), Operand(*reference.quantize(w, fmt, None, "linear"), fmt)
+    check_indexed(a, b, torch.tensor([3, 0, -1, 3, -4]))
+    a = Operand(*reference.quantize(x, fmt, None, "linear"), fmt)
+    check_indexed(a, b, torch.tensor([3, 0, 9, -1, -9], dtype=torch.int32))
+
+
+def check_indexed(a, b, index):
+    taken = torch.where(index < 0, index + 4, index).clamp(0, 3)
+    each = Operand(b.data[taken], b.scales.view(torch.uint8)[taken].view(b.scales.dtype), b.outer[taken], b.format)
+    expected = reference.scaled_mm(a, each, None, torch.float32)
+    got = indexed.scaled_mm_gathered(on_device(a), on_device(b), on_device(index), torch.float32).cpu()
+    assert got.shape == expected.shape
+    assert ((got - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
+
+
+# ---------------------------------------------------------------- the library
+
+
+OFFSETS = [(0, 3, 3, 17, 20), (-4, 9, 3, 300, 12), (0, 0), (23,)]
+
+
+def stand_in(a, b, a_scale, b_scale, offs, *, out_dtype, use_fast_accum):
+    """What the library computes; it stops at offsets that decrease, and leaves rows of no group as they were."""
+    assert not use_fast_accum and (offs.diff() >= 0).all() and offs.min() >= 0 and offs[-1] <= len(a)
+    out, start = torch.full((len(a), b.shape[-1]), torch.nan), 0
+    for group, end in enumerate(offs.tolist()):
+        values = a[start:end].float() @ b[group].float()
+        out[start:end] = values * a_scale[start:end, None] * b_scale[group]
+        start = end
+    return out.to(out_dtype)
+
+
+@gpu
+@pytest.mark.parametrize("offs", OFFSETS, ids=str)
+def test_values_by_the_library(offs, monkeypatch):
+    """Offsets as they may come, empty groups; rows of no group are zeros."""
+    if INTERPRETING:
+        monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
+    a, b, offs = operands("float8_rowwise", "float8_rowwise", offs, 23, 48, 32)
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, 23, BF16)
+    call = call_of(on_device(a), on_device(b), on_device(offs), 23, BF16, target_of(on_device(offs).device))
+    got = library.run(call, None).cpu()
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
+    assert (difference <= 2.0**-7 * largest).all() and not got[expected.eq(0).all(-1)].any()
+
+
+# ---------------------------------------------------------------- launches and machine code
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched(rows, groups, n, k):
+    fmt, offs = formats.get("nvfp4"), meta(groups, dtype=torch.int32)
+    with dry_run(Target(90)):
+        b = quantize_grouped(meta(groups, n, k), None, fmt, -1, None, "linear", seed=None, transform=False)
+    with dry_run(Target(90)) as launches:
+        scaled_grouped_mm(Operand(meta(rows, k)), Operand(*b, fmt), offs, rows, torch.bfloat16)
+    return launches
+
+
+@pytest.mark.skipif(INTERPRETING, reason="asks for launches")
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny_grouped"), (64, "gemm_skinny_grouped"),
+                                              (65, "gemm_dequant_tiles_grouped"), (520, "gemm_grouped")])  # fmt: skip
+def test_which_kernel_by_rows(rows, kernel):
+    """Up to 8 rows a group on average are streamed; from 65 on operands are dequantised once."""
+    assert launched(rows, 8, 2048, 1024)[-1].kernel.__name__ == kernel
+
+
+@pytest.mark.skipif(INTERPRETING, reason="launches nothing")
+def test_in_a_graph(monkeypatch):
+    """Nothing is copied that is not written. Many rows with small scales are computed again into the same memory."""
+    from tests.helpers.absent_gpu import NoGpu  # imports all passes
+
+    monkeypatch.setattr(driver, "_active", NoGpu(90))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(90))
+    nvfp4, mxfp8 = formats.get("nvfp4_one_level"), formats.get("mxfp8")
+
+    def products(x, data, scales, offs, index, rows, rows_scales, matrices, matrices_scales):
+        b = Operand(data, scales, None, nvfp4)
+        many = Operand(rows, rows_scales, None, mxfp8), Operand(matrices, matrices_scales, None, mxfp8)
+        by_index = indexed.scaled_mm_gathered(Operand(x.unsqueeze(1)), b, index, BF16)
+        few = scaled_grouped_mm(Operand(x), b, offs, len(x), BF16)
+        return by_index, few, scaled_grouped_mm(*many, offs, len(rows), BF16)
+
+    fp8, e8m0 = mxfp8.data_dtype, mxfp8.scale_dtype
+    shapes = (
+        ((12, 128), BF16),
+        ((4, 32, 64), nvfp4.data_dtype),
+        ((4, 32, 8), nvfp4.scale_dtype),
+        ((4,), torch.int32),
+        ((12,), torch.int64),
+        ((512, 128), fp8),
+        ((512, 4), e8m0),
+        ((4, 256, 128), fp8),
+        ((4, 256, 4), e8m0),
+    )
+    with FakeTensorMode():
+        tensors = (torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in shapes)
+        graph = make_fx(torch.func.functionalize(products))(*tensors).graph
+    launched = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    cloned = [sorted(node.kwargs["tensors_to_clone"]) for node in launched]
+    assert cloned == [["out_ptr", "table_ptr"]] * 2 + [["inexact_ptr", "out_ptr"]] * 2 + [["out_ptr"]] * 2
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code():
+    """Weights of DeepSeek-V3 for few rows: four programs a multiprocessor, copies of 16 bytes. Nothing spills."""
+    (one,) = launched(64, 8, 2048, 7168)
+    compiled = compile_launch(one, 90)
+    assert not compiled.resources.problems and compiled.resources.programs >= 4
+    assert re.search(r"cp\.async\.cg\.shared\.global", compiled.compiled.asm["ptx"])
+    assert re.search(r"mma\.sync\.aligned\.m16n8k16", compiled.compiled.asm["ptx"])
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_machine_code_of_many_rows():
+    """`wgmma` while TMA brings the next operands, also those of the program's next tile; 16-byte stores, no spills."""
+    _, product = launched(8192, 8, 2048, 7168)
+    compiled = compile_launch(product, 90)
+    ptx = Ptx(compiled.compiled.asm["ptx"])
+    assert set(ptx.products) == {"wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"}
+    assert ptx.tma_loads and ptx.overlap.overlapped, ptx.overlap.why
+    assert not compiled.resources.problems and set(compiled.sass.widths("STG")) == {16}
+
+
+def meta_operands(rows=512, groups=8, n=256, k=512):
+    row_outer = (meta(rows, 1, dtype=torch.float32), meta(groups, n, 1, dtype=torch.float32))
+    data = meta(rows, k, dtype=torch.float8_e4m3fn), meta(groups, n, k, dtype=torch.float8_e4m3fn)
+    a, b = (Operand(x, None, outer, FP8) for x, outer in zip(data, row_outer, strict=True))
+    return a, b, meta(groups, dtype=torch.int32)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
+def test_the_library_gets_what_torch_asks_for():
+    """Its meta implementation checks dtypes, layouts, alignment and scales, and raises for others."""
+    a, b, offs = meta_operands()
+    with dry_run(Target(90)) as launches:
+        out = scaled_grouped_mm(a, b, offs, 512, BF16)
+    assert (out.shape, out.dtype) == ((512, 256), BF16)
+    assert [one.kernel.__name__ for one in launches] == ["group_ends", "clear_ungrouped_rows"]
+    wrong = replace(b, outer=b.outer[:, :1])
+    with dry_run(Target(90)), pytest.raises(ValueError, match="b_outer"):
+        scaled_grouped_mm(a, wrong, offs, 512, BF16)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="runs nothing")
+def test_what_the_library_serves():
+    problem = problem_of(*meta_operands(), 512, BF16, Target(90))
+
+    def served(**changes):
+        return choose(replace(problem, **changes)).name == "library_row_scaled"
+
+    assert served() and served(rows=1, m=1) and served(groups=1023)
+    assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))
+    others = {"n": 264, "k": 520, "rows": 0, "groups": 1024, "out_dtype": torch.float32, "along_k": True}
+    assert not any(served(**{name: value}) for name, value in others.items())
+    assert not served(a=replace(problem.a, outer="tensor")) and not served(b=replace(problem.b, format=None))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no mixed tuples")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
