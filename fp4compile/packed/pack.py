@@ -12,7 +12,7 @@ from torch import nn
 
 from fp4compile.packed.linear import LayerFormat, PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
-from fp4compile.passes.plan import Layer, Model, of_layer
+from fp4compile.passes.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import Report, Row
 
@@ -45,11 +45,13 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | Path | None = None) ->
     for names in places:  # names, because a list of the modules would keep the weights alive
         linear = model.get_submodule(names[0])
         layer_format = choice.layer_format(names, linear)
+        note = None
         if isinstance(layer_format, LayerFormat):
+            note = choice.note(names, linear)
             packed = PackedLinear.pack(linear, layer_format)
             for name in names:
                 replace(model, name, packed)
-        report.add([_row(names[0], linear, layer_format)], {})
+        report.add([_row(names[0], linear, layer_format, note)], {})
         del linear
     leave_fast_paths(model)
     return report
@@ -102,10 +104,16 @@ class _Choice:
             return f"recipe {layer_recipe.name} leaves weights in high precision"
         if layer_recipe.activation_scale == "dynamic":
             return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x)
-        outer = next((scale for name in names if (scale := self.recipe.static_scale(clean_name(name)))), None)
-        if outer is None:
-            return "no calibrated activation scale: run fp4compile.calibrate"
-        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer)
+        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, self._outer(names))
+
+    def note(self, names: list[str], linear: nn.Module) -> str | None:
+        """In what a packed layer differs from what the recipe says; None where it does not."""
+        layer_recipe, _ = self._decide(names, linear)
+        static = layer_recipe is not None and layer_recipe.activation_scale == "static"
+        return NOT_CALIBRATED if static and self._outer(names) is None else None
+
+    def _outer(self, names: list[str]) -> float | None:
+        return next((scale for name in names if (scale := self.recipe.static_scale(clean_name(name)))), None)
 
     def _decide(self, names: list[str], linear: nn.Module) -> tuple[Recipe | None, str | None]:
         """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
@@ -122,14 +130,16 @@ def _layer(name: str, linear: nn.Module, recipe: Recipe, tied: bool = False) -> 
     return Layer(module_name(clean_name(f"{name}.weight")), (recipe.min_m, outer, inner), tied)
 
 
-def _row(name: str, linear: nn.Module, packed: LayerFormat | str) -> Row:
+def _row(name: str, linear: nn.Module, packed: LayerFormat | str, note: str | None = None) -> Row:
     inner, outer = sizes(linear)
     if isinstance(packed, str):
         weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
         left, right, reason = None, None if weight is None else str(weight.dtype).removeprefix("torch."), packed
     else:
         left, right, reason = packed.activation, packed.weight, None
-    return Row(name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None)
+    return Row(
+        name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None, note=note
+    )  # fmt: skip
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

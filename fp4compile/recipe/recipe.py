@@ -216,8 +216,28 @@ class Recipe:
             return cls.from_dict(fields)
 
     @classmethod
+    def from_json(cls, path: str | Path) -> "Recipe":
+        """The recipe of a JSON file: an object of fields as in `from_dict`.
+
+        Raises ValueError for a file that is not JSON; what `from_dict` raises, with the path in front; OSError for a
+        file that does not exist.
+        """
+        fields = sources.read_json(path)
+        with sources.errors_name(f"{path}: "):
+            return cls.from_dict(fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write all fields to a file, from which `resolve`, and so every function that takes a recipe, reads an equal
+        recipe.
+
+        path: ends in .toml or .json; ValueError for another name. OSError where it cannot be written.
+        """
+        sources.write(path, self.to_dict())
+
+    @classmethod
     def from_env(cls) -> "Recipe | None":
-        """The recipe that FP4COMPILE_RECIPE names (a name or the path of a .toml file); None if it is unset or empty.
+        """The recipe that FP4COMPILE_RECIPE names (a name, or the path of a .toml or .json file); None if it is unset or
+        empty.
 
         Raises what `resolve` raises, with the variable and its value in front.
         """
@@ -336,7 +356,7 @@ def named(name: str) -> Recipe:
 def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) -> Recipe:
     """The recipe that the user means.
 
-    recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml file. None takes the
+    recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml or .json file. None takes the
         environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set.
     overrides: fields to replace.
 
@@ -348,6 +368,8 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
         chosen = recipe
     elif isinstance(recipe, dict):
         chosen = Recipe.from_dict(recipe)
+    elif isinstance(recipe, Path | str) and Path(recipe).suffix == ".json":
+        chosen = Recipe.from_json(recipe)
     elif isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".toml")):
         chosen = Recipe.from_toml(recipe)
     elif isinstance(recipe, str):
