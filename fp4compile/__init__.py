@@ -10,6 +10,7 @@ from fp4compile.packed.files import load_packed, save_packed
 from fp4compile.packed.pack import pack_
 from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.report import Report
+from fp4compile.sensitivity import Sensitivity, sensitivity
 from fp4compile.weight_cache import refresh
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -19,6 +20,7 @@ __all__ = [
     "BlockScaled",
     "Recipe",
     "Report",
+    "Sensitivity",
     "__version__",
     "add_arguments",
     "backend",
@@ -34,4 +36,5 @@ __all__ = [
     "save_packed",
     "scaled_grouped_mm",
     "scaled_mm",
+    "sensitivity",
 ]

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 
-def over(batches: Iterable[Any], what: str, progress: bool) -> Iterator[Any]:
-    """The batches, one after the other, under a progress bar.
-
-    The bar is tqdm's, on a terminal, where that package is there; nothing else needs it.
+def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
+    """The batches, one after the other; bar: as in `with_bar`.
 
     Raises TypeError for `batches` that are a single batch, ValueError where there are none.
     """
@@ -19,18 +17,22 @@ def over(batches: Iterable[Any], what: str, progress: bool) -> Iterator[Any]:
             f"batches: expected an iterable of batches, got {type(batches).__name__}; for one batch, pass [batch]"
         )
     count = 0
-    for count, batch in enumerate(_with_bar(batches, what) if progress else batches, 1):  # noqa: B007
+    for count, batch in enumerate(with_bar(batches, bar), 1):  # noqa: B007
         yield batch
     if count == 0:
         raise ValueError("batches: got none; at least one is needed")
 
 
-def _with_bar(batches: Iterable[Any], what: str) -> Iterable[Any]:
-    if find_spec("tqdm") is None:
-        return batches
+def with_bar(items: Iterable[Any], bar: str | None) -> Iterable[Any]:
+    """The items under a progress bar: tqdm's, on a terminal, where that package is there. Nothing else needs it.
+
+    bar: what stands beside the bar; None for no bar.
+    """
+    if bar is None or find_spec("tqdm") is None:
+        return items
     from tqdm.auto import tqdm
 
-    return tqdm(batches, desc=what, disable=None)  # None: not where the output is no terminal
+    return tqdm(items, desc=bar, disable=None)  # None: not where the output is no terminal
 
 
 def call(model: Callable, batch: Any) -> Any:

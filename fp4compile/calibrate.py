@@ -63,7 +63,7 @@ def calibrate(
 
     watched = Observation(model, chosen, see)
     with torch.no_grad():
-        for batch in sample.over(batches, "calibrate", progress):
+        for batch in sample.over(batches, "calibrate" if progress else None):
             sample.call(watched, batch)
     if not kept:
         raise ValueError(

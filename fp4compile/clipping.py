@@ -3,8 +3,8 @@
 One class a method: `Largest`, `Percentile`, `LeastSquares`. `see(x)` takes an activation, `amax()` gives the result,
 float32 []. What is kept lies on the activation's device. Its size does not depend on how much was seen.
 
-Histograms have bins by the bits of a float32: a power of two is cut into 2^n equal parts. So the resolution is relative,
-there is a bin for every float, and two histograms add up without a common range.
+Histograms have bins by the bits of a float32: a power of two is cut into 2^n equal parts. So the resolution is
+relative, there is a bin for every float, and two histograms add up without a common range.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Look at a model's graphs without compiling them: `explain` reports on products.
 
-It, and what else runs a model by `run_captured`, capture the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that they see the graphs that
-the backend will see. Then they run the captured graphs unchanged.
+`run_captured` captures the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that these are the
+graphs that the backend will see, and runs them as its caller says: `explain` unchanged.
 """
 
 import sys

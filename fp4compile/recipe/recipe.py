@@ -8,17 +8,24 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fp4compile import formats
 from fp4compile.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Rule, rule_of
+from fp4compile.recipe.rules import Rule, fallback_rules, rule_of
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _WEIGHT_CACHES = ("on", "off", "check")
+
+
+class Ranking(Protocol):
+    """Layers in the order of what their quantisation costs: a `fp4compile.Sensitivity`."""
+
+    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
+        """The names of the worst layers, by one of two budgets."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,7 @@ class Recipe:
 
     @classmethod
     def from_env(cls) -> "Recipe | None":
-        """The recipe that FP4COMPILE_RECIPE names (a name, or the path of a .toml or .json file); None if it is unset or
+        """The recipe that FP4COMPILE_RECIPE names: a name, or the path of a .toml or .json file. None if it is unset or
         empty.
 
         Raises what `resolve` raises, with the variable and its value in front.
@@ -274,6 +281,27 @@ class Recipe:
             if name not in allowed:
                 raise ValueError(unknown_name("recipe field", name, allowed))
         return dataclasses.replace(self, **overrides)
+
+    def with_budget(
+        self,
+        report: Ranking,
+        *,
+        sqnr_db: float | None = None,
+        bf16_share: float | None = None,
+        fallback: str | None = None,
+    ) -> "Recipe":
+        """A copy whose first rules are for the worst layers of a report, one rule each: it leaves them as they are.
+
+        report: what `fp4compile.sensitivity` measured under this recipe.
+        sqnr_db: leave out as few layers as possible, so that the model's output keeps at least so many decibels. Errors
+            of layers count as independent, and those of layers that are left out as none.
+        bf16_share: leave out, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
+        fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised.
+
+        Raises ValueError unless one of the two budgets is given, for a share out of range and for an unknown fallback.
+        """
+        layers = report.worst(sqnr_db=sqnr_db, share=bf16_share)
+        return self.replace(rules=(*fallback_rules(layers, fallback), *self.rules))
 
 
 def _format_name(role: str, value: Any) -> str | None:
