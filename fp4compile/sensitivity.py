@@ -85,7 +85,7 @@ class Sensitivity:
         return next(count for count in range(len(self.layers) + 1) if self._together(count) >= sqnr_db)
 
     def _together(self, first: int = 0) -> float:
-        """The decibels of the model's output with all layers quantised, from the first on, if errors are independent."""
+        """The decibels of the model's output with the layers from the first on quantised, if errors are independent."""
         return _decibels(1.0, math.fsum(10 ** (-one.model_db / 10) for one in self.layers[first:]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Sensitivity:
             finite = [value if math.isfinite(value) else 0.0 for value in values]
             axes.barh([place + height for place in places], finite, 0.4, label=name)
         axes.set_yticks(list(places), [one.layer or "(top)" for one in self.layers])
-        axes.invert_yaxis()
+        axes.set_ylim(len(self.layers) - 0.5, -0.5)  # the worst at the top
         axes.set_xlabel(f"SQNR in dB with this layer alone under recipe {self.recipe}")
         axes.legend()
         figure.savefig(path)
@@ -224,7 +224,8 @@ class _Trials:
     """Runs a model with one layer quantised.
 
     present: the layers of the graphs that the last run entered. of_layer, of_model: the errors of each layer's output,
-    and of the model's. weights: the sizes of each layer's weights, by their addresses. now: the layer that is quantised.
+    and of the model's. weights: the sizes of each layer's weights, by their addresses. now: the layer that is
+    quantised.
     """
 
     def __init__(self, model: Callable, recipe: Recipe):
