@@ -34,8 +34,8 @@ def calibrate(
     not scale so. A layer without a scale computes it when it runs, and the report says so. That becomes of a layer that
     saw zeros alone, and, with a warning, of one that also ran where nothing is captured.
 
-    model: a module, a method of one (such as `generate`) or another callable, compiled or not; it runs uncompiled, and
-        without gradients.
+    model: a module, its method `generate` or another callable, compiled or not; it runs uncompiled, and without
+        gradients.
     batches: an iterable of batches. A batch is a tensor, a tuple or list of positional arguments for the model, or a
         mapping of keyword arguments (such as a dict, or a tokenizer's output).
     recipe: one whose activations (fprop_x) are NVFP4 with one outer scale a tensor, static or dynamic.

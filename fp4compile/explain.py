@@ -82,8 +82,8 @@ def run_captured(
     joint: what `runner` is called with in training: the joint graph, which is then partitioned and run as it is; or
         the forward graph alone, in whose place runs what `runner` returns.
 
-    Where the model or a part of it is compiled already, the uncompiled original is captured. Of another method of a
-    module (such as `generate`), the calls of the module are captured, and the method itself runs as it is.
+    Where the model or a part of it is compiled already, the uncompiled original is captured. Of a module's method
+    `generate`, the calls of the module are captured, and the loop around them runs as it is: it takes Dynamo long.
     """
     model = model._orig_mod if isinstance(model, OptimizedModule) else model
     owner = getattr(model, "__self__", None)
@@ -118,8 +118,7 @@ def run_captured(
 
         return run
 
-    # The module whose calls are captured, where the model is a method that calls it.
-    called = owner if isinstance(owner, torch.nn.Module) and model != owner.forward else None
+    called = root if root is owner and getattr(model, "__name__", None) == "generate" else None
     captured = torch.compile(model if called is None else called._call_impl, backend=capturing_backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4compile.recipe.named_recipes import FIELDS, ROLES
+from fp4compile.recipe.named_recipes import FIELDS
 
 ENVIRONMENT = "FP4COMPILE_RECIPE"
 DEFAULT = "nvfp4"
@@ -75,11 +75,10 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
 
 
 def _toml(fields: dict[str, Any]) -> str:
-    """TOML of fields as JSON takes them. TOML has no null: None is "none" for a format, and absent for a number."""
-    plain = {name: "none" if value is None and name in ROLES else value for name, value in fields.items()}
-    lines = [f"{name} = {_toml_value(value)}" for name, value in plain.items()
+    """TOML of fields as JSON takes them. TOML has no null: None, the default of all fields that allow it, is absent."""
+    lines = [f"{name} = {_toml_value(value)}" for name, value in fields.items()
              if value is not None and not isinstance(value, dict)]  # fmt: skip
-    for name, table in plain.items():
+    for name, table in fields.items():
         if isinstance(table, dict):  # tables come last: what follows a table's header is in the table
             lines += ["", f"[{name}]", *(f"{_toml_value(key)} = {_toml_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"

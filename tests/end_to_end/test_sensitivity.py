@@ -4,11 +4,13 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
 import fp4compile
+from fp4compile import reference
 from fp4compile.recipe import Rule, named
 from fp4compile.sensitivity import LayerSensitivity, Sensitivity
 from tests.helpers import without_codegen
@@ -51,7 +53,9 @@ def decibels(expected, found):
 def test_a_layer_alone_changes_what_the_backend_changes(monkeypatch):
     without_codegen.install(monkeypatch)
     model, x = Net(), [torch.randn(n, 64) for n in (8, 5)]
-    measured = fp4compile.sensitivity(torch.compile(model), x, "mxfp4")
+    with mock.patch.object(reference, "scaled_mm", wraps=reference.scaled_mm) as multiplied:
+        measured = fp4compile.sensitivity(torch.compile(model), x, "mxfp4")
+    assert multiplied.call_count == len(x) * 6, "each quantised product runs once a batch"
     by_name = {one.layer: one for one in measured.layers}
     assert set(by_name) == {"twice", "down", "unused", "heads.a[0]*", "heads.a0x"}
     assert [one.model_db for one in measured.layers] == sorted(one.model_db for one in measured.layers)
