@@ -10,6 +10,7 @@ from fp4compile.packed.files import load_packed, save_packed
 from fp4compile.packed.pack import pack_
 from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.report import Report
+from fp4compile.scale_sweep import scale_sweep
 from fp4compile.sensitivity import Sensitivity, sensitivity
 from fp4compile.weight_cache import refresh
 
@@ -34,6 +35,7 @@ __all__ = [
     "refresh",
     "register_with_accelerate",
     "save_packed",
+    "scale_sweep",
     "scaled_grouped_mm",
     "scaled_mm",
     "sensitivity",

@@ -21,6 +21,9 @@ SCALE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
 NVFP4_CONTRACTS = ("torchao", "te")
 MX_CONTRACTS = ("floor", "ceil", "even", "rceil")
 
+# How the block scales of a weight are chosen; see `reference_scales`.
+SCALE_RULES = ("amax", "mse", "four_over_six")
+
 
 def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
     """The message for a name that is none of `allowed`: what came, what is allowed, the nearest match."""
@@ -175,6 +178,25 @@ def get(format: "str | BlockFormat") -> BlockFormat:
     element, rows, cols, scale, outer, contract = match.groups()
     block = (int(rows), int(cols)) if rows else None
     return BlockFormat(element, block, None if scale == "-" else scale, None if outer == "-" else outer, contract)
+
+
+def takes_scale_rules(fmt: BlockFormat) -> bool:
+    """Whether block scales of the format can be chosen by other rules than "amax": those of NVFP4, not a row's own."""
+    return fmt.scale == "e4m3" and fmt.outer != "row"
+
+
+def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
+    """Raise ValueError for what is no rule of SCALE_RULES, and for a rule that does not go with the format (or none).
+
+    name: of the argument or field, for the message.
+    """
+    if rule not in SCALE_RULES:
+        raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
+    if rule != "amax" and (fmt is None or not takes_scale_rules(fmt)):
+        raise ValueError(
+            f"{name}={rule!r}: needs an NVFP4 format without an outer scale of each row, "
+            f"got {None if fmt is None else fmt.name}"
+        )
 
 
 def compatible(a: BlockFormat, b: BlockFormat) -> bool:

@@ -93,6 +93,7 @@ def quantize(
     hadamard: bool = False,
     offs: torch.Tensor | None = None,
     per_matrix: bool = False,
+    scales: str = "amax",
 ) -> BlockScaled:
     """Quantise a tensor to a block format.
 
@@ -108,12 +109,15 @@ def quantize(
     offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `groups`. With dim=0, the
         result has each group padded to whole 128. per_matrix: to quantise each matrix of x [G, R, C] as if it were
         alone. The results are the operands of `scaled_grouped_mm`.
+    scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
+        that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
+        two; the bits are then those of `reference_scales`. Not with a seed, hadamard or offs.
 
     Returns a `BlockScaled`, which is not differentiable.
 
     Raises TypeError for an argument of the wrong type, and for an x that is not bf16, fp16 or fp32; ValueError for an
     unknown format or layout, a dim out of range, an outer scale or a seed of wrong shape, dtype or device, and for a
-    seed or a transform that the format does not support.
+    seed, a transform or scales that the format does not support.
     """
     fmt = formats.get(format)
     if not isinstance(x, torch.Tensor):
@@ -125,6 +129,9 @@ def quantize(
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
     check_layout(layout)
+    formats.check_scale_rule("scales", scales, fmt)
+    if scales != "amax" and (seed is not None or hadamard or offs is not None):
+        raise ValueError(f"scales={scales!r}: is for weights, and goes without seed, hadamard and offs")
     lead = list(x.shape)
     k = lead.pop(dim)
     grouped = offs is not None or per_matrix
@@ -136,23 +143,25 @@ def quantize(
         _check_outer(outer, fmt, lead, x.device)
     if seed is not None and (not isinstance(seed, torch.Tensor) or seed.device != x.device):
         raise TypeError(f"seed: expected an int64 torch.Tensor on {x.device}, got {seed!r}")
-    options: dict[str, Any] = {"outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard}
+    options: dict[str, Any] = {
+        "outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard, "scale_rule": scales
+    }  # fmt: skip
     if grouped:
         dim = dim if dim < 0 else dim - x.dim()
-        data, scales, computed = torch.ops.fp4compile.quantize_grouped(x.detach(), offs, fmt.name, dim, **options)
+        data, block_scales, computed = torch.ops.fp4compile.quantize_grouped(x.detach(), offs, fmt.name, dim, **options)
         k = padded_rows(k, offs.shape[0]) if offs is not None and dim == -2 else k
     else:
-        data, scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, **options)
+        data, block_scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, **options)
     if hadamard:
         k = ceil_div(k, fmt.block_cols) * fmt.block_cols
     if outer is None and fmt.outer is not None:
         outer = computed
-    scales = scales if fmt.scale else None
+    block_scales = block_scales if fmt.scale else None
     if not grouped:
-        return BlockScaled(data, scales, outer, fmt, (*lead, k), layout)
+        return BlockScaled(data, block_scales, outer, fmt, (*lead, k), layout)
     kind = "matrices" if offs is None else "rows" if dim == -1 else "columns"
     rows = None if offs is None else x.shape[0]
-    return BlockScaled(data, scales, outer, fmt, (*lead, k), layout, kind, offs, rows)
+    return BlockScaled(data, block_scales, outer, fmt, (*lead, k), layout, kind, offs, rows)
 
 
 def scaled_mm(

@@ -1,6 +1,6 @@
 """The functional op set: the language between the graph passes and the kernels.
 
-    fp4compile::quantize(x, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
+    fp4compile::quantize(x, format, dim, *, outer, layout, seed, hadamard, scale_rule) -> (data, scales, outer)
     fp4compile::quantize_both(x, format, *, outer, layout, seed, hadamard)
         -> (data, scales, outer, columns, column_scales, column_outer)
     fp4compile::fake_quantize(x, format, *, outer) -> (values, outer)
@@ -21,7 +21,7 @@ Random bits come from a seed, which is an input: a product that is recomputed ge
 
 import torch
 
-from fp4compile import formats, reference
+from fp4compile import formats, reference, reference_scales
 from fp4compile.epilogue import Epilogue, apply
 from fp4compile.formats import BlockFormat, unknown_name
 from fp4compile.layouts import LAYOUTS, ceil_div, swizzled_numel
@@ -33,7 +33,7 @@ LIBRARY = torch.library.Library("fp4compile", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
 LIBRARY.define(
     "quantize(Tensor x, str format, int dim=-1, *, Tensor? outer=None, str layout='linear', Tensor? seed=None,"
-    " bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale)",
+    " bool hadamard=False, str scale_rule='amax') -> (Tensor data, Tensor scales, Tensor outer_scale)",
     tags=TAGS,
 )
 LIBRARY.define(
@@ -74,13 +74,19 @@ def check_layout(layout: str) -> None:
 
 
 @torch.library.impl(LIBRARY, "quantize", "CompositeExplicitAutograd")
-def _quantize(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+def _quantize(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"):
+    if scale_rule != "amax":
+        return _quantize_swept(reference_scales.quantize, x, format, dim, outer, layout, seed, hadamard, scale_rule)
     return _quantize_by(reference.quantize, x, format, dim, outer, layout, seed, hadamard)
 
 
 @torch.library.impl(LIBRARY, "quantize", "CUDA")
-def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"):
     """`quantize` by the Triton kernels; what a graph is lowered to."""
+    if scale_rule != "amax":
+        from fp4compile.templates import scale_sweep
+
+        return _quantize_swept(scale_sweep.quantize, x, format, dim, outer, layout, seed, hadamard, scale_rule)
     from fp4compile.templates.quantize import dispatch as kernels  # here, so that the CPU needs no Triton
 
     return _quantize_by(kernels.quantize, x, format, dim, outer, layout, seed, hadamard)
@@ -99,6 +105,15 @@ def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard):
     return data, scales, computed_outer(x, outer, computed)
 
 
+def _quantize_swept(implementation, x, format, dim, outer, layout, seed, hadamard, scale_rule):
+    """`quantize` with block scales of another rule than "amax"."""
+    fmt = formats.get(format)
+    check_layout(layout)
+    check_scale_rule(fmt, scale_rule, seed, hadamard)
+    data, scales, computed = implementation(x.movedim(dim, -1), fmt, outer, layout, scale_rule)
+    return data, scales, computed_outer(x, outer, computed)
+
+
 def _stream(x: torch.Tensor, dim: int) -> int:
     """Which of a seed's streams of random bits: the two directions of one gradient must not round alike."""
     return 0 if dim in (-1, x.dim() - 1) else 1
@@ -107,6 +122,12 @@ def _stream(x: torch.Tensor, dim: int) -> int:
 def computed_outer(x: torch.Tensor, given: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:
     """An outer scale that was computed, [0] where none was."""
     return computed if given is None and computed is not None else x.new_empty(0, dtype=torch.float32)
+
+
+def check_scale_rule(fmt: BlockFormat, rule: str, seed: torch.Tensor | None, hadamard: bool) -> None:
+    formats.check_scale_rule("scale_rule", rule, fmt)
+    if rule != "amax" and (seed is not None or hadamard):
+        raise ValueError(f"scale_rule={rule!r}: is for weights, which are rounded to nearest and not transformed")
 
 
 def check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool) -> None:
@@ -120,10 +141,11 @@ def check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool) 
 
 
 @torch.library.register_fake("fp4compile::quantize", lib=LIBRARY)
-def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+def _quantize_fake(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"):
     fmt = formats.get(format)
     check_layout(layout)
     check_training(fmt, seed, hadamard)
+    check_scale_rule(fmt, scale_rule, seed, hadamard)
     lead = list(x.shape)
     k = lead.pop(dim)
     blocks = ceil_div(k, fmt.block_cols)

@@ -1,6 +1,7 @@
 """The ops of grouped products: those of experts, see `groups`.
 
-    fp4compile::quantize_grouped(x, offs, format, dim, *, outer, layout, seed, hadamard) -> (data, scales, outer)
+    fp4compile::quantize_grouped(x, offs, format, dim, *, outer, layout, seed, hadamard, scale_rule)
+        -> (data, scales, outer)
     fp4compile::scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype)
         -> product
     fp4compile::scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
@@ -22,11 +23,21 @@ from fp4compile import formats, reference_grouped
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups, check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.ops import LIBRARY, TAGS, check_layout, check_training, computed_outer, operand, scales_shape
+from fp4compile.ops import (
+    LIBRARY,
+    TAGS,
+    check_layout,
+    check_scale_rule,
+    check_training,
+    computed_outer,
+    operand,
+    scales_shape,
+)
 
 LIBRARY.define(
     "quantize_grouped(Tensor x, Tensor? offs, str format, int dim=-1, *, Tensor? outer=None, str layout='linear',"
-    " Tensor? seed=None, bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale)",
+    " Tensor? seed=None, bool hadamard=False, str scale_rule='amax')"
+    " -> (Tensor data, Tensor scales, Tensor outer_scale)",
     tags=TAGS,
 )
 LIBRARY.define(
@@ -46,9 +57,13 @@ LIBRARY.define(
 
 
 @torch.library.impl(LIBRARY, "quantize_grouped", "CompositeExplicitAutograd")
-def _quantize_grouped(x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
-    fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
-    if offs is None:
+def _quantize_grouped(
+    x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"
+):
+    fmt = _checked(x, offs, format, dim, layout, seed, hadamard, scale_rule)
+    if scale_rule != "amax":
+        found = reference_grouped.sweep_matrices(x, fmt, dim, outer, layout, scale_rule)
+    elif offs is None:
         found = reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, hadamard)
     else:
         groups = Groups.of(offs, x.shape[0])
@@ -61,20 +76,24 @@ def _quantize_grouped(x, offs, format, dim=-1, *, outer=None, layout="linear", s
 
 
 @torch.library.impl(LIBRARY, "quantize_grouped", "CUDA")
-def quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
+def quantize_grouped_cuda(
+    x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"
+):
     """`quantize_grouped` by the Triton kernels; what a graph is lowered to."""
     from fp4compile.templates.grouped import dispatch as kernels  # here, so that the CPU needs no Triton
 
-    fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
+    fmt = _checked(x, offs, format, dim, layout, seed, hadamard, scale_rule)
     data, scales, computed = kernels.quantize_grouped(
-        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard
+        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard, scale_rule=scale_rule
     )  # fmt: skip
     return data, x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales, computed_outer(x, outer, computed)
 
 
 @torch.library.register_fake("fp4compile::quantize_grouped", lib=LIBRARY)
-def _quantize_grouped_fake(x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False):
-    fmt = _checked(x, offs, format, dim, layout, seed, hadamard)
+def _quantize_grouped_fake(
+    x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"
+):
+    fmt = _checked(x, offs, format, dim, layout, seed, hadamard, scale_rule)
     lead = list(x.shape)
     k = lead.pop(dim)
     groups = x.shape[0] if offs is None else offs.shape[0]
@@ -95,17 +114,20 @@ def _quantize_grouped_fake(x, offs, format, dim=-1, *, outer=None, layout="linea
     return data, scales, x.new_empty(outer_shape, dtype=torch.float32)
 
 
-def _checked(x, offs, format: str, dim: int, layout: str, seed, hadamard: bool) -> BlockFormat:
+def _checked(x, offs, format: str, dim: int, layout: str, seed, hadamard: bool, scale_rule: str) -> BlockFormat:
     """The format. Raises ValueError or TypeError where the arguments do not go together."""
     fmt = formats.get(format)
     check_layout(layout)
     check_training(fmt, seed, hadamard)
+    check_scale_rule(fmt, scale_rule, seed, hadamard)
     if dim not in (-1, -2):
         raise ValueError(f"dim={dim}: a grouped tensor is quantised along dimension -1 or -2")
     if offs is None:
         if x.dim() != 3:
             raise ValueError(f"x: expected three dimensions where there are no offs, got shape {tuple(x.shape)}")
         return fmt
+    if scale_rule != "amax":
+        raise ValueError(f"scale_rule={scale_rule!r}: is for weights, which have no groups of rows")
     check_offs(offs)
     if x.dim() != 2:
         raise ValueError(f"x: expected two dimensions, groups of rows, got shape {tuple(x.shape)}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fp4compile import reference
+from fp4compile import reference, reference_scales
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups, padded_rows
 from fp4compile.layouts import TILE_ROWS, ceil_div, from_swizzled, to_swizzled
@@ -29,11 +29,26 @@ def quantize_matrices(
     x = x.movedim(dim, -1)
     if outer is not None or fmt.outer != "tensor":
         return reference.quantize(x, fmt, **options)
-    values = (reference.hadamard(x) if transform else x).float()
-    amax = reference.largest(values, per_row=True)
-    amax = amax.amax(-2, keepdim=True) if x.shape[-2] else amax.new_zeros(x.shape[0], 1, 1)
+    amax = largest_of_matrices((reference.hadamard(x) if transform else x).float())
     data, scales, _ = reference.quantize(x, fmt, **options, amax=amax)
     return data, scales, reference.outer_of(amax, fmt).view(-1)
+
+
+def sweep_matrices(
+    x: torch.Tensor, fmt: BlockFormat, dim: int, outer: torch.Tensor | None, layout: str, rule: str
+) -> Quantised:
+    """`quantize_matrices` with block scales of another rule than "amax", see `reference_scales`."""
+    x = x.movedim(dim, -1)
+    if outer is not None or fmt.outer != "tensor":
+        return reference_scales.quantize(x, fmt, outer, layout, rule)
+    data, scales, computed = reference_scales.quantize(x, fmt, None, layout, rule, largest_of_matrices(x.float()))
+    return data, scales, computed.view(-1)
+
+
+def largest_of_matrices(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each matrix of float32 x [G, R, C], [G, 1, 1]; 0 of an empty one."""
+    amax = reference.largest(x, per_row=True)
+    return amax.amax(-2, keepdim=True) if x.shape[-2] else amax.new_zeros(x.shape[0], 1, 1)
 
 
 def quantize_rows(

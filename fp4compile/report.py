@@ -39,6 +39,8 @@ class Row:
     name: the layer's name as the rules of a recipe see it, where that differs from `module`: where a submodule was
         compiled by itself, rules see the name below it.
     note: in what a quantised product differs from what the recipe says, and why; None where it does not.
+    weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` asks for another
+        way than "amax": that way, or "amax (training)" in a graph that computes gradients; None elsewhere.
     node: the product's node in the captured graph, as graph dumps show it. It does not count when rows are compared.
     """
 
@@ -57,6 +59,7 @@ class Row:
     category: str = "dense"
     name: str | None = None
     note: str | None = None
+    weight_scales: str | None = None
     node: str | None = field(default=None, compare=False)
 
     @property
@@ -75,7 +78,7 @@ NOTHING_COMPILED = (
     f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}or the model was never called."
 )
 _HEADER: tuple[str, ...] = (
-    "module", "product", "M", "N", "K", "left", "right", "tier", "saved", "left alone because"
+    "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "saved", "left alone because"
 )  # fmt: skip
 
 
@@ -204,8 +207,9 @@ class Report:
 
     def __str__(self) -> str:
         table = [_HEADER, *(_cells(row) for row in self.rows)]
-        if not any(row.saved for row in self.rows):  # inference
-            table = [(*line[:8], line[9]) for line in table]
+        for name, told in (("saved", "saved"), ("weight scales", "weight_scales")):
+            if not any(getattr(row, told) for row in self.rows):
+                table = [(*line[: (at := table[0].index(name))], *line[at + 1 :]) for line in table]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         rule = "-" * max(len(line) for line in lines)
@@ -253,7 +257,8 @@ class _Frame:
 def _cells(row: Row) -> tuple[str, ...]:
     saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
     values = (
-        _shown(row), row.product, row.m, row.n, row.k, row.left, row.right, row.tier, saved, row.reason
+        _shown(row), row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, saved,
+        row.reason,
     )  # fmt: skip
     return tuple("" if value is None else str(value) for value in values)
 

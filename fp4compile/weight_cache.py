@@ -73,11 +73,22 @@ class Form:
     layout: str
     piece: Piece | None
     grouped: bool
+    scale_rule: str
 
 
-def form(format: str, dim: int = -1, layout: str = "linear", piece: Piece | None = None, grouped: bool = False) -> Form:
-    """The form of a quantise's format, dimension, layout and piece. grouped: each matrix by itself, see `groups`."""
-    return _form(format, dim, layout, piece, grouped)
+def form(
+    format: str,
+    dim: int = -1,
+    layout: str = "linear",
+    piece: Piece | None = None,
+    grouped: bool = False,
+    scale_rule: str = "amax",
+) -> Form:
+    """The form of a quantise's format, dimension, layout, piece and rule of the block scales.
+
+    grouped: each matrix by itself, see `groups`.
+    """
+    return _form(format, dim, layout, piece, grouped, scale_rule)
 
 
 # A function of its own, because the cache distinguishes positional from keyword arguments; `form` passes all one way.
@@ -201,8 +212,10 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     source = weight.detach() if form.piece is None else form.piece.of(weight.detach())
     if form.grouped:
-        return QUANTIZE_GROUPED(source, None, form.format, form.dim, layout=form.layout)
-    return QUANTIZE(source, form.format, form.dim, layout=form.layout)
+        return QUANTIZE_GROUPED(
+            source, None, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule
+        )  # fmt: skip
+    return QUANTIZE(source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule)
 
 
 def _tracked(storage: torch.UntypedStorage) -> _Storage:

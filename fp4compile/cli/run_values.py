@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp4compile import epilogue as epilogues
-from fp4compile import formats, reference
+from fp4compile import formats, reference, reference_scales
 from fp4compile.cli.cases import Case, device
 from fp4compile.epilogue import Epilogue
 from fp4compile.machine_code import launches
@@ -167,6 +167,7 @@ _REFERENCE: dict[Callable[..., Any], Callable[..., Any]] = {
         reference.quantize(x, fmt, None, layout, seed=_NO_SEED),
         reference.quantize(x.mT, fmt, None, layout, seed=_NO_SEED, stream=1, transform=True),
     ),
+    launches.sweep_scales: lambda x, fmt, layout: reference_scales.quantize(x, fmt, None, layout, "mse"),
     launches.dequantize: lambda x, fmt, layout: reference.dequantize(
         *reference.quantize(x, fmt), fmt, x.shape[-1], x.dtype
     ),

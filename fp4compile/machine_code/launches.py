@@ -13,6 +13,7 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
+from fp4compile.templates import scale_sweep
 from fp4compile.templates.gemm.choose import candidates, choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.problem import problem_of
@@ -23,6 +24,7 @@ from fp4compile.templates.launch import Launched, dry_run
 from fp4compile.templates.quantize import dispatch as kernels
 
 SIZE = 8192
+SWEEP_STEPS = 12  # scales that the sweep tries for a block of normal numbers
 BF16 = torch.bfloat16
 
 
@@ -51,6 +53,10 @@ def quantize_transformed(x: torch.Tensor, fmt: formats.BlockFormat, layout: str)
 
 def quantize_trained(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
     return kernels.quantize_both(x, fmt, layout=layout, seed=_seed(x), transform=True)
+
+
+def sweep_scales(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return scale_sweep.quantize(x, fmt, None, layout, "mse")
 
 
 def dequantize(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
@@ -95,7 +101,12 @@ class Configuration:
         return "swizzled" if read else "linear"
 
     def trips(self, launched: Launched) -> int:
-        """Steps of each loop of a kernel: only rows that do not fit the registers of a program are walked in steps."""
+        """Steps of each loop of a kernel.
+
+        Only rows that do not fit the registers of a program are walked in steps. The scale sweep tries scales in steps.
+        """
+        if "DOUBLE_WINS" in launched.constants:
+            return SWEEP_STEPS
         if launched.constants.get("ON_CHIP", 1):
             return 1
         return ceil_div(self.shape[1], launched.constants["BLOCKS"] * self.block_format.block_cols)
@@ -120,6 +131,7 @@ CONFIGURATIONS = (
     *(Configuration("both", name, quantize_both) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te", "nvfp4_16x16")),
     *(Configuration("both", name, quantize_both) for name in ("mxfp8", "mxfp8_32x32", "mxfp4", "float8_rowwise")),
     *(Configuration("dequantize", name, dequantize) for name in ("nvfp4", "mxfp8")),
+    Configuration("scale sweep", "nvfp4", sweep_scales),
 )  # fmt: skip
 
 

@@ -77,8 +77,10 @@ class PackedLinear(nn.Module):
             self.register_buffer(name, None)
 
     @classmethod
-    def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+    def pack(cls, linear: nn.Module, layer_format: LayerFormat, scale_rule: str = "amax") -> "PackedLinear":
         """The packed form of a linear layer. The weight is quantised along the in features.
+
+        scale_rule: how its block scales are chosen, see `reference_scales`.
 
         Under autocast, it is cast first, as autocast casts it before a product.
         """
@@ -88,7 +90,7 @@ class PackedLinear(nn.Module):
         if torch.is_autocast_enabled(weight.device.type):
             weight = weight.to(torch.get_autocast_dtype(weight.device.type))
         layout = packed.scale_layout_on(weight.device)
-        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout)
+        data, scales, outer = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout, scale_rule=scale_rule)
         packed.weight_data = data
         packed.weight_scales = scales if fmt.scale else None
         packed.weight_outer = outer if fmt.outer else None

@@ -48,10 +48,10 @@ def pack_(model: nn.Module, recipe: str | dict | Recipe | Path | None = None) ->
         note = None
         if isinstance(layer_format, LayerFormat):
             note = choice.note(names, linear)
-            packed = PackedLinear.pack(linear, layer_format)
+            packed = PackedLinear.pack(linear, layer_format, chosen.scale_rule(layer_format.weight))
             for name in names:
                 replace(model, name, packed)
-        report.add([_row(names[0], linear, layer_format, note)], {})
+        report.add([_row(names[0], linear, layer_format, chosen, note)], {})
         del linear
     leave_fast_paths(model)
     return report
@@ -130,15 +130,18 @@ def _layer(name: str, linear: nn.Module, recipe: Recipe, tied: bool = False) -> 
     return Layer(module_name(clean_name(f"{name}.weight")), (recipe.min_m, outer, inner), tied)
 
 
-def _row(name: str, linear: nn.Module, packed: LayerFormat | str, note: str | None = None) -> Row:
+def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe, note: str | None = None) -> Row:
     inner, outer = sizes(linear)
+    rule = None
     if isinstance(packed, str):
         weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
         left, right, reason = None, None if weight is None else str(weight.dtype).removeprefix("torch."), packed
     else:
         left, right, reason = packed.activation, packed.weight, None
+        rule = recipe.scale_rule(packed.weight)
     return Row(
-        name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None, note=note
+        name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
+        weight_scales=None if rule == "amax" else rule, note=note,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def _expandable(quantise: Quantise) -> bool:
     """Whether `fake_quantize` does what the node does, and its kernel reads the tensor as it lies."""
     x = quantise.source.meta["val"]
     plain = quantise.layout == "linear" and quantise.seed is None and not quantise.hadamard
+    plain = plain and quantise.scale_rule == "amax"
     along_rows = quantise.dim == -1 and statically_true(x.stride(-1) == 1)
     return x.device.type == "cuda" and plain and along_rows and ops.fake_quantizable(formats.get(quantise.format))
 

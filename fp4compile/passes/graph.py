@@ -67,14 +67,20 @@ class Quantise:
     layout: str
     seed: Node | None
     hadamard: bool
+    scale_rule: str
 
     @property
     def along_rows(self) -> bool:
-        return self.dim == -1 and not self.hadamard and not self.given_each
+        return self.dim == -1 and not self.hadamard and self._of_a_pair
 
     @property
     def along_columns(self) -> bool:
-        return self.dim == -2 and not (self.hadamard and self.outer is not None) and not self.given_each
+        return self.dim == -2 and not (self.hadamard and self.outer is not None) and self._of_a_pair
+
+    @property
+    def _of_a_pair(self) -> bool:
+        """Whether `quantize_both` may serve it."""
+        return not self.given_each and self.scale_rule == "amax"
 
     @property
     def given_each(self) -> bool:
@@ -84,7 +90,7 @@ class Quantise:
     @property
     def key(self) -> tuple:
         """What a pair has in common."""
-        return value_key(self.source), self.format, self.outer, self.layout, self.seed
+        return value_key(self.source), self.format, self.outer, self.layout, self.seed, self.scale_rule
 
 
 def quantise_of(node: Node) -> Quantise:
@@ -92,7 +98,8 @@ def quantise_of(node: Node) -> Quantise:
     source, fmt, *dim = node.args
     rank = source.meta["val"].dim()
     given = dim[0] if dim else -1
-    kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False, **node.kwargs}
+    kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False,
+                              "scale_rule": "amax", **node.kwargs}  # fmt: skip
     return Quantise(node, source, fmt, given if given < 0 else given - rank, **kwargs)
 
 

@@ -107,9 +107,10 @@ def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
     for node in itertools.chain(*nodes):
         source, *offs, fmt, dim = _arguments(node)
         root = view_of(source).root
-        if root not in parameters or any(offs) or node.kwargs.keys() - {"layout"} or not _fixed(source):
+        if root not in parameters or any(offs) or node.kwargs.keys() - {"layout", "scale_rule"} or not _fixed(source):
             continue
-        packed_as = form(fmt, dim, node.kwargs.get("layout", "linear"), _piece(source), grouped=bool(offs))
+        options = {"layout": node.kwargs.get("layout", "linear"), "scale_rule": node.kwargs.get("scale_rule", "amax")}
+        packed_as = form(fmt, dim, piece=_piece(source), grouped=bool(offs), **options)
         hoisted.recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
         for index, value in enumerate(node.meta["val"]):
             with graph.inserting_after(last):

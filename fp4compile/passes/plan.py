@@ -14,6 +14,7 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import scale_layout
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
+from fp4compile.passes.gradients import tangent_dependent
 from fp4compile.passes.graph import scaled_mm_of
 from fp4compile.recipe import Recipe, named
 from fp4compile.templates.gemm.choose import choose
@@ -40,7 +41,8 @@ class Treatment:
 
     format: name of the format. outer: the static outer scale; None computes it from the operand, where the format has
     one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
-    along the contraction first. layout: of the block scales, "linear" or "swizzled".
+    along the contraction first. layout: of the block scales, "linear" or "swizzled". scale_rule: how the block scales
+    are chosen, see `reference_scales`.
     """
 
     format: str
@@ -48,6 +50,7 @@ class Treatment:
     stochastic: bool = False
     hadamard: bool = False
     layout: str = "linear"
+    scale_rule: str = "amax"
 
     @property
     def per_group(self) -> bool:
@@ -62,6 +65,7 @@ class Decision:
     reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
     None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
     note: in what a quantised product differs from what the recipe says; None where it does not.
+    weight_scales: how the block scales of the weight are chosen; None where the recipe asks for none but "amax".
     """
 
     gemm: Gemm
@@ -70,6 +74,11 @@ class Decision:
     b: Treatment | None = None
     tier: str | None = None
     note: str | None = None
+    weight_scales: str | None = None
+
+
+# What a report says of weights whose block scales are not chosen as the recipe says.
+TRAINED = "amax (training)"
 
 
 def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
@@ -86,10 +95,17 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
             f"(such as {names[0]!r}): where blocks are compiled one by one, compile only those to be quantised",
             stacklevel=2,
         )
-    return [_decide(gemm, recipe, model) for gemm in gemms]
+    training = recipe.weight_scales != "amax" and _has_gradients(gemms)
+    return [_decide(gemm, recipe, model, training) for gemm in gemms]
 
 
-def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
+def _has_gradients(gemms: list[Gemm]) -> bool:
+    """Whether the products' graph computes gradients."""
+    of_gradients = any(gemm.product in ("dgrad", "wgrad") for gemm in gemms)
+    return of_gradients or (bool(gemms) and bool(tangent_dependent(gemms[0].node.graph)))
+
+
+def _decide(gemm: Gemm, recipe: Recipe, model: "Model", training: bool) -> Decision:
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
         return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
@@ -99,7 +115,7 @@ def _decide(gemm: Gemm, recipe: Recipe, model: "Model") -> Decision:
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
         return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
-    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe)
+    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, training)
 
 
 @dataclass(frozen=True)
@@ -157,8 +173,8 @@ def _layer(gemm: Gemm) -> Layer:
     return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not None)
 
 
-def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
-    chosen, note = {}, None
+def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, training: bool) -> Decision:
+    chosen, weight_scales, note = {}, None, None
     for side, operand in (("a", gemm.a), ("b", gemm.b)):
         fmt, outer = getattr(layer_recipe, operand.role), None
         if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
@@ -171,11 +187,15 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe) -> Decision:
             return Decision(gemm, f"format {fmt} has square blocks, and groups may have any number of rows")
         if fmt is not None:
             stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
-            chosen[side] = Treatment(fmt, outer, stochastic, hadamard=gemm.product in layer_recipe.hadamard)
+            rule = recipe.scale_rule(fmt) if operand.role == "fprop_w" else "amax"
+            if rule != "amax":
+                rule, weight_scales = ("amax", TRAINED) if training else (rule, rule)
+            hadamard = gemm.product in layer_recipe.hadamard
+            chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
     if _tier(gemm, *_swizzled(a, b)) == "native":
         a, b = _swizzled(a, b)
-    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b), note=note)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b), weight_scales=weight_scales, note=note)
 
 
 def _is_batch(operand: Operand) -> bool:

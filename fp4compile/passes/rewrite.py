@@ -196,6 +196,8 @@ class _Builder:
             kwargs["seed"] = self._seed(source, meta)
         if treatment.hadamard:
             kwargs["hadamard"] = True
+        if treatment.scale_rule != "amax":
+            kwargs["scale_rule"] = treatment.scale_rule
         target = QUANTIZE_GROUPED if groups else QUANTIZE
         node = self._call(target, (source, *groups, treatment.format, dim), meta, **kwargs)
         data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))

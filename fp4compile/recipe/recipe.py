@@ -19,6 +19,9 @@ from fp4compile.recipe.rules import Rule, fallback_rules, rule_of
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _WEIGHT_CACHES = ("on", "off", "check")
+_PLAIN_FIELDS = (
+    ("name", str), ("activation_scale", str), ("weight_cache", str), ("weight_scales", str), ("skip_lm_head", bool)
+)  # fmt: skip
 
 
 class Ranking(Protocol):
@@ -55,6 +58,10 @@ class Recipe:
     weight_cache: of inference. "on" keeps packed weights until a change of the parameter is noticed. "off" quantises
         weights at every call. "check" does as "on", and raises RuntimeError where a parameter's contents have changed
         unnoticed; it reads every weight at every call, and is slow.
+    weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference, where a weight is quantised once.
+        "amax" makes them of each block's largest element; "mse" takes the scale of least squared error;
+        "four_over_six" the better one of two. It also holds where a rule gives a layer its formats, if these are NVFP4.
+        Graphs that compute gradients take "amax", because their weights change at every step; the report says so.
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
@@ -82,6 +89,7 @@ class Recipe:
     hadamard: tuple[str, ...] = ()
     stochastic_rounding: tuple[str, ...] = ()
     weight_cache: str = "on"
+    weight_scales: str = "amax"
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -90,6 +98,7 @@ class Recipe:
             self._check_product(product)
         self._check_static()
         self._check_training()
+        self._check_weight_scales()
         if self.weight_cache not in _WEIGHT_CACHES:
             allowed = ", ".join(map(repr, _WEIGHT_CACHES))
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
@@ -105,7 +114,7 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     def _check_types(self) -> None:
-        for name, kind in (("name", str), ("activation_scale", str), ("weight_cache", str), ("skip_lm_head", bool)):
+        for name, kind in _PLAIN_FIELDS:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
@@ -162,6 +171,17 @@ class Recipe:
             fmt = getattr(self, role)
             if fmt is None or formats.get(fmt).scale != "e4m3" or formats.get(fmt).square:
                 raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
+
+    def _check_weight_scales(self) -> None:
+        named_by_rules = (FIELDS.get(rule.action, {}).get("fprop_w") for rule in self.rules)
+        if all(self.scale_rule(name) == "amax" for name in named_by_rules):
+            own = None if self.fprop_w is None else formats.get(self.fprop_w)
+            formats.check_scale_rule("weight_scales", self.weight_scales, own)
+
+    def scale_rule(self, weight: str | None) -> str:
+        """How the block scales of a weight of this format are chosen: `weight_scales`, or "amax" where none may be."""
+        chosen = weight is not None and formats.takes_scale_rules(formats.get(weight))
+        return self.weight_scales if chosen else "amax"
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """The format names of a product's two operands, in the order of the recipe's fields; None: high precision.

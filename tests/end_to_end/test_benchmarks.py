@@ -1,6 +1,7 @@
 """The parts of the training benchmarks that need no trained model."""
 
 import itertools
+import json
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import common, gradient_error, launches, training_loss
+from benchmarks import common, gradient_error, launches, scale_sweep, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.operand import Operand
@@ -144,3 +145,13 @@ def test_sequences_are_timed_in_turns(monkeypatch):
     monkeypatch.setattr(common, "_replay", lambda graph: graph.replay() or next(times))
     assert common.graph_times([[print] * 2, [print] * 4], 3) == [20.0, 100.0]
     assert [len(calls) for calls in replayed] == [2, 4] * 4
+
+
+def test_the_sweeps_figures_are_written(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "sweep.json"
+    monkeypatch.setattr("sys.argv", ["scale_sweep", "--device", "cpu", "--shape", "32x64", "--out", str(out)])
+    scale_sweep.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["weight"] for row in rows] == ["32x64 bfloat16", "32x64 float32"]
+    assert all(0.5 < row["error"] < 0.95 and row["ModelOpt us"] is None and row["sweep us"] > 0 for row in rows)
+    assert "32x64 float32" in capsys.readouterr().out

@@ -166,6 +166,7 @@ TINY = [Configuration("rows", name, launches.quantize_rows) for name in ("nvfp4"
     Configuration("transformed columns", "nvfp4_te", launches.quantize_transformed),
     Configuration("both, transform, seed", "nvfp4_te", launches.quantize_trained),
     Configuration("dequantize", "nvfp4", launches.dequantize),
+    Configuration("scale sweep", "nvfp4", launches.sweep_scales),
 ]
 
 

@@ -128,7 +128,7 @@ LEFT = {
     "right operand": right_operand, "others' scales": others_scales, "plain weights": of_plain_weights,
     "seed": with_seed, "swizzled": multiplied(layout="swizzled"), "hadamard": multiplied("nvfp4_te", hadamard=True),
     "square": multiplied("nvfp4_16x16"), "transposed": of_a_transposed_tensor,
-    "few columns": expanded_in_registers_too,
+    "few columns": expanded_in_registers_too, "swept": multiplied(scale_rule="mse"),
 }  # fmt: skip
 
 

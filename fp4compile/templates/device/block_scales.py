@@ -49,7 +49,7 @@ def encode_scale(decode, ISA: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal_e4m3(value, ISA: tl.constexpr):
+def reciprocal_e4m3(value, ISA: tl.constexpr):
     """1 / value, correctly rounded, of a normal E4M3 number.
 
     Such a number has four significant bits, so one Newton step from the hardware's estimate is exact enough.
@@ -154,7 +154,7 @@ def plain_e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_oute
     scale = tl.where(amax_bits < INFINITY_BITS, scale, float("nan"))
     byte, s = e4m3_round(scale, ISA)
     if contract == "torchao":
-        factor = _at_most(tl.div_rn(encode, s), FLT_MAX) if has_outer else _reciprocal_e4m3(s, ISA)
+        factor = _at_most(tl.div_rn(encode, s), FLT_MAX) if has_outer else reciprocal_e4m3(s, ISA)
     else:
         factor = _at_most(reciprocal(s * decode if has_outer else s, ISA), FLT_MAX)
     if has_outer:

@@ -16,6 +16,7 @@ from fp4compile.formats import BlockFormat
 from fp4compile.groups import check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
+from fp4compile.templates import scale_sweep
 from fp4compile.templates.grouped.choose import choose
 from fp4compile.templates.grouped.problem import call_of
 from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
@@ -35,13 +36,14 @@ def quantize_grouped(
     *,
     seed: torch.Tensor | None,
     transform: bool,
+    scale_rule: str = "amax",
 ) -> dense.Quantized:
     """Quantise groups of rows, or without offs each matrix of a batch, by itself.
 
     x: [M, K] whose rows offs cuts in groups, quantised along K (dim -1: `reference_grouped.quantize_rows`) or along the
     rows of each group (dim -2: `quantize_columns`); or, without offs, [G, R, C] (`quantize_matrices`).
     outer: float32 [], None computes one where the format has it. transform: the Hadamard transform, along the rows of
-    groups or matrices.
+    groups or matrices. scale_rule: see `reference_scales`; without offs only.
     On SM100, stochastic rounding is the hardware's: equal in distribution only.
     Raises ValueError or TypeError, naming the argument, where these do not go together.
     """
@@ -49,7 +51,7 @@ def quantize_grouped(
         raise ValueError(f"dim={dim}: a grouped tensor is quantised along dimension -1 or -2")
     layout = layout if fmt.scale is not None else "linear"
     if offs is None:
-        return _quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
+        return _quantize_matrices(x, fmt, dim, outer, layout, seed, transform, scale_rule)
     check_offs(offs)
     if x.dim() != 2:
         raise ValueError(f"x: expected two dimensions, groups of rows, got shape {tuple(x.shape)}")
@@ -84,9 +86,16 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
     return candidate.run(call, candidate.configure(call.problem))
 
 
-def _quantize_matrices(x, fmt: BlockFormat, dim: int, outer, layout: str, seed, transform: bool) -> dense.Quantized:
+def _quantize_matrices(
+    x, fmt: BlockFormat, dim: int, outer, layout: str, seed, transform: bool, scale_rule: str
+) -> dense.Quantized:
     if x.dim() != 3:
         raise ValueError(f"x: expected three dimensions where there are no offs, got shape {tuple(x.shape)}")
+    if scale_rule != "amax":
+        if statically_true(x.numel() == 0):
+            return reference_grouped.sweep_matrices(x, fmt, dim, outer, layout, scale_rule)
+        each = outer is None and fmt.outer == "tensor"
+        return scale_sweep.quantize(x.movedim(dim, -1), fmt, outer, layout, scale_rule, each_matrix=each)
     if (fmt.square and seed is not None) or statically_true(x.numel() == 0):
         return reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
     x, stream = (x, 0) if dim == -1 else (x.transpose(-2, -1), 1)

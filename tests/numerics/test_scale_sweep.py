@@ -1,0 +1,218 @@
+"""Block scales by least error: the search against all 126 scales, and what is quantised by them."""
+
+import itertools
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile import formats, reference
+from fp4compile import reference_scales as scales
+from tests.helpers.hard_inputs import DTYPES, FINITE, hard_input
+
+BLOCKS = {"nvfp4": (1, 16), "nvfp4_16x16": (16, 16)}
+GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def adversaries(rows, cols):
+    """Weights whose blocks have equal errors at several scales, or the largest gain of a scale that is left out."""
+    gen = torch.Generator().manual_seed(0)
+    blocks = (rows, cols // 16)
+    yield "randn", torch.randn(rows, cols, generator=gen)
+    yield "wide", torch.randn(rows, cols, generator=gen) * torch.exp2(-14 * torch.rand(rows, cols, generator=gen))
+    yield "one of many", torch.randn(rows, cols, generator=gen) * (torch.rand(rows, cols, generator=gen) < 0.06)
+    # On E2M1's grid at a scale: the error is 0 there, and often at its double or half, too.
+    at = torch.exp2(torch.randint(-9, 8, blocks, generator=gen).float()) * (
+        1 + torch.randint(8, blocks, generator=gen) / 8
+    )
+    yield "on the grid", GRID[torch.randint(8, (rows, cols), generator=gen)] * at.repeat_interleave(16, 1)
+    # All but the largest are half off the grid of the double scale, so that doubling raises their errors most.
+    x = torch.full((rows, cols), 0.5)
+    x[:, ::16] = torch.linspace(5.5, 16.5, rows * cols // 16).view(blocks)
+    yield "against doubling", x
+    yield (
+        "small",
+        torch.randn(rows, cols, generator=gen) * torch.rand(blocks, generator=gen).repeat_interleave(16, 1) * 0.05,
+    )
+
+
+def with_top(x):
+    """x in a tensor whose outer scale is 1, so that its numbers are in units of it; scales may then be subnormal."""
+    x = x.clone()
+    x[0, 0] = reference.NVFP4_MAX
+    return x
+
+
+def all_scales(blocks, outer):
+    """The byte of least error of every block, all 126 tried, the smallest of several."""
+    factor = reference._encode_scale(outer)
+    u = (blocks.transpose(-3, -2).reshape(-1, blocks.shape[-3], 16).abs() * factor).clamp(max=scales.U_MAX)
+    errors = torch.stack([scales.block_error(u, scales.value(torch.full((len(u),), byte))) for byte in range(1, 127)])
+    assert errors.isfinite().all()
+    return errors.min(0).values, 1 + (errors == errors.min(0).values).int().argmax(0)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_search_misses_no_scale(name):
+    fmt = formats.get(name)
+    for (kind, x), factor, top in itertools.product(adversaries(64, 256), (1.0, 0.37), (False, True)):
+        x = with_top(x * factor) if top else x * factor
+        blocks, outer = reference._blocks(x, fmt), scales.outer_of(x.abs().amax(), "mse")
+        best, expected = all_scales(blocks, outer)
+        found = scales.best_scales(blocks, outer, "mse").view(torch.uint8).flatten()
+        assert torch.equal(found, expected.to(torch.uint8)), (kind, factor, top)
+    # A smaller amax than the weight has: the largest elements are clipped by every scale.
+    for small in (1.0, 1e-3, 1e-38):
+        outer = scales.outer_of(torch.tensor(small), "mse")
+        expected = all_scales(blocks := reference._blocks(torch.randn(32, 64), fmt), outer)[1]
+        assert torch.equal(
+            scales.best_scales(blocks, outer, "mse").view(torch.uint8).flatten(), expected.to(torch.uint8)
+        )
+
+
+def test_few_scales_are_tried(monkeypatch):
+    """At most 12 where the scale is a normal number, or the 15 smallest."""
+    tried = []
+    monkeypatch.setattr(
+        scales, "block_error", lambda u, scale, real=scales.block_error: tried.append(1) or real(u, scale)
+    )
+    for _, x in adversaries(32, 256):
+        for part in reference._blocks(with_top(x), formats.get("nvfp4")).view(-1, 1, 16).split(8):
+            tried.clear()
+            scales._least_error(part.abs(), part.abs().amax((-2, -1)))
+            normal = bool((part.abs().amax() > 6 * 2.0**-5) & (part.abs().amax((-2, -1)) > 6 * 2.0**-5).all())
+            assert len(tried) <= (12 if normal else 15 + 4)
+
+
+def error(x, quantised):
+    """The squared error of each row of blocks, in float64."""
+    return (x.double() - quantised.dequantize().double()).square().unflatten(-1, (-1, 16)).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_block_has_more_error_than_by_its_amax(dtype):
+    for name in set(FINITE) - {"tiny", "huge"}:
+        x = hard_input(name, (32, 256), dtype)
+        amax, mse = (fp4compile.quantize(x, "nvfp4", scales=rule) for rule in ("amax", "mse"))
+        assert (error(x, mse) <= error(x, amax) * (1 + 1e-6)).all(), name
+
+
+def test_codes_and_scales_are_modelopts():
+    """Its formulas: scale = amax / 6 as E4M3 times global / 2688, element = E2M1 of x / scale."""
+    x = torch.randn(48, 80)
+    best, top = fp4compile.scale_sweep(x), x.abs().amax()
+    found = fp4compile.quantize(x, "nvfp4", scales="mse")
+    scale = (best / 6.0 * 448.0 / (top / 6.0)).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+    assert torch.equal(found.scales.view(torch.uint8), scale.view(torch.uint8))
+    assert torch.equal(found.outer, top / 2688.0)
+    y = x / (scale.float() * found.outer).repeat_interleave(16, 1)
+    code = torch.bucketize(y.abs(), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
+    code += (y.abs().unsqueeze(-1) == torch.tensor([0.75, 1.75, 3.5])).any(-1)
+    assert torch.equal(reference.unpack(found.data), (code + 8 * (y < 0)).to(torch.uint8))
+
+
+def test_four_over_six_takes_the_better_of_two():
+    x = torch.randn(64, 256)
+    found, outer = fp4compile.quantize(x, "nvfp4", scales="four_over_six"), x.abs().amax() / 1536.0
+    assert torch.equal(found.outer, outer)
+    blocks, chosen = x.unflatten(-1, (-1, 16)), found.scales.float()
+    top = blocks.abs().amax(-1) * (1.0 / outer)
+    six, four = ((top / element).to(torch.float8_e4m3fn).float() for element in (6.0, 4.0))
+    assert four.max() == 384 and ((chosen == six) | (chosen == four)).all()
+    assert (chosen != six).any() and (chosen != four).any()
+
+    def rest(scale):
+        step = (scale * outer).double().unsqueeze(-1)
+        y = (blocks.double() / step).abs()
+        return (y.unsqueeze(-1) - GRID).abs().amin(-1).mul(step).square().sum(-1)
+
+    clear = (rest(six) - rest(four)).abs() > 1e-6 * rest(six)
+    assert torch.equal((chosen == four)[clear], (rest(four) < rest(six))[clear])
+    even = fp4compile.quantize(torch.zeros(1, 16), "nvfp4", scales="four_over_six")
+    assert even.dequantize().eq(0).all() and even.outer == 1
+    # 4, 2 and 1 are on the grid by both scales, and so is 6: both errors are 0.
+    tie = fp4compile.quantize(
+        torch.tensor([[256.0 * 6, *[0.0] * 15, 96.0, *[0.0] * 15]]), "nvfp4", scales="four_over_six"
+    )
+    assert tie.scales.float().tolist() == [[256.0, 16.0]]
+
+
+@pytest.mark.parametrize("rule", ["mse", "four_over_six"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_shows(rule, value):
+    x = torch.randn(20, 64)
+    x[3, 20] = value
+    for name in BLOCKS:
+        assert not fp4compile.quantize(x, name, scales=rule).dequantize()[3, 20].isfinite()
+        given = fp4compile.quantize(x, name, outer=torch.tensor(0.01), scales=rule).dequantize()
+        assert given[3, 16:32].isnan().all() and given[:, :16].isfinite().all() and given[16:].isfinite().all()
+    best = fp4compile.scale_sweep(x, torch.tensor(3.0))
+    assert best[3, 1].isnan() and best.isnan().sum() == 1
+
+
+def test_shapes_strides_and_matrices():
+    w = torch.randn(3, 33, 40)
+    for block, shape in (((1, 16), (3, 33, 3)), ((16, 16), (3, 3, 3))):
+        best = fp4compile.scale_sweep(w, block=block)
+        assert best.shape == shape and best.dtype == torch.float32
+        assert torch.equal(best[1], fp4compile.scale_sweep(w[1], block=block))
+        assert torch.equal(best[1], fp4compile.scale_sweep(w.transpose(1, 2).contiguous().mT, block=block)[1])
+        assert torch.equal(best, fp4compile.scale_sweep(w, w.abs().amax((1, 2)), block=block))
+        assert fp4compile.scale_sweep(w[:, :0], block=block).shape == (3, 0, 3)
+        one = fp4compile.quantize(w[2].t(), dict(zip(BLOCKS.values(), BLOCKS, strict=True))[block], dim=0, scales="mse")
+        each = fp4compile.quantize(w, one.format, per_matrix=True, scales="mse")
+        assert torch.equal(each.data[2], one.data) and torch.equal(each.outer[2], one.outer)
+    one_level = fp4compile.quantize(w[0], "nvfp4_one_level", scales="mse")
+    assert one_level.outer is None and torch.equal(
+        one_level.data, fp4compile.quantize(w[0], "nvfp4", outer=torch.tensor(1.0), scales="mse").data
+    )
+    assert fp4compile.scale_sweep(torch.zeros(2, 16)).tolist() == [[0.0], [0.0]]
+    zero = fp4compile.scale_sweep(torch.tensor([[0.0] * 16 + [448.0] * 16]))
+    assert zero.tolist() == [[2.0**-9, 448.0]]
+
+
+def test_a_hessian_weighs_the_rests():
+    w = torch.randn(6, 48)
+    identity = torch.eye(16).expand(3, 16, 16).contiguous()
+    assert torch.equal(fp4compile.scale_sweep(w, hessian=identity), fp4compile.scale_sweep(w))
+    root = torch.randn(6, 3, 16, 16)
+    for hessian in (root[0] @ root[0].mT, root @ root.mT):
+        best, top = fp4compile.scale_sweep(w, hessian=hessian), w.abs().amax()
+        costs = []
+        for byte in range(1, 127):
+            step = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).double() * (top.double() / 2688)
+            y = w.double() / step
+            q = GRID.double()[(y.abs().clamp(max=6).unsqueeze(-1) - GRID).abs().argmin(-1)] * y.sign()
+            rest = (w.double() - q * step).unflatten(-1, (3, 16))
+            costs.append(torch.einsum("nci,ncij,ncj->nc", rest, hessian.double().expand(6, 3, 16, 16), rest))
+        chosen = (best / top * 448).to(torch.float8_e4m3fn).view(torch.uint8).long() - 1
+        cost = torch.stack(costs).gather(0, chosen[None])[0]
+        torch.testing.assert_close(cost, torch.stack(costs).amin(0), rtol=1e-5, atol=0)
+        assert not torch.equal(best, fp4compile.scale_sweep(w))
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda w: fp4compile.quantize(w, "mxfp8", scales="mse"), "scales='mse': needs an NVFP4 format .* got mxfp8"),
+    (lambda w: fp4compile.quantize(w, "nvfp4_rowwise", scales="mse"), "scales='mse': needs an NVFP4 "),
+    (lambda w: fp4compile.quantize(w, "nvfp4", scales="msee"), "scales: unknown rule 'msee'. Did you mean 'mse'"),
+    (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", hadamard=True), "scales='mse': is for weights"),
+    (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", offs=torch.tensor([1]).int()), "scales='mse': is for "),
+    (lambda w: torch.ops.fp4compile.quantize(w, "mxfp4", scale_rule="mse"), "scale_rule='mse': needs an NVFP4"),
+    (lambda w: torch.ops.fp4compile.quantize_grouped(w, torch.tensor([1]).int(), "nvfp4", scale_rule="mse"),
+     "scale_rule='mse': is for weights, which have no groups"),
+    (lambda w: fp4compile.scale_sweep(w, block=(1, 32)), r"block=\(1, 32\): allowed are \(1, 16\) and \(16, 16\)"),
+    (lambda w: fp4compile.scale_sweep(w[0]), "w: expected two or three dimensions"),
+    (lambda w: fp4compile.scale_sweep(w, torch.ones(2)), r"global_amax: expected float32 of shape \(\) on cpu"),
+    (lambda w: fp4compile.scale_sweep(w, hessian=torch.ones(16, 16)), r"hessian: .* shape \(2, 16, 16\)"),
+    (lambda w: fp4compile.scale_sweep(w, hessian=torch.ones(2, 16, 16), block=(16, 16)), "hessian: goes with block"),
+], ids=map(str, range(12)))  # fmt: skip
+def test_what_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(4, 32))
+
+
+def test_what_is_no_weight_is_refused():
+    with pytest.raises(TypeError, match="w: expected a torch.Tensor, got list"):
+        fp4compile.scale_sweep([1.0])
+    with pytest.raises(TypeError, match="w: dtype torch.float64 cannot be quantised"):
+        fp4compile.scale_sweep(torch.ones(2, 16, dtype=torch.float64))

@@ -1,0 +1,90 @@
+"""The kernel of the scale sweep against the reference, bit for bit; on a GPU, or in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+from fp4compile import formats, reference, reference_scales
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, hard_input, of_amax
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETING else "cuda"
+RULES = ("mse", "four_over_six")
+
+if INTERPRETING or torch.cuda.is_available():
+    from fp4compile.templates import scale_sweep as kernels
+
+
+def gpu(function):
+    """Runs on a GPU, or in the interpreter where that has been chosen."""
+    return function if INTERPRETING else pytest.mark.gpu(function)
+
+
+def assert_same_bits(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            one, other = (t.cpu().reshape(-1).nan_to_num(7.0) if t.dtype.itemsize == 4 else t.cpu().view(torch.uint8)
+                          for t in (one, other))  # fmt: skip
+            assert torch.equal(one, other)
+
+
+def check(x, name, rule, layout="linear", outer=None):
+    fmt = formats.get(name)
+    expected = reference_scales.quantize(x, fmt, outer, layout, rule)
+    on_device = None if outer is None else outer.to(DEVICE)
+    assert_same_bits(kernels.quantize(x.to(DEVICE), fmt, on_device, layout, rule), expected)
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_hard_inputs(name):
+    shape = (2, 272) if INTERPRETING else (64, 1040)
+    for dtype in DTYPES if not INTERPRETING or name == "randn" else DTYPES[NAMES.index(name) % 3 :][:1]:
+        for rule in RULES:
+            check(hard_input(name, shape, dtype), "nvfp4", rule)
+    check(hard_input(name, (20, 40), torch.bfloat16), "nvfp4_16x16", RULES[NAMES.index(name) % 2])
+
+
+@gpu
+def test_layouts_shapes_and_strides():
+    x = torch.randn(20, 72)
+    check(x[:3, :33], "nvfp4", "mse", "swizzled" if not INTERPRETING else "linear")
+    check(x[:, 1:34], "nvfp4_16x16", "mse", "swizzled")
+    check(x[:3].t()[:, :2], "nvfp4", "four_over_six")
+    check(x[0], "nvfp4", "mse")
+    check(x[:2, :48].bfloat16(), "nvfp4_one_level", "mse")
+    check(x[:2, :48], "nvfp4_te", "mse", outer=torch.tensor(1e-5))
+    for amax in TINY_AMAXES:
+        check(of_amax(amax, (2, 48)), "nvfp4", "mse")
+
+
+@gpu
+def test_each_matrix_has_a_scale_of_its_own():
+    x = torch.randn(3, 5, 40) * torch.tensor([1.0, 1e-3, 0.0]).view(3, 1, 1)
+    fmt, amax = formats.get("nvfp4"), x.abs().amax((1, 2), keepdim=True)
+    for rule in RULES:
+        data, scales, outer = reference_scales.quantize(x, fmt, None, "linear", rule, amax)
+        got = kernels.quantize(x.to(DEVICE), fmt, None, "linear", rule, each_matrix=True)
+        assert_same_bits(got, (data, scales, outer.view(-1)))
+    for block in ("nvfp4", "nvfp4_16x16"):
+        outer = reference_scales.outer_of(amax, "mse")
+        expected = reference_scales.best_scales(reference._blocks(x, formats.get(block)), outer, "mse")
+        found = kernels.best_scales(x.to(DEVICE), formats.get(block), outer.view(-1).to(DEVICE), "mse")
+        assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_a_large_weight():
+    for dtype in DTYPES:
+        for name in ("nvfp4", "nvfp4_16x16"):
+            for rule in RULES:
+                check(torch.randn(1024, 4096).to(dtype), name, rule, "swizzled")
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
