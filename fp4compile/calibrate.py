@@ -47,11 +47,14 @@ def calibrate(
     progress: whether a terminal shows a progress bar, where the package tqdm is there.
 
     Raises ValueError for another recipe or method, for a percentile out of range, for no batches, if the recipe gives
-    no layer a static scale, and if an activation is not finite; TypeError for `batches` that are a single batch.
+    no layer a static scale, and if an activation is not finite; TypeError for `batches` that are a single batch and for
+    a percentile that is no number.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     if method not in METHODS:
         raise ValueError(unknown_name("method", method, METHODS))
+    if not isinstance(percentile, int | float):
+        raise TypeError(f"percentile: expected a number, got {type(percentile).__name__}")
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile={percentile}: expected a number above 0 and at most 100")
     kept: dict[str, tuple[Clipping, str]] = {}

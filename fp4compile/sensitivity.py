@@ -203,10 +203,10 @@ class _Error:
             raise ValueError("model: the shapes of its output differ from one call to the next")
         for one, other in zip(expected, found, strict=True):
             finite = one.isfinite()
-            signal = torch.where(finite, one, 0).double()
-            error = torch.where(finite, other, 0).double() - signal
-            self.signal += signal.square().sum().item()
-            self.error += error.square().sum().item()
+            signal = torch.where(finite, one, 0).float()
+            error = torch.where(finite, other, 0).float() - signal
+            self.signal += signal.square().sum(dtype=torch.float64).item()
+            self.error += error.square().sum(dtype=torch.float64).item()
 
     @property
     def decibels(self) -> float:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fp4compile import formats
 from fp4compile.formats import unknown_name
@@ -24,6 +24,7 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
+@runtime_checkable
 class Ranking(Protocol):
     """Layers in the order of what their quantisation costs: a `fp4compile.Sensitivity`."""
 
@@ -318,8 +319,11 @@ class Recipe:
         bf16_share: leave out, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
         fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised.
 
-        Raises ValueError unless one of the two budgets is given, for a share out of range and for an unknown fallback.
+        Raises ValueError unless one of the two budgets is given, for a share out of range and for an unknown fallback;
+        TypeError for another report.
         """
+        if not isinstance(report, Ranking):
+            raise TypeError(f"report: expected a fp4compile.Sensitivity, got {type(report).__name__}")
         layers = report.worst(sqnr_db=sqnr_db, share=bf16_share)
         return self.replace(rules=(*fallback_rules(layers, fallback), *self.rules))
 

@@ -55,6 +55,8 @@ def test_calibrate_bad_input():
     for percentile in (0, 100.1, float("nan")):
         with pytest.raises(ValueError, match="percentile=.*: expected a number above 0 and at most 100"):
             fp4compile.calibrate(layer, [torch.ones(2, 64)], method="percentile", percentile=percentile)
+    with pytest.raises(TypeError, match="percentile: expected a number, got str"):
+        fp4compile.calibrate(layer, [torch.ones(2, 64)], method="percentile", percentile="99")
     for method in ("percentile", "mse"):
         with pytest.raises(ValueError, match="not finite"):
             fp4compile.calibrate(layer, [torch.ones(2, 64), torch.full((2, 64), float("nan"))], method=method)
@@ -179,6 +181,22 @@ def test_every_call_is_seen():
         assert model._compiled_call_impl is None
     assert (counted.calls, generating.calls) == (10, 4)
     assert not generating.traced, "a loop around a model takes Dynamo long"
+
+
+def test_a_forward_pass_that_is_captured_with_its_backward_is_seen():
+    class Training(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                torch._dynamo.graph_break()
+                return self.layer(x)
+
+    x = torch.randn(2, 64)
+    recipe = fp4compile.calibrate(Training(), [x])
+    assert dict(recipe.static_scales) == {"layer": pytest.approx(x.abs().max().item() / 2688)}
 
 
 def test_a_layer_of_which_calls_are_missed_is_dynamic():

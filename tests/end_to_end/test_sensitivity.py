@@ -161,6 +161,8 @@ def test_bad_budget():
         recipe.with_budget(RANKED, bf16_share=1.5)
     with pytest.raises(ValueError, match="sqnr_db=nan"):
         recipe.with_budget(RANKED, sqnr_db=math.nan)
+    with pytest.raises(TypeError, match="report: expected a fp4compile.Sensitivity, got dict"):
+        recipe.with_budget(RANKED.to_dict(), bf16_share=0.5)
     with pytest.raises(ValueError, match="unknown fallback 'bf16'"):
         recipe.with_budget(RANKED, sqnr_db=20.0, fallback="bf16")
 
