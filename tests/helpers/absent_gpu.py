@@ -22,7 +22,8 @@ from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.launch import dry_run
 
-RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"})}
+RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x": "mxfp8_e5m2"}),
+           "swept": ("nvfp4", {"weight_scales": "mse"})}  # fmt: skip
 
 
 def recipe_of(name):

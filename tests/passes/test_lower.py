@@ -15,6 +15,7 @@ from fp4compile.operand import Operand
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.targets import Target
+from fp4compile.templates import scale_sweep
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.grouped import dispatch as experts
 from fp4compile.templates.launch import dry_run
@@ -239,11 +240,20 @@ def launches():
             data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4_te")
             group = [(Operand(data, scales, outer, te), x[0, :256])] * weights
             scaled_mm_group(Operand(x[:1]), group, torch.bfloat16)
+        for fmt in (te, formats.get("nvfp4_16x16")):
+            scale_sweep.quantize(x, fmt, None, "swizzled", "mse")
     return {(one.kernel.__name__, str(one.constants), str(dtypes_of(one))): one for one in found}.values()
 
 
 def dtypes_of(launch):
     return {name: value.dtype for name, value in launch.args.items() if isinstance(value, torch.Tensor)}
+
+
+def test_swept_weights_are_lowered_to_the_sweep():
+    """Where a weight is quantised at every call; its scales lie as the product reads them."""
+    for sm, tier, swizzled in ((90, "emulated", False), (100, "native", True)):
+        found, launches = launched_on(sm, "swept")
+        assert found == tier and ("sweep_scales", swizzled) in launches
 
 
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
@@ -262,11 +272,13 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         if launch.kernel.__name__ in ("gemv", "gemm_skinny"):
             outs = ["out_ptr", "out_1_ptr", "out_2_ptr"]
             assert written == set(outs[: launch.constants["GROUP_SIZE"]])
+        if launch.kernel.__name__ == "sweep_scales":
+            assert written == {"data_ptr", "scales_ptr"}
         if dtypes.get("data_ptr") == torch.float16:
             fake_quantised += 1
             assert written == {"data_ptr", "outer_ptr"}
         kernels.add(launch.kernel.__name__)
-    assert kernels >= {"columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
+    assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
                        "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
                        "quantize_grouped_columns", "gemm_dequant_tiles_grouped"}  # fmt: skip
