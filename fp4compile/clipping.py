@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from fp4compile import formats, reference
 
-PERCENTILE_BINS = 6  # bits of the mantissa: a bin ends at most 1/64 above its start
+_PERCENTILE_BINS = 6  # bits of the mantissa: a bin ends at most 1/64 above its start
 _BLOCK_BINS = 5  # 32 bins a power of two: an E4M3 scale has 8 values there
-_OCTAVES = 24  # blocks that are 2^24 times smaller than the largest add nothing to the error
+_ROWS = 24 << _BLOCK_BINS  # blocks that are 2^24 times smaller than the largest add nothing to the error
 _RATIOS = 45  # of elements to the largest of their block, which has a bin of its own: 46 values are three blocks of 16
 _CANDIDATES = 64  # and four octaves of them, below the largest magnitude
 _AT_ONCE = 1 << 20  # elements, so that temporary memory is bounded
@@ -61,7 +61,7 @@ class Percentile:
         """See `Clipping`."""
         self.largest.see(x)
         for part in x.flatten().split(_AT_ONCE):
-            found = torch.bincount(_bins(part.float().abs(), PERCENTILE_BINS), minlength=256 << PERCENTILE_BINS)
+            found = torch.bincount(_bins(part.float().abs(), _PERCENTILE_BINS), minlength=256 << _PERCENTILE_BINS)
             self.counts = found if self.counts is None else self.counts + found.to(self.counts.device)
 
     def amax(self) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Percentile:
         # The smallest count that is at least the percentage. As a ceiling in exact integers would be: 100 % is all.
         wanted = math.ceil(int(up_to[-1]) * (self.percentile / 100))
         index = torch.searchsorted(up_to, torch.full((1,), wanted, device=up_to.device))
-        return torch.minimum(_ends(index, PERCENTILE_BINS).squeeze(0), largest)
+        return torch.minimum(_ends(index, _PERCENTILE_BINS).squeeze(0), largest)
 
 
 class LeastSquares:
@@ -95,50 +95,47 @@ class LeastSquares:
         self.largest.see(x)
         if not self.largest.amax().isfinite() or not self.largest.amax() > 0:
             return
-        self._move_to(int(_bins(self.largest.amax(), _BLOCK_BINS)))
+        counts = self._moved_to(int(_bins(self.largest.amax(), _BLOCK_BINS)))
         length = self.format.block_cols
         blocks = F.pad(x, (0, -x.shape[-1] % length)).reshape(-1, length)
         for part in blocks.split(max(1, _AT_ONCE // length)):
-            self._count(part.float().abs())
+            counts += self._counted(part.float().abs().to(counts.device))
 
     def amax(self) -> torch.Tensor:
         """See `Clipping`."""
         largest = self.largest.amax()
         if self.counts is None or not largest.isfinite():
             return largest
-        values, counts = self._values(largest), self.counts.double()
+        values, counts = self._values(), self.counts.double()
         candidates = largest * torch.exp2(-torch.arange(_CANDIDATES, device=largest.device) / 16)
         errors = [self._error(values, counts, candidate) for candidate in candidates]
         return candidates[torch.stack(errors).argmin()]  # the first of equals: the largest
 
-    def _move_to(self, top: int) -> None:
-        """Let the window end at a bin; what falls out of it is forgotten."""
+    def _moved_to(self, top: int) -> torch.Tensor:
+        """The counts, whose window ends at a bin from now on; what falls out of it is forgotten."""
         if self.counts is None:
-            self.counts = torch.zeros(
-                _OCTAVES << _BLOCK_BINS, _RATIOS + 1, dtype=torch.int64, device=self.largest.amax().device
-            )
+            self.counts = torch.zeros(_ROWS, _RATIOS + 1, dtype=torch.int64, device=self.largest.amax().device)
         elif top > self.top:
             kept = self.counts[top - self.top :]
-            self.counts = F.pad(kept, (0, 0, 0, self.counts.shape[0] - kept.shape[0]))
+            self.counts = F.pad(kept, (0, 0, 0, _ROWS - kept.shape[0]))
         self.top = top
+        return self.counts
 
-    def _count(self, blocks: torch.Tensor) -> None:
-        """Count magnitudes [blocks, block]."""
-        assert self.counts is not None
-        blocks = blocks.to(self.counts.device)
+    def _counted(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The counts of magnitudes [blocks, block]."""
         largest = blocks.amax(-1, keepdim=True)
-        rows, columns = self.counts.shape
-        row = _bins(largest, _BLOCK_BINS) - self.top + rows - 1
-        column = (blocks / largest * _RATIOS).nan_to_num_().long()
+        row = _bins(largest, _BLOCK_BINS) - self.top + _ROWS - 1
+        column = (blocks / largest * _RATIOS).nan_to_num_().long()  # 0 / 0 where all are zero
+        columns = _RATIOS + 1
         inside = (row >= 0).expand_as(blocks)
-        found = torch.bincount((row * columns + column)[inside], minlength=rows * columns)
-        self.counts += found.view(rows, columns)
+        found = torch.bincount((row * columns + column)[inside], minlength=_ROWS * columns)
+        return found.view(_ROWS, columns)
 
-    def _values(self, largest: torch.Tensor) -> torch.Tensor:
+    def _values(self) -> torch.Tensor:
         """The magnitudes that the counts stand for."""
-        assert self.counts is not None
-        rows = self.counts.shape[0]
-        ends = _ends(torch.arange(self.top - rows, self.top + 1, device=largest.device).clamp(min=0), _BLOCK_BINS)
+        largest = self.largest.amax()
+        bins = torch.arange(self.top - _ROWS, self.top + 1, device=largest.device)
+        ends = _ends(bins.clamp(min=0), _BLOCK_BINS)
         of_block = torch.minimum((ends[:-1] + ends[1:]) / 2, largest).unsqueeze(-1)
         ratios = (torch.arange(_RATIOS, device=largest.device) + 0.5) / _RATIOS
         return of_block * torch.cat((ratios, ratios.new_ones(1)))

@@ -64,13 +64,10 @@ class Sensitivity:
 
         Raises ValueError unless one of the two is given, and for a share out of range.
         """
-        if (sqnr_db is None) == (share is None):
-            raise ValueError(f"sqnr_db={sqnr_db}, share={share}: expected one of the two budgets")
-        if sqnr_db is not None and math.isnan(sqnr_db):
-            raise ValueError(f"sqnr_db={sqnr_db}: expected a number")
-        if sqnr_db is not None:
+        if sqnr_db is not None and share is None:
             return tuple(one.layer for one in self.layers[: self._beyond(sqnr_db)])
-        assert share is not None
+        if share is None or sqnr_db is not None:
+            raise ValueError(f"sqnr_db={sqnr_db}, share={share}: expected one of the two budgets")
         if not 0 <= share <= 1:
             raise ValueError(f"share={share}: expected a number from 0 to 1")
         left, chosen = share * sum(one.weights for one in self.layers), []
@@ -82,6 +79,8 @@ class Sensitivity:
 
     def _beyond(self, sqnr_db: float) -> int:
         """How many of the worst layers must go, so that the others together keep so many decibels."""
+        if math.isnan(sqnr_db):
+            raise ValueError(f"sqnr_db={sqnr_db}: expected a number")
         return next(count for count in range(len(self.layers) + 1) if self._together(count) >= sqnr_db)
 
     def _together(self, first: int = 0) -> float:
