@@ -50,7 +50,10 @@ class Largest:
 
 
 class Percentile:
-    """The magnitude that so many percent of all elements do not exceed: the end of its bin, at most 1/64 too large."""
+    """The magnitude that so many percent of the elements do not exceed: the end of its bin, at most 1/64 too large.
+
+    Elements that are zero do not count: an activation may have any share of them, and a scale represents zero anyway.
+    """
 
     def __init__(self, percentile: float) -> None:
         self.percentile = percentile
@@ -69,11 +72,13 @@ class Percentile:
         largest = self.largest.amax()
         if self.counts is None or not largest.isfinite():
             return largest
-        up_to = self.counts.cumsum(0)
+        up_to = self.counts[1:].cumsum(0)  # the first bin has the zeros, and what is below 2^-131
+        if up_to[-1] == 0:
+            return largest
         # The smallest count that is at least the percentage. As a ceiling in exact integers would be: 100 % is all.
         wanted = math.ceil(int(up_to[-1]) * (self.percentile / 100))
         index = torch.searchsorted(up_to, torch.full((1,), wanted, device=up_to.device))
-        return torch.minimum(_ends(index, _PERCENTILE_BINS).squeeze(0), largest)
+        return torch.minimum(_ends(index + 1, _PERCENTILE_BINS).squeeze(0), largest)
 
 
 class LeastSquares:

@@ -118,7 +118,7 @@ class _Watcher(Interpreter):
             x = x.mT
         if gemm.offs is not None:  # rows of no group may hold anything
             groups = Groups.of(self.kept.pop((gemm.node, gemm.offs)), x.shape[-2])
-            x = torch.where((groups.of_rows < groups.count).unsqueeze(-1), x, 0)
+            x = x[groups.of_rows < groups.count]
         self.see(decision, self.kept.pop((gemm.node, self.weights[gemm.node])), x)
 
 

@@ -275,6 +275,9 @@ def test_percentile_is_exact_to_its_resolution():
     assert exact <= found.item() <= exact * (1 + 1 / 64)
     scale = fp4compile.calibrate(torch.nn.Linear(100, 32), [x], method="percentile", percentile=99).static_scale("")
     assert scale == (found / 2688).item()
+    for part in (torch.zeros(9999, 100), torch.zeros(0, 100)):  # zeros do not count: they need no scale
+        clipping.see(part)
+    assert clipping.amax() == found
     clipping.percentile = 100
     assert clipping.amax() == x.abs().max()
 
