@@ -174,10 +174,10 @@ class Recipe:
                 raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
 
     def _check_weight_scales(self) -> None:
-        named_by_rules = (FIELDS.get(rule.action, {}).get("fprop_w") for rule in self.rules)
-        if all(self.scale_rule(name) == "amax" for name in named_by_rules):
-            own = None if self.fprop_w is None else formats.get(self.fprop_w)
-            formats.check_scale_rule("weight_scales", self.weight_scales, own)
+        weights = [self.fprop_w, *(FIELDS.get(rule.action, {}).get("fprop_w") for rule in self.rules)]
+        known = [None if weight is None else formats.get(weight) for weight in weights]
+        fitting = (fmt for fmt in known if fmt is not None and formats.takes_scale_rules(fmt))
+        formats.check_scale_rule("weight_scales", self.weight_scales, next(fitting, known[0]))
 
     def scale_rule(self, weight: str | None) -> str:
         """How the block scales of a weight of this format are chosen: `weight_scales`, or "amax" where none may be."""

@@ -150,6 +150,8 @@ def test_a_choice_that_no_weight_could_take_is_refused():
         Recipe(weight_scales="mse")
     with pytest.raises(ValueError, match="weight_scales: unknown rule 'msee'. Did you mean 'mse'"):
         fp4compile.backend("nvfp4", weight_scales="msee")
+    with pytest.raises(ValueError, match="weight_scales: unknown rule 'msee'"):
+        Recipe(fprop_w="mxfp8", rules=[("0", "nvfp4")], weight_scales="msee")
     with pytest.raises(TypeError, match="weight_scales: expected a str, got bool"):
         fp4compile.backend("nvfp4", weight_scales=True)
     Recipe(fprop_w="mxfp8", rules=[("0", "nvfp4")], weight_scales="mse")  # the layer of a rule can take it

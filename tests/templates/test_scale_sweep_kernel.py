@@ -58,7 +58,7 @@ def test_layouts_shapes_and_strides():
     check(x[0], "nvfp4", "mse")
     check(x[:2, :48].bfloat16(), "nvfp4_one_level", "mse")
     check(x[:2, :48], "nvfp4_te", "mse", outer=torch.tensor(1e-5))
-    for amax in TINY_AMAXES:
+    for amax in TINY_AMAXES[::3]:
         check(of_amax(amax, (2, 48)), "nvfp4", "mse")
 
 
