@@ -40,9 +40,9 @@ def calibrate(
         mapping of keyword arguments (such as a dict, or a tokenizer's output).
     recipe: one whose activations (fprop_x) are NVFP4 with one outer scale a tensor, static or dynamic.
     method: "max" takes the largest magnitude as amax. "percentile" takes the one that so many percent of the elements
-        other than zero do not exceed, to 1/64 of its value. "mse" takes the one, among 64 between the largest magnitude and a sixteenth
-        of it, with the least squared error of the quantised activations, as far as histograms tell: their bins are a
-        32nd of a power of two of a block's largest magnitude, and a 45th of it for the other elements.
+        other than zero do not exceed, to 1/64 of its value. "mse" takes the one, among 64 between the largest magnitude
+        and a sixteenth of it, with the least squared error of the quantised activations, as far as histograms tell:
+        their bins are a 32nd of a power of two of a block's largest magnitude, and a 45th of it for the other elements.
     percentile: of "percentile", above 0 and at most 100.
     progress: whether a terminal shows a progress bar, where the package tqdm is there.
 

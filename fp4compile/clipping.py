@@ -72,7 +72,7 @@ class Percentile:
         largest = self.largest.amax()
         if self.counts is None or not largest.isfinite():
             return largest
-        up_to = self.counts[1:].cumsum(0)  # the first bin has the zeros, and what is below 2^-131
+        up_to = self.counts[1:].cumsum(0)  # the first bin has the zeros, and what is below 2^-132
         if up_to[-1] == 0:
             return largest
         # The smallest count that is at least the percentage. As a ceiling in exact integers would be: 100 % is all.
