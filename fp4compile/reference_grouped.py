@@ -46,7 +46,7 @@ def sweep_matrices(
 
 
 def largest_of_matrices(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each matrix of float32 x [G, R, C], [G, 1, 1]; 0 of an empty one."""
+    """The largest magnitude of each matrix of x [G, R, C], [G, 1, 1]; 0 of an empty one."""
     amax = reference.largest(x, per_row=True)
     return amax.amax(-2, keepdim=True) if x.shape[-2] else amax.new_zeros(x.shape[0], 1, 1)
 

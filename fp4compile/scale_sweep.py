@@ -38,7 +38,7 @@ def scale_sweep(
     _check(w, global_amax, hessian, block)
     w, fmt = w.detach(), formats.get(_FORMATS[block])
     if global_amax is None:
-        amax = largest_of_matrices(w.float() if w.dim() == 3 else w.float()[None]).flatten()
+        amax = largest_of_matrices(w if w.dim() == 3 else w[None]).flatten().float()
         global_amax = amax if w.dim() == 3 else amax[0]
     if hessian is not None:
         scales = _weighted(w, _each(global_amax), hessian)
