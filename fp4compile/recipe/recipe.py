@@ -8,13 +8,13 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from fp4compile import formats
 from fp4compile.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Rule, fallback_rules, rule_of
+from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
@@ -22,14 +22,6 @@ _WEIGHT_CACHES = ("on", "off", "check")
 _PLAIN_FIELDS = (
     ("name", str), ("activation_scale", str), ("weight_cache", str), ("weight_scales", str), ("skip_lm_head", bool)
 )  # fmt: skip
-
-
-@runtime_checkable
-class Ranking(Protocol):
-    """Layers in the order of what their quantisation costs: a `fp4compile.Sensitivity`."""
-
-    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
-        """The names of the worst layers, by one of two budgets."""
 
 
 @dataclass(frozen=True)

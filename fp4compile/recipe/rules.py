@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fp4compile.formats import unknown_name
 from fp4compile.recipe.named_recipes import FIELDS
@@ -43,6 +43,14 @@ class Rule:
     def takes_static_scale(self) -> bool:
         """Whether the action names a recipe whose activation scales are static."""
         return FIELDS.get(self.action, {}).get("activation_scale") == "static"
+
+
+@runtime_checkable
+class Ranking(Protocol):
+    """Layers in the order of what their quantisation costs: a `fp4compile.Sensitivity`."""
+
+    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
+        """The names of the worst layers, by one of two budgets."""
 
 
 def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, ...]:
