@@ -111,6 +111,17 @@ def minilm(content: dict) -> Cells:
     return [["recipe", "mean cosine", "lowest cosine"], *rows]
 
 
+def minilm_settings(content: dict) -> Cells:
+    rows = [
+        [row["activations"], f"`{row['weight scales']}`", _number(row["weights dB"], 1), _number(row["mean cosine"], 4),
+         _number(row["min"], 4), _number(row["mean cosine, 3 in mxfp8"], 4), _number(row["min, 3 in mxfp8"], 4)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    header = ["activations", "`weight_scales`", "weights' SQNR, dB", "mean cosine", "lowest cosine",
+              "mean, 3 layers in `mxfp8`", "lowest, 3 layers in `mxfp8`"]  # fmt: skip
+    return [header, *rows]
+
+
 def compile_time(content: dict) -> Cells:
     rows = [
         ["Inductor alone" if row["backend"] == "inductor" else f"`{row['backend']}`",
@@ -364,6 +375,7 @@ def _figure(column: str, value: Any) -> Any:
 
 TABLES = {
     "minilm": Table("minilm_cpu.json", minilm),
+    "minilm_settings": Table("minilm_settings_cpu.json", minilm_settings),
     "compile_time": Table("compile_time_cpu.json", compile_time),
     "compile_time_llama": Table("compile_time_h200.json", compile_time_llama),
     "quantize": Table("quantize_h200.json", quantize),

@@ -11,6 +11,7 @@ from fp4compile.packed.pack import pack_
 from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.report import Report
 from fp4compile.scale_sweep import scale_sweep
+from fp4compile.sensitivity import Sensitivity, sensitivity
 from fp4compile.weight_cache import refresh
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -20,6 +21,7 @@ __all__ = [
     "BlockScaled",
     "Recipe",
     "Report",
+    "Sensitivity",
     "__version__",
     "add_arguments",
     "backend",
@@ -36,4 +38,5 @@ __all__ = [
     "scale_sweep",
     "scaled_grouped_mm",
     "scaled_mm",
+    "sensitivity",
 ]

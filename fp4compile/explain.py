@@ -1,9 +1,10 @@
-"""Look at a model's graphs without compiling them: `explain` reports on products, `observe` watches activations.
+"""Look at a model's graphs without compiling them: `explain` reports on products.
 
-Both capture the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that they see the graphs that
-the backend will see. Then they run the captured graphs unchanged.
+`run_captured` captures the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that these are the
+graphs that the backend will see, and runs them as its caller says: `explain` unchanged.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._dynamo import OptimizedModule
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition
 from torch._guards import CompileContext
@@ -19,10 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from fp4compile import names
-from fp4compile.passes.find import find
-from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import analyse, describe
-from fp4compile.passes.plan import Decision, plan
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import NOTHING_CAPTURED, Report, Row
 
@@ -69,71 +68,41 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | Path | No
     return report
 
 
-def observe(model: Callable, recipe: Recipe, see: Callable[[Decision, torch.Tensor], None]) -> Callable:
-    """The model, as a function that shows the activations of its layers.
-
-    see: called with the decision about each forward product that reads a static scale, and with the product's
-        activation. Layers that the recipe leaves alone are not shown.
-    recipe: one with static activation scales.
-    """
-
-    def watch(module: GraphModule, known: names.Names) -> Callable:
-        return _Watcher(module, _with_static_scale(module.graph, recipe, known.inputs), see).run
-
-    return run_captured(model, watch)
-
-
-def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
-    gemms = find(graph, inputs)
-    # Every layer is given a scale here: a layer that is then quantised without one does not read a static scale.
-    scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
-    decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
-    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
-
-
-class _Watcher(torch.fx.Interpreter):
-    """Runs a graph, and calls `see` with each of the decisions and the activation of its product."""
-
-    def __init__(self, module: GraphModule, decisions: list[Decision], see: Callable[[Decision, torch.Tensor], None]):
-        super().__init__(module)
-        self.watched: dict[torch.fx.Node, list[Decision]] = {}
-        for decision in decisions:
-            operands = (decision.gemm.a, decision.gemm.b)
-            activation = next(one for one in operands if one is not None and one.role == "fprop_x")
-            self.watched.setdefault(activation.source, []).append(decision)
-        self.see = see
-
-    def run_node(self, node: torch.fx.Node) -> Any:
-        value = super().run_node(node)
-        for decision in self.watched.get(node, ()):
-            self.see(decision, value)
-        return value
-
-
 def run_captured(
-    model: Callable, runner: GraphRunner, enter: Callable[[names.Names, names.Names], None] | None = None
+    model: Callable,
+    runner: GraphRunner,
+    enter: Callable[[names.Names, names.Names], None] | None = None,
+    *,
+    joint: bool = True,
 ) -> Callable:
-    """The model, as a function that captures its joint and inference graphs and runs each as `runner` says.
+    """The model, as a function that captures its graphs and runs each as `runner` says.
 
-    runner: called once with each graph. What it returns runs in the place of an inference graph; a joint graph is
-        partitioned and then run as it is.
+    runner: called once with each graph. What it returns runs in the place of an inference graph.
     enter: called at each run of a graph, with the names of its inputs when it was captured and those of this run.
+    joint: what `runner` is called with in training: the joint graph, which is then partitioned and run as it is; or
+        the forward graph alone, in whose place runs what `runner` returns.
 
-    Where the model or a part of it is compiled already, the uncompiled original is captured.
+    Where the model or a part of it is compiled already, the uncompiled original is captured. Of a module's method
+    `generate`, the calls of the module are captured, and the loop around them runs as it is: it takes Dynamo long.
     """
     model = model._orig_mod if isinstance(model, OptimizedModule) else model
-    root = model if isinstance(model, torch.nn.Module) else None
+    owner = getattr(model, "__self__", None)
+    root = model if isinstance(model, torch.nn.Module) else owner if isinstance(owner, torch.nn.Module) else None
 
     def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         known = names.record(gm, example_inputs, root)
 
-        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-            runner(joint, known)
+        def run_forward(module: GraphModule, _: Any) -> Callable:
+            return _boxed(module.forward if joint else runner(module, known))
+
+        def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+            if joint:
+                runner(graph, known)
             kwargs.pop("static_lifetime_input_indices", None)
-            return default_partition(joint, joint_inputs, **kwargs)
+            return default_partition(graph, joint_inputs, **kwargs)
 
         compiler = aot_autograd(
-            fw_compiler=lambda module, _: _boxed(module.forward),
+            fw_compiler=run_forward,
             bw_compiler=lambda module, _: _boxed(module.forward),
             inference_compiler=lambda module, _: _boxed(runner(module, known)),
             partition_fn=partition,
@@ -149,11 +118,12 @@ def run_captured(
 
         return run
 
-    captured = torch.compile(model, backend=capturing_backend)
+    called = root if root is owner and getattr(model, "__name__", None) == "generate" else None
+    captured = torch.compile(model if called is None else called._call_impl, backend=capturing_backend)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _as_written(root):
-            return captured(*args, **kwargs)
+        with _as_written(root), _compiled_by(captured, called), _every_call_captured():
+            return captured(*args, **kwargs) if called is None else model(*args, **kwargs)
 
     return run
 
@@ -175,6 +145,26 @@ def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
     finally:
         for attributes, name, value in changed:
             attributes[name] = value
+
+
+@contextmanager
+def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator[None]:
+    """While this lasts, calls of the module run what was compiled of it."""
+    if module is None:
+        yield
+        return
+    before = module._compiled_call_impl
+    module._compiled_call_impl = captured
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def _every_call_captured() -> Any:
+    """While this lasts, Dynamo compiles anew as often as it has to. Else it stops at 8 times, and runs what is not
+    captured."""
+    return dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
 
 
 def _boxed(function: Callable) -> Callable:

@@ -25,6 +25,8 @@ from fp4compile.passes.gemm import Input
 from fp4compile.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
+# How Dynamo spells the same step in a module whose forward sets attributes of the module.
+_DICT_STEP = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
 _STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
 # Attributes that Python and functools.partial put between a function and the objects that it carries.
 _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
@@ -58,8 +60,12 @@ class Names:
         """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules see."""
         return [self._in_full(row) for row in rows]
 
+    def full(self, module: str) -> str:
+        """The full name of a layer, given the one that rules see."""
+        return self.modules.get(module, (self.prefix + module).removesuffix("."))
+
     def _in_full(self, row: Row) -> Row:
-        full = self.modules.get(row.module, (self.prefix + row.module).removesuffix("."))
+        full = self.full(row.module)
         return row if full == row.module else replace(row, module=full, name=row.module)
 
 
@@ -219,6 +225,7 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
 
     Of "L['self']._modules['layers']._modules['0']._parameters['weight']" it is "layers.0.weight" below "L['self']".
     """
+    text = _DICT_STEP.sub(r".\1", text)
     start = _ROOT.match(text)
     steps = list(_STEP.finditer(text, start.end())) if start else []
     if start is None or "".join(step.group() for step in steps) != text[start.end() :]:

@@ -38,6 +38,7 @@ class Row:
     category: one of CATEGORIES. "experts" are grouped products, and batched products with a parameter.
     name: the layer's name as the rules of a recipe see it, where that differs from `module`: where a submodule was
         compiled by itself, rules see the name below it.
+    note: in what a quantised product differs from what the recipe says, and why; None where it does not.
     weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` asks for another
         way than "amax": that way, or "amax (training)" in a graph that computes gradients; None elsewhere.
     node: the product's node in the captured graph, as graph dumps show it. It does not count when rows are compared.
@@ -57,6 +58,7 @@ class Row:
     saved_plain: int | None = None
     category: str = "dense"
     name: str | None = None
+    note: str | None = None
     weight_scales: str | None = None
     node: str | None = field(default=None, compare=False)
 
@@ -211,7 +213,15 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         rule = "-" * max(len(line) for line in lines)
-        return "\n".join((lines[0], rule, *lines[1:], rule, self.summary(), *self._passes_line()))
+        return "\n".join((lines[0], rule, *lines[1:], rule, self.summary(), *self._notes(), *self._passes_line()))
+
+    def _notes(self) -> list[str]:
+        """A line for each note, with the layers that have it."""
+        layers: dict[str, dict[str, None]] = {}
+        for row in self.rows:
+            if row.note is not None:
+                layers.setdefault(row.note, {})[_shown(row)] = None
+        return [f"{note}: {', '.join(names)}" for note, names in layers.items()]
 
     def _passes_line(self) -> list[str]:
         """A line with the matches of each pass, and its time where it is known."""

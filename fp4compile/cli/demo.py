@@ -281,7 +281,9 @@ def run(recipe: Recipe, device: torch.device, steps: int) -> None:
 def add_command(commands: Any) -> None:
     """Add `demo` to the subcommands of `python -m fp4compile`."""
     parser = commands.add_parser("demo", help="compare training in bf16 and under a recipe")
-    parser.add_argument("--recipe", type=_recipe, help="a named recipe or a .toml file (FP4COMPILE_RECIPE, or nvfp4)")
+    parser.add_argument(
+        "--recipe", type=_recipe, help="a named recipe, or a .toml or .json file (FP4COMPILE_RECIPE, or nvfp4)"
+    )
     parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
     parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")
     parser.set_defaults(run=lambda args: run(args.recipe or _recipe(None), args.device or _device(None), args.steps))

@@ -20,7 +20,7 @@ from fp4compile.packed.experts import PackedExperts, Place, check_contracted, in
 from fp4compile.packed.experts import obstacle as experts_obstacle
 from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
-from fp4compile.passes.plan import Layer, Model, of_layer
+from fp4compile.passes.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import Report, Row
 
@@ -69,22 +69,26 @@ def pack_(
     choice = _Choice(model, chosen, places, experts)
     for names in places:  # names, because a list of the modules would keep the weights alive
         linear = model.get_submodule(names[0])
-        layer_format = choice.layer_format(names, linear)
+        layer_format, note = choice.layer_format(names, linear)
         if isinstance(layer_format, LayerFormat):
             packed = PackedLinear.pack(linear, layer_format, chosen.scale_rule(layer_format.weight))
             for name in names:
                 replace(model, name, packed)
-        report.add([_row(names[0], linear, layer_format, chosen)], {})
+        report.add([_row(names[0], linear, layer_format, chosen, note)], {})
         del linear
     for one in experts:
-        layer_format = choice.experts_format(one)
-        row = _experts_row(one, layer_format, chosen)
+        layer_format, note = choice.experts_format(one)
+        row = _experts_row(one, layer_format, chosen, note)
         if isinstance(layer_format, LayerFormat):
             rule = chosen.scale_rule(layer_format.weight)
             pack_parameter(one.place, layer_format, bool(one.in_first), rule)
         report.add([row] if row else [], {})
     leave_fast_paths(model)
     return report
+
+
+# A format, or the reason why a weight is left alone; and in what a packed one differs from what the recipe says.
+_Found = tuple[LayerFormat | str, str | None]
 
 
 @dataclass(frozen=True)
@@ -135,46 +139,45 @@ class _Choice:
         others = (module for module in model.modules() if not is_linear(module))
         self.elsewhere = Counter(id(parameter) for module in others for parameter in module._parameters.values())
 
-    def layer_format(self, names: list[str], linear: nn.Module) -> LayerFormat | str:
-        """The format that a layer is packed in, or the reason why it is left alone."""
+    def layer_format(self, names: list[str], linear: nn.Module) -> _Found:
+        """The format that a layer is packed in, or the reason why it is left alone; and a note for the report."""
         reason = obstacle(linear)
         if reason is not None:
-            return reason
+            return reason, None
         tied = [name for name in self.linears[id(linear.weight)] if name != names[0]]
         if tied:
-            return f"its weight is that of {tied[0]!r} too"
+            return f"its weight is that of {tied[0]!r} too", None
         tied_elsewhere = id(linear.weight) in self.elsewhere
         return self._format([_layer(name, sizes(linear), self.recipe, tied_elsewhere) for name in names], names)
 
-    def experts_format(self, one: _Experts) -> LayerFormat | str:
-        """The format that weights of experts are packed in, or the reason why they are left alone."""
+    def experts_format(self, one: _Experts) -> _Found:
+        """The same for the weights of experts."""
         if one.in_first is None:
-            return UNKNOWN_DIMENSION
+            return UNKNOWN_DIMENSION, None
         reason = experts_obstacle(one.place)
         if reason is not None:
-            return reason
+            return reason, None
         key = id(one.place.parameter)
         if self.elsewhere[key] + len(self.linears.get(key, ())) > 1:
-            return "another module has the same parameter"
+            return "another module has the same parameter", None
         names = one.place.names
-        found = self._format([_layer(name, one.sizes, self.recipe, experts=True) for name in names], names)
+        found, note = self._format([_layer(name, one.sizes, self.recipe, experts=True) for name in names], names)
         if isinstance(found, LayerFormat) and found.activation and formats.get(found.activation).square:
-            return f"format {found.activation} has square blocks, and groups may have any number of rows"
-        return found
+            return f"format {found.activation} has square blocks, and groups may have any number of rows", None
+        return found, note
 
-    def _format(self, layers: list[Layer], names: Sequence[str]) -> LayerFormat | str:
+    def _format(self, layers: list[Layer], names: Sequence[str]) -> _Found:
         """What the recipe makes of a layer. layers: one for each of its names."""
         layer_recipe, reason = self._decide(layers, names)
         if layer_recipe is None or reason is not None:
-            return str(reason)  # without a recipe there is always a reason
+            return str(reason), None  # without a recipe there is always a reason
         if layer_recipe.fprop_w is None:
-            return f"recipe {layer_recipe.name} leaves weights in high precision"
+            return f"recipe {layer_recipe.name} leaves weights in high precision", None
         if layer_recipe.activation_scale == "dynamic":
-            return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x)
+            return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x), None
         outer = next((scale for layer in layers if (scale := self.recipe.static_scale(layer.name)) is not None), None)
-        if outer is None:
-            return "no calibrated activation scale: run fp4compile.calibrate"
-        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer)
+        note = NOT_CALIBRATED if outer is None else None
+        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer), note
 
     def _decide(self, layers: list[Layer], names: Sequence[str]) -> tuple[Recipe | None, str | None]:
         """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
@@ -198,22 +201,23 @@ def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False
     return Layer(module_name(clean_name(parameter)), (recipe.min_m, outer, inner), tied, experts=experts)
 
 
-def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe) -> Row:
+def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row:
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
-    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed, recipe)
+    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed, recipe, note)
 
 
-def _experts_row(one: _Experts, packed: LayerFormat | str, recipe: Recipe) -> Row | None:
+def _experts_row(one: _Experts, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row | None:
     """The row of a parameter; None for one that is no weight of experts by its shape."""
     parameter = one.place.parameter
     if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like
         return None
-    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed, recipe)
+    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed, recipe, note)
 
 
 def _row_of(
-    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, recipe: Recipe
-) -> Row:
+    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, recipe: Recipe,
+    note: str | None,
+) -> Row:  # fmt: skip
     inner, outer = sizes
     rule = None
     if isinstance(packed, str):
@@ -223,7 +227,7 @@ def _row_of(
         rule = recipe.scale_rule(packed.weight)
     return Row(
         name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
-        weight_scales=None if rule == "amax" else rule,
+        weight_scales=None if rule == "amax" else rule, note=note,
     )  # fmt: skip
 
 

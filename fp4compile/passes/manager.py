@@ -138,7 +138,7 @@ def _left_alone(decision: Decision) -> Decision:
     """What becomes of a product without the rewrite; one of packed weights is quantised already."""
     if decision.reason is not None or decision.gemm.packed is not None:
         return decision
-    return replace(decision, reason=SWITCHED_OFF, a=None, b=None, tier=None, weight_scales=None)
+    return replace(decision, reason=SWITCHED_OFF, a=None, b=None, tier=None, weight_scales=None, note=None)
 
 
 def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
@@ -165,7 +165,7 @@ def _row(decision: Decision, category: str) -> Row:
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
-        node=gemm.node.name, weight_scales=decision.weight_scales,
+        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name,
     )  # fmt: skip
 
 

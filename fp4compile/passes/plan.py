@@ -23,6 +23,8 @@ from fp4compile.templates.grouped.choose import choose as choose_grouped
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.launch import target_of
 
+NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
+
 # Names that models give to the layer that yields their outputs.
 _HEADS = (
     "lm_head", "embed_out", "unembed", "output_projection", "proj_out", "classifier", "score", "head", "decoder"
@@ -62,6 +64,7 @@ class Decision:
 
     reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
     None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
+    note: in what a quantised product differs from what the recipe says; None where it does not.
     weight_scales: how the block scales of the weight are chosen; None where the recipe asks for none but "amax".
     """
 
@@ -70,6 +73,7 @@ class Decision:
     a: Treatment | None = None
     b: Treatment | None = None
     tier: str | None = None
+    note: str | None = None
     weight_scales: str | None = None
 
 
@@ -173,13 +177,12 @@ def _layer(gemm: Gemm) -> Layer:
 
 
 def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, training: bool) -> Decision:
-    chosen, weight_scales = {}, None
+    chosen, weight_scales, note = {}, None, None
     for side, operand in (("a", gemm.a), ("b", gemm.b)):
         fmt, outer = getattr(layer_recipe, operand.role), None
         if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
             outer = recipe.static_scale(gemm.module)
-            if outer is None:
-                return Decision(gemm, "no calibrated activation scale: run fp4compile.calibrate")
+            note = NOT_CALIBRATED if outer is None else None
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
             # Flattened to one matrix, as F.linear has it, the same operand would have blocks across two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
@@ -195,7 +198,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, training: bool)
     a, b = chosen.get("a"), chosen.get("b")
     if _tier(gemm, *_swizzled(a, b)) == "native":
         a, b = _swizzled(a, b)
-    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b), weight_scales=weight_scales)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b), weight_scales=weight_scales, note=note)
 
 
 def _of_packed_experts(gemm: Gemm, weight: Operand) -> Decision:

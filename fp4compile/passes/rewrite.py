@@ -38,15 +38,22 @@ aten = torch.ops.aten
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
     """Rewrite the product of every decision to quantise; returns how many were rewritten."""
-    builder = _Builder(graph)
     chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
-    built = [(decision.gemm.node, builder.build(decision)) for decision in chosen]
     # Products are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
-    for node, replacement in built:
-        node.replace_all_uses_with(replacement)
-        graph.erase_node(node)
+    for decision, replacement in zip(chosen, insert(graph, chosen), strict=True):
+        decision.gemm.node.replace_all_uses_with(replacement)
+        graph.erase_node(decision.gemm.node)
     graph.eliminate_dead_code()
     return len(chosen)
+
+
+def insert(graph: Graph, decisions: list[Decision]) -> list[Node]:
+    """Insert the quantised product of each decision before the product, which stays; returns the new products.
+
+    decisions: about products that are to be quantised. What they quantise alike is quantised once.
+    """
+    builder = _Builder(graph)
+    return [builder.build(decision) for decision in decisions]
 
 
 class _Builder:

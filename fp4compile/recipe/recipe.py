@@ -14,7 +14,7 @@ from fp4compile import formats
 from fp4compile.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Rule, rule_of
+from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
@@ -236,8 +236,28 @@ class Recipe:
             return cls.from_dict(fields)
 
     @classmethod
+    def from_json(cls, path: str | Path) -> "Recipe":
+        """The recipe of a JSON file: an object of fields as in `from_dict`.
+
+        Raises ValueError for a file that is not JSON; what `from_dict` raises, with the path in front; OSError for a
+        file that does not exist.
+        """
+        fields = sources.read_json(path)
+        with sources.errors_name(f"{path}: "):
+            return cls.from_dict(fields)
+
+    def save(self, path: str | Path) -> None:
+        """Write all fields to a file, from which `resolve`, and so every function that takes a recipe, reads an equal
+        recipe.
+
+        path: ends in .toml or .json; ValueError for another name. OSError where it cannot be written.
+        """
+        sources.write(path, self.to_dict())
+
+    @classmethod
     def from_env(cls) -> "Recipe | None":
-        """The recipe that FP4COMPILE_RECIPE names (a name or the path of a .toml file); None if it is unset or empty.
+        """The recipe that FP4COMPILE_RECIPE names: a name, or the path of a .toml or .json file. None if it is unset or
+        empty.
 
         Raises what `resolve` raises, with the variable and its value in front.
         """
@@ -274,6 +294,30 @@ class Recipe:
             if name not in allowed:
                 raise ValueError(unknown_name("recipe field", name, allowed))
         return dataclasses.replace(self, **overrides)
+
+    def with_budget(
+        self,
+        report: Ranking,
+        *,
+        sqnr_db: float | None = None,
+        bf16_share: float | None = None,
+        fallback: str | None = None,
+    ) -> "Recipe":
+        """A copy whose first rules are for the worst layers of a report, one rule each: it leaves them as they are.
+
+        report: what `fp4compile.sensitivity` measured under this recipe.
+        sqnr_db: leave out as few layers as possible, so that the model's output keeps at least so many decibels. Errors
+            of layers count as independent, and those of layers that are left out as none.
+        bf16_share: leave out, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
+        fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised.
+
+        Raises ValueError unless one of the two budgets is given, for a share out of range and for an unknown fallback;
+        TypeError for another report.
+        """
+        if not isinstance(report, Ranking):
+            raise TypeError(f"report: expected a fp4compile.Sensitivity, got {type(report).__name__}")
+        layers = report.worst(sqnr_db=sqnr_db, share=bf16_share)
+        return self.replace(rules=(*fallback_rules(layers, fallback), *self.rules))
 
 
 def _format_name(role: str, value: Any) -> str | None:
@@ -356,7 +400,7 @@ def named(name: str) -> Recipe:
 def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) -> Recipe:
     """The recipe that the user means.
 
-    recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml file. None takes the
+    recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml or .json file. None takes the
         environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set.
     overrides: fields to replace.
 
@@ -368,6 +412,8 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
         chosen = recipe
     elif isinstance(recipe, dict):
         chosen = Recipe.from_dict(recipe)
+    elif isinstance(recipe, Path | str) and Path(recipe).suffix == ".json":
+        chosen = Recipe.from_json(recipe)
     elif isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".toml")):
         chosen = Recipe.from_toml(recipe)
     elif isinstance(recipe, str):

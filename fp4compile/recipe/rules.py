@@ -1,8 +1,10 @@
 """Layer rules: what a recipe does with the layers whose name matches a glob."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from glob import escape
+from typing import Any, Protocol, runtime_checkable
 
 from fp4compile.formats import unknown_name
 from fp4compile.recipe.named_recipes import FIELDS
@@ -41,6 +43,24 @@ class Rule:
     def takes_static_scale(self) -> bool:
         """Whether the action names a recipe whose activation scales are static."""
         return FIELDS.get(self.action, {}).get("activation_scale") == "static"
+
+
+@runtime_checkable
+class Ranking(Protocol):
+    """Layers in the order of what their quantisation costs: a `fp4compile.Sensitivity`."""
+
+    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
+        """The names of the worst layers, by one of two budgets."""
+
+
+def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, ...]:
+    """A rule for each layer that gives it another recipe's formats; fallback None leaves the layers alone.
+
+    layers: names, not globs. Raises ValueError for a fallback that is no named recipe.
+    """
+    if fallback is not None and fallback not in FIELDS:
+        raise ValueError(unknown_name("fallback", fallback, FIELDS))
+    return tuple(Rule(escape(name), fallback or "skip") for name in layers)
 
 
 def rule_of(entry: Any) -> Rule:

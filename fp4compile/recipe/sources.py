@@ -1,9 +1,10 @@
-"""Where recipes are written down: TOML files, the environment, command lines. Each is read into plain fields.
+"""Where recipes are written down: TOML and JSON files, the environment, command lines. Each is read into plain fields.
 
 `Recipe` makes recipes of these fields and checks them; nothing here knows that class.
 """
 
 import argparse
+import json
 import os
 import re
 import tomllib
@@ -56,10 +57,48 @@ def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds. Raises ValueError for a file that is not JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def write(path: str | Path, fields: dict[str, Any]) -> None:
+    """Write recipe fields to a .toml or .json file. See `Recipe.save`."""
+    writers = {".toml": _toml, ".json": lambda fields: json.dumps(fields, indent=1) + "\n"}
+    ending = Path(path).suffix
+    if ending not in writers:
+        raise ValueError(f"path={str(path)!r}: expected a name that ends in .toml or .json")
+    Path(path).write_text(writers[ending](fields), encoding="utf-8")
+
+
+def _toml(fields: dict[str, Any]) -> str:
+    """TOML of fields as JSON takes them. TOML has no null: None, the default of all fields that allow it, is absent."""
+    lines = [f"{name} = {_toml_value(value)}" for name, value in fields.items()
+             if value is not None and not isinstance(value, dict)]  # fmt: skip
+    for name, table in fields.items():
+        if isinstance(table, dict):  # tables come last: what follows a table's header is in the table
+            lines += ["", f"[{name}]", *(f"{_toml_value(key)} = {_toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml_value(one)}' for key, one in value.items())}}}"
+    # JSON's strings, numbers and booleans are TOML's, but for one control character that only TOML escapes.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the --fp4compile-* options to a parser; `Recipe.from_args` reads them."""
     group = parser.add_argument_group("fp4compile")
-    group.add_argument("--fp4compile-recipe", metavar="NAME|FILE", help=f"one of {', '.join(FIELDS)}, or a .toml file")
+    group.add_argument(
+        "--fp4compile-recipe", metavar="NAME|FILE", help=f"one of {', '.join(FIELDS)}, or a .toml or .json file"
+    )
     group.add_argument(
         "--fp4compile-skip", action="append", default=[], metavar="GLOB", help="leave layers of this name alone"
     )

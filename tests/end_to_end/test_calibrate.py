@@ -1,12 +1,23 @@
 """Static activation scales, measured on batches."""
 
+import json
+import sys
+import tomllib
+import warnings
 from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import grouped_mm
 
 import fp4compile
+from fp4compile.clipping import LeastSquares, Percentile
+from fp4compile.formats import get
+from fp4compile.observe import Observation
+from fp4compile.passes.plan import NOT_CALIBRATED
+from fp4compile.recipe import Rule, named
+from fp4compile.reference import fake_quantize, outer_of
 from tests.helpers import without_codegen
 
 
@@ -39,6 +50,16 @@ def test_calibrate_bad_input():
         fp4compile.calibrate(layer, [torch.ones(2, 64)], "mxfp8")
     with pytest.raises(ValueError, match="no layer"):
         fp4compile.calibrate(torch.nn.ReLU(), [torch.ones(2, 64)])
+    with pytest.raises(ValueError, match="unknown method 'mean'. Allowed: max, mse, percentile"):
+        fp4compile.calibrate(layer, [torch.ones(2, 64)], method="mean")
+    for percentile in (0, 100.1, float("nan")):
+        with pytest.raises(ValueError, match="percentile=.*: expected a number above 0 and at most 100"):
+            fp4compile.calibrate(layer, [torch.ones(2, 64)], method="percentile", percentile=percentile)
+    with pytest.raises(TypeError, match="percentile: expected a number, got str"):
+        fp4compile.calibrate(layer, [torch.ones(2, 64)], method="percentile", percentile="99")
+    for method in ("percentile", "mse"):
+        with pytest.raises(ValueError, match="not finite"):
+            fp4compile.calibrate(layer, [torch.ones(2, 64), torch.full((2, 64), float("nan"))], method=method)
 
 
 def test_layers_that_the_recipe_leaves_alone_are_not_measured():
@@ -108,3 +129,243 @@ def test_a_model_reached_through_an_attribute_has_the_names_of_the_model():
     recipe = fp4compile.calibrate(lambda x: trained.model(x) * 2, [batch])
     assert recipe == fp4compile.calibrate(model, [batch])
     assert [name for name, _ in recipe.static_scales] == ["0", "2"]
+
+
+# ---------------------------------------------------------------- what is seen
+
+
+class Counted(torch.nn.Module):
+    """Counts its calls; an attribute that changes at each call makes Dynamo compile anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.looped = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.calls = 0
+
+    def forward(self, x, scale):
+        self.calls += 1
+        return self.layer(scale * x) * self.calls
+
+
+class Looping(Counted):
+    """Dynamo leaves a function to Python whose loop has a graph break: of `looped` it sees one call of three."""
+
+    def forward(self, x, scale):
+        x = self.inner(x)
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = self.looped(scale * x)
+        return x
+
+    def inner(self, x):
+        return self.looped(self.layer(x))
+
+
+class Generating(Counted):
+    def generate(self, x, steps):
+        self.traced = torch.compiler.is_compiling()
+        for step in range(steps):
+            self(x, float(step))
+
+
+def test_every_call_is_seen():
+    """Dynamo stops compiling anew after 8 times, and then runs the model where nothing is seen."""
+    x = torch.randn(2, 64)
+    for model, method, batches in [
+        (counted := Counted(), counted, [(x, float(i)) for i in range(10)]),
+        (generating := Generating(), generating.generate, [(x, 4)]),
+    ]:
+        recipe = fp4compile.calibrate(method, batches)
+        largest = (model.calls - 1) * x.abs().max().item()
+        assert dict(recipe.static_scales) == {"layer": pytest.approx(largest / 2688)}
+        assert model._compiled_call_impl is None
+    assert (counted.calls, generating.calls) == (10, 4)
+    assert not generating.traced, "a loop around a model takes Dynamo long"
+
+
+def test_a_forward_pass_that_is_captured_with_its_backward_is_seen():
+    class Training(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                torch._dynamo.graph_break()
+                return self.layer(x)
+
+    x = torch.randn(2, 64)
+    recipe = fp4compile.calibrate(Training(), [x])
+    assert dict(recipe.static_scales) == {"layer": pytest.approx(x.abs().max().item() / 2688)}
+
+
+def test_a_layer_of_which_calls_are_missed_is_dynamic():
+    with pytest.warns(UserWarning, match="layers that also run outside of the captured graphs .*: looped$"):
+        recipe = fp4compile.calibrate(Looping(), [(torch.randn(2, 64), 5.0)])
+    assert [name for name, _ in recipe.static_scales] == ["layer"]
+
+
+def test_a_part_that_is_captured_by_itself_has_both_names():
+    """The backend looks for the name that rules see, which equal parts share, and `pack_` for the full one."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.up, self.scale = torch.nn.Linear(64, 64), scale
+
+        def forward(self, x):
+            return self.up(x * self.scale)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(map(Block, (torch.tensor(1.0), torch.tensor(3.0))))
+
+        def forward(self, x):
+            for block in self.blocks:
+                torch._dynamo.graph_break()
+                block(x)
+
+    model, x = Net(), torch.randn(2, 64)
+    recipe = fp4compile.calibrate(model, [x])
+    largest = x.abs().max().item() / 2688
+    expected = {"up": 3 * largest, "blocks.0.up": largest, "blocks.1.up": 3 * largest}
+    assert dict(recipe.static_scales) == pytest.approx(expected)
+    fp4compile.pack_(model, recipe)
+    assert model.blocks[0].up.layer_format.activation_outer == pytest.approx(largest)
+
+
+def test_experts_have_one_scale_and_rows_of_no_expert_none():
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(3, 64, 64, dtype=torch.bfloat16))
+
+        def forward(self, x, offs):
+            return grouped_mm(x, self.w.mT, offs=offs)
+
+    x = torch.randn(24, 64, dtype=torch.bfloat16)
+    x[20:] = torch.nan
+    recipe = fp4compile.calibrate(Experts(), [(x, torch.tensor([8, 8, 20], dtype=torch.int32))])
+    assert dict(recipe.static_scales) == {"w": pytest.approx(x[:20].abs().max().item() / 2688)}
+
+
+def test_activations_are_seen_with_the_contraction_last():
+    """Blocks lie along it."""
+    w, x, seen = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(64, 48), []
+    models = (lambda x: w @ x, lambda x: w.t() @ x, lambda x: x.t() @ w, lambda x: x.t() @ w.t())
+    for model in models:
+        observed = Observation(model, named("nvfp4_static"), lambda names, format, x: seen.append((format, x)))
+        with torch.no_grad():
+            observed(x)
+    assert [format for format, _ in seen] == ["nvfp4"] * 4
+    assert all(torch.equal(activation, x.t()) for _, activation in seen)
+
+
+# ---------------------------------------------------------------- methods
+
+
+def test_percentile_is_exact_to_its_resolution():
+    x = torch.randn(300, 100) ** 3
+    clipping = Percentile(99.0)
+    for part in x.split(70):
+        clipping.see(part)
+    exact = torch.quantile(x.abs().double().flatten(), 0.99, interpolation="higher").item()
+    found = clipping.amax()
+    assert exact <= found.item() <= exact * (1 + 1 / 64)
+    scale = fp4compile.calibrate(torch.nn.Linear(100, 32), [x], method="percentile", percentile=99).static_scale("")
+    assert scale == (found / 2688).item()
+    for part in (torch.zeros(9999, 100), torch.zeros(0, 100)):  # zeros do not count: they need no scale
+        clipping.see(part)
+    assert clipping.amax() == found
+    clipping.percentile = 100
+    assert clipping.amax() == x.abs().max()
+
+
+def test_mse_is_within_a_percent_of_the_best_of_all_candidates():
+    """Of a range that a later batch widens, too."""
+    fmt = get("nvfp4")
+
+    def error(x, amax):
+        outer = outer_of(amax, fmt)
+        return (fake_quantize(x, fmt, outer)[0] * outer - x).double().square().sum()
+
+    normal = torch.randn(512, 64)
+    clipped = torch.cat((normal / 300, torch.full((1, 64), 100.0)))  # small blocks fall below the smallest scale
+    for x in (normal, normal**5, clipped, normal.flip(0).cumsum(0) * 1e30, normal * 1e-30):
+        clipping = LeastSquares("nvfp4")
+        for part in x.split(100):
+            clipping.see(part)
+        candidates = x.abs().max() * torch.exp2(-torch.arange(64) / 16)
+        best = min(error(x, candidate) for candidate in candidates)
+        assert error(x, clipping.amax()) <= 1.01 * best
+        assert clipping.counts.sum() <= x.numel()
+
+
+# ---------------------------------------------------------------- what scales do
+
+
+def test_static_outputs_are_the_dynamic_ones_of_the_batch(monkeypatch):
+    without_codegen.install(monkeypatch)
+    # The second layer's largest activation is 1, whether the first is quantised or not.
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Hardtanh(), torch.nn.Linear(96, 64)).bfloat16()
+    x = 10 * torch.randn(16, 64, dtype=torch.bfloat16)
+    recipe = fp4compile.calibrate(torch.compile(model), [x])
+    assert len(recipe.static_scales) == 2
+    with torch.no_grad():
+        static = torch.compile(model, backend=fp4compile.backend(recipe))(x)
+        dynamic = torch.compile(model, backend=fp4compile.backend("nvfp4"))(x)
+    assert torch.equal(static, dynamic)
+
+
+def test_a_layer_without_a_scale_is_dynamic_and_the_report_says_so(monkeypatch, tmp_path):
+    without_codegen.install(monkeypatch)
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), torch.randn(4, 64)
+    recipe = named("nvfp4_static").replace(static_scales={"0": 0.001})
+    backend = fp4compile.backend(recipe, strict=True)
+    with torch.no_grad():
+        y = torch.compile(model, backend=backend)(x)
+        mixed = fp4compile.backend("nvfp4", rules=[("0", "nvfp4_static")], static_scales={"0": 0.001})
+        assert torch.equal(y, torch.compile(model, backend=mixed)(x))
+    assert [row.note for row in backend.report.rows] == [None, NOT_CALIBRATED]
+    assert f"\n{NOT_CALIBRATED}: 1" in str(backend.report) and NOT_CALIBRATED not in str(mixed.report)
+
+    fp4compile.pack_(model, recipe)
+    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    fresh = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
+    assert [layer.layer_format.activation_outer for layer in fresh] == [0.001, None]
+    with torch.no_grad():
+        assert torch.equal(fresh(x), y)
+
+
+def test_a_recipe_is_read_from_what_it_was_saved_to(tmp_path):
+    recipe = fp4compile.calibrate(torch.nn.Linear(64, 48), [torch.randn(4, 64)])
+    odd = 'ein "N\u00e4me"\\ \n\x7f#[x]'
+    recipe = recipe.replace(
+        name=odd, rules=[Rule(odd, "skip"), Rule("*.down", "mxfp8")], num_blocks=3, wgrad_x=None, hadamard=(),
+        static_scales={**dict(recipe.static_scales), odd: 1e-30, "a.0": 1 / 3}, skip_lm_head=False,
+    )  # fmt: skip
+    for one in (recipe, named("nvfp4_train")):
+        for ending in ("toml", "json"):
+            path = tmp_path / f"saved.{ending}"
+            one.save(path)
+            assert fp4compile.backend(path).recipe == fp4compile.backend(str(path)).recipe == one
+    assert tomllib.loads((tmp_path / "saved.toml").read_text())["hadamard"] == ["wgrad"]
+    with pytest.raises(ValueError, match="path='recipe.yaml': expected a name that ends in .toml or .json"):
+        recipe.save("recipe.yaml")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match="bad.json is not JSON"):
+        fp4compile.backend(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text(json.dumps({"min_k": "1"}))
+    with pytest.raises(TypeError, match="bad.json: min_k: expected an int"):
+        fp4compile.backend(tmp_path / "bad.json")
+
+
+def test_progress_needs_no_package(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr("fp4compile.batches.find_spec", lambda name: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp4compile.calibrate(torch.nn.Linear(64, 48), [torch.randn(4, 64)])
+    assert capsys.readouterr() == ("", "")

@@ -22,7 +22,8 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("machine code", ("fp4compile.machine_code",)),
     ("public names", ("fp4compile",)),
     ("entry points", (
-        "fp4compile.backend", "fp4compile.explain", "fp4compile.calibrate", "fp4compile.packed", "fp4compile.names",
+        "fp4compile.backend", "fp4compile.explain", "fp4compile.observe", "fp4compile.calibrate", "fp4compile.clipping",
+        "fp4compile.sensitivity", "fp4compile.batches", "fp4compile.packed", "fp4compile.names",
         "fp4compile.report_cache",
     )),
     ("passes", ("fp4compile.passes",)),

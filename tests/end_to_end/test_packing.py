@@ -7,6 +7,7 @@ import torch
 
 import fp4compile
 from fp4compile.packed.pack import PackedLinear
+from fp4compile.passes.plan import NOT_CALIBRATED
 from fp4compile.recipe import named, recipes
 from tests.helpers.packed_models import TOKENS, Net, Twice, recipe_of
 from tests.helpers.rewritten import rewritten
@@ -125,7 +126,9 @@ def test_a_static_scale_under_either_name():
     model = Twice()
     report = fp4compile.pack_(model, named("nvfp4_static").replace(static_scales={"b": 0.5}))
     assert model.a.layer_format.activation_outer == 0.5 and model.a is model.b
-    assert [row.quantised for row in report.rows] == [True, False, False]
+    # The others have none, and compute it.
+    assert [row.note for row in report.rows] == [None, NOT_CALIBRATED, NOT_CALIBRATED]
+    assert model.one[0].layer_format.activation_outer is None and all(row.quantised for row in report.rows)
 
 
 def test_a_weight_of_two_linear_layers_stays():

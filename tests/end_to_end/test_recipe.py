@@ -278,7 +278,8 @@ def test_calibration_of_a_tiny_activation_gives_a_factor_that_a_recipe_takes():
         return layers[0](x) + layers[1](1e-37 * x) + layers[2](0 * x)
 
     scales = dict(fp4compile.calibrate(model, [(x,)]).static_scales)
-    assert sorted(scales.values()) == [SMALLEST, pytest.approx(x.abs().max().item() / 2688), 1.0]
+    # Nothing but zeros is no sample: that layer stays dynamic.
+    assert sorted(scales.values()) == [SMALLEST, pytest.approx(x.abs().max().item() / 2688)]
 
 
 def test_static_scales_are_given_once():

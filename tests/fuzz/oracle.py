@@ -188,8 +188,6 @@ class Oracle:
             name, outer = getattr(recipe, role), None
             if role == "fprop_x" and recipe.activation_scale == "static":
                 outer = dict(self.recipe.static_scales).get(layer.name)
-                if outer is None:
-                    return None
             chosen.append(None if name is None else (formats.get(name), outer, product in recipe.hadamard))
         return chosen
 

@@ -17,7 +17,7 @@ from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.lower import lower
 from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.recipe import named
+from fp4compile.recipe import Recipe, named
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.launch import dry_run
@@ -27,6 +27,8 @@ RECIPES = {"mixed": ("mxfp8", {"fprop_w": "mxfp4"}), "e5m2": ("mxfp8", {"fprop_x
 
 
 def recipe_of(name):
+    if isinstance(name, Recipe):
+        return name
     base, changes = RECIPES.get(name, (name, {}))
     return named(base).replace(**changes)
 

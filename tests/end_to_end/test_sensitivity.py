@@ -1,0 +1,205 @@
+"""What each layer's quantisation costs: measured as the backend quantises, and turned into rules."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile import reference
+from fp4compile.recipe import Rule, named
+from fp4compile.sensitivity import LayerSensitivity, Sensitivity
+from tests.helpers import without_codegen
+
+
+@dataclass
+class Output:
+    values: torch.Tensor
+    ids: torch.Tensor
+    more: dict
+
+
+class Net(torch.nn.Module):
+    """Layers that cost differently; one is used twice, and one by nothing that is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.down, self.unused = (torch.nn.Linear(64, n) for n in (64, 48, 64))
+        self.heads = torch.nn.ModuleDict({"a[0]*": torch.nn.Linear(64, 64), "a0x": torch.nn.Linear(64, 64)})
+
+    def forward(self, x):
+        hidden = self.twice(torch.relu(self.twice(x)))
+        heads = [head(hidden) for head in self.heads.values()]
+        output = torch.where(heads[1] > 0, heads[1], -torch.inf)  # as masked scores are
+        return Output(self.down(hidden), self.unused(hidden).argmax(-1), {"heads": [heads[0] * 3, output]})
+
+
+def floats(output):
+    return [output.values, *output.more["heads"]]
+
+
+def decibels(expected, found):
+    signal = sum(torch.where(one.isfinite(), one, 0).double().square().sum() for one in expected)
+    noise = sum(
+        (other - one)[one.isfinite()].double().square().sum() for one, other in zip(expected, found, strict=True)
+    )
+    return (10 * torch.log10(signal / noise)).item()
+
+
+def test_a_layer_alone_changes_what_the_backend_changes(monkeypatch):
+    without_codegen.install(monkeypatch)
+    model, x = Net(), [torch.randn(n, 64) for n in (8, 5)]
+    with mock.patch.object(reference, "scaled_mm", wraps=reference.scaled_mm) as multiplied:
+        measured = fp4compile.sensitivity(torch.compile(model), x, "mxfp4")
+    assert multiplied.call_count == len(x) * 6, "each quantised product runs once a batch"
+    by_name = {one.layer: one for one in measured.layers}
+    assert set(by_name) == {"twice", "down", "unused", "heads.a[0]*", "heads.a0x"}
+    assert [one.model_db for one in measured.layers] == sorted(one.model_db for one in measured.layers)
+    assert (by_name["twice"].weights, by_name["down"].weights) == (64 * 64, 64 * 48)
+    assert by_name["unused"].model_db == math.inf and 10 < by_name["unused"].output_db < 30
+    with torch.no_grad():
+        plain = [tensor for batch in x for tensor in floats(model(batch))]
+        for name in ("twice", "heads.a[0]*"):
+            rules = [(name.replace("[", "[[]", 1), "quantize"), ("*", "skip")]
+            alone = torch.compile(model, backend=fp4compile.backend("mxfp4", rules=rules))
+            found = [tensor for batch in x for tensor in floats(alone(batch))]
+            assert by_name[name].model_db == pytest.approx(decibels(plain, found), abs=0.01)
+        # The only layer of one output that no other layer of the model reads: its own error is that output's.
+        weights = fp4compile.quantize(model.down.weight, "mxfp4").dequantize()
+        hidden = [model.twice(torch.relu(model.twice(batch))) for batch in x]
+        exact = [model.down(one) for one in hidden]
+        ours = [fp4compile.quantize(one, "mxfp4").dequantize() @ weights.t() + model.down.bias for one in hidden]
+        assert by_name["down"].output_db == pytest.approx(decibels(exact, ours), abs=0.01)
+
+
+def test_equal_parts_that_are_captured_by_themselves_are_one_layer():
+    """A rule decides about them together. Their weights count each."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.up(x)
+
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                torch._dynamo.graph_break()
+                x = block(x)
+            return x
+
+    measured = fp4compile.sensitivity(Blocks(), [torch.randn(4, 64)], "nvfp4")
+    assert [(one.layer, one.weights) for one in measured.layers] == [("up", 2 * 64 * 64)]
+
+
+def test_random_numbers_are_the_same_in_every_run():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)).train()
+    measured = fp4compile.sensitivity(model, [torch.randn(64, 64)], "mxfp8")
+    assert measured.layers[0].model_db == pytest.approx(measured.layers[0].output_db, abs=1)
+
+
+def test_bad_input():
+    layer, x = torch.nn.Linear(64, 64), torch.randn(4, 64)
+    with pytest.raises(ValueError, match="batches: got none"):
+        fp4compile.sensitivity(layer, [])
+    with pytest.raises(TypeError, match=r"for one batch, pass \[batch\]"):
+        fp4compile.sensitivity(layer, x)
+    with pytest.raises(ValueError, match="model: recipe 'nvfp4' quantises nothing of it"):
+        fp4compile.sensitivity(torch.nn.ReLU(), [x])
+    with pytest.raises(ValueError, match="model: its output has no floating-point tensor"):
+        fp4compile.sensitivity(lambda x: layer(x).argmax(-1), [x])
+
+
+# ---------------------------------------------------------------- budgets
+
+RANKED = Sensitivity("nvfp4", (
+    LayerSensitivity("blocks.0.a[1]", 600, 9.0, 10.0), LayerSensitivity("up", 300, 20.0, 20.0),
+    LayerSensitivity("down", 90, 20.0, 30.0), LayerSensitivity("unused", 10, 25.0, math.inf),
+))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "budget, names",
+    [
+        ({"sqnr_db": 9.5}, []),  # together they have 9.54 dB
+        ({"sqnr_db": 9.6}, ["blocks.0.a[1]"]),
+        ({"sqnr_db": 20.0}, ["blocks.0.a[1]", "up"]),  # the others together have less: 19.6 dB
+        ({"sqnr_db": 99.0}, ["blocks.0.a[1]", "up", "down"]),
+        ({"bf16_share": 0.9}, ["blocks.0.a[1]", "up"]),
+        ({"bf16_share": 0.4}, ["up", "down", "unused"]),  # the first is too large
+        ({"bf16_share": 0.0}, []),
+        ({"bf16_share": 1.0}, ["blocks.0.a[1]", "up", "down", "unused"]),
+    ],
+    ids=str,
+)
+def test_budget(budget, names):
+    recipe = named("nvfp4").replace(rules=[("up", "mxfp4")]).with_budget(RANKED, **budget)
+    assert [rule.action for rule in recipe.rules] == ["skip"] * len(names) + ["mxfp4"]
+    of_layer = {one.layer: recipe.rule_for(one.layer) for one in RANKED.layers}
+    assert [name for name, rule in of_layer.items() if rule is not None and rule.action == "skip"] == names
+    assert recipe.rule_for("blocks.0.a1") is None, "a name is no glob"
+    recipe = named("nvfp4").with_budget(RANKED, **budget, fallback="mxfp8")
+    assert [rule.action for rule in recipe.rules] == ["mxfp8"] * len(names)
+
+
+def test_bad_budget():
+    recipe = named("nvfp4")
+    for budget in ({}, {"sqnr_db": 20.0, "bf16_share": 0.5}):
+        with pytest.raises(ValueError, match="expected one of the two budgets"):
+            recipe.with_budget(RANKED, **budget)
+    with pytest.raises(ValueError, match="share=1.5: expected a number from 0 to 1"):
+        recipe.with_budget(RANKED, bf16_share=1.5)
+    with pytest.raises(ValueError, match="sqnr_db=nan"):
+        recipe.with_budget(RANKED, sqnr_db=math.nan)
+    with pytest.raises(TypeError, match="report: expected a fp4compile.Sensitivity, got dict"):
+        recipe.with_budget(RANKED.to_dict(), bf16_share=0.5)
+    with pytest.raises(ValueError, match="unknown fallback 'bf16'"):
+        recipe.with_budget(RANKED, sqnr_db=20.0, fallback="bf16")
+
+
+def test_rules_of_a_budget_decide_about_one_layer_each():
+    model = Net()
+    names = [f"heads.{name}" for name in model.heads]
+    layers = tuple(LayerSensitivity(name, 1, 0.0, float(i)) for i, name in enumerate(names))
+    recipe = named("mxfp8").with_budget(Sensitivity("mxfp8", layers), bf16_share=0.5, fallback="mxfp4")
+    assert recipe.rules == (Rule("heads.a[[]0][*]", "mxfp4"),)
+    with torch.no_grad():
+        report = fp4compile.explain(model, torch.randn(4, 64), recipe=recipe)
+    assert [row.module for row in report.rows if row.left == "mxfp4"] == names[:1]
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_table_and_json():
+    lines = str(RANKED).splitlines()
+    assert lines[2].split() == ["blocks.0.a[1]", "600", "9.0", "10.0"] and "inf" in lines[5]
+    assert lines[-1] == "recipe nvfp4: all together about 9.5 dB, if errors are independent"
+    worse = Sensitivity("x", (LayerSensitivity("", 1, -math.inf, -math.inf), *RANKED.layers))
+    for one in (RANKED, worse):
+        text = json.dumps(one.to_dict(), allow_nan=False)
+        assert Sensitivity.from_dict(json.loads(text)) == one
+    assert worse.worst(sqnr_db=9.0) == ("",)
+    with pytest.raises(ValueError, match="content: expected what Sensitivity.to_dict gives"):
+        Sensitivity.from_dict({"recipe": "x", "layers": [{"layer": "a"}]})
+
+
+def test_plot(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ImportError, match=r"plot: needs matplotlib: pip install fp4compile\[plot\]"):
+            RANKED.plot(tmp_path / "bars.png")
+    pytest.importorskip("matplotlib")
+    RANKED.plot(tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").stat().st_size > 1000
