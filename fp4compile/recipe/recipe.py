@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4compile import formats
+from fp4compile import formats, gpus
 from fp4compile.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
@@ -48,6 +48,9 @@ class Recipe:
     weight_cache: of inference. "on" keeps packed weights until a change of the parameter is noticed. "off" quantises
         weights at every call. "check" does as "on", and raises RuntimeError where a parameter's contents have changed
         unnoticed; it reads every weight at every call, and is slow.
+    min_gain, target: a layer that `fp4compile.roofline` predicts to be less than min_gain times as fast as in bf16, on
+        the GPU that target names (of `roofline.GPUS`), is left alone. Both are given, or neither. Sizes that vary, and
+        experts, are not judged.
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
@@ -75,6 +78,8 @@ class Recipe:
     hadamard: tuple[str, ...] = ()
     stochastic_rounding: tuple[str, ...] = ()
     weight_cache: str = "on"
+    min_gain: float | None = None
+    target: str | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -83,6 +88,7 @@ class Recipe:
             self._check_product(product)
         self._check_static()
         self._check_training()
+        self._check_gain()
         if self.weight_cache not in _WEIGHT_CACHES:
             allowed = ", ".join(map(repr, _WEIGHT_CACHES))
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
@@ -155,6 +161,21 @@ class Recipe:
             fmt = getattr(self, role)
             if fmt is None or formats.get(fmt).scale != "e4m3" or formats.get(fmt).square:
                 raise ValueError(f"hadamard of wgrad: {role} must be an NVFP4 format with blocks of 1x16, got {fmt}")
+
+    def _check_gain(self) -> None:
+        if (self.min_gain is None) != (self.target is None):
+            raise ValueError(f"min_gain={self.min_gain} and target={self.target!r}: a gain is on a GPU; give both")
+        if self.min_gain is None or self.target is None:
+            return
+        if isinstance(self.min_gain, bool) or not isinstance(self.min_gain, int | float):
+            raise TypeError(f"min_gain: expected a number, got {type(self.min_gain).__name__}")
+        if not 0 < self.min_gain < float("inf"):
+            raise ValueError(f"min_gain={self.min_gain}: must be positive and finite")
+        if not isinstance(self.target, str):
+            raise TypeError(f"target: expected the name of a GPU, got {type(self.target).__name__}")
+        with sources.errors_name("target: "):
+            object.__setattr__(self, "target", gpus.named(self.target).name)
+        object.__setattr__(self, "min_gain", float(self.min_gain))
 
     def operands(self, product: str) -> tuple[str | None, str | None]:
         """The format names of a product's two operands, in the order of the recipe's fields; None: high precision.
