@@ -345,6 +345,30 @@ def gradient_error(content: dict) -> Cells:
     return [header, *rows]
 
 
+# ---------------------------------------------------------------- predictions
+
+
+def roofline(content: dict) -> Cells:
+    rows = [
+        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"]]
+        for row in content["summary"]
+    ]
+    return [["what", "times", "median error", "largest error", "where"], *rows]
+
+
+def roofline_training(content: dict) -> Cells:
+    rows = [
+        [_block(row["case"]), _number(row["predicted us"] / 1e3, 2), _number(row["measured us"] / 1e3, 2),
+         _error(row["error"])]
+        for row in content["foreseen"]
+    ]  # fmt: skip
+    return [["block", "predicted, ms", "measured, ms", "error"], *rows]
+
+
+def _error(share: float) -> str:
+    return f"{_number(100 * share, 1)} %"
+
+
 TABLES = {
     "minilm": Table("minilm_cpu.json", minilm),
     "compile_time": Table("compile_time_cpu.json", compile_time),
@@ -370,6 +394,8 @@ TABLES = {
     "training_loss_512": Table("training_loss_512_h200.json", training_loss),
     "training_loss_with_head": Table("training_loss_with_head_h200.json", training_loss),
     "gradient_error": Table("gradient_error_h200.json", gradient_error),
+    "roofline": Table("roofline_h200.json", roofline, how="Predicted; measured on"),
+    "roofline_training": Table("roofline_h200.json", roofline_training, how="Predicted; measured on"),
     **{
         f"machine_code_{cells.__name__}": Table(
             "machine_code.json", cells, machine_code_tables.environment, "Compiled ahead of time:"

@@ -49,7 +49,8 @@ def explain(
         if it is one of these, and none else. all: whether to print one line for each product, and not equal layers
         together.
 
-    Raises what `backend` raises for a bad recipe, and ValueError for an unknown GPU and if Dynamo captures no graph of the model.
+    Raises what `backend` raises for a bad recipe, and ValueError for an unknown GPU and if Dynamo captures no graph of
+    the model.
     """
     chosen = resolve(recipe)
     target = gpus.present() if gpu is None else gpus.named(gpu)

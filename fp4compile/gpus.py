@@ -75,16 +75,15 @@ class Gpu:
         return self.bandwidth * self.memory_share
 
 
-_HOPPER = {"sm": 90, "multiprocessors": 132, "bf16": 989.4e12, "fp8": 1978.9e12}
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu(
-            "H100", bandwidth=3.35e12, **_HOPPER, share_source=_ASSUMED, devices=("NVIDIA H100 80GB HBM3",),
+            "H100", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=3.35e12, share_source=_ASSUMED, devices=("NVIDIA H100 80GB HBM3",),
             source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM, half of the figures with sparsity",
         ),
         Gpu(
-            "H200", bandwidth=4.8e12, **_HOPPER, share_source=_MEASURED, devices=("NVIDIA H200",),
+            "H200", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=4.8e12, share_source=_MEASURED, devices=("NVIDIA H200",),
             source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, half of the figures with sparsity",
         ),
         Gpu(

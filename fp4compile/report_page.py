@@ -30,7 +30,9 @@ def to_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def to_html(title: str, groups: Sequence[Group], header: Sequence[str], cells: Sequence[Sequence[str]], notes: str) -> str:
+def to_html(
+    title: str, groups: Sequence[Group], header: Sequence[str], cells: Sequence[Sequence[str]], notes: str
+) -> str:
     """A page with the table of the groups. Where times are predicted, a bar for bf16 and one for the plan.
 
     header, cells: of the table, a line for each group. notes: what stands below it, as plain text.
@@ -39,7 +41,9 @@ def to_html(title: str, groups: Sequence[Group], header: Sequence[str], cells: S
     if longest is not None:
         longest = max(longest, *(group.seconds or 0 for group in groups))
     bars = [_bars(group, longest) for group in groups] if longest else []
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in (*header, *(["bf16 (grey), as planned"] if bars else [])))
+    head = "".join(
+        f"<th>{html.escape(name)}</th>" for name in (*header, *(["bf16 (grey), as planned"] if bars else []))
+    )
     body = []
     for index, line in enumerate(cells):
         row = "".join(f"<td>{html.escape(cell)}</td>" for cell in line)
@@ -55,7 +59,8 @@ def _bars(group: Group, longest: float) -> str:
     if group.plain_seconds is None or group.seconds is None:
         return ""
     planned = "planned" if group.seconds <= group.plain_seconds else "slower"
-    return "".join(
-        f'<div class="bar {kind}" style="width:{_WIDTH * seconds / longest:.1f}px" title="{1e6 * seconds:.1f} us"></div>'
-        for kind, seconds in (("plain", group.plain_seconds), (planned, group.seconds))
-    )
+    bars = []
+    for kind, seconds in (("plain", group.plain_seconds), (planned, group.seconds)):
+        width = _WIDTH * seconds / longest
+        bars.append(f'<div class="bar {kind}" style="width:{width:.1f}px" title="{1e6 * seconds:.1f} us"></div>')
+    return "".join(bars)

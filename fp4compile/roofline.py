@@ -64,8 +64,8 @@ _KERNELS = {
 }
 _LIBRARY = _Kernel()
 
-# Shares of a copy's bytes/s that the quantise kernels reach, fitted to benchmarks/results/quantize_h200.json; those that
-# hold for an operand are multiplied.
+# Shares of a copy's bytes/s that the quantise kernels reach, fitted to benchmarks/results/quantize_h200.json; those
+# that hold for an operand are multiplied.
 _COLUMNS, _BOTH, _SQUARE = 0.91, 0.84, 0.87
 _HADAMARD, _STOCHASTIC = 0.78, 0.88
 # A row's outer scale takes a pass over the row inside the kernel: so many launches more.
@@ -373,9 +373,9 @@ def quantise_seconds(
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(a: Use | None, b: Use | None, gpu: Gpu, dims: tuple[int, int, int]) -> tuple[Choice, Problem]:
-    """The kernel for the product: with scales as the native tier reads them if it computes this, as in `passes.plan`."""
+    """The kernel for a product: with scales as the native tier reads them where it computes this, as in `passes.plan`."""
     for native in (True, False):
-        types = [_operand_type(use, native) for use in (a, b)]
+        types = _operand_type(a, native), _operand_type(b, native)
         problem = Problem(*types, *dims, torch.bfloat16, gpu.target)
         choice = choose(problem)
         if choice.tier == "native":

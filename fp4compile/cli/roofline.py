@@ -1,4 +1,4 @@
-"""`python -m fp4compile roofline --gpu B200 --recipe nvfp4`: what a recipe should gain, on a GPU that need not be there."""
+"""`python -m fp4compile roofline --gpu B200`: what a recipe should gain on a GPU that need not be there."""
 
 import argparse
 import json

@@ -84,7 +84,7 @@ def predicted(decisions: Sequence, recipe: Recipe, gpu: Gpu) -> dict[Node, tuple
 
 
 def _uses(decision) -> dict[str, Use | None]:
-    """How a decision quantises the operands, by role. Those of a product of packed weights have no roles in the graph."""
+    """How a decision quantises the operands, by role. Those of packed weights have no roles in the graph."""
     gemm, found = decision.gemm, {}
     for side, role, treatment in ((gemm.a, "fprop_x", decision.a), (gemm.b, "fprop_w", decision.b)):
         if treatment is not None:

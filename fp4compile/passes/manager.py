@@ -146,7 +146,10 @@ def _left_alone(decision: Decision) -> Decision:
 
 
 def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None) -> list[Decision]:
-    """find and plan: what the recipe makes of each product of the graph. Never changes the graph. meta: as for `plan`."""
+    """find and plan: what the recipe makes of each product of the graph. Never changes the graph.
+
+    meta: as for `plan`.
+    """
     return plan(find(graph, inputs), recipe, inputs, meta)
 
 

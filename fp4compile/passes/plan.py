@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
-from fp4compile.groups import padded_rows
 from fp4compile.gpus import Gpu
+from fp4compile.groups import padded_rows
 from fp4compile.layouts import scale_layout
 from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gain import Products, too_slow
