@@ -62,7 +62,8 @@ def page(content: dict[str, Any], name: str) -> str:
     lines += [", ".join(f"{key} {value}" for key, value in environment.items()), ""]
     lines += [f"Made of {name}.json by `python -m benchmarks.run_all`; do not edit.", ""]
     if "roofline" in content:
-        lines += ["## Predicted and measured", "", f"![predicted over measured]({name}.png)", ""]
+        lines += ["## Predicted and measured", ""]
+        lines += [f"![predicted over measured]({name}.png)", ""] if content["plot"] else []
         lines += _table(content["roofline"]["summary"])
     for benchmark, found in content["benchmarks"].items():
         lines += [f"## {benchmark}", ""]
@@ -90,14 +91,20 @@ def write(content: dict[str, Any], folder: Path) -> Path:
     """Write the JSON file, the page and, where matplotlib is installed, the plot; returns the JSON file's path."""
     name = "all_" + re.sub(r"\W+", "_", content["environment"]["device"].lower().removeprefix("nvidia ")).strip("_")
     path = folder / f"{name}.json"
+    content = content | {"plot": "roofline" in content and _plotted(content["roofline"]["rows"], path)}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(page(content, name), encoding="utf-8")
-    if "roofline" in content:
-        try:
-            roofline.plot(content["roofline"]["rows"], path.with_suffix(".png"))
-        except ImportError:
-            print("matplotlib is not installed: the page has no plot", file=sys.stderr)
     return path
+
+
+def _plotted(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Make the plot, if matplotlib is installed."""
+    try:
+        roofline.plot(rows, path.with_suffix(".png"))
+    except ImportError:
+        print("matplotlib is not installed: the page has no plot", file=sys.stderr)
+        return False
+    return True
 
 
 def publish(path: Path, folder: Path) -> list[Path]:

@@ -58,7 +58,7 @@ class Gpu:
             value = getattr(self, name)
             if value is None and name in ("fp8", "fp4"):
                 continue
-            if not (value > 0 and math.isfinite(value)):
+            if value is None or not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value}: must be positive and finite")
         for name in ("bf16_share", "fp8_share", "fp4_share", "memory_share"):
             if not 0 < getattr(self, name) <= 1:
@@ -79,11 +79,13 @@ GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         Gpu(
-            "H100", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=3.35e12, share_source=_ASSUMED, devices=("NVIDIA H100 80GB HBM3",),
+            "H100", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=3.35e12,
+            share_source=_ASSUMED, devices=("NVIDIA H100 80GB HBM3",),
             source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM, half of the figures with sparsity",
         ),
         Gpu(
-            "H200", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=4.8e12, share_source=_MEASURED, devices=("NVIDIA H200",),
+            "H200", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=4.8e12,
+            share_source=_MEASURED, devices=("NVIDIA H200",),
             source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, half of the figures with sparsity",
         ),
         Gpu(

@@ -169,7 +169,7 @@ def predict(
     recipe: as for `fp4compile.backend`; its rules and limits are not asked. gpu: a name of `GPUS`, or a `Gpu`.
     m, n, k: positive whole numbers, or sympy symbols (assume positive integers). train: fprop, dgrad and wgrad, all
         operands quantised in each step; otherwise fprop alone, with a weight that is packed once (not with
-        `weight_cache="off"`). like: (m, n, k) for which the kernels are chosen; needed where a size is a symbol.
+        `weight_cache="off"`). like: (m, n, k) that choose the kernels instead; needed where a size is a symbol.
 
     Raises ValueError for an unknown GPU or recipe, and for sizes that are not positive whole numbers.
     """
@@ -203,12 +203,9 @@ def layer(
     products: those of the layer that run. packed: whether the weight of fprop is quantised beforehand.
     """
     sizes = tuple(_size(name, value) for name, value in (("m", m), ("n", n), ("k", k)))
-    if any(isinstance(size, sympy.Expr) for size in sizes):
-        if len(like) != 3:
-            raise ValueError(f"like={like}: where a size is a symbol, expected the (m, n, k) that choose the kernels")
-        numbers = tuple(_size("like", value) for value in like)
-    else:
-        numbers = sizes
+    numbers = tuple(_size("like", value) for value in like) or sizes
+    if len(numbers) != 3 or any(isinstance(size, sympy.Expr) for size in numbers):
+        raise ValueError(f"like={like}: expected the (m, n, k) that choose the kernels; a symbol chooses none")
     frozen = tuple(sorted(((role, use) for role, use in uses.items() if use is not None), key=lambda pair: pair[0]))
     return _layer(frozen, named(gpu), sizes, numbers, tuple(products), packed)
 
@@ -373,7 +370,7 @@ def quantise_seconds(
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(a: Use | None, b: Use | None, gpu: Gpu, dims: tuple[int, int, int]) -> tuple[Choice, Problem]:
-    """The kernel for a product: with scales as the native tier reads them where it computes this, as in `passes.plan`."""
+    """The kernel for a product; with swizzled scales if that makes it a native one, as in `passes.plan`."""
     for native in (True, False):
         types = _operand_type(a, native), _operand_type(b, native)
         problem = Problem(*types, *dims, torch.bfloat16, gpu.target)
