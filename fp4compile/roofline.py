@@ -92,7 +92,7 @@ class Use:
 class Step:
     """Kernels that do one thing.
 
-    name: what they do. product: the product they belong to, "fprop", "dgrad" or "wgrad".
+    name: what they do. product: what they belong to: "fprop", "dgrad", "wgrad"; "other" beside linear layers.
     flops: floating-point operations of the matrix units; bytes: read and written. Numbers, or sympy expressions.
     rate: FLOP/s, and bandwidth: bytes/s, that these kernels are expected to reach. overhead: seconds of the launches.
     """
@@ -283,6 +283,8 @@ class _Product:
         kernel = _KERNELS.get(choice.kernel, _LIBRARY)
         found.append(self._multiply(kernel, rows, columns, contraction, operands,
                                     self._rate(a, b, choice, kernel), choice.kernel))  # fmt: skip
+        if choice.kernel == "library_block_scaled" and "tensor" in (problem.a.outer, problem.b.outer):
+            found.append(self._pass("multiply outer scales", 0, launches=cost.OUTER_SCALES))
         if _rescaled_apart(choice, problem):  # float32 sums are written, read and written in 16 bits
             found.append(self._pass("rescale", (2 * _FLOAT32 + _BF16) * rows * columns))
         return found
@@ -336,9 +338,9 @@ class _Product:
             peak, share = native, reached
         return peak * (share if kernel.matrix is None else min(kernel.matrix, share))
 
-    def _pass(self, name: str, moved: Any) -> Step:
-        """A kernel that only moves memory."""
-        return Step(name, self.name, 0, moved, self.gpu.bf16, self.gpu.copy_rate, self.gpu.launch)
+    def _pass(self, name: str, moved: Any, launches: int = 1) -> Step:
+        """Kernels that only move memory."""
+        return Step(name, self.name, 0, moved, self.gpu.bf16, self.gpu.copy_rate, launches * self.gpu.launch)
 
 
 def _quantise_step(

@@ -36,7 +36,7 @@ _HEADER = {"layer": "layer", "m": "M", "n": "N", "k": "K", "bf16_us": "bf16, us"
 
 def add_command(commands: Any) -> None:
     """Add `roofline` to the subcommands of `python -m fp4compile`."""
-    parser = commands.add_parser("roofline", help="predict the times of linear layers on a GPU that need not be there")
+    parser = commands.add_parser("roofline", help="predict times of linear layers, by GPU and recipe")
     parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)}; by default the one that is there")
     parser.add_argument("--recipe", default=DEFAULT, help=f"one of {', '.join(recipes())}, or a .toml file")
     parser.add_argument("--shapes", default="pow2", help=f"pow2, {', '.join(_LAYERS)}, or one M,N,K")

@@ -97,7 +97,9 @@ def test_csv():
     report = Report("mxfp8", [*layers(1), row('a "b", c', reason="x\ny")])
     read = list(csv.DictReader(io.StringIO(report.to_csv())))
     assert [line["module"] for line in read] == [one.module for one in report.rows]
-    assert read[3]["reason"] == "x\ny" and read[3]["seconds"] == "" and float(read[1]["seconds"]) == report.rows[1].seconds
+    assert (
+        read[3]["reason"] == "x\ny" and read[3]["seconds"] == "" and float(read[1]["seconds"]) == report.rows[1].seconds
+    )
     assert list(read[0]) == [field.name for field in dataclasses.fields(Row)]
 
 

@@ -127,6 +127,8 @@ def test_what_is_not_fused_is_a_pass():
     assert "dequantise fprop_x" in names("nvfp4", "H200", *large, train=True)  # its codes are kept for the backward
     assert "rescale" not in names("nvfp4_one_level", "H200", *large)
     assert names("nvfp4_weight_only", "H200", 1, 8192, 8192) == ["gemv"]
+    assert names("nvfp4", "B200", *large)[1:] == ["library_block_scaled", "multiply outer scales"]
+    assert names("nvfp4_one_level", "B200", *large)[1:] == ["library_block_scaled"]
 
 
 def test_products_share_the_steps():

@@ -109,8 +109,8 @@ def test_other_products():
 def test_the_backend_leaves_such_layers_alone(monkeypatch):
     without_codegen.install(monkeypatch)
     torch._dynamo.reset()
-    model, x = Pair(), torch.randn(512, 4096)
-    backend = fp4compile.backend(JUDGED)
+    model, x = Pair(), torch.randn(64, 4096)
+    backend = fp4compile.backend(JUDGED, target="RTX 5090")
     with torch.no_grad():
         torch.compile(model, backend=backend)(x)
     up, down = backend.report.rows
