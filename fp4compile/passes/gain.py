@@ -36,16 +36,15 @@ class Products:
         by_layer = {node: tuple(name for name in roofline.PRODUCTS if name in names) for node, names in found.items()}
         return cls(by_layer, any(names != {"fprop"} for names in found.values()))
 
-    def packed(self, recipe: Recipe) -> bool:
-        """Whether weights are quantised once, and not at each call."""
-        return not self.gradients and recipe.weight_cache != "off"
-
-    def predict(self, gemm: Gemm, uses: Mapping[str, Use | None], gpu: str | Gpu, packed: bool) -> Prediction | None:
+    def predict(
+        self, gemm: Gemm, uses: Mapping[str, Use | None], gpu: str | Gpu, recipe: Recipe
+    ) -> Prediction | None:  # fmt: skip
         """The times of a product's layer; None for products that the model is not for, and for unknown sizes."""
-        sizes = tuple(map(flops.hint, gemm.layer))
-        if not _is_linear(gemm) or not sizes or not all(sizes):
+        sizes = tuple(map(flops.hint, _layer(gemm)))
+        if not _is_linear(gemm) or not all(sizes):
             return None
-        return roofline.layer(uses, gpu, *sizes, products=self.by_layer[gemm.forward], packed=packed)
+        kept = gemm.packed is not None or (not self.gradients and recipe.weight_cache != "off")
+        return roofline.layer(uses, gpu, *sizes, products=self.by_layer[gemm.forward], packed=kept)
 
 
 def too_slow(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, products: Products) -> str | None:
@@ -55,8 +54,7 @@ def too_slow(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, products: Product
     """
     if recipe.min_gain is None or recipe.target is None or not all(isinstance(size, int) for size in gemm.layer):
         return None
-    uses = roofline.uses_of(layer_recipe)
-    found = products.predict(gemm, uses, recipe.target, products.packed(recipe))
+    found = products.predict(gemm, roofline.uses_of(layer_recipe), recipe.target, recipe)
     if found is None or found.gain >= recipe.min_gain:
         return None
     return f"predicted gain {found.gain:.2f} on {recipe.target} is below min_gain={recipe.min_gain:g}"
@@ -72,7 +70,7 @@ def predicted(decisions: Sequence, recipe: Recipe, gpu: Gpu) -> dict[Node, tuple
     for decision in decisions:
         gemm = decision.gemm
         if _is_linear(gemm):
-            layer = products.predict(gemm, uses[gemm.forward], gpu, products.packed(recipe))
+            layer = products.predict(gemm, uses[gemm.forward], gpu, recipe)
             if layer is not None:
                 own = layer.of_product(gemm.product)
                 found[gemm.node] = (own.plain_seconds, own.seconds)
@@ -96,7 +94,12 @@ def _uses(decision) -> dict[str, Use | None]:
 
 def _is_linear(gemm: Gemm) -> bool:
     """Whether a product is one of a linear layer, which is what the model is for: of one matrix, not of experts'."""
-    return gemm.product in roofline.PRODUCTS and gemm.groups is None and bool(gemm.layer) and gemm.forward is not None
+    return gemm.product in roofline.PRODUCTS and gemm.groups is None and bool(_layer(gemm)) and gemm.forward is not None
+
+
+def _layer(gemm: Gemm) -> tuple:
+    """(tokens, out features, in features); of packed weights, whose product is the layer, from the product's sizes."""
+    return gemm.layer if gemm.packed is None else gemm.dims
 
 
 def _seconds(gemm: Gemm, gpu: Gpu) -> float | None:

@@ -87,6 +87,15 @@ def test_tensors_on_meta_stand_for_those_of_a_gpu():
     assert [(row.reason, row.seconds) for row in without.rows] == [("device meta", None)] * 2 and without.gpu is None
 
 
+def test_packed_layers():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512)).bfloat16()
+    fp4compile.pack_(model, "nvfp4")
+    with torch.no_grad():
+        x = torch.ones(64, 256, dtype=torch.bfloat16)
+        (row,) = fp4compile.explain(model, x, recipe={"recipe": "mxfp8", "weight_cache": "off"}, gpu="H200").rows
+    assert row.seconds == pytest.approx(roofline.predict("nvfp4", "H200", 64, 512, 256).seconds)
+
+
 def test_other_products():
     class Attention(torch.nn.Module):
         def __init__(self):
