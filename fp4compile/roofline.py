@@ -27,7 +27,6 @@ from fp4compile.gpus import GPUS, Gpu, named
 from fp4compile.layouts import ceil_div, scale_layout, swizzled_numel
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
-from fp4compile.templates.gemm import cost
 from fp4compile.templates.gemm.choose import Choice, choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
 
@@ -53,7 +52,7 @@ class _Kernel:
 # By the name that `choose` gives. The emulated ones are fitted to benchmarks/results/linear_h200.json, one entry for
 # all shapes of a kernel (`dequant_tiles`: to the figures in templates/gemm/heuristics.py). For those of SM100 that are
 # Triton's, the share of the matrix units is that of the model in templates/gemm/cost.py. Others are the library's.
-_TRITON_SM100 = cost.TILE_SHARE * cost.REACHED
+_TRITON_SM100 = 0.4
 _KERNELS = {
     "gemv": _Kernel(memory=0.95, launch=0.7),
     "skinny": _Kernel(memory=0.78, launch=0.75),
@@ -63,6 +62,8 @@ _KERNELS = {
     "skinny_block_scaled_sm100": _Kernel(matrix=_TRITON_SM100),
 }
 _LIBRARY = _Kernel()
+# Kernels by which torch multiplies the outer scales of the library's two-level product; see templates/gemm/cost.py.
+_OUTER_SCALES = 2
 
 # Shares of a copy's bytes/s that the quantise kernels reach, fitted to benchmarks/results/quantize_h200.json; those
 # that hold for an operand are multiplied.
@@ -284,7 +285,7 @@ class _Product:
         found.append(self._multiply(kernel, rows, columns, contraction, operands,
                                     self._rate(a, b, choice, kernel), choice.kernel))  # fmt: skip
         if choice.kernel == "library_block_scaled" and "tensor" in (problem.a.outer, problem.b.outer):
-            found.append(self._pass("multiply outer scales", 0, launches=cost.OUTER_SCALES))
+            found.append(self._pass("multiply outer scales", 0, launches=_OUTER_SCALES))
         if _rescaled_apart(choice, problem):  # float32 sums are written, read and written in 16 bits
             found.append(self._pass("rescale", (2 * _FLOAT32 + _BF16) * rows * columns))
         return found

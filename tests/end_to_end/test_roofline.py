@@ -15,6 +15,7 @@ from fp4compile import formats, gpus, reference, roofline
 from fp4compile.layouts import to_swizzled
 from fp4compile.recipe import recipes
 from fp4compile.roofline import GPUS, Gpu, Use, predict
+from fp4compile.templates.gemm import choose, cost
 from tests.helpers import without_codegen
 
 SIZES = sympy.symbols("M N K", integer=True, positive=True)
@@ -128,6 +129,13 @@ def test_what_is_not_fused_is_a_pass():
     assert names("nvfp4_weight_only", "H200", 1, 8192, 8192) == ["gemv"]
     assert names("nvfp4", "B200", *large)[1:] == ["library_block_scaled", "multiply outer scales"]
     assert names("nvfp4_one_level", "B200", *large)[1:] == ["library_block_scaled"]
+
+
+def test_the_assumptions_are_those_of_the_cost_model():
+    assert pytest.approx(cost.TILE_SHARE * cost.REACHED, rel=1e-3) == roofline._TRITON_SM100
+    assert roofline._OUTER_SCALES == cost.OUTER_SCALES
+    for name in roofline._KERNELS:
+        assert choose.named(name).name == name
 
 
 def test_products_share_the_steps():
