@@ -42,7 +42,7 @@ lint: $(TESTABLE)
 
 # The pages of docs/ and the API reference, in build/docs. A warning, of a link that leads nowhere too, is an error.
 docs: $(DOCUMENTABLE)
-	$(RUN) -m benchmarks.tables --check
+	$(RUN) -m benchmarks.run_all --check
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs build/docs
 
 bench: $(TESTABLE)

@@ -373,6 +373,30 @@ def _figure(column: str, value: Any) -> Any:
     return _number(value, 1 if column.endswith("us") else 2) if isinstance(value, float) else value
 
 
+# ---------------------------------------------------------------- predictions
+
+
+def roofline(content: dict) -> Cells:
+    rows = [
+        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"]]
+        for row in content["summary"]
+    ]
+    return [["what", "times", "median error", "largest error", "where"], *rows]
+
+
+def roofline_training(content: dict) -> Cells:
+    rows = [
+        [_block(row["case"]), _number(row["predicted us"] / 1e3, 2), _number(row["measured us"] / 1e3, 2),
+         _error(row["error"])]
+        for row in content["foreseen"]
+    ]  # fmt: skip
+    return [["block", "predicted, ms", "measured, ms", "error"], *rows]
+
+
+def _error(share: float) -> str:
+    return f"{_number(100 * share, 1)} %"
+
+
 TABLES = {
     "minilm": Table("minilm_cpu.json", minilm),
     "minilm_settings": Table("minilm_settings_cpu.json", minilm_settings),
@@ -399,6 +423,8 @@ TABLES = {
     "training_loss_512": Table("training_loss_512_h200.json", training_loss),
     "training_loss_with_head": Table("training_loss_with_head_h200.json", training_loss),
     "gradient_error": Table("gradient_error_h200.json", gradient_error),
+    "roofline": Table("roofline_h200.json", roofline, how="Predicted; measured on"),
+    "roofline_training": Table("roofline_h200.json", roofline_training, how="Predicted; measured on"),
     **{
         f"grouped_mm_{part}": Table("grouped_mm_h200.json", grouped_mm(part))
         for part in ("decode", "tokens", "weights", "growth", "configurations")

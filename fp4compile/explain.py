@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch._guards import CompileContext
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
-from fp4compile import names
+from fp4compile import gpus, names
+from fp4compile.gpus import Gpu
+from fp4compile.passes.gain import predicted
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import NOTHING_CAPTURED, Report, Row
@@ -29,23 +32,34 @@ from fp4compile.report import NOTHING_CAPTURED, Report, Row
 GraphRunner = Callable[[GraphModule, names.Names], Callable]
 
 
-def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | Path | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Callable, *args: Any, recipe: str | dict | Recipe | Path | None = None, gpu: str | Gpu | None = None,
+    all: bool = False, **kwargs: Any,
+) -> Report:  # fmt: skip
     """Run model(*args, **kwargs) once, uncompiled; print and return what a recipe would do to its matrix products.
 
     Where gradients are enabled and something requires them, the report has the products of the backward pass too.
     Gives a warning for each rule of the recipe that decides for no layer.
 
-    model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
+    A model on the meta device takes no memory and computes nothing: tensors there stand for those on the GPU of `gpu`.
 
-    Raises what `backend` raises for a bad recipe, and ValueError if Dynamo captures no graph of the model.
+    model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
+    gpu: for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU that is there,
+        if it is one of these, and none else. all: whether to print one line for each product, and not equal layers
+        together.
+
+    Raises what `backend` raises for a bad recipe, and ValueError for an unknown GPU and if Dynamo captures no graph of
+    the model.
     """
     chosen = resolve(recipe)
-    report = Report(chosen.name, graphs=0)
+    target = gpus.present() if gpu is None else gpus.named(gpu)
+    report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name)
     made: dict[int, list[Row]] = {}
     shown: list[tuple] = []
 
     def look(module: GraphModule, known: names.Names) -> Callable:
-        rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs))
+        times = None if target is None else partial(predicted, recipe=chosen, gpu=target)
+        rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs, target), times)
         report.graphs = (report.graphs or 0) + 1
         report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id())
         made.setdefault(id(known), []).extend(rows)
@@ -62,7 +76,7 @@ def explain(model: Callable, *args: Any, recipe: str | dict | Recipe | Path | No
         run_captured(model, look, enter)(*args, **kwargs)
     if report.graphs == 0:
         raise ValueError(f"model: no graph of it was captured. {NOTHING_CAPTURED}")
-    print(report)
+    print(report.table(all=all))
     for rule in unmatched_rules(chosen, {row.name or row.module for row in report.rows}):
         warnings.warn(f"rule {rule.pattern!r} of recipe {chosen.name!r} decides for no layer", stacklevel=2)
     return report

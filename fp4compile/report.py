@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 from torch._guards import TraceId
 
-CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
+from fp4compile import report_page
+from fp4compile.report_groups import Group, by_layer, gain, groups, layer_name
+from fp4compile.report_row import CATEGORIES, Row, is_below, shown_name
+
+__all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below", "rows_from_json", "rows_to_json"]
 
 
 class PassRun(NamedTuple):
@@ -16,56 +20,6 @@ class PassRun(NamedTuple):
 
     matches: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One matrix product of a compiled graph: [m, k] times [k, n].
-
-    module: fully qualified name of the layer; "" for a product outside of every layer.
-    product: "fprop", "dgrad", "wgrad", "attention" or "other".
-    m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
-    left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
-        there is no such operand to name.
-    tier: who computes the product: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
-        "reference" (PyTorch operations, on a CPU); None where the product is left alone.
-    reason: why the product is left alone; None where it is quantised.
-    flops: floating-point operations of one run. Where a size is symbolic, they are counted at the sizes of the call
-        that was captured; None where they are not known.
-    saved, saved_plain: of a wgrad, the bytes of packed activation that the forward pass keeps for it, and the bytes
-        that this activation has unquantised. None where nothing is kept for this product: the activation is
-        recomputed, or kept for another layer that has the same input.
-    category: one of CATEGORIES. "experts" are grouped products, and batched products with a parameter.
-    name: the layer's name as the rules of a recipe see it, where that differs from `module`: where a submodule was
-        compiled by itself, rules see the name below it.
-    note: in what a quantised product differs from what the recipe says, and why; None where it does not.
-    weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` asks for another
-        way than "amax": that way, or "amax (training)" in a graph that computes gradients; None elsewhere.
-    node: the product's node in the captured graph, as graph dumps show it. It does not count when rows are compared.
-    """
-
-    module: str
-    product: str
-    m: int | str | None
-    n: int | str | None
-    k: int | str | None
-    left: str | None
-    right: str | None
-    tier: str | None
-    reason: str | None
-    flops: int | None
-    saved: int | None = None
-    saved_plain: int | None = None
-    category: str = "dense"
-    name: str | None = None
-    note: str | None = None
-    weight_scales: str | None = None
-    node: str | None = field(default=None, compare=False)
-
-    @property
-    def quantised(self) -> bool:
-        """Whether the product is quantised."""
-        return self.reason is None
 
 
 _NO_GRAPH = (
@@ -78,15 +32,17 @@ NOTHING_COMPILED = (
     f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}or the model was never called."
 )
 _HEADER: tuple[str, ...] = (
-    "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "saved", "left alone because"
+    "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "saved", "bf16, us", "planned, us",
+    "gain", "left alone because",
 )  # fmt: skip
+_OPTIONAL = ("weight scales", "saved", "bf16, us", "planned, us", "gain")
 
 
 @dataclass
 class Report:
     """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
 
-    `print(report)` shows a table of the rows and the line of `summary`.
+    `print(report)` shows the `table` of the rows, equal layers together, and the line of `summary`.
 
     recipe: the name of the recipe.
     rows: one for each matrix product.
@@ -95,6 +51,7 @@ class Report:
     graphs: how many graphs were compiled; None where the rows do not come from graphs (`fp4compile.pack_`).
     lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
     seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache takes none.
+    gpu: the name of the GPU that the rows' times are predicted for; None where they are not.
     """
 
     recipe: str
@@ -103,6 +60,7 @@ class Report:
     graphs: int | None = None
     lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    gpu: str | None = None
     _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
 
     def add(
@@ -203,25 +161,110 @@ class Report:
             "lost": self.lost,
             "saved": self.saved()[0],
             "saved_plain": self.saved()[1],
+            "gpu": self.gpu,
+            "gains": self.gains(),
         }
 
     def __str__(self) -> str:
-        table = [_HEADER, *(_cells(row) for row in self.rows)]
-        for name, told in (("saved", "saved"), ("weight scales", "weight_scales")):
-            if not any(getattr(row, told) for row in self.rows):
-                table = [(*line[: (at := table[0].index(name))], *line[at + 1 :]) for line in table]
+        return self.table()
+
+    def table(self, *, all: bool = False) -> str:
+        """The rows and the summary as text. Layers that differ in numbers of their names are one line, largest first.
+
+        all: one line for each row instead, in the order of compilation.
+        """
+        header, cells = self._lines(all)
+        table = [header, *cells]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
         rule = "-" * max(len(line) for line in lines)
-        return "\n".join((lines[0], rule, *lines[1:], rule, self.summary(), *self._notes(), *self._passes_line()))
+        return "\n".join((lines[0], rule, *lines[1:], rule, *self._notes()))
+
+    def to_csv(self) -> str:
+        """All rows as CSV, with the names of the fields of `Row` in the first line."""
+        return report_page.to_csv(self.rows)
+
+    def to_html(self) -> str:
+        """The table as one HTML page that needs no other file; with bars where times are predicted."""
+        title = f"fp4compile, recipe {self.recipe}" + (f", predicted on {self.gpu}" if self.gpu else "")
+        header, cells = self._lines(all=False)
+        return report_page.to_html(title, groups(self.rows), header, cells, "\n".join(self._notes()))
+
+    def gains(self) -> dict[str, float]:
+        """How many times faster than in bf16 each quantised layer is predicted to be, all its products together.
+
+        Equal layers are one entry, as in the table. Layers without a prediction are left out.
+        """
+        found = {}
+        for rows in by_layer(self.rows):
+            expected = gain(rows) if any(row.quantised for row in rows) else None
+            if expected is not None:
+                found[layer_name(rows)] = expected
+        return found
+
+    def reason_shares(self) -> dict[str, tuple[float | None, float | None]]:
+        """(share of the FLOPs, share of the predicted time as planned) of what is left alone, by reason, largest first.
+
+        None where no FLOPs are known, or no times predicted.
+        """
+        flops, seconds = sum(row.flops or 0 for row in self.rows), sum(row.seconds or 0 for row in self.rows)
+        found: dict[str, tuple[float, float]] = {}
+        for row in self.rows:
+            if row.reason is not None:
+                known = found.get(row.reason, (0, 0))
+                found[row.reason] = (known[0] + (row.flops or 0), known[1] + (row.seconds or 0))
+        ordered = sorted(found.items(), key=lambda item: (-item[1][1], -item[1][0]))
+        return {
+            reason: (count / flops if flops else None, took / seconds if seconds else None)
+            for reason, (count, took) in ordered
+        }
+
+    def _lines(self, all: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The header and the lines of the table, without the optional columns that are empty everywhere."""
+        shown = [Group((row,)) for row in self.rows] if all else groups(self.rows)
+        cells = [_cells(group) for group in shown]
+        dropped = {name for name in _OPTIONAL if not any(line[_HEADER.index(name)] for line in cells)}
+        kept = [place for place, name in enumerate(_HEADER) if name not in dropped]
+        return tuple(_HEADER[place] for place in kept), [tuple(line[place] for place in kept) for line in cells]
 
     def _notes(self) -> list[str]:
+        """What stands below the table."""
+        return [
+            *self._reason_lines(), self.summary(), *self._note_lines(), *self._predicted_lines(), *self._passes_line()
+        ]  # fmt: skip
+
+    def _note_lines(self) -> list[str]:
         """A line for each note, with the layers that have it."""
         layers: dict[str, dict[str, None]] = {}
         for row in self.rows:
             if row.note is not None:
-                layers.setdefault(row.note, {})[_shown(row)] = None
+                layers.setdefault(row.note, {})[shown_name(row)] = None
         return [f"{note}: {', '.join(names)}" for note, names in layers.items()]
+
+    def _reason_lines(self) -> list[str]:
+        """The shares of each reason, where there is a prediction: else the FLOPs of the summary say enough."""
+        if self.gpu is None:
+            return []
+        return [
+            f"left alone, {_share(flops)} of the FLOPs, {_share(seconds)} of the predicted time: {reason}"
+            for reason, (flops, seconds) in self.reason_shares().items()
+        ]
+
+    def _predicted_lines(self) -> list[str]:
+        """The sum of the predicted times, and the layers that are predicted to lose."""
+        if self.gpu is None:
+            return []
+        timed = [row for row in self.rows if row.seconds is not None]
+        if not timed:
+            return [f"predicted on {self.gpu}: no product of a kind and size that the model is for"]
+        plain, planned = sum(row.plain_seconds or 0 for row in timed), sum(row.seconds or 0 for row in timed)
+        line = (f"predicted on {self.gpu}, not measured: {_time(plain)} us in bf16, {_time(planned)} us as planned, "
+                f"{plain / planned:.2f} times as fast")  # fmt: skip
+        if len(timed) < len(self.rows):
+            line += f"; {len(self.rows) - len(timed)} products not predicted"
+        losing = [f"{name} ({value:.2f})" for name, value in self.gains().items() if value < 1]
+        advice = f"predicted to lose, better left alone (min_gain=1.0, target={self.gpu!r}): {', '.join(losing)}"
+        return [line, *([advice] if losing else [])]
 
     def _passes_line(self) -> list[str]:
         """A line with the matches of each pass, and its time where it is known."""
@@ -254,27 +297,24 @@ class _Frame:
         return self.rows[row] > self.earlier[row]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(group: Group) -> tuple[str, ...]:
+    row = group.first
     saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
+    plain, planned, gained = group.plain_seconds, group.seconds, group.gain
     values = (
-        _shown(row), row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, saved,
-        row.reason,
+        group.name, row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, saved,
+        None if plain is None else _time(plain), None if planned is None else _time(planned),
+        None if gained is None else f"{gained:.2f}", row.reason,
     )  # fmt: skip
     return tuple("" if value is None else str(value) for value in values)
 
 
-def _shown(row: Row) -> str:
-    """The full name of the layer, with the part in brackets that rules do not see."""
-    if row.name is None:
-        return row.module or "(top)"
-    if is_below(row.name, row.module):
-        return f"[{row.module.removesuffix(row.name)}]{row.name}"
-    return f"{row.module} [rules: {row.name}]"
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f}"
 
 
-def is_below(name: str, path: str) -> bool:
-    """Whether a dotted name is the whole or the last part of a path; the empty name is, of every path."""
-    return name in ("", path) or path.endswith(f".{name}")
+def _share(part: float | None) -> str:
+    return "?" if part is None else f"{part:.1%}"
 
 
 def _size(count: int) -> str:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from fp4compile import __version__
-from fp4compile.cli import check_sm100, demo, recipes, run
+from fp4compile.cli import check_sm100, demo, recipes, roofline, run
 
-_COMMANDS = (demo, run, recipes, check_sm100)
+_COMMANDS = (demo, run, recipes, roofline, check_sm100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -190,8 +190,14 @@ def _sized(value: Any) -> Any:
 
 
 def _hint(size: int | torch.SymInt) -> int:
+    known = hint(size)
+    if known is None:
+        raise _UnknownSize
+    return known
+
+
+def hint(size: int | torch.SymInt) -> int | None:
+    """A size in the call that was captured; None where it depends on the data."""
     if isinstance(size, int):
         return size
-    if not size.node.has_hint():
-        raise _UnknownSize
-    return int(size.node.hint)
+    return int(size.node.hint) if size.node.has_hint() else None

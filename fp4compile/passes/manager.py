@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fp4compile import config
+from fp4compile.gpus import Gpu
 from fp4compile.passes import flops
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fake_quantize import fake_quantize
@@ -40,6 +41,9 @@ from fp4compile.report import PassRun, Row
 from fp4compile.templates.launch import cuda_target
 
 log = logging.getLogger("fp4compile")
+
+# Predicts (seconds in bf16, seconds as decided) of products, by their nodes.
+Times = Callable[[list[Decision]], dict[Node, tuple[float, float]]]
 
 JOINT = (Pass("rewrite", rewrite),)
 POST_GRAD = (
@@ -141,13 +145,20 @@ def _left_alone(decision: Decision) -> Decision:
     return replace(decision, reason=SWITCHED_OFF, a=None, b=None, tier=None, weight_scales=None, note=None)
 
 
-def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
-    """find and plan: what the recipe makes of each product of the graph. Never changes the graph."""
-    return plan(find(graph, inputs), recipe, inputs)
+def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None) -> list[Decision]:
+    """find and plan: what the recipe makes of each product of the graph. Never changes the graph.
+
+    meta: as for `plan`.
+    """
+    return plan(find(graph, inputs), recipe, inputs, meta)
 
 
-def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision]) -> list[Row]:
+def describe(
+    graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision], times: Times | None = None
+) -> list[Row]:  # fmt: skip
     """The report's rows, one for each product, those that only torch's FLOP counter knows included.
+
+    times: predicts the times of all decisions, see `gain.predicted`; None leaves them out.
 
     Reads the products' nodes, so call it before the rewrite.
     """
@@ -155,17 +166,22 @@ def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision])
     uncounted = [Gemm(node, "other", "", unsupported=f"operator {node.target}") for node in flops.others(graph, listed)]
     decisions = [*decisions, *(Decision(gemm, gemm.unsupported) for gemm in uncounted)]
     categories = flops.Categories(graph, inputs, [decision.gemm for decision in decisions])
-    return [_row(decision, categories.of(decision.gemm)) for decision in decisions]
+    seconds = {} if times is None else times(decisions)
+    return [
+        _row(decision, categories.of(decision.gemm), *seconds.get(decision.gemm.node, (None, None)))
+        for decision in decisions
+    ]
 
 
-def _row(decision: Decision, category: str) -> Row:
+def _row(decision: Decision, category: str, plain_seconds: float | None, seconds: float | None) -> Row:
     gemm = decision.gemm
     m, n, k = (_size(size) for size in gemm.dims) if gemm.dims else (None, None, None)
     return Row(
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
-        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name,
+        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name, plain_seconds=plain_seconds,
+        seconds=seconds,
     )  # fmt: skip
 
 

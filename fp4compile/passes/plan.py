@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, replace
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
+from fp4compile.gpus import Gpu
 from fp4compile.groups import padded_rows
 from fp4compile.layouts import scale_layout
 from fp4compile.ops import FLOAT_DTYPES
+from fp4compile.passes.gain import Products, too_slow
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.gradients import tangent_dependent
 from fp4compile.passes.graph import expert_weights_of, scaled_mm_of
 from fp4compile.recipe import Recipe, named
+from fp4compile.targets import Target
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.grouped.choose import choose as choose_grouped
@@ -81,8 +84,12 @@ class Decision:
 TRAINED = "amax (training)"
 
 
-def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
+def plan(
+    gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None
+) -> list[Decision]:  # fmt: skip
     """One decision for each product, in the same order.
+
+    meta: the GPU that tensors on the meta device stand for; None leaves their products alone.
 
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
@@ -97,7 +104,8 @@ def plan(gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...]) -> list[D
             stacklevel=2,
         )
     training = recipe.weight_scales != "amax" and _has_gradients(gemms)
-    return [_decide(gemm, recipe, model, training) for gemm in gemms]
+    products, target = Products.of(gemms), None if meta is None else meta.target
+    return [_decide(gemm, recipe, model, products, target, training) for gemm in gemms]
 
 
 def _has_gradients(gemms: list[Gemm]) -> bool:
@@ -106,19 +114,22 @@ def _has_gradients(gemms: list[Gemm]) -> bool:
     return of_gradients or (bool(gemms) and bool(tangent_dependent(gemms[0].node.graph)))
 
 
-def _decide(gemm: Gemm, recipe: Recipe, model: "Model", training: bool) -> Decision:
+def _decide(
+    gemm: Gemm, recipe: Recipe, model: "Model", products: Products, meta: Target | None, training: bool
+) -> Decision:
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
         return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
-    reason = gemm.unsupported or _unfit(gemm)
+    reason = gemm.unsupported or _unfit(gemm, meta)
     if reason is not None:
         return Decision(gemm, reason)
     if gemm.packed_weight is not None:
-        return _of_packed_experts(gemm, gemm.packed_weight)
+        return _of_packed_experts(gemm, gemm.packed_weight, meta)
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
         return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
-    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, training)
+    reason = reason or too_slow(gemm, layer_recipe, recipe, products)
+    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, meta, training)
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,7 @@ def _layer(gemm: Gemm) -> Layer:
     return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not None)
 
 
-def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, training: bool) -> Decision:
+def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | None, training: bool) -> Decision:
     chosen, weight_scales, note = {}, None, None
     for side, operand in (("a", gemm.a), ("b", gemm.b)):
         fmt, outer = getattr(layer_recipe, operand.role), None
@@ -196,12 +207,12 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, training: bool)
             hadamard = gemm.product in layer_recipe.hadamard
             chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
     a, b = chosen.get("a"), chosen.get("b")
-    if _tier(gemm, *_swizzled(a, b)) == "native":
+    if _tier(gemm, *_swizzled(a, b), meta) == "native":
         a, b = _swizzled(a, b)
-    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b), weight_scales=weight_scales, note=note)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note)
 
 
-def _of_packed_experts(gemm: Gemm, weight: Operand) -> Decision:
+def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
     """The product of weights that were packed by a recipe, which then also decided about the activation."""
     packed = expert_weights_of(weight.source)
     of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
@@ -209,7 +220,7 @@ def _of_packed_experts(gemm: Gemm, weight: Operand) -> Decision:
     if packed.activation is not None:
         of_activation = Treatment(packed.activation, packed.activation_outer, layout=packed.layout)
     a, b = (of_weight, of_activation) if weight is gemm.a else (of_activation, of_weight)
-    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b))
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
 
 
 def _is_batch(operand: Operand) -> bool:
@@ -224,30 +235,31 @@ def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
             for t in treatments]  # fmt: skip
 
 
-def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None) -> str:
+def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> str:
     """Which tier computes the product: the reference on a CPU, else that of the kernel which `choose` names."""
     out = gemm.node.meta["val"]
-    if out.device.type != "cuda":
+    if out.device.type == "cpu":
         return "reference"
+    target = target_of(out.device) if meta is None or out.device.type == "cuda" else meta
     types = [_operand_type(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b))]
     if gemm.offs is not None:
-        return choose_grouped(_grouped_problem(gemm, *types)).tier
+        return choose_grouped(_grouped_problem(gemm, *types, target)).tier
     if gemm.groups is not None:  # a batch, of which each matrix of A has its own B
         batches, m, n = out.shape
         if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
             types, m, n = types[::-1], n, m
-        return choose(Problem(*types, m, n, gemm.dims[2], out.dtype, target_of(out.device), None, batches, True)).tier
+        return choose(Problem(*types, m, n, gemm.dims[2], out.dtype, target, None, batches, True)).tier
     m, n, k = gemm.dims
-    return choose(Problem(*types, m, n, k, out.dtype, target_of(out.device))).tier
+    return choose(Problem(*types, m, n, k, out.dtype, target)).tier
 
 
-def _grouped_problem(gemm: Gemm, a: OperandType, b: OperandType) -> GroupedProblem:
+def _grouped_problem(gemm: Gemm, a: OperandType, b: OperandType, target: Target) -> GroupedProblem:
     out, (m, n, k) = gemm.node.meta["val"], gemm.dims
     along_k, groups = gemm.groups == "contraction", gemm.offs.meta["val"].shape[0]
     rows = k if along_k else m
     if along_k:
         k = padded_rows(rows, groups)
-    return GroupedProblem(a, b, rows, m, n, k, groups, along_k, out.dtype, target_of(out.device))
+    return GroupedProblem(a, b, rows, m, n, k, groups, along_k, out.dtype, target)
 
 
 def _tier_of_packed(gemm: Gemm) -> str:
@@ -264,13 +276,14 @@ def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool =
     return OperandType(fmt, fmt.data_dtype, treatment.layout == "swizzled", outer)
 
 
-def _unfit(gemm: Gemm) -> str | None:
+def _unfit(gemm: Gemm, meta: Target | None) -> str | None:
     """Why dtype or device rule the product out under every recipe; None if they do not."""
+    devices = _DEVICES if meta is None else (*_DEVICES, "meta")
     for operand in (gemm.a, gemm.b):
         value = operand.source.meta["val"]
         if value.dtype not in FLOAT_DTYPES:
             return f"dtype {str(value.dtype).removeprefix('torch.')}"
-        if value.device.type not in _DEVICES:
+        if value.device.type not in devices:
             return f"device {value.device.type}"
     out = gemm.node.meta["val"].dtype
     return None if out in FLOAT_DTYPES else f"dtype {str(out).removeprefix('torch.')}"

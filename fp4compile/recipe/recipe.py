@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4compile import formats
+from fp4compile import formats, gpus
 from fp4compile.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
@@ -55,6 +55,9 @@ class Recipe:
         "amax" makes them of each block's largest element; "mse" takes the scale of least squared error;
         "four_over_six" the better one of two. It also holds where a rule gives a layer its formats, if these are NVFP4.
         Graphs that compute gradients take "amax", because their weights change at every step; the report says so.
+    min_gain, target: a layer that `fp4compile.roofline` predicts to be less than min_gain times as fast as in bf16, on
+        the GPU that target names (of `roofline.GPUS`), is left alone. Both are given, or neither. Sizes that vary, and
+        experts, are not judged.
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
@@ -83,6 +86,8 @@ class Recipe:
     stochastic_rounding: tuple[str, ...] = ()
     weight_cache: str = "on"
     weight_scales: str = "amax"
+    min_gain: float | None = None
+    target: str | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -92,6 +97,7 @@ class Recipe:
         self._check_static()
         self._check_training()
         self._check_weight_scales()
+        self._check_gain()
         if self.weight_cache not in _WEIGHT_CACHES:
             allowed = ", ".join(map(repr, _WEIGHT_CACHES))
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
@@ -170,6 +176,21 @@ class Recipe:
         known = [None if weight is None else formats.get(weight) for weight in weights]
         fitting = (fmt for fmt in known if fmt is not None and formats.takes_scale_rules(fmt))
         formats.check_scale_rule("weight_scales", self.weight_scales, next(fitting, known[0]))
+
+    def _check_gain(self) -> None:
+        if (self.min_gain is None) != (self.target is None):
+            raise ValueError(f"min_gain={self.min_gain} and target={self.target!r}: a gain is on a GPU; give both")
+        if self.min_gain is None or self.target is None:
+            return
+        if isinstance(self.min_gain, bool) or not isinstance(self.min_gain, int | float):
+            raise TypeError(f"min_gain: expected a number, got {type(self.min_gain).__name__}")
+        if not 0 < self.min_gain < float("inf"):
+            raise ValueError(f"min_gain={self.min_gain}: must be positive and finite")
+        if not isinstance(self.target, str):
+            raise TypeError(f"target: expected the name of a GPU, got {type(self.target).__name__}")
+        with sources.errors_name("target: "):
+            object.__setattr__(self, "target", gpus.named(self.target).name)
+        object.__setattr__(self, "min_gain", float(self.min_gain))
 
     def scale_rule(self, weight: str | None) -> str:
         """How the block scales of a weight of this format are chosen: `weight_scales`, or "amax" where none may be."""

@@ -104,7 +104,9 @@ def test_help_has_one_line_a_command(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     lines = capsys.readouterr().out.partition("commands:")[2].splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("    ")] == ["demo", "run", "recipes", "check-sm100"]
+    assert [line.split()[0] for line in lines if line.startswith("    ")] == [
+        "demo", "run", "recipes", "roofline", "check-sm100"
+    ]  # fmt: skip
     assert all(len(line.split()) > 3 for line in lines if line.startswith("    "))
 
 

@@ -230,7 +230,6 @@ def test_what_cannot_be_packed_stays_with_a_reason(change, reason):
 @pytest.mark.parametrize(("recipe", "reason"), [
     ({"rules": [("experts*", "skip")]}, "rule 'experts*'"), ({"min_k": 128}, "K=80 is below min_k=128"),
     ({"fprop_w": None}, "recipe nvfp4 leaves weights in high precision"),
-    ({"activation_scale": "static"}, "no calibrated activation scale: run fp4compile.calibrate"),
     ({"fprop_x": "nvfp4_16x16"}, "format nvfp4_16x16 has square blocks, and groups may have any number of rows"),
 ])  # fmt: skip
 def test_the_recipe_decides(recipe, reason):

@@ -1,7 +1,9 @@
 """The report: rows, summary, table, JSON; what `explain` and the backend put into it."""
 
 import copy
+import csv
 import dataclasses
+import io
 import json
 import pickle
 import subprocess
@@ -35,7 +37,7 @@ def test_summary_counts_flops():
 def test_table():
     report = Report("mxfp8")
     report.add([row(), row("head", "output head", flops=300)], {})
-    assert str(report).splitlines() == [
+    assert report.table(all=True).splitlines() == [
         "module  product  M  N  K  left      right     tier       left alone because",
         "-" * 75,
         "a       fprop    2  4  8  mxfp8     mxfp8     reference",
@@ -43,6 +45,71 @@ def test_table():
         "-" * 75,
         "recipe mxfp8: 1 of 2 matrix products quantised, 25.0% of their FLOPs",
     ]
+
+
+def layers(count=3, gain=2.0):
+    """Rows of a deep model with predicted times: a small and a large layer in each block, and a head."""
+    rows = [row("lm_head", "output head", flops=250)]
+    for block in range(count):
+        rows += [row(f"layers.{block}.small", flops=10), row(f"layers.{block}.large", flops=100)]
+    plain = [(one, 1e-6 * one.flops) for one in rows]
+    return [
+        dataclasses.replace(one, plain_seconds=seconds, seconds=seconds / (gain if one.quantised else 1))
+        for one, seconds in plain
+    ]
+
+
+def test_equal_layers_are_one_line():
+    report = Report("mxfp8", [row("head", flops=250), *(row(f"layers.{block}.up") for block in range(3))])
+    report.rows.append(row("layers.7.up", m=4, flops=400))  # of another size
+    lines = [line.split("  ")[0] for line in str(report).splitlines()[2:-2]]
+    assert lines == ["layers.7.up", "layers.*.up x3", "head"]
+    assert [line.split()[0] for line in report.table(all=True).splitlines()[2:-2]] == [
+        "head", "layers.0.up", "layers.1.up", "layers.2.up", "layers.7.up"
+    ]  # fmt: skip
+    dgrad = dataclasses.replace(row("layers.0.x"), product="dgrad")
+    apart = Report("mxfp8", [dgrad, row("layers.0.x"), row("layers.1.x"), row("a.b3")])
+    # layers.0 has a product that layers.1 does not have, and b3 is no number
+    assert [line.split()[:2] for line in str(apart).splitlines()[2:-2]] == [
+        ["layers.0.x", "fprop"], ["layers.0.x", "dgrad"], ["layers.1.x", "fprop"], ["a.b3", "fprop"]
+    ]  # fmt: skip
+
+
+def test_predicted_times_in_the_table():
+    report = Report("mxfp8", layers(), gpu="B200")
+    header, _, first, *_ = str(report).splitlines()
+    assert "bf16, us  planned, us  gain  left alone because" in header
+    assert first.startswith("layers.*.large x3") and first.split()[-3:] == ["300.0", "150.0", "2.00"]
+    notes = str(report).splitlines()[-3:]
+    assert notes[0] == "left alone, 43.1% of the FLOPs, 60.2% of the predicted time: output head"
+    assert notes[2] == "predicted on B200, not measured: 580.0 us in bf16, 415.0 us as planned, 1.40 times as fast"
+    assert report.gains() == pytest.approx({"layers.*.small x3": 2.0, "layers.*.large x3": 2.0})
+    assert report.reason_shares() == {"output head": pytest.approx((250 / 580, 250 / 415))}
+    losing = str(Report("mxfp8", layers(gain=0.5), gpu="B200")).splitlines()[-1]
+    assert losing == ("predicted to lose, better left alone (min_gain=1.0, target='B200'): "
+                      "layers.*.small x3 (0.50), layers.*.large x3 (0.50)")  # fmt: skip
+    unknown = Report("mxfp8", [row()], gpu="B200")
+    assert "no product of a kind and size that the model is for" in str(unknown)
+    assert json.loads(json.dumps(report.to_dict()))["gains"] == report.gains()
+
+
+def test_csv():
+    report = Report("mxfp8", [*layers(1), row('a "b", c', reason="x\ny")])
+    read = list(csv.DictReader(io.StringIO(report.to_csv())))
+    assert [line["module"] for line in read] == [one.module for one in report.rows]
+    assert (
+        read[3]["reason"] == "x\ny" and read[3]["seconds"] == "" and float(read[1]["seconds"]) == report.rows[1].seconds
+    )
+    assert list(read[0]) == [field.name for field in dataclasses.fields(Row)]
+
+
+def test_html_page():
+    page = Report("mxfp8", [*layers(gain=0.5), row("<b>")], gpu="B200").to_html()
+    assert "<b>" not in page and "&lt;b&gt;" in page and "layers.*.large x3" in page
+    assert 'class="bar plain" style="width:150.0px" title="300.0 us"' in page
+    assert 'class="bar slower" style="width:300.0px" title="600.0 us"' in page
+    assert not any(word in page for word in ("http", "src=", "<script", "url("))  # nothing beside it
+    assert "bar plain" not in Report("mxfp8", [row()]).to_html()
 
 
 def test_table_with_what_training_saves():

@@ -145,6 +145,7 @@ def uuid(recipe="mxfp8", names=("a.weight", None), user_passes=(), **overrides):
 def test_the_passes_are_kept_by_recipe_names_and_what_else_is_in_the_slot():
     keys = [
         uuid(), uuid("mxfp4"), uuid(min_k=64), uuid(names=("b.weight", None)), uuid(names=(None, "a.weight")),
+        uuid(min_gain=1.0, target="B200"), uuid(min_gain=1.1, target="B200"), uuid(min_gain=1.1, target="B300"),
         uuid(user_passes=(UserPass("one"),)), uuid(user_passes=(UserPass("two"),)),
     ]  # fmt: skip
     assert uuid() == keys[0] and len(set(keys)) == len(keys)

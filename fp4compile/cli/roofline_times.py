@@ -1,0 +1,44 @@
+"""What `roofline --measure` measures: a linear layer in bf16 and as a recipe has it, on the GPU that is there.
+
+Every time is the median of replays of a CUDA graph (`run_times.graph_time`). The layer has several copies with weights
+of their own that run in turns, so that the L2 cache holds none of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp4compile.backend import backend
+from fp4compile.cli.run_times import CALLS, NOT_CACHED, graph_time
+from fp4compile.layouts import ceil_div
+from fp4compile.recipe import Recipe
+
+MOST_LAYERS = 8  # each is compiled
+
+
+def measured(recipe: Recipe, sizes: tuple[int, int, int], train: bool) -> dict[str, float]:
+    """Microseconds of a layer [m, k] x [n, k] in bf16 and by the recipe, and the quotient."""
+    m, n, k = sizes
+    copies = min(max(1, NOT_CACHED // (2 * n * k)), MOST_LAYERS)
+    layers = [torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=train)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()  # each shape is compiled for itself
+    compiled = [torch.compile(layer, backend=backend(recipe, strict=True), dynamic=False) for layer in layers]
+    with torch.set_grad_enabled(train):
+        plain, quantised = (
+            graph_time([_call(layer, weights.weight, x, dy, train) for layer, weights in zip(each, layers, strict=True)]
+                       * ceil_div(CALLS, copies))
+            for each in (layers, compiled)
+        )  # fmt: skip
+    return {"measured_bf16_us": plain, "measured_recipe_us": quantised, "measured_gain": plain / quantised}
+
+
+def _call(
+    layer: Callable, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor, train: bool
+) -> Callable[[], Any]:  # fmt: skip
+    """One run of a layer; with its gradients, in training."""
+    if not train:
+        return lambda: layer(x)
+    return lambda: torch.autograd.grad(layer(x), (x, weight), dy)

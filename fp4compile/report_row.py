@@ -1,0 +1,75 @@
+"""`Row`: what became of one matrix product of a compiled graph, and the name it is shown by."""
+
+from dataclasses import dataclass, field
+
+CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One matrix product of a compiled graph: [m, k] times [k, n].
+
+    module: fully qualified name of the layer; "" for a product outside of every layer.
+    product: "fprop", "dgrad", "wgrad", "attention" or "other".
+    m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
+    left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
+        there is no such operand to name.
+    tier: who computes the product: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
+        "reference" (PyTorch operations, on a CPU); None where the product is left alone.
+    reason: why the product is left alone; None where it is quantised.
+    flops: floating-point operations of one run. Where a size is symbolic, they are counted at the sizes of the call
+        that was captured; None where they are not known.
+    saved, saved_plain: of a wgrad, the bytes of packed activation that the forward pass keeps for it, and the bytes
+        that this activation has unquantised. None where nothing is kept for this product: the activation is
+        recomputed, or kept for another layer that has the same input.
+    category: one of CATEGORIES. "experts" are grouped products, and batched products with a parameter.
+    name: the layer's name as the rules of a recipe see it, where that differs from `module`: where a submodule was
+        compiled by itself, rules see the name below it.
+    note: in what a quantised product differs from what the recipe says, and why; None where it does not.
+    weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` asks for another
+        way than "amax": that way, or "amax (training)" in a graph that computes gradients; None elsewhere.
+    node: the product's node in the captured graph, as graph dumps show it.
+    plain_seconds, seconds: the product's predicted time in bf16, and as it is planned; see `fp4compile.roofline`. None
+        where no GPU is named, for experts, and for products of unknown size.
+
+    Rows are compared without node and seconds.
+    """
+
+    module: str
+    product: str
+    m: int | str | None
+    n: int | str | None
+    k: int | str | None
+    left: str | None
+    right: str | None
+    tier: str | None
+    reason: str | None
+    flops: int | None
+    saved: int | None = None
+    saved_plain: int | None = None
+    category: str = "dense"
+    name: str | None = None
+    note: str | None = None
+    weight_scales: str | None = None
+    node: str | None = field(default=None, compare=False)
+    plain_seconds: float | None = field(default=None, compare=False)
+    seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the product is quantised."""
+        return self.reason is None
+
+
+def shown_name(row: Row) -> str:
+    """The full name of the layer, with the part in brackets that rules do not see."""
+    if row.name is None:
+        return row.module or "(top)"
+    if is_below(row.name, row.module):
+        return f"[{row.module.removesuffix(row.name)}]{row.name}"
+    return f"{row.module} [rules: {row.name}]"
+
+
+def is_below(name: str, path: str) -> bool:
+    """Whether a dotted name is the whole or the last part of a path; the empty name is, of every path."""
+    return name in ("", path) or path.endswith(f".{name}")

@@ -1,0 +1,156 @@
+"""`python -m fp4compile roofline`, and the benchmarks that run all others: what a CPU can show of them."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import run_all, tables
+from fp4compile import gpus
+from fp4compile.cli import roofline, roofline_times
+from fp4compile.cli.main import main
+from fp4compile.recipe import named
+from fp4compile.roofline import predict
+
+
+def test_the_table(capsys):
+    assert main(["roofline", "--gpu", "b200", "--recipe", "mxfp8", "--shapes", "llama3-8b"]) == 0
+    title, header, *rows, rates, shares = capsys.readouterr().out.splitlines()
+    assert title == "mxfp8 on B200, fprop: predicted, not measured"
+    assert header.split()[:4] == ["layer", "M", "N", "K"] and header.endswith("bound by")
+    assert len(rows) == 12 and rows[-1].split()[:5] == ["down", "8192", "4096", "14336", "567.1"]
+    assert rates == f"rates: {gpus.GPUS['B200'].source}" and "not measured" in shares
+
+
+def test_json_and_expressions(capsys):
+    main(["roofline", "--gpu", "H200", "--shapes", "64,1000,512", "--train", "--json", "--expressions"])
+    found = json.loads(capsys.readouterr().out)
+    expected = predict("nvfp4", "H200", 64, 1000, 512, train=True)
+    (row,) = found["rows"]
+    assert (row["gain"], row["binds"]) == (expected.gain, expected.binds)
+    values = {"M": 64, "N": 1000, "K": 512, "Max": max, "floor": lambda x: x // 1, "__builtins__": {}}
+    assert eval(found["expressions"]["recipe"], values) == pytest.approx(expected.seconds)
+    assert found["products"] == "fprop, dgrad, wgrad" and found["expressions"]["kernels of"] == "64x1000x512"
+
+
+@pytest.mark.parametrize("shapes, count", [("pow2", 6), ("llama3-70b", 4), ("dsv3", 9), ("1,2,3", 1)])
+def test_shapes(shapes, count, capsys):
+    main(["roofline", "--gpu", "B300", "--shapes", shapes, "--train", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == count
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--gpu", "B20"], "unknown GPU 'B20'. Did you mean 'B200'? Allowed: B200, "),
+    ([], "--gpu: the GPU of a prediction is needed, one of H100, H200, B200, "),
+    (["--gpu", "B200", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
+    (["--gpu", "B200", "--recipe", "absent.toml"], "absent.toml"),
+    (["--gpu", "B200", "--shapes", "8,8"], "--shapes '8,8': allowed are pow2, llama3-8b, llama3-70b, dsv3, or M,N,K"),
+    (["--gpu", "B200", "--shapes", "0,8,8"], "three positive whole numbers"),
+    (["--gpu", "B200", "--shapes", "8,8.5,8"], "three positive whole numbers"),
+    (["--gpu", "B200", "--measure"], "--measure: there is no GPU of the list to measure on"),
+    (["--gpu", "B200", "--plot", "x.png"], "--plot needs matplotlib, which is not installed: pip install"),
+])  # fmt: skip
+def test_bad_input(options, said, capsys, monkeypatch):
+    monkeypatch.setattr(gpus, "present", lambda: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as raised:
+        main(["roofline", *options])
+    assert raised.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_gpu_that_is_there_is_the_default_and_the_one_to_measure_on(capsys, monkeypatch):
+    monkeypatch.setattr(gpus, "present", lambda: gpus.GPUS["H200"])
+    with pytest.raises(SystemExit):
+        main(["roofline", "--gpu", "B200", "--measure"])
+    assert "the GPU that is there is H200, and --gpu is B200" in capsys.readouterr().err
+    times = {"measured_bf16_us": 20.0, "measured_recipe_us": 10.0, "measured_gain": 2.0}
+    seen = []
+    monkeypatch.setattr(roofline, "measured", lambda *arguments: seen.append(arguments) or times)
+    main(["roofline", "--measure", "--shapes", "16,32,64"])
+    out = capsys.readouterr().out
+    assert seen == [(named("nvfp4"), (16, 32, 64), False)]
+    assert "nvfp4 on H200, fprop: predicted and measured" in out and "measured gain" in out and "2.00" in out
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_is_measured(train, monkeypatch):
+    """Without a GPU: the calls that are timed run the layer, with its gradients in training, and the compiled one."""
+    timed = []
+
+    def graph_time(calls):
+        timed.append([call() for call in calls[:1]])
+        return 10.0 / len(timed)
+
+    for name in ("Linear", "randn"):
+        where = torch.nn if name == "Linear" else torch
+        make = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a, make=make, device, **k: make(*a, **k))
+    monkeypatch.setattr(roofline_times, "NOT_CACHED", 1)
+    monkeypatch.setattr(roofline_times, "graph_time", graph_time)
+    monkeypatch.setattr(roofline_times, "backend", lambda recipe, strict: "eager")
+    found = roofline_times.measured(named("mxfp8"), (4, 64, 32), train)
+    assert found == {"measured_bf16_us": 10.0, "measured_recipe_us": 5.0, "measured_gain": 2.0}
+    for (result,) in timed:
+        shapes = [part.shape for part in result] if train else result.shape
+        assert shapes == ([(4, 32), (64, 32)] if train else (4, 64))
+
+
+# ---------------------------------------------------------------- benchmarks.run_all
+
+
+@pytest.fixture
+def content():
+    stored = {name: json.loads((tables.RESULTS / f"{name}_h200.json").read_text()) for name in ("linear", "quantize")}
+    rows = run_all.roofline.compared(stored["linear"], stored["quantize"], "H200")
+    return {
+        "environment": {"device": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11.0"},
+        "benchmarks": {**stored, "minilm": {"error": "status 1: out of memory"}},
+        "roofline": {"summary": run_all.roofline.summary(rows), "rows": rows},
+    }
+
+
+def test_the_page_of_a_run(content, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = run_all.write(content, tmp_path)
+    assert path.name == "all_h200.json" and "has no plot" in capsys.readouterr().err
+    page = path.with_suffix(".md").read_text()
+    assert "Failed: status 1: out of memory" in page and "![" not in page
+    figure = f"| 1x8192x8192 | {content['benchmarks']['linear']['rows'][0]['bf16']:.4g} |"
+    assert figure in page
+    assert "| quantise kernel | 84 |" in page
+    monkeypatch.setattr(run_all.tables, "main", lambda arguments: 0)
+    monkeypatch.setattr(run_all.roofline, "main", lambda arguments: 0)
+    assert run_all.check(tmp_path) == 0
+    path.with_suffix(".md").write_text(page.replace(figure, "| 1x8192x8192 | 1 |"))
+    assert run_all.check(tmp_path) == 1 and "all_h200.md is out of date" in capsys.readouterr().err
+
+
+def test_parts_of_a_run_go_into_the_files_of_the_page(content, tmp_path):
+    path = run_all.write(content, tmp_path)
+    (tmp_path / "linear_h200.json").write_text(json.dumps({"rows": [], "earlier": 1}))
+    assert [changed.name for changed in run_all.publish(path, tmp_path)] == ["linear_h200.json"]
+    stored = json.loads((tmp_path / "linear_h200.json").read_text())
+    assert stored["earlier"] == 1 and stored["rows"] == content["benchmarks"]["linear"]["rows"]
+
+
+def test_a_benchmark_that_fails_is_named(monkeypatch):
+    class Done(SimpleNamespace):
+        returncode, stderr = 1, "Traceback\nRuntimeError: no memory\n"
+
+    monkeypatch.setattr(run_all.subprocess, "run", lambda *arguments, **options: Done())
+    assert run_all._run("linear") == {"error": "status 1: RuntimeError: no memory"}
+
+
+def test_run_all_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, said in (([], "no GPU to measure on"), (["--only", "linaer"], "invalid choice: 'linaer'"),
+                            (["--publish", "absent.json"], "there is no file 'absent.json'")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            run_all.main(arguments)
+        assert said in capsys.readouterr().err
+
+
+def test_pages_and_files_agree():
+    assert run_all.main(["--check"]) == 0
