@@ -19,8 +19,11 @@ from torch import nn
 
 from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
 from fp4compile.packed.experts import PackedExperts
+from fp4compile.packed.checkpoint import read_checkpoint, read_tensors
+from fp4compile.packed.integration import save_as_packed
 from fp4compile.packed.linear import leave_fast_paths
 from fp4compile.packed.places import Place, places_of
+from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
 from fp4compile.passes.find import parameter_name
 
@@ -130,6 +133,7 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
     packed = places_of(model, *states)
     replaced = set().union(*(place.replaced for place in packed))
     kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
+    _add_tied(stored, kept)
     _check_meta(model, replaced | kept.keys())
     _check_tensors(path, stored, _expected(kept, packed))
     _check_twins(path, stored, packed)
@@ -143,6 +147,7 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
         share(model, sharing)
     _lay_out_scales(model)  # at the end, because files describe views of linear scales
     leave_fast_paths(model)
+    save_as_packed(model)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -167,14 +172,16 @@ def _read(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], Sharin
     """
     from safetensors import SafetensorError, safe_open
 
+    if Path(path).is_dir():
+        return _read_published(path)
     try:
         with safe_open(path, "pt") as file:
             metadata = (file.metadata() or {}).get(_METADATA)
-            if metadata is None:
-                raise ValueError(f"{path}: was not written by fp4compile.save_packed")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+    if metadata is None:
+        return _read_published(path)
+    tensors = read_tensors(Path(path))
     states, sharing, old = _parse(path, metadata)
     # Views come first, because an alias may be one of a view.
     sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases
@@ -186,6 +193,12 @@ def _read(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], Sharin
             _, shape, strides, offset = sharing.views[name]
             tensors[name] = _strided(path, name, tensors[source], shape, strides, offset)
     return states, tensors, None if old else sharing
+
+
+def _read_published(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], None]:
+    """The same of a checkpoint that another library wrote."""
+    layers, tensors = read_published(read_checkpoint(Path(path), (CONFIG, HF_QUANT_CONFIG)))
+    return (layers, {}), tensors, None
 
 
 def _strided(path: str | PathLike, name: str, source: torch.Tensor, *geometry: Any) -> torch.Tensor:
@@ -224,6 +237,18 @@ def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, t
         shapes = buffer_shapes(place.like())
         expected |= {f"{name}.{buffer}": shape for name in place.names for buffer, shape in shapes.items()}
     return expected
+
+
+def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+    """Add the tensors that a file has under another name of the same tensor of the model, as of tied embeddings.
+
+    kept: the tensors of the model that the file will fill.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in kept.items():
+        if name in stored:
+            first.setdefault(id(tensor), name)
+    stored |= {name: stored[first[id(t)]] for name, t in kept.items() if name not in stored and id(t) in first}
 
 
 def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:

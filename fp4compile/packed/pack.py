@@ -18,6 +18,7 @@ from fp4compile import formats
 from fp4compile.packed.buffers import LayerFormat
 from fp4compile.packed.experts import Place, check_contracted, in_first, pack_parameter, places_of
 from fp4compile.packed.experts import obstacle as experts_obstacle
+from fp4compile.packed.integration import save_as_packed
 from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import Layer, Model, of_layer
@@ -83,6 +84,7 @@ def pack_(
             pack_parameter(one.place, layer_format, bool(one.in_first))
         report.add([row] if row else [], {})
     leave_fast_paths(model)
+    save_as_packed(model)
     return report
 
 
