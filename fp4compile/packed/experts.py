@@ -174,7 +174,9 @@ def in_first(place: Place, contracted: Mapping[str, int]) -> bool | None:
 def check_contracted(contracted: Any) -> dict[str, int]:
     """The argument `contracted` of `pack_`. Raises TypeError or ValueError where it is not what `in_first` takes."""
     if not isinstance(contracted, Mapping):
-        raise TypeError(f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}")
+        raise TypeError(
+            f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}"
+        )
     for pattern, dim in contracted.items():
         if dim not in (-1, -2):
             raise ValueError(f"contracted: expected -1 or -2 for {pattern!r}, got {dim!r}")

@@ -41,10 +41,10 @@ def export_packed(
     stores outer scales as divisors: those of weights in bf16 or fp16 are exact, so that `load_packed` gives the same
     bits; others may differ in the last bit.
 
-    Raises TypeError for what is no module, ValueError for a model without packed layers, for packed experts, for formats
-    that the layout does not have, for NVFP4 activations without a static scale, for tensors on the meta device, for
-    sizes that are no positive integers, and for a directory that has safetensors files; OSError where it cannot be
-    written.
+    Raises TypeError for what is no module; ValueError for a model without packed layers, for packed experts, for
+    formats that the layout does not have, for NVFP4 activations without a static scale, for tensors on the meta device,
+    for a max_shard_size that is no positive integer, and for a directory that has safetensors files; OSError where it
+    cannot be written.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

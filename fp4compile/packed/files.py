@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
-from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.checkpoint import read_checkpoint, read_tensors
+from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.integration import save_as_packed
 from fp4compile.packed.linear import leave_fast_paths
 from fp4compile.packed.places import Place, places_of
@@ -115,14 +115,15 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
     """Replace layers and fill tensors of an unpacked model by those of a file, in place.
 
     model: of the same architecture as the model that was saved.
-    path: a file of `save_packed`.
+    path: a file of `save_packed`; or a checkpoint of ModelOpt or compressed-tensors in NVFP4, MXFP8 or MXFP4, as a
+        directory or as a file beside its configuration.
     device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
 
     Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or was not made by `save_packed`, for layers that the model does not have, whose sizes differ or
+    that is truncated or of no known kind, for scales that are no scales of a published checkpoint, for layers that the model does not have, whose sizes differ or
     that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
     the file, and for buffers on the meta device that the file does not have.
     """
@@ -293,9 +294,7 @@ def _check_meta(model: nn.Module, restored: set[str]) -> None:
 # ---------------------------------------------------------------- changing the model
 
 
-def _insert(
-    model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device
-) -> None:
+def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
     """Put the packed layers into the model. Empties the list `packed` on the way, to free each weight."""
     made: dict[tuple, PackedWeight] = {}
     while packed:

@@ -16,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp4compile.packed.buffers import PackedWeight, buffer_shapes
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.linear import leave_fast_paths
-from fp4compile.packed.pack import pack_, replace
+from fp4compile.packed.pack import pack_
 from fp4compile.packed.places import LinearPlace, Place, places_of
 from fp4compile.packed.sharing import is_byte_float, storable
 from fp4compile.passes.find import packed_name, parameter_name
@@ -35,12 +35,14 @@ class Fp4CompileConfig(QuantizationConfigMixin):
         self, recipe: str | dict | None = None, layers: dict[str, dict] | None = None,
         experts: dict[str, dict] | None = None, quant_method: str = METHOD,
     ):  # fmt: skip
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # type: ignore[assignment]  # which is no member of transformers' enum
         self.recipe, self.layers, self.experts = recipe, layers or {}, experts or {}
 
 
 class Fp4CompileQuantizer(HfQuantizer):
-    """Loads and saves packed models. `quantization_config` is an `Fp4CompileConfig`."""
+    """Loads and saves packed models."""
+
+    quantization_config: Fp4CompileConfig
 
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)

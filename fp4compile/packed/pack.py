@@ -191,9 +191,7 @@ def _in_order(model: nn.Module) -> Iterator[str]:
         yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
 
 
-def _layer(
-    name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False
-) -> Layer:
+def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False) -> Layer:
     inner, outer = sizes
     parameter = name if experts else f"{name}.weight"
     # The number of tokens is unknown here, and counts as large enough.

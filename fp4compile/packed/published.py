@@ -46,8 +46,9 @@ class Scheme:
 class Layout:
     """How a library stores a packed layer.
 
-    data: the name of the codes, given a format. outer, activation_outer: the names of the outer scales; divides: whether
-    these are divisors. scheme: what a configuration says of the layer of a name; raises ValueError for what is unknown.
+    data: the name of the codes, given a format. outer, activation_outer: the names of the outer scales. divides:
+    whether these are divisors. scheme: what a configuration says of the layer of a name; it raises ValueError for what
+    is unknown.
     """
 
     name: str
@@ -222,8 +223,9 @@ def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torc
     rows, columns = data.shape[0], data.shape[1] * (2 if fmt.packed else 1)
     expected = (rows, ceil_div(columns, fmt.block_cols))
     if tuple(scales.shape) != expected:
-        raise ValueError(f"tensor {named['weight_scales']!r}: expected shape {expected}, one scale for {fmt.block_cols} "
-                         f"elements of {named['weight_data']!r} {(rows, columns)}; got {tuple(scales.shape)}")  # fmt: skip
+        codes = f"{fmt.block_cols} elements of {named['weight_data']!r} {(rows, columns)}"
+        raise ValueError(f"tensor {named['weight_scales']!r}: expected shape {expected}, one scale for {codes}; got "
+                         f"{tuple(scales.shape)}")  # fmt: skip
     # The largest byte of a number: the NaN of E8M0 is 255, that of E4M3 is 127, above which are negative numbers.
     largest = 254 if fmt.scale_dtype == torch.float8_e8m0fnu else 126
     if (found["weight_scales"].view(torch.uint8) > largest).any():
@@ -242,8 +244,8 @@ def _decoding(layout: Layout, name: str, kind: str, stored: torch.Tensor) -> tor
     if outer * NVFP4_MAX >= _LARGEST[kind]:
         kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
         stands, other = kinds[layout.divides], kinds[not layout.divides]
-        raise ValueError(f"tensor {name!r}: {stored.item():g}, as the {stands} of {layout.name}, would be of an amax of "
-                         f"{outer.item() * NVFP4_MAX:g}; it looks like a {other}")  # fmt: skip
+        raise ValueError(f"tensor {name!r}: {stored.item():g}, as the {stands} of {layout.name}, would be of an amax "
+                         f"of {outer.item() * NVFP4_MAX:g}; it looks like a {other}")  # fmt: skip
     return outer
 
 
@@ -258,8 +260,8 @@ def multiplier_of(divisor: torch.Tensor) -> torch.Tensor:
 def divisor_of(multiplier: torch.Tensor) -> torch.Tensor:
     """2688 / amax of amax / 2688, float32 [].
 
-    Where amax is a number of 16 bits, as it is for weights in bf16 or fp16, the result is that of this very amax, so that
-    a file that is read and written has the same bits. Otherwise it is the rounded reciprocal.
+    Where amax is a number of 16 bits, as it is for weights in bf16 or fp16, the result is that of this very amax: a file
+    that is read and written has the same bits. Otherwise it is the rounded reciprocal.
     """
     return _converted(multiplier, _multiplier, _divisor, multiplier * NVFP4_MAX)
 
