@@ -1,5 +1,6 @@
 """`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for the programs that read those."""
 
+from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def export_packed(
     tensors = _tensors(model, chosen, layers, schemes)
     left = [name for name, module in model.named_modules() if is_linear(module)]
     configs = (_modelopt if layout == "modelopt" else _compressed_tensors)(schemes, left)
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     described = own.to_dict() if hasattr(own, "to_dict") else {}
     configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
     write_checkpoint(Path(path), Checkpoint(Path(path), tensors, configs), max_shard_size)
@@ -74,7 +75,7 @@ def _layers(model: nn.Module) -> dict[str, PackedLinear]:
             raise ValueError(f"model: {name!r} has packed experts, which these layouts do not hold")
         if module.in_first:
             raise ValueError(f"model: {name!r} is a Conv1D, which these layouts do not hold")
-    return packed  # type: ignore[return-value]
+    return packed
 
 
 def _scheme(name: str, layer: PackedLinear, layout: str) -> Scheme:
@@ -141,9 +142,7 @@ def _modelopt(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str
     first, *others = entries.values()
     mixed = any(other != first for other in others)
     what: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": entries} if mixed else first
-    from fp4compile import __version__  # here, because the package imports this module
-
-    producer = {"name": "fp4compile", "version": __version__}
+    producer = {"name": "fp4compile", "version": version("fp4compile")}
     quantization = {**what, "kv_cache_quant_algo": None, "exclude_modules": left}
     return {
         HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization},

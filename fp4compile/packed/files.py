@@ -123,8 +123,8 @@ def load_packed(model: nn.Module, path: str | PathLike, device: str | torch.devi
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or of no known kind, for scales that are no scales of a published checkpoint, for layers that the model does not have, whose sizes differ or
-    that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
+    that is truncated or of no known kind, for scales that no such checkpoint has, for layers that the model does not
+    have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
     the file, and for buffers on the meta device that the file does not have.
     """
     if not isinstance(model, nn.Module):

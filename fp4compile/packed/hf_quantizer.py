@@ -16,7 +16,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp4compile.packed.buffers import PackedWeight, buffer_shapes
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.linear import leave_fast_paths
-from fp4compile.packed.pack import pack_
 from fp4compile.packed.places import LinearPlace, Place, places_of
 from fp4compile.packed.sharing import is_byte_float, storable
 from fp4compile.passes.find import packed_name, parameter_name
@@ -25,18 +24,14 @@ METHOD = "fp4compile"
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):
-    """The quantization_config of a packed model, or of one that `from_pretrained` is to pack.
+    """The quantization_config of a packed model.
 
-    recipe: as for `pack_`; packs the model after its weights are loaded. None where layers are given.
-    layers, experts: the states of the packed layers and experts in a checkpoint, by name, as they were saved.
+    layers, experts: the states of the packed layers and experts, by name, as modules give them for state dicts.
     """
 
-    def __init__(
-        self, recipe: str | dict | None = None, layers: dict[str, dict] | None = None,
-        experts: dict[str, dict] | None = None, quant_method: str = METHOD,
-    ):  # fmt: skip
+    def __init__(self, layers: dict[str, dict], experts: dict[str, dict], quant_method: str = METHOD):
         self.quant_method = quant_method  # type: ignore[assignment]  # which is no member of transformers' enum
-        self.recipe, self.layers, self.experts = recipe, layers or {}, experts or {}
+        self.layers, self.experts = layers, experts
 
 
 class Fp4CompileQuantizer(HfQuantizer):
@@ -50,12 +45,15 @@ class Fp4CompileQuantizer(HfQuantizer):
 
     # ------------------------------------------------------------ loading
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError where the checkpoint is not packed."""
         if not self.pre_quantized:
-            return model
+            raise ValueError("quantization_config: the checkpoint is not packed; load it without, and call "
+                             "fp4compile.pack_")  # fmt: skip
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
-        places = places_of(model, config.layers, config.experts)
-        for place in places:
+        for place in places_of(model, config.layers, config.experts):
             packed = place.empty()
             shell = _Shell(packed, place.weight, getattr(packed, "bias", None))
             self.waiting.append((place, packed, shell))
@@ -63,9 +61,6 @@ class Fp4CompileQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        if not self.pre_quantized:
-            pack_(model, self.quantization_config.recipe)
-            return model
         for place, _, shell in self.waiting:
             if shell.missing:
                 raise ValueError(f"tensor '{place.names[0]}.{min(shell.missing)}' is missing in the checkpoint")
@@ -146,7 +141,7 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
     packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
     of_experts = {parameter_name(n): m.get_extra_state() for n, m in packed.items() if isinstance(m, PackedExperts)}
     layers = {name: m.get_extra_state() for name, m in packed.items() if not isinstance(m, PackedExperts)}
-    return Fp4CompileConfig(None, layers, of_experts)
+    return Fp4CompileConfig(layers, of_experts)
 
 
 def attach(model: nn.Module) -> None:

@@ -6,9 +6,7 @@ from torch import nn
 
 
 def register_with_transformers() -> None:
-    """Make `from_pretrained` of transformers read packed models that `save_pretrained` wrote (quant_method
-    "fp4compile"), and take `quantization_config={"quant_method": "fp4compile", "recipe": ...}` to pack a model once it
-    is loaded.
+    """Make `from_pretrained` of transformers read packed models that `save_pretrained` wrote.
 
     `save_pretrained` of a packed model needs no call.
 

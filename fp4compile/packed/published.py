@@ -79,7 +79,7 @@ MODELOPT_SCHEMES = {
 
 
 def _modelopt_scheme(config: dict[str, Any], layer: str) -> Scheme:
-    entry = config
+    entry: Any = config
     if str(config.get("quant_algo")).upper() == "MIXED_PRECISION":
         entry = (config.get("quantized_layers") or {}).get(layer)
         if not isinstance(entry, dict):
@@ -126,7 +126,8 @@ def _targets(target: str, layer: str) -> bool:
 def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
     if arguments is None:
         return None
-    found = _COMPRESSED_FORMATS.get((arguments.get("num_bits"), arguments.get("group_size")))
+    bits, size = arguments.get("num_bits"), arguments.get("group_size")
+    found = _COMPRESSED_FORMATS.get((bits, size))  # type: ignore[arg-type]  # of a file, which may have anything
     if found is None or arguments.get("type") != "float" or arguments.get("symmetric") is False:
         allowed = ", ".join(f"{bits} bits in groups of {size}" for bits, size in _COMPRESSED_FORMATS)
         raise ValueError(f"config_groups: expected symmetric floats of {allowed}; got {arguments}")
@@ -260,8 +261,8 @@ def multiplier_of(divisor: torch.Tensor) -> torch.Tensor:
 def divisor_of(multiplier: torch.Tensor) -> torch.Tensor:
     """2688 / amax of amax / 2688, float32 [].
 
-    Where amax is a number of 16 bits, as it is for weights in bf16 or fp16, the result is that of this very amax: a file
-    that is read and written has the same bits. Otherwise it is the rounded reciprocal.
+    Where amax is a number of 16 bits, as it is for weights in bf16 or fp16, the result is that of this very amax: a
+    file that is read and written has the same bits. Otherwise it is the rounded reciprocal.
     """
     return _converted(multiplier, _multiplier, _divisor, multiplier * NVFP4_MAX)
 
