@@ -6,7 +6,9 @@ from fp4compile.calibrate import calibrate
 from fp4compile.explain import explain
 from fp4compile.formats import BlockFormat
 from fp4compile.functional import BlockScaled, quantize, scaled_grouped_mm, scaled_mm
+from fp4compile.packed.export import export_packed
 from fp4compile.packed.files import load_packed, save_packed
+from fp4compile.packed.integration import register_with_transformers
 from fp4compile.packed.pack import pack_
 from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.report import Report
@@ -28,12 +30,14 @@ __all__ = [
     "calibrate",
     "config",
     "explain",
+    "export_packed",
     "load_packed",
     "pack_",
     "quantize",
     "recipes",
     "refresh",
     "register_with_accelerate",
+    "register_with_transformers",
     "save_packed",
     "scale_sweep",
     "scaled_grouped_mm",

@@ -18,16 +18,19 @@ import torch
 from torch import nn
 
 from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
-from fp4compile.packed.checkpoints import METADATA, checkpoint_at, read
+from fp4compile.packed.checkpoint import read_checkpoint, read_metadata, read_tensors
 from fp4compile.packed.experts import PackedExperts
+from fp4compile.packed.integration import save_as_packed
 from fp4compile.packed.linear import leave_fast_paths
 from fp4compile.packed.places import Place, places_of
+from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
 from fp4compile.passes.find import parameter_name
 from fp4compile.recipe import Recipe, resolve
 
 States = tuple[dict[str, dict], dict[str, dict]]  # of packed layers, and of packed experts, by name
 
+_METADATA = "fp4compile"  # the key, in a file's metadata, of what `save_packed` writes there
 _EXTRA_STATE = "_extra_state"
 
 
@@ -100,7 +103,7 @@ def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str
     try:
         beside.touch()
         mode = beside.stat().st_mode
-        save_file(tensors, beside, {METADATA: metadata})
+        save_file(tensors, beside, {_METADATA: metadata})
         beside.chmod(mode)  # safetensors has made it a file that only its owner can read
         os.replace(beside, target)
     except BaseException:
@@ -121,8 +124,8 @@ def load_packed(
     """Replace layers and fill tensors of an unpacked model by those of a file, in place.
 
     model: of the same architecture as the model that was saved.
-    path: a file of `save_packed`; or a safetensors file, or a folder of such files, with experts in MXFP4 as gpt-oss
-        was published (`*_blocks` and `*_scales`).
+    path: a file of `save_packed`; or a checkpoint, as a directory or as a file beside its configuration: of ModelOpt or
+        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published.
     device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
     recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
         format, in the layers that its rules do not skip. None leaves activations as they come.
@@ -131,18 +134,19 @@ def load_packed(
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or in another layout, for layers and experts that the model does not have, whose sizes differ or
-    that cannot be packed (see `pack_`), for missing tensors, for tensors that share memory in the model and differ in
-    the file, for buffers on the meta device that the file does not have, for a recipe that does not go with the file,
-    and what `backend` raises for a bad recipe.
+    that is truncated or of no known kind, for scales that no such checkpoint has, for layers and experts that the model
+    does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors that
+    share memory in the model and differ in the file, for buffers on the meta device that the file does not have, for a
+    recipe that does not go with the file, and what `backend` raises for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     target = _device(device)
-    states, stored, sharing = _contents(model, path, recipe)
+    states, stored, sharing = _contents(path, recipe)
     packed = places_of(model, *states)
     replaced = set().union(*(place.replaced for place in packed))
     kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
+    _add_tied(stored, kept)
     _check_meta(model, replaced | kept.keys())
     _check_tensors(path, stored, _expected(kept, packed))
     _check_twins(path, stored, packed)
@@ -156,19 +160,21 @@ def load_packed(
         share(model, sharing)
     _lay_out_scales(model)  # at the end, because files describe views of linear scales
     leave_fast_paths(model)
+    save_as_packed(model)
 
 
 def _contents(
-    model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
+    path: str | PathLike, recipe: str | dict | Recipe | Path | None
 ) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
     """What `_read` gives, of a file of `save_packed` or of a checkpoint that others wrote."""
-    checkpoint = checkpoint_at(path)
-    if checkpoint is not None:
-        contents = read(checkpoint, model, None if recipe is None else resolve(recipe))
+    place = Path(path)
+    if place.is_dir() or _METADATA not in read_metadata(place):
+        chosen = None if recipe is None else resolve(recipe)
+        contents = read_published(read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG)), chosen)
         return (contents.layers, contents.experts), contents.tensors, None
     if recipe is not None:
         raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")
-    return _read(path)
+    return _read(place)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -183,22 +189,13 @@ def _device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _read(path: str | PathLike) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
+def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
     """(states of the packed layers and of the packed experts, tensors by name, which of them share memory) of a file.
 
     The last is None for a file of version 0.1.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = (file.metadata() or {}).get(METADATA)
-            if metadata is None:
-                raise ValueError(f"{path}: was not written by fp4compile.save_packed")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
-    states, sharing, old = _parse(path, metadata)
+    tensors = read_tensors(path)
+    states, sharing, old = _parse(path, read_metadata(path)[_METADATA])
     # Views come first, because an alias may be one of a view.
     sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases
     for name, source in sources.items():
@@ -248,6 +245,18 @@ def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, t
         shapes = buffer_shapes(place.like())
         expected |= {f"{name}.{buffer}": shape for name in place.names for buffer, shape in shapes.items()}
     return expected
+
+
+def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+    """Add the tensors that a file has under another name of the same tensor of the model, as of tied embeddings.
+
+    kept: the tensors of the model that the file will fill.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in kept.items():
+        if name in stored:
+            first.setdefault(id(tensor), name)
+    stored |= {name: stored[first[id(t)]] for name, t in kept.items() if name not in stored and id(t) in first}
 
 
 def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:

@@ -18,7 +18,8 @@ from fp4compile import formats
 from fp4compile.packed.buffers import LayerFormat
 from fp4compile.packed.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
 from fp4compile.packed.experts import obstacle as experts_obstacle
-from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, sizes
+from fp4compile.packed.integration import save_as_packed
+from fp4compile.packed.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, replace, sizes
 from fp4compile.passes.find import clean_name, module_name
 from fp4compile.passes.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
@@ -84,6 +85,7 @@ def pack_(
             pack_parameter(one.place, layer_format, bool(one.in_first), rule)
         report.add([row] if row else [], {})
     leave_fast_paths(model)
+    save_as_packed(model)
     return report
 
 
@@ -229,14 +231,6 @@ def _row_of(
         name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
         weight_scales=None if rule == "amax" else rule, note=note,
     )  # fmt: skip
-
-
-def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the submodule of that name. Raises ValueError for "", the model itself."""
-    parent, _, child = name.rpartition(".")
-    if not name:
-        raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) -> None:

@@ -8,8 +8,7 @@ from torch import nn
 
 from fp4compile.packed import experts
 from fp4compile.packed.buffers import LayerFormat, PackedWeight
-from fp4compile.packed.linear import PackedLinear, is_linear, obstacle, sizes
-from fp4compile.packed.pack import replace
+from fp4compile.packed.linear import PackedLinear, is_linear, obstacle, replace, sizes
 
 
 @dataclass(frozen=True)

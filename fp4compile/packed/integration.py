@@ -1,0 +1,38 @@
+"""What transformers is told of packed models. It is imported by those who use it, never by this package alone."""
+
+import sys
+
+from torch import nn
+
+
+def register_with_transformers() -> None:
+    """Make `from_pretrained` of transformers read packed models that `save_pretrained` wrote.
+
+    `save_pretrained` of a packed model needs no call.
+
+    Raises ImportError where transformers 5 or later is not installed.
+    """
+    _check_version()
+    from fp4compile.packed.hf_quantizer import register
+
+    register()
+
+
+def save_as_packed(model: nn.Module) -> None:
+    """Let `save_pretrained` of a packed model of transformers write it as one."""
+    if "transformers" not in sys.modules:
+        return
+    try:
+        _check_version()
+    except ImportError:  # its models are packed all the same; `save_packed` writes them
+        return
+    from fp4compile.packed.hf_quantizer import attach
+
+    attach(model)
+
+
+def _check_version() -> None:
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise ImportError(f"transformers: expected version 5 or later, got {transformers.__version__}")
