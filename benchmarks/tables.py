@@ -14,18 +14,17 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from benchmarks import cells as of
 from benchmarks import machine_code_tables
+from benchmarks.cells import Cells
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured.md"
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# The first row is the header. A cell that is None is left empty.
-Cells = list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -71,362 +70,36 @@ def _line(cells: list[Any]) -> str:
     return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
 
 
-def _number(value: float | None, digits: int) -> str | None:
-    """A number to so many digits. A half is rounded away from zero as the file's decimal digits have it: 0.835 is 0.84,
-    although the nearest binary number is smaller."""
-    if value is None:
-        return None
-    return str(Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
-
-
-def _percent(value: float, digits: int = 2) -> str:
-    """With its sign; zero has none."""
-    number = _number(value + 0.0, digits)  # the sum is without the sign of a negative zero
-    return f"+{number} %" if value > 0 and float(number) else f"{number} %"
-
-
-def _variant(name: str) -> str:
-    """The name of a training run in words: "nvfp4_train-no_sr" is "nvfp4_train, no stochastic rounding"."""
-    words = {
-        "no_sr": "no stochastic rounding",
-        "no_hadamard": "no Hadamard transform",
-        "with_head": "head quantised",
-        "forward_bf16": "forward products of the last fifth of the steps in bf16",
-        "last_bf16": "last quarter of the blocks in bf16",
-        "uncompiled": "uncompiled",
-    }
-    base, *switches = name.split("-")
-    return ", ".join((f"`{base}`" if base != "bf16" else base, *(words[switch] for switch in switches)))
-
-
-# ---------------------------------------------------------------- accuracy and compile time
-
-
-def minilm(content: dict) -> Cells:
-    rows = [
-        ["bf16, not quantised" if row["recipe"] == "bf16" else f"`{row['recipe']}`",
-         _number(row["mean cosine"], 4), _number(row["min"], 4)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [["recipe", "mean cosine", "lowest cosine"], *rows]
-
-
-def minilm_settings(content: dict) -> Cells:
-    rows = [
-        [row["activations"], f"`{row['weight scales']}`", _number(row["weights dB"], 1), _number(row["mean cosine"], 4),
-         _number(row["min"], 4), _number(row["mean cosine, 3 in mxfp8"], 4), _number(row["min, 3 in mxfp8"], 4)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    header = ["activations", "`weight_scales`", "weights' SQNR, dB", "mean cosine", "lowest cosine",
-              "mean, 3 layers in `mxfp8`", "lowest, 3 layers in `mxfp8`"]  # fmt: skip
-    return [header, *rows]
-
-
-def compile_time(content: dict) -> Cells:
-    rows = [
-        ["Inductor alone" if row["backend"] == "inductor" else f"`{row['backend']}`",
-         _number(row["median s"], 1), _number(row["min s"], 1), _number(row["max s"], 1), _number(row["ratio"], 2)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [["backend", "median, s", "lowest, s", "highest, s", "median over Inductor's"], *rows]
-
-
-def compile_time_llama(content: dict) -> Cells:
-    rows = [
-        [str(row["machine"]), _packed_model(row["model"]), _number(row["prefill s"], 1), _number(row["prefill x"], 2),
-         _number(row["decode s"], 1), _number(row["decode x"], 2)]
-        for row in content["rows"]
-    ]  # fmt: skip
-    header = ["machine", "model", "first prefill, s", "over bf16's", "first decode step, s", "over bf16's"]
-    return [header, *rows]
-
-
-def _packed_model(name: str) -> str:
-    recipe, comma, when = name.partition(",")
-    return name if name == "bf16" else f"packed, `{recipe}`{comma}{when}"
-
-
-# ---------------------------------------------------------------- quantising
-
-# What the kernel of a benchmark's case does, in words.
-_CASES = {
-    "rows": "rows",
-    "rows, swizzled": "rows, swizzled scales",
-    "32x32": "square blocks",
-    "row-scaled": "rows with a scale each",
-    "two-level, static": "rows, tensor scale given",
-    "two-level, dynamic": "rows, tensor scale computed",
-    "columns": "columns",
-    "16x16, static": "square blocks, tensor scale given",
-    "16x16, dynamic": "square blocks, tensor scale computed",
-    "both": "rows and columns from one read",
-    "both, dynamic": "rows and columns, tensor scale computed",
-    "row-scaled columns": "columns with a scale each (two reads)",
-    "rows, stochastic": "rows, stochastic, tensor scale computed",
-    "columns, Hadamard": "transformed columns, tensor scale computed",
-    "columns, Hadamard, stochastic": "transformed columns, stochastic, tensor scale computed",
-    "both, Hadamard": "rows and transformed columns, tensor scale computed",
-    "both, Hadamard, stochastic": "rows and transformed columns, stochastic, tensor scale computed",
-}
-_TWO_READS = {("both", "float8_rowwise"): "rows and columns with a scale each (two reads)"}
-
-
-def quantize(content: dict) -> Cells:
-    sizes = ("8192x8192", "16384x16384")
-    found = {(row["case"], row["shape"]): row for row in content["rows"]}
-    header = ["what", "format"]
-    for size in sizes:
-        header += [f"{size}: us", "of copy's rate", "torchao 0.18, us"]
-    rows = []
-    for case in dict.fromkeys(row["case"] for row in content["rows"]):
-        what, _, fmt = case.rpartition(", ")
-        cells = [_TWO_READS.get((what, fmt), _CASES[what]), f"`{fmt}`"]
-        for size in sizes:
-            row = found[case, size]
-            cells += [_number(row["us"], 1), _number(row["of copy"], 2), _number(row["torchao us"], 1)]
-        rows.append(cells)
-    return [header, *rows]
-
-
-def quantize_small(content: dict) -> Cells:
-    formats = list(dict.fromkeys(row["case"] for row in content["small"]))
-    found = {(row["case"], row["shape"]): row for row in content["small"]}
-    names = [f"`{case.rpartition(', ')[2]}`" for case in formats]
-    rows = [
-        [shape, *(f"{found[case, shape]['us']:.2f} ({found[case, shape]['beyond us']:.2f})" for case in formats)]
-        for shape in dict.fromkeys(row["shape"] for row in content["small"])
-    ]
-    return [["shape", *names], *rows]
-
-
-# ---------------------------------------------------------------- products and models
-
-
-def linear(content: dict) -> Cells:
-    header = [
-        "M, N, K", "bf16", "NVFP4 weight-only", "bf16 over it", "NVFP4 W4A4", "bf16 over it",
-        "W4A4, product alone", "torchao 0.18 weight-only",
-    ]  # fmt: skip
-    rows = []
-    for row in content["rows"]:
-        sizes = ", ".join(row["shape"].split("x"))
-        rows.append([
-            sizes, _number(row["bf16"], 1), _number(row["weight-only"], 1), _number(row["weight-only x"], 2),
-            _number(row["w4a4"], 1), _number(row["w4a4 x"], 2), _number(row["w4a4 product"], 1),
-            _number(row["torchao weight-only"], 1),
-        ])  # fmt: skip
-    return [header, *rows]
-
-
-def linear_together(content: dict) -> Cells:
-    rows = [
-        [row["products"], row["M"], _number(row["apart us"], 1), _number(row["in one launch us"], 1)]
-        for row in content["together"]
-    ]
-    return [["products", "M", "one launch each, us", "one launch for all, us"], *rows]
-
-
-_DECODE_HEADER = [
-    "model", "memory, GiB", "peak while packing, GiB", "decode, tokens/s", "speed over bf16's",
-    "prefill, ms", "time over bf16's", "first prefill, s", "first decode step, s",
-]  # fmt: skip
-
-
-def _decode_row(row: dict, label: str = "") -> list[Any]:
-    packed = row["model"] != "bf16"
-    return [
-        (f"packed, `{row['model']}`" if packed else row["model"]) + label,
-        _number(row["GiB"], 2), _number(row["peak GiB"], 2) if packed else None,
-        _number(row["decode tokens/s"], 0), _number(row["decode x"], 2) if packed else None,
-        _number(row["prefill ms"], 1), _number(row["prefill x"], 2) if packed else None,
-        _number(row["compile prefill s"], 1), _number(row["compile decode s"], 1),
-    ]  # fmt: skip
-
-
-def llama_decode(content: dict) -> Cells:
-    return [_DECODE_HEADER, *map(_decode_row, content["rows"])]
-
-
-def llama_decode_earlier(content: dict) -> Cells:
-    return [_DECODE_HEADER, *map(_decode_row, content["earlier"]["rows"])]
-
-
-def before_and_after_decode(content: dict) -> Cells:
-    return [
-        _DECODE_HEADER,
-        *(_decode_row(row, f", {when}") for when in ("before", "after") for row in content["decode"][when]["rows"]),
-    ]
-
-
-def before_and_after_mlp(content: dict) -> Cells:
-    before, after = ({row["block"]: row["ms"] for row in content["mlp"][when]["rows"]} for when in ("before", "after"))
-    rows = [
-        [_block(name), _number(ms, 2), _number(after[name], 2), _percent(100 * (after[name] / ms - 1), 1)]
-        for name, ms in before.items()
-    ]
-    return [["block", "before, ms", "after, ms", "change"], *rows]
-
-
-def before_and_after_host(content: dict) -> Cells:
-    check, step = content["weight_check_us_a_parameter"], content["step_of_224_layers_cuda_graphs_ms"]
-    return [
-        ["", "before", "after"],
-        *(
-            [f"check of a weight, {which}, us", *(_number(check[when][which], 2) for when in ("before", "after"))]
-            for which in ("min", "median")
-        ),
-        ["step of 224 layers in CUDA graphs, ms", *(_number(step[when], 3) for when in ("before", "after"))],
-    ]
-
-
-# ---------------------------------------------------------------- training
-
-
-def _block(name: str) -> str:
-    if name.startswith("torchao"):
-        return f"torchao 0.18 float8, {name.partition(' ')[2]}"
-    return name if name == "bf16" else f"`{name}`"
-
-
-def _blocks(rows: list[dict]) -> Cells:
-    header = ["block", "ms", "over bf16", "peak, MiB", "saved, MiB", "packed over its bf16 size", "first step, s"]
-    return [
-        header,
-        *(
-            [_block(row["block"]), _number(row["ms"], 2), _number(row["of bf16"], 2), _number(row["peak MiB"], 0),
-             _number(row["saved MiB"], 0), _number(row["of its bf16"], 3), _number(row["first step s"], 1)]
-            for row in rows
-        ),
-    ]  # fmt: skip
-
-
-def mlp_block(content: dict) -> Cells:
-    return _blocks(content["rows"])
-
-
-def mlp_block_busy(content: dict) -> Cells:
-    runs = content["on a busy host"]
-    of_bf16 = [{row["block"]: row for row in run["rows"]} for run in runs]
-    header = ["block"]
-    for run in runs:
-        header += [f"{run['environment']['cpus']} cores: ms", "over bf16"]
-    rows = []
-    for name in of_bf16[0]:
-        cells = [_block(name)]
-        for run in of_bf16:
-            cells += [_number(run[name]["ms"], 2), _number(run[name]["of bf16"], 2)]
-        rows.append(cells)
-    return [header, *rows]
-
-
-def _distances(rows: list[dict]) -> Cells:
-    return [
-        [_variant(row["variant"]), _number(row["loss"], 3), _percent(row["over bf16 %"]),
-         ", ".join(_percent(value) for value in row["of each seed"])]
-        for row in rows
-    ]  # fmt: skip
-
-
-_LOSS_HEADER = ["variant", "mean loss of the last 50 steps", "over bf16", "of each seed"]
-
-
-def training_loss(content: dict) -> Cells:
-    return [_LOSS_HEADER, *_distances(content["rows"])]
-
-
-def training_loss_again(content: dict) -> Cells:
-    return [_LOSS_HEADER, *_distances(content["again"]["rows"])]
-
-
-def training_loss_texts(content: dict) -> Cells:
-    rows = [[text["text"], *row] for text in content["other texts"] for row in _distances(text["rows"])]
-    return [["text", *_LOSS_HEADER], *rows]
-
-
-def gradient_error(content: dict) -> Cells:
-    header = [
-        "backward", "weights", "one gradient", "mean of 64 seeds", "mean of 64 batches", "held-out loss over bf16's"
-    ]  # fmt: skip
-    rows = [
-        [_variant(row["variant"]), {"lm_head": "head"}.get(row["weights"], row["weights"]),
-         *(f"{row[column]:.1f} %" for column in ("one %", "64 draws %", "64 batches %")),
-         f"{_percent(row['over bf16 %'], 3).removesuffix(' %')} ± {row['+-']:.3f} %"]
-        for row in content["rows"]
-    ]  # fmt: skip
-    return [header, *rows]
-
-
-# ---------------------------------------------------------------- experts
-
-
-def grouped_mm(part: str) -> Callable[[dict], Cells]:
-    """The table of one part of benchmarks/grouped_mm.py: its columns as they are."""
-
-    def cells(content: dict) -> Cells:
-        rows = content[part]
-        return [list(rows[0]), *([_figure(key, value) for key, value in row.items()] for row in rows)]
-
-    return cells
-
-
-def _figure(column: str, value: Any) -> Any:
-    return _number(value, 1 if column.endswith("us") else 2) if isinstance(value, float) else value
-
-
-# ---------------------------------------------------------------- predictions
-
-
-def roofline(content: dict) -> Cells:
-    rows = [
-        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"]]
-        for row in content["summary"]
-    ]
-    return [["what", "times", "median error", "largest error", "where"], *rows]
-
-
-def roofline_training(content: dict) -> Cells:
-    rows = [
-        [_block(row["case"]), _number(row["predicted us"] / 1e3, 2), _number(row["measured us"] / 1e3, 2),
-         _error(row["error"])]
-        for row in content["foreseen"]
-    ]  # fmt: skip
-    return [["block", "predicted, ms", "measured, ms", "error"], *rows]
-
-
-def _error(share: float) -> str:
-    return f"{_number(100 * share, 1)} %"
-
-
 TABLES = {
-    "minilm": Table("minilm_cpu.json", minilm),
-    "minilm_settings": Table("minilm_settings_cpu.json", minilm_settings),
-    "compile_time": Table("compile_time_cpu.json", compile_time),
-    "compile_time_llama": Table("compile_time_h200.json", compile_time_llama),
-    "quantize": Table("quantize_h200.json", quantize),
-    "quantize_small": Table("quantize_h200.json", quantize_small),
-    "linear": Table("linear_h200.json", linear),
-    "linear_together": Table("linear_h200.json", linear_together),
-    "llama_decode": Table("llama_decode_h200.json", llama_decode),
+    "minilm": Table("minilm_cpu.json", of.minilm),
+    "minilm_settings": Table("minilm_settings_cpu.json", of.minilm_settings),
+    "compile_time": Table("compile_time_cpu.json", of.compile_time),
+    "compile_time_llama": Table("compile_time_h200.json", of.compile_time_llama),
+    "quantize": Table("quantize_h200.json", of.quantize),
+    "quantize_small": Table("quantize_h200.json", of.quantize_small),
+    "linear": Table("linear_h200.json", of.linear),
+    "linear_together": Table("linear_h200.json", of.linear_together),
+    "llama_decode": Table("llama_decode_h200.json", of.llama_decode),
     "llama_decode_earlier": Table(
-        "llama_decode_h200.json", llama_decode_earlier, lambda content: content["earlier"]["environment"]
+        "llama_decode_h200.json", of.llama_decode_earlier, lambda content: content["earlier"]["environment"]
     ),
-    "before_and_after_decode": Table("before_and_after_h200.json", before_and_after_decode, lambda content: content),
-    "before_and_after_mlp": Table("before_and_after_h200.json", before_and_after_mlp, lambda content: content),
-    "before_and_after_host": Table("before_and_after_h200.json", before_and_after_host, lambda content: content),
-    "mlp_block": Table("mlp_block_h200.json", mlp_block),
+    "before_and_after_decode": Table("before_and_after_h200.json", of.before_and_after_decode, lambda content: content),
+    "before_and_after_mlp": Table("before_and_after_h200.json", of.before_and_after_mlp, lambda content: content),
+    "before_and_after_host": Table("before_and_after_h200.json", of.before_and_after_host, lambda content: content),
+    "mlp_block": Table("mlp_block_h200.json", of.mlp_block),
     "mlp_block_busy": Table(
-        "mlp_block_h200.json", mlp_block_busy, lambda content: _of_several(content["on a busy host"])
+        "mlp_block_h200.json", of.mlp_block_busy, lambda content: _of_several(content["on a busy host"])
     ),
-    "training_loss": Table("training_loss_h200.json", training_loss),
-    "training_loss_again": Table("training_loss_h200.json", training_loss_again),
-    "training_loss_texts": Table("training_loss_h200.json", training_loss_texts),
-    "training_loss_512": Table("training_loss_512_h200.json", training_loss),
-    "training_loss_with_head": Table("training_loss_with_head_h200.json", training_loss),
-    "gradient_error": Table("gradient_error_h200.json", gradient_error),
-    "roofline": Table("roofline_h200.json", roofline, how="Predicted; measured on"),
-    "roofline_training": Table("roofline_h200.json", roofline_training, how="Predicted; measured on"),
+    "training_loss": Table("training_loss_h200.json", of.training_loss),
+    "training_loss_again": Table("training_loss_h200.json", of.training_loss_again),
+    "training_loss_texts": Table("training_loss_h200.json", of.training_loss_texts),
+    "training_loss_512": Table("training_loss_512_h200.json", of.training_loss),
+    "training_loss_with_head": Table("training_loss_with_head_h200.json", of.training_loss),
+    "gradient_error": Table("gradient_error_h200.json", of.gradient_error),
+    "roofline": Table("roofline_h200.json", of.roofline, how="Predicted; measured on"),
+    "roofline_training": Table("roofline_h200.json", of.roofline_training, how="Predicted; measured on"),
     **{
-        f"grouped_mm_{part}": Table("grouped_mm_h200.json", grouped_mm(part))
+        f"grouped_mm_{part}": Table("grouped_mm_h200.json", of.grouped_mm(part))
         for part in ("decode", "tokens", "weights", "growth", "configurations")
         if (RESULTS / "grouped_mm_h200.json").exists()  # not run on a GPU yet
     },

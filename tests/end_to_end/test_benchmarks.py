@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import common, gradient_error, grouped_mm, launches, scale_sweep, tables, training_loss
+from benchmarks import cells, common, gradient_error, grouped_mm, launches, scale_sweep, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.operand import Operand
@@ -168,7 +168,7 @@ def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
     grouped_mm.main(["--device", "cpu", "--recipes", "mxfp8", *sizes, "--out", str(out)])
     content = json.loads(out.read_text())
     assert content.pop("configurations") == []  # on a GPU only
-    found = {part: tables.grouped_mm(part)(content)[1:] for part in grouped_mm.PARTS if part in content}
+    found = {part: cells.grouped_mm(part)(content)[1:] for part in grouped_mm.PARTS if part in content}
     assert {part: len(rows) for part, rows in found.items()} == {"decode": 4, "tokens": 6, "weights": 9, "growth": 2}
     assert [row[1] for row in found["tokens"]] == ["bf16", "loop", "mxfp8"] * 2
 

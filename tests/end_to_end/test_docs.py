@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import fp4compile
-from benchmarks import tables
+from benchmarks import cells, tables
 from fp4compile import formats
 from fp4compile.passes import manager
 from fp4compile.recipe import Recipe, recipes
@@ -144,12 +144,12 @@ def test_tables_need_no_torch():
     [(0.835, 2, "0.84"), (1.005, 2, "1.01"), (2.5, 0, "3"), (49.44, 1, "49.4"), (None, 1, None)],
 )
 def test_halves_are_rounded_up(value, digits, expected):
-    assert tables._number(value, digits) == expected
+    assert cells.number(value, digits) == expected
 
 
 @pytest.mark.parametrize("value, expected", [(1.3, "+1.30 %"), (-0.0, "0.00 %"), (-0.3, "-0.30 %"), (0.001, "0.00 %")])
 def test_signs_of_percentages(value, expected):
-    assert tables._percent(value) == expected
+    assert cells._percent(value) == expected
 
 
 # ---------------------------------------------------------------- reasons

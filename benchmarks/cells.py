@@ -1,0 +1,337 @@
+"""The cells of the tables of docs/measured.md: a function for each, of the content of one file of benchmarks/results.
+
+Needs nothing but Python. `tables` says which file each takes.
+"""
+
+from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
+
+# The first row is the header. A cell that is None is left empty.
+Cells = list[list[Any]]
+
+
+def number(value: float | None, digits: int) -> str | None:
+    """A number to so many digits. A half is rounded away from zero as the file's decimal digits have it: 0.835 is 0.84,
+    although the nearest binary number is smaller."""
+    if value is None:
+        return None
+    return str(Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
+
+
+def _percent(value: float, digits: int = 2) -> str:
+    """With its sign; zero has none."""
+    text = number(value + 0.0, digits)  # the sum is without the sign of a negative zero
+    return f"+{text} %" if value > 0 and float(text or 0) else f"{text} %"
+
+
+def _variant(name: str) -> str:
+    """The name of a training run in words: "nvfp4_train-no_sr" is "nvfp4_train, no stochastic rounding"."""
+    words = {
+        "no_sr": "no stochastic rounding",
+        "no_hadamard": "no Hadamard transform",
+        "with_head": "head quantised",
+        "forward_bf16": "forward products of the last fifth of the steps in bf16",
+        "last_bf16": "last quarter of the blocks in bf16",
+        "uncompiled": "uncompiled",
+    }
+    base, *switches = name.split("-")
+    return ", ".join((f"`{base}`" if base != "bf16" else base, *(words[switch] for switch in switches)))
+
+
+# ---------------------------------------------------------------- accuracy and compile time
+
+
+def minilm(content: dict) -> Cells:
+    rows = [
+        ["bf16, not quantised" if row["recipe"] == "bf16" else f"`{row['recipe']}`",
+         number(row["mean cosine"], 4), number(row["min"], 4)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [["recipe", "mean cosine", "lowest cosine"], *rows]
+
+
+def minilm_settings(content: dict) -> Cells:
+    rows = [
+        [row["activations"], f"`{row['weight scales']}`", number(row["weights dB"], 1), number(row["mean cosine"], 4),
+         number(row["min"], 4), number(row["mean cosine, 3 in mxfp8"], 4), number(row["min, 3 in mxfp8"], 4)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    header = ["activations", "`weight_scales`", "weights' SQNR, dB", "mean cosine", "lowest cosine",
+              "mean, 3 layers in `mxfp8`", "lowest, 3 layers in `mxfp8`"]  # fmt: skip
+    return [header, *rows]
+
+
+def compile_time(content: dict) -> Cells:
+    rows = [
+        ["Inductor alone" if row["backend"] == "inductor" else f"`{row['backend']}`",
+         number(row["median s"], 1), number(row["min s"], 1), number(row["max s"], 1), number(row["ratio"], 2)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [["backend", "median, s", "lowest, s", "highest, s", "median over Inductor's"], *rows]
+
+
+def compile_time_llama(content: dict) -> Cells:
+    rows = [
+        [str(row["machine"]), _packed_model(row["model"]), number(row["prefill s"], 1), number(row["prefill x"], 2),
+         number(row["decode s"], 1), number(row["decode x"], 2)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    header = ["machine", "model", "first prefill, s", "over bf16's", "first decode step, s", "over bf16's"]
+    return [header, *rows]
+
+
+def _packed_model(name: str) -> str:
+    recipe, comma, when = name.partition(",")
+    return name if name == "bf16" else f"packed, `{recipe}`{comma}{when}"
+
+
+# ---------------------------------------------------------------- quantising
+
+# What the kernel of a benchmark's case does, in words.
+_CASES = {
+    "rows": "rows",
+    "rows, swizzled": "rows, swizzled scales",
+    "32x32": "square blocks",
+    "row-scaled": "rows with a scale each",
+    "two-level, static": "rows, tensor scale given",
+    "two-level, dynamic": "rows, tensor scale computed",
+    "columns": "columns",
+    "16x16, static": "square blocks, tensor scale given",
+    "16x16, dynamic": "square blocks, tensor scale computed",
+    "both": "rows and columns from one read",
+    "both, dynamic": "rows and columns, tensor scale computed",
+    "row-scaled columns": "columns with a scale each (two reads)",
+    "rows, stochastic": "rows, stochastic, tensor scale computed",
+    "columns, Hadamard": "transformed columns, tensor scale computed",
+    "columns, Hadamard, stochastic": "transformed columns, stochastic, tensor scale computed",
+    "both, Hadamard": "rows and transformed columns, tensor scale computed",
+    "both, Hadamard, stochastic": "rows and transformed columns, stochastic, tensor scale computed",
+}
+_TWO_READS = {("both", "float8_rowwise"): "rows and columns with a scale each (two reads)"}
+
+
+def quantize(content: dict) -> Cells:
+    sizes = ("8192x8192", "16384x16384")
+    found = {(row["case"], row["shape"]): row for row in content["rows"]}
+    header = ["what", "format"]
+    for size in sizes:
+        header += [f"{size}: us", "of copy's rate", "torchao 0.18, us"]
+    rows = []
+    for case in dict.fromkeys(row["case"] for row in content["rows"]):
+        what, _, fmt = case.rpartition(", ")
+        cells = [_TWO_READS.get((what, fmt), _CASES[what]), f"`{fmt}`"]
+        for size in sizes:
+            row = found[case, size]
+            cells += [number(row["us"], 1), number(row["of copy"], 2), number(row["torchao us"], 1)]
+        rows.append(cells)
+    return [header, *rows]
+
+
+def quantize_small(content: dict) -> Cells:
+    formats = list(dict.fromkeys(row["case"] for row in content["small"]))
+    found = {(row["case"], row["shape"]): row for row in content["small"]}
+    names = [f"`{case.rpartition(', ')[2]}`" for case in formats]
+    rows = [
+        [shape, *(f"{found[case, shape]['us']:.2f} ({found[case, shape]['beyond us']:.2f})" for case in formats)]
+        for shape in dict.fromkeys(row["shape"] for row in content["small"])
+    ]
+    return [["shape", *names], *rows]
+
+
+# ---------------------------------------------------------------- products and models
+
+
+def linear(content: dict) -> Cells:
+    header = [
+        "M, N, K", "bf16", "NVFP4 weight-only", "bf16 over it", "NVFP4 W4A4", "bf16 over it",
+        "W4A4, product alone", "torchao 0.18 weight-only",
+    ]  # fmt: skip
+    rows = []
+    for row in content["rows"]:
+        sizes = ", ".join(row["shape"].split("x"))
+        rows.append([
+            sizes, number(row["bf16"], 1), number(row["weight-only"], 1), number(row["weight-only x"], 2),
+            number(row["w4a4"], 1), number(row["w4a4 x"], 2), number(row["w4a4 product"], 1),
+            number(row["torchao weight-only"], 1),
+        ])  # fmt: skip
+    return [header, *rows]
+
+
+def linear_together(content: dict) -> Cells:
+    rows = [
+        [row["products"], row["M"], number(row["apart us"], 1), number(row["in one launch us"], 1)]
+        for row in content["together"]
+    ]
+    return [["products", "M", "one launch each, us", "one launch for all, us"], *rows]
+
+
+_DECODE_HEADER = [
+    "model", "memory, GiB", "peak while packing, GiB", "decode, tokens/s", "speed over bf16's",
+    "prefill, ms", "time over bf16's", "first prefill, s", "first decode step, s",
+]  # fmt: skip
+
+
+def _decode_row(row: dict, label: str = "") -> list[Any]:
+    packed = row["model"] != "bf16"
+    return [
+        (f"packed, `{row['model']}`" if packed else row["model"]) + label,
+        number(row["GiB"], 2), number(row["peak GiB"], 2) if packed else None,
+        number(row["decode tokens/s"], 0), number(row["decode x"], 2) if packed else None,
+        number(row["prefill ms"], 1), number(row["prefill x"], 2) if packed else None,
+        number(row["compile prefill s"], 1), number(row["compile decode s"], 1),
+    ]  # fmt: skip
+
+
+def llama_decode(content: dict) -> Cells:
+    return [_DECODE_HEADER, *map(_decode_row, content["rows"])]
+
+
+def llama_decode_earlier(content: dict) -> Cells:
+    return [_DECODE_HEADER, *map(_decode_row, content["earlier"]["rows"])]
+
+
+def before_and_after_decode(content: dict) -> Cells:
+    return [
+        _DECODE_HEADER,
+        *(_decode_row(row, f", {when}") for when in ("before", "after") for row in content["decode"][when]["rows"]),
+    ]
+
+
+def before_and_after_mlp(content: dict) -> Cells:
+    before, after = ({row["block"]: row["ms"] for row in content["mlp"][when]["rows"]} for when in ("before", "after"))
+    rows = [
+        [_block(name), number(ms, 2), number(after[name], 2), _percent(100 * (after[name] / ms - 1), 1)]
+        for name, ms in before.items()
+    ]
+    return [["block", "before, ms", "after, ms", "change"], *rows]
+
+
+def before_and_after_host(content: dict) -> Cells:
+    check, step = content["weight_check_us_a_parameter"], content["step_of_224_layers_cuda_graphs_ms"]
+    return [
+        ["", "before", "after"],
+        *(
+            [f"check of a weight, {which}, us", *(number(check[when][which], 2) for when in ("before", "after"))]
+            for which in ("min", "median")
+        ),
+        ["step of 224 layers in CUDA graphs, ms", *(number(step[when], 3) for when in ("before", "after"))],
+    ]
+
+
+# ---------------------------------------------------------------- training
+
+
+def _block(name: str) -> str:
+    if name.startswith("torchao"):
+        return f"torchao 0.18 float8, {name.partition(' ')[2]}"
+    return name if name == "bf16" else f"`{name}`"
+
+
+def _blocks(rows: list[dict]) -> Cells:
+    header = ["block", "ms", "over bf16", "peak, MiB", "saved, MiB", "packed over its bf16 size", "first step, s"]
+    return [
+        header,
+        *(
+            [_block(row["block"]), number(row["ms"], 2), number(row["of bf16"], 2), number(row["peak MiB"], 0),
+             number(row["saved MiB"], 0), number(row["of its bf16"], 3), number(row["first step s"], 1)]
+            for row in rows
+        ),
+    ]  # fmt: skip
+
+
+def mlp_block(content: dict) -> Cells:
+    return _blocks(content["rows"])
+
+
+def mlp_block_busy(content: dict) -> Cells:
+    runs = content["on a busy host"]
+    of_bf16 = [{row["block"]: row for row in run["rows"]} for run in runs]
+    header = ["block"]
+    for run in runs:
+        header += [f"{run['environment']['cpus']} cores: ms", "over bf16"]
+    rows = []
+    for name in of_bf16[0]:
+        cells = [_block(name)]
+        for run in of_bf16:
+            cells += [number(run[name]["ms"], 2), number(run[name]["of bf16"], 2)]
+        rows.append(cells)
+    return [header, *rows]
+
+
+def _distances(rows: list[dict]) -> Cells:
+    return [
+        [_variant(row["variant"]), number(row["loss"], 3), _percent(row["over bf16 %"]),
+         ", ".join(_percent(value) for value in row["of each seed"])]
+        for row in rows
+    ]  # fmt: skip
+
+
+_LOSS_HEADER = ["variant", "mean loss of the last 50 steps", "over bf16", "of each seed"]
+
+
+def training_loss(content: dict) -> Cells:
+    return [_LOSS_HEADER, *_distances(content["rows"])]
+
+
+def training_loss_again(content: dict) -> Cells:
+    return [_LOSS_HEADER, *_distances(content["again"]["rows"])]
+
+
+def training_loss_texts(content: dict) -> Cells:
+    rows = [[text["text"], *row] for text in content["other texts"] for row in _distances(text["rows"])]
+    return [["text", *_LOSS_HEADER], *rows]
+
+
+def gradient_error(content: dict) -> Cells:
+    header = [
+        "backward", "weights", "one gradient", "mean of 64 seeds", "mean of 64 batches", "held-out loss over bf16's"
+    ]  # fmt: skip
+    rows = [
+        [_variant(row["variant"]), {"lm_head": "head"}.get(row["weights"], row["weights"]),
+         *(f"{row[column]:.1f} %" for column in ("one %", "64 draws %", "64 batches %")),
+         f"{_percent(row['over bf16 %'], 3).removesuffix(' %')} ± {row['+-']:.3f} %"]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [header, *rows]
+
+
+# ---------------------------------------------------------------- experts
+
+
+def grouped_mm(part: str) -> Callable[[dict], Cells]:
+    """The table of one part of benchmarks/grouped_mm.py: its columns as they are."""
+
+    def cells(content: dict) -> Cells:
+        rows = content[part]
+        return [list(rows[0]), *([_figure(key, value) for key, value in row.items()] for row in rows)]
+
+    return cells
+
+
+def _figure(column: str, value: Any) -> Any:
+    return number(value, 1 if column.endswith("us") else 2) if isinstance(value, float) else value
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def roofline(content: dict) -> Cells:
+    rows = [
+        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"]]
+        for row in content["summary"]
+    ]
+    return [["what", "times", "median error", "largest error", "where"], *rows]
+
+
+def roofline_training(content: dict) -> Cells:
+    rows = [
+        [_block(row["case"]), number(row["predicted us"] / 1e3, 2), number(row["measured us"] / 1e3, 2),
+         _error(row["error"])]
+        for row in content["foreseen"]
+    ]  # fmt: skip
+    return [["block", "predicted, ms", "measured, ms", "error"], *rows]
+
+
+def _error(share: float) -> str:
+    return f"{number(100 * share, 1)} %"
