@@ -221,7 +221,8 @@ def launches():
 
             columns = operand(x, offs, -2)
             experts.quantize_grouped_both(x, offs, fmt, None, "linear", seed=seed, transform=name == "nvfp4_te")
-            experts.scaled_grouped_mm(operand(x, offs), operand(weights, None), offs, 256, torch.bfloat16)
+            for rows in (256, 48):
+                experts.scaled_grouped_mm(operand(x[:rows], offs), operand(weights, None), offs, rows, torch.bfloat16)
             experts.scaled_grouped_mm(columns, columns, offs, 256, torch.bfloat16)
         te = formats.get("nvfp4_te")
         quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
@@ -282,7 +283,7 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
     assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
                        "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
-                       "quantize_grouped_columns", "gemm_dequant_tiles_grouped"}  # fmt: skip
+                       "quantize_grouped_columns", "gemm_grouped", "gemm_dequant_tiles_grouped"}  # fmt: skip
     assert fake_quantised == 2
     assert "assuming every input is mutated" not in caplog.text
 
