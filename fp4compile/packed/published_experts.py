@@ -1,7 +1,7 @@
-"""Experts that a checkpoint holds one by one, put together as the parameters of a model. Codes and scales stay as are.
+"""Experts that a checkpoint holds one by one, put together as the parameters of a model.
 
-A parameter is [experts, out, in]: the experts are stacked, and the layers of each (gate and up) follow one another along
-the out features, in codes and in block scales. Packed experts have fewer of two other scales:
+A parameter is [experts, out, in]: the experts are stacked, and the layers of each (gate and up) follow one another
+along the out features. Codes and block scales stay as they are. Of two other scales packed experts have fewer:
 
 - The outer scale of the weights is one an expert. Its layers must have the same, as those that ModelOpt exports have.
 - The static scale of the activations is one for all experts. It is the largest of theirs, by which nothing saturates
@@ -9,6 +9,7 @@ the out features, in codes and in block scales. Packed experts have fewer of two
 """
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,11 +51,22 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
         outers.append(_put_together(model, experts, contents, found))
     unknown = next(iter(contents.tensors), None)
     if unknown is not None:
-        raise ValueError(f"the model has no {unknown!r}")
+        raise ValueError(f"the model has no {unknown.rpartition('.')[0]!r}")
     if any(len(scales) > 1 for scales in outers):
         warnings.warn("the static activation scales of the experts of a layer differ; the largest is used for all",
                       stacklevel=4)  # fmt: skip
     return found
+
+
+def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The layers of experts, and a copy of what each has of a tensor [experts, out, ...] or [experts].
+
+    The inverse of what `in_model` does with one tensor.
+    """
+    for expert, one in enumerate(tensor):
+        layers = experts.layers(expert)
+        rows = one.chunk(len(layers)) if one.dim() else [one] * len(layers)
+        yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
 def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
@@ -68,7 +80,7 @@ def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
 
 def _experts(targets: dict[str, Target]) -> list[Experts]:
     """The parameters of experts of which a checkpoint has parts, each once."""
-    found = {}
+    found: dict[Experts, None] = {}
     for name, target in targets.items():
         place = expert_of(name.rpartition(".")[0])
         if target.leaves and place is not None:
@@ -124,7 +136,9 @@ def _check_formats(experts: Experts, layers: list[str], states: list[dict[str, A
     formats = [state and (state["weight"], state["activation"], state["activation_outer"] is None) for state in states]
     for layer, fmt in zip(layers, formats, strict=True):
         if fmt != formats[0]:
-            kinds = " and ".join("not quantised" if one is None else f"{one[0]} x {one[1]}" for one in (formats[0], fmt))
+            kinds = " and ".join(
+                "not quantised" if one is None else f"{one[0]} x {one[1]}" for one in (formats[0], fmt)
+            )
             raise ValueError(f"layers {layers[0]!r} and {layer!r} are {kinds}; as parts of {experts.name!r} they must "
                              "have the same format")  # fmt: skip
 

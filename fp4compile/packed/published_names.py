@@ -1,4 +1,4 @@
-"""Which tensors of a model the tensors of a published checkpoint are, where transformers names or stores them otherwise.
+"""Which tensors of a model those of a published checkpoint are, where transformers names or stores them otherwise.
 
 Checkpoints hold experts one by one, as linear layers (`experts.3.gate_proj.weight`), and models of transformers 5 hold
 all experts of a layer as one parameter (`experts.gate_up_proj`). Which is which, transformers knows for each model
@@ -7,6 +7,7 @@ all experts of a layer as one parameter (`experts.gate_up_proj`). Which is which
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -43,11 +44,12 @@ class PublishedNames:
     """The names that the tensors of a model have in checkpoints.
 
     renamings, converters: WeightRenamings and WeightConverters of transformers, these for experts alone. Without any,
-    names are those of the model.
+    names are those of the model. written: those renamings that are undone where a model is written.
     """
 
     renamings: Sequence[Any] = ()
     converters: Sequence[Any] = ()
+    written: Sequence[Any] = ()
 
     def target(self, name: str) -> Target:
         """Where the tensor of a checkpoint belongs, by its name; a layer where its weight does."""
@@ -62,6 +64,30 @@ class PublishedNames:
         """Where the weight of a linear layer belongs; for one that is no part of experts, the layer's name."""
         found = self.target(f"{name}.weight")
         return found if found.leaves else Target(found.name.removesuffix(".weight"))
+
+    def source(self, name: str) -> str | Experts:
+        """What a tensor of the model is in a checkpoint: another name, or the layers of experts. Inverse of `target`.
+
+        Raises ValueError where `target` leads from no such name to this tensor.
+        """
+        for converter, backwards in self._converters_back:
+            found, pattern = backwards.rename_source_key(name)
+            experts = Experts(name, _renamed(self._renamings_back, found).partition(".*.")[0], _leaves(converter))
+            whole = Target(name, experts.leaves)
+            if pattern is not None and all(self.layer(layer) == whole for layer in experts.layers(0)):
+                return experts
+        for found in (_renamed(self._renamings_back, name), name):
+            if self.target(found) == Target(name):
+                return found
+        raise ValueError(f"model: no name in a checkpoint is known for {name!r}")
+
+    @cached_property
+    def _renamings_back(self) -> list[Any]:
+        return [renaming.reverse_transform() for renaming in reversed(self.written)]
+
+    @cached_property
+    def _converters_back(self) -> list[tuple[Any, Any]]:
+        return [(converter, converter.reverse_transform()) for converter in self.converters]
 
 
 def expert_of(layer: str) -> tuple[str, int, str] | None:
@@ -85,12 +111,14 @@ def _leaves(converter: Any) -> tuple[str, ...]:
 def names_of_transformers(model: Any) -> PublishedNames:
     """The names of a model of transformers in the checkpoints that it reads."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter) and _stacks_experts(one)]
-    return PublishedNames(renamings, converters)
+    # Whether a checkpoint had a prefix that is left out, the model does not tell. transformers writes it without, too.
+    written = [one for one in renamings if not isinstance(one, PrefixChange)]
+    return PublishedNames(renamings, converters, written)
 
 
 def _stacks_experts(converter: Any) -> bool:
