@@ -10,7 +10,6 @@ along the out features. Codes and block scales stay as they are. Of two other sc
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,33 +25,25 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
     """The contents of a checkpoint under the names of a model, with its experts put together.
 
     Takes tensors out of `contents` on the way, to free each. Experts that are not quantised become the parameter that
-    the model has. Warns where the activation scales of experts differ.
+    the model has. Warns where the activation scales of experts differ, and of tensors that are left out.
 
     Raises ValueError, naming the tensor or the layer, where one of an expert is missing, has another shape than in the
     model or another format than the others, where the outer scales of an expert's layers differ, where the model has no
     such parameter, and where two tensors are the same one of the model.
     """
+    _leave_unused(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
-    states = {layer: names.layer(layer) for layer in contents.layers}
     found = Contents(experts=dict(contents.experts))
-    found.layers.update((t.name, contents.layers[layer]) for layer, t in states.items() if not t.leaves)
-    sources: dict[str, str] = {}
-    for name, target in targets.items():
+    for layer, state in contents.layers.items():
+        target = names.layer(layer)
         if not target.leaves:
-            first = sources.setdefault(target.name, name)
-            if first != name:
-                raise ValueError(f"tensors {first!r} and {name!r} are both {target.name!r} of the model")
-            found.tensors[target.name] = contents.tensors.pop(name)
-    outers: list[set[float | None]] = []
-    for experts in _experts(targets):
-        if experts.name in sources:
-            raise ValueError(f"tensor {sources[experts.name]!r} and the experts {experts.prefix!r} are both "
-                             f"{experts.name!r} of the model")  # fmt: skip
-        outers.append(_put_together(model, experts, contents, found))
+            found.layers[target.name] = state
+    _rename(contents, {name: target.name for name, target in targets.items() if not target.leaves}, found)
+    scales = [_put_together(model, experts, contents, found) for experts in _experts(targets)]
     unknown = next(iter(contents.tensors), None)
     if unknown is not None:
         raise ValueError(f"the model has no {unknown.rpartition('.')[0]!r}")
-    if any(len(scales) > 1 for scales in outers):
+    if any(len(one) > 1 for one in scales):
         warnings.warn("the static activation scales of the experts of a layer differ; the largest is used for all",
                       stacklevel=4)  # fmt: skip
     return found
@@ -69,6 +60,23 @@ def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
 
 
+def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
+    """Leave out what the model is known not to have, as the layers that predict further tokens; with a warning."""
+    present = set(model.state_dict())
+    layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
+    left = []
+    for name in contents.tensors:
+        weight = f"{layers[name]}.weight" if name in layers else name
+        if names.is_unused(weight) and names.target(weight).name not in present:
+            left.append(name)
+    for name in left:
+        del contents.tensors[name]
+        contents.layers.pop(layers.get(name, ""), None)
+    if left:
+        warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model "
+                      "leaves them out", stacklevel=5)  # fmt: skip
+
+
 def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
     """Where a tensor belongs; the buffers of a packed layer where its weight does."""
     layer, _, buffer = name.rpartition(".")
@@ -76,6 +84,15 @@ def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
         return names.target(name)
     target = names.layer(layer)
     return target if target.leaves else Target(f"{target.name}.{buffer}")
+
+
+def _rename(contents: Contents, renamed: dict[str, str], found: Contents) -> None:
+    """Move tensors from `contents` to `found`, under their new names."""
+    for name, target in renamed.items():
+        if target in found.tensors:
+            twins = [one for one in renamed if renamed[one] == target]
+            raise ValueError(f"tensors {twins[0]!r} and {twins[1]!r} are both {target!r} of the model")
+        found.tensors[target] = contents.tensors.pop(name)
 
 
 def _experts(targets: dict[str, Target]) -> list[Experts]:
@@ -90,29 +107,21 @@ def _experts(targets: dict[str, Target]) -> list[Experts]:
 
 def _put_together(model: nn.Module, experts: Experts, contents: Contents, found: Contents) -> set[float | None]:
     """Move the layers of experts from `contents` to `found`, as one parameter; the scales of their activations."""
+    if experts.name in found.tensors:
+        raise ValueError(f"the experts {experts.prefix!r} and another tensor are both {experts.name!r} of the model")
     count, outer, inner = _shape(model, experts)
     layers = [experts.layers(expert) for expert in range(count)]
     flat = [layer for one in layers for layer in one]
-    states = [contents.layers.get(layer) for layer in flat]
-    for layer, state in zip(flat, states, strict=True):
-        if state is None and f"{layer}.weight" not in contents.tensors:
-            raise ValueError(f"tensor '{layer}.weight' is missing")
-    _check_formats(experts, flat, states)
-    shapes = [_sizes(contents, layer) for layer in flat]
-    expected = (outer // len(experts.leaves), inner)
-    for layer, shape in zip(flat, shapes, strict=True):
-        if shape != expected:
-            raise ValueError(f"layer {layer!r}: the file has out and in features {shape}, as a part of "
-                             f"{experts.name!r} the model {expected}")  # fmt: skip
-    if states[0] is None:
+    _check(experts, flat, (outer // len(experts.leaves), inner), contents)
+    states = [contents.layers[layer] for layer in flat if layer in contents.layers]
+    if not states:
         found.tensors[experts.name] = _stacked(contents, layers, "weight")
         return set()
-    packed = packed_name(experts.name)
     for buffer in BUFFERS:
         if f"{flat[0]}.{buffer}" in contents.tensors:
             join = _one_each if buffer == "weight_outer" else _stacked
-            found.tensors[f"{packed}.{buffer}"] = join(contents, layers, buffer)
-    outers = {state["activation_outer"] for state in states if state is not None}
+            found.tensors[f"{packed_name(experts.name)}.{buffer}"] = join(contents, layers, buffer)
+    outers = {state["activation_outer"] for state in states}
     found.experts[experts.name] = states[0] | {
         "activation_outer": None if None in outers else max(outers), "out_features": outer, "experts": count,
         "in_first": False,
@@ -131,16 +140,18 @@ def _shape(model: nn.Module, experts: Experts) -> tuple[int, int, int]:
     return shape
 
 
-def _check_formats(experts: Experts, layers: list[str], states: list[dict[str, Any] | None]) -> None:
-    """Raise where the layers of a parameter do not all have one format, or none."""
-    formats = [state and (state["weight"], state["activation"], state["activation_outer"] is None) for state in states]
-    for layer, fmt in zip(layers, formats, strict=True):
-        if fmt != formats[0]:
-            kinds = " and ".join(
-                "not quantised" if one is None else f"{one[0]} x {one[1]}" for one in (formats[0], fmt)
-            )
-            raise ValueError(f"layers {layers[0]!r} and {layer!r} are {kinds}; as parts of {experts.name!r} they must "
-                             "have the same format")  # fmt: skip
+def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents: Contents) -> None:
+    """Raise where one of the layers of experts is missing, or has another shape, or another format than the first."""
+    for layer in layers:
+        if layer not in contents.layers and f"{layer}.weight" not in contents.tensors:
+            raise ValueError(f"tensor '{layer}.weight' is missing")
+        if (found := _sizes(contents, layer)) != shape:
+            raise ValueError(f"layer {layer!r}: the file has out and in features {found}, as a part of "
+                             f"{experts.name!r} the model has {shape}")  # fmt: skip
+        first, fmt = _format(contents, layers[0]), _format(contents, layer)
+        if first != fmt:
+            raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
+                             "they must have the same format")  # fmt: skip
 
 
 def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:
@@ -151,17 +162,22 @@ def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:
     return state["out_features"], state["in_features"]
 
 
+def _format(contents: Contents, layer: str) -> str:
+    """How a layer is quantised, for a comparison and for a message."""
+    state = contents.layers.get(layer)
+    if state is None:
+        return f"{contents.tensors[f'{layer}.weight'].dtype}"
+    scale = "dynamic" if state["activation_outer"] is None else "static"
+    return f"{state['weight']} with {scale} activations in {state['activation']}"
+
+
 def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
     """[experts, out, ...] of a tensor of the layers of each expert."""
-    parts = [[contents.tensors.pop(f"{layer}.{tensor}") for layer in one] for one in layers]
-    dtype = parts[0][0].dtype
-    for one, names in zip(parts, layers, strict=True):
-        for part, layer in zip(one, names, strict=True):
-            if part.dtype != dtype:
-                raise ValueError(f"tensor '{layer}.{tensor}' is {part.dtype}, that of {layers[0][0]!r} is {dtype}")
+    parts = [contents.tensors.pop(f"{layer}.{tensor}") for one in layers for layer in one]
+    dtype = parts[0].dtype
     # As bytes, because not every operator knows floating-point numbers of one byte.
     stored = torch.uint8 if is_byte_float(dtype) else dtype
-    return torch.stack([torch.cat([part.view(stored) for part in one]) for one in parts]).view(dtype)
+    return torch.cat([part.view(stored) for part in parts]).unflatten(0, (len(layers), -1)).view(dtype)
 
 
 def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:

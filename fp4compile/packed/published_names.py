@@ -5,6 +5,7 @@ all experts of a layer as one parameter (`experts.gate_up_proj`). Which is which
 (`transformers.conversion_mapping`); the scales of a layer, which it does not know, go where its weight goes.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,12 +45,14 @@ class PublishedNames:
     """The names that the tensors of a model have in checkpoints.
 
     renamings, converters: WeightRenamings and WeightConverters of transformers, these for experts alone. Without any,
-    names are those of the model. written: those renamings that are undone where a model is written.
+    names are those of the model. written: those renamings that are undone where a model is written. unused: patterns of
+    names that checkpoints have and the model may lack.
     """
 
     renamings: Sequence[Any] = ()
     converters: Sequence[Any] = ()
     written: Sequence[Any] = ()
+    unused: Sequence[str] = ()
 
     def target(self, name: str) -> Target:
         """Where the tensor of a checkpoint belongs, by its name; a layer where its weight does."""
@@ -64,6 +67,10 @@ class PublishedNames:
         """Where the weight of a linear layer belongs; for one that is no part of experts, the layer's name."""
         found = self.target(f"{name}.weight")
         return found if found.leaves else Target(found.name.removesuffix(".weight"))
+
+    def is_unused(self, name: str) -> bool:
+        """Whether the tensor of a checkpoint is left out, if the model does not have it."""
+        return any(re.search(pattern, name) for pattern in self.unused)
 
     def source(self, name: str) -> str | Experts:
         """What a tensor of the model is in a checkpoint: another name, or the layers of experts. Inverse of `target`.
@@ -118,7 +125,8 @@ def names_of_transformers(model: Any) -> PublishedNames:
     converters = [one for one in conversions if isinstance(one, WeightConverter) and _stacks_experts(one)]
     # Whether a checkpoint had a prefix that is left out, the model does not tell. transformers writes it without, too.
     written = [one for one in renamings if not isinstance(one, PrefixChange)]
-    return PublishedNames(renamings, converters, written)
+    unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
+    return PublishedNames(renamings, converters, written, unused)
 
 
 def _stacks_experts(converter: Any) -> bool:
