@@ -126,7 +126,8 @@ def load_packed(
 
     model: of the same architecture as the model that was saved.
     path: a file of `save_packed`; or a checkpoint, as a directory or as a file beside its configuration: of ModelOpt or
-        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published.
+        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it
+        holds one by one become packed experts of a transformers model; see `docs/experts.md` for their scales.
     device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
     recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
         format, in the layers that its rules do not skip. None leaves activations as they come.
