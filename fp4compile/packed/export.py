@@ -1,5 +1,7 @@
 """`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for the programs that read those."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
@@ -12,7 +14,8 @@ from fp4compile import formats
 from fp4compile.formats import unknown_name
 from fp4compile.packed.buffers import PackedWeight
 from fp4compile.packed.checkpoint import Checkpoint, write_checkpoint
-from fp4compile.packed.linear import PackedLinear, is_linear
+from fp4compile.packed.experts import PackedExperts
+from fp4compile.packed.integration import published_names
 from fp4compile.packed.published import (
     CONFIG,
     HF_QUANT_CONFIG,
@@ -22,7 +25,10 @@ from fp4compile.packed.published import (
     Scheme,
     divisor_of,
 )
+from fp4compile.packed.published_experts import parts_of
+from fp4compile.packed.published_names import PublishedNames
 from fp4compile.packed.sharing import arrange
+from fp4compile.passes.find import parameter_name
 
 _BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}
 
@@ -30,7 +36,7 @@ _BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}
 def export_packed(
     model: nn.Module, path: str | PathLike, layout: str = "modelopt", *, max_shard_size: int = 5 * 2**30
 ) -> None:
-    """Write a model with packed linear layers to a directory, as another library lays such checkpoints out.
+    """Write a model with packed layers or experts to a directory, as another library lays such checkpoints out.
 
     layout: "modelopt" (NVFP4 with static activation scales or weights only, MXFP8, MXFP4) or "compressed-tensors" (the
         same formats).
@@ -42,10 +48,14 @@ def export_packed(
     stores outer scales as divisors: those of weights in bf16 or fp16 are exact, so that `load_packed` gives the same
     bits; others may differ in the last bit.
 
-    Raises TypeError for what is no module; ValueError for a model without packed layers, for packed experts, for
-    formats that the layout does not have, for NVFP4 activations without a static scale, for tensors on the meta device,
-    for a max_shard_size that is no positive integer, and for a directory that has safetensors files; OSError where it
-    cannot be written.
+    Packed experts are written one by one, and all tensors under the names that transformers knows of a model's
+    checkpoints (`block_sparse_moe.experts.3.w1` of Mixtral), where it knows some. A static activation scale is written
+    for each expert.
+
+    Raises TypeError for what is no module; ValueError for a model without packed layers, for packed experts whose names
+    in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a static
+    scale, for tensors on the meta device, for a max_shard_size that is no positive integer, and for a directory that
+    has safetensors files; OSError where it cannot be written.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -53,10 +63,13 @@ def export_packed(
         raise ValueError(unknown_name("layout", layout, LAYOUTS))
     if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
         raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
-    chosen, layers = LAYOUTS[layout], _layers(model)
-    schemes = {name: _scheme(name, layer, layout) for name, layer in layers.items()}
-    tensors = _tensors(model, chosen, layers, schemes)
-    left = [name for name, module in model.named_modules() if is_linear(module)]
+    chosen, names, state = LAYOUTS[layout], published_names(model), _state(model)
+    layers = _layers(model, chosen, names, state)
+    tensors = _plain(model, names, state)
+    left = sorted({_module(name) for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2})
+    for name, layer in layers.items():
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    schemes = {name: layer.scheme for name, layer in layers.items()}
     configs = (_modelopt if layout == "modelopt" else _compressed_tensors)(schemes, left)
     own: Any = getattr(model, "config", None)
     described = own.to_dict() if hasattr(own, "to_dict") else {}
@@ -64,21 +77,55 @@ def export_packed(
     write_checkpoint(Path(path), Checkpoint(Path(path), tensors, configs), max_shard_size)
 
 
-def _layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """The packed layers by every name that the model has for them."""
-    named = model.named_modules(remove_duplicate=False)
-    packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer as it is written: how it is quantised, and its tensors by the last part of their names."""
+
+    scheme: Scheme
+    tensors: dict[str, torch.Tensor]
+
+
+def _layers(
+    model: nn.Module, layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
+) -> dict[str, _Layer]:
+    """The layers to write, by name: each packed layer, and of packed experts the layers of each expert."""
+    packed = _packed(model)
     if not packed:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    found: dict[str, _Layer] = {}
     for name, module in packed.items():
-        if not isinstance(module, PackedLinear):
-            raise ValueError(f"model: {name!r} has packed experts, which these layouts do not hold")
         if module.in_first:
-            raise ValueError(f"model: {name!r} is a Conv1D, which these layouts do not hold")
-    return packed
+            raise ValueError(f"model: {name!r} has its weight as [in, out], which these layouts do not hold")
+        scheme = _scheme(name, module, layout.name)
+        for buffer, suffix in layout.tensor_names(scheme).items():
+            for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
+                found.setdefault(layer, _Layer(scheme, {})).tensors[suffix] = _stored(layout, scheme, buffer, part)
+    return found
 
 
-def _scheme(name: str, layer: PackedLinear, layout: str) -> Scheme:
+def _parts(
+    module: PackedWeight, name: str, names: PublishedNames, tensor: torch.Tensor
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The layers that a packed weight is in a checkpoint, and what each has of one of its tensors."""
+    if not isinstance(module, PackedExperts):
+        return [(_module(str(names.source(f"{name}.weight"))), tensor)]
+    experts = names.source(parameter_name(name))
+    if isinstance(experts, str):
+        raise ValueError(f"model: {name!r} has packed experts, whose names in checkpoints are not known")
+    return parts_of(experts, tensor)
+
+
+def _packed(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed weights by every name that the model has for them."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, PackedWeight)}
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(".weight")
+
+
+def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
     """How a layout says what a packed layer is."""
     fmt = layer.layer_format
     static = fmt.activation_outer is not None
@@ -96,33 +143,41 @@ def _scheme(name: str, layer: PackedLinear, layout: str) -> Scheme:
     return scheme
 
 
-def _tensors(
-    model: nn.Module, layout: Layout, layers: dict[str, PackedLinear], schemes: dict[str, Scheme]
-) -> dict[str, torch.Tensor]:
-    """The tensors to write. Of tensors that are the same memory, the first is written."""
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model. Raises ValueError where one has no values."""
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     for name, tensor in state.items():
         if tensor.is_meta:
             raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
-    buffers = {f"{name}.{buffer}" for name, layer in layers.items() for buffer in layer._buffers}
+    return state
+
+
+def _plain(model: nn.Module, names: PublishedNames, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors to write that are not packed. Of those that are the same memory, the first is written."""
+    buffers = {f"{name}.{buffer}" for name, layer in _packed(model).items() for buffer in layer._buffers}
     plain = {name: tensor for name, tensor in state.items() if name not in buffers}
     kept, sharing = arrange(plain)
     kept |= {name: plain[name].detach().clone() for name in sharing.views}
-    written = {name: kept[name] for name in state if name in kept}
-    for name, scheme in schemes.items():
-        for buffer, suffix in layout.tensor_names(scheme).items():
-            written[f"{name}.{suffix}"] = _stored(layout, scheme, buffer, state, name, layers[name])
+    written: dict[str, torch.Tensor] = {}
+    for name in (name for name in state if name in kept):
+        source = names.source(name)
+        if isinstance(source, str):
+            written[source] = kept[name]
+        else:
+            written |= {f"{layer}.weight": part for layer, part in parts_of(source, kept[name])}
     return written
 
 
-def _stored(
-    layout: Layout, scheme: Scheme, buffer: str, state: dict[str, torch.Tensor], name: str, layer: PackedLinear
-) -> torch.Tensor:
+def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A buffer of a packed weight, or the outer scale of its activation, for each expert where it has experts."""
+    if buffer != "activation_outer":
+        return state[f"{name}.{buffer}"].detach().cpu().contiguous()
+    outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
+    return outer if layer.experts is None else outer.expand(layer.experts)
+
+
+def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of a packed layer as the layout stores it."""
-    if buffer == "activation_outer":
-        tensor = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
-    else:
-        tensor = state[f"{name}.{buffer}"].detach().cpu().contiguous()
     if buffer.endswith("_outer"):
         return divisor_of(tensor).reshape(1) if layout.divides else tensor.clone()
     bytes_alone = buffer == "weight_scales" and formats.get(scheme.weight).scale == "e8m0"
@@ -133,7 +188,7 @@ def _stored(
 
 
 def _modelopt(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
-    """The configurations that ModelOpt writes. schemes: of the packed layers. left: the linear layers that are none."""
+    """The configurations that ModelOpt writes. schemes: of the packed layers. left: what else has a matrix."""
     names = {scheme: name for name, scheme in MODELOPT_SCHEMES.items()}
     entries = {
         layer: {"quant_algo": names[scheme], "group_size": formats.get(scheme.weight).block_cols}

@@ -20,10 +20,11 @@ from torch import nn
 from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
 from fp4compile.packed.checkpoint import read_checkpoint, read_metadata, read_tensors
 from fp4compile.packed.experts import PackedExperts
-from fp4compile.packed.integration import save_as_packed
+from fp4compile.packed.integration import published_names, save_as_packed
 from fp4compile.packed.linear import leave_fast_paths
 from fp4compile.packed.places import Place, places_of
 from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, read_published
+from fp4compile.packed.published_experts import in_model
 from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
 from fp4compile.passes.find import parameter_name
 from fp4compile.recipe import Recipe, resolve
@@ -125,7 +126,8 @@ def load_packed(
 
     model: of the same architecture as the model that was saved.
     path: a file of `save_packed`; or a checkpoint, as a directory or as a file beside its configuration: of ModelOpt or
-        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published.
+        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it
+        holds one by one become packed experts of a transformers model; see `docs/experts.md` for their scales.
     device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
     recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
         format, in the layers that its rules do not skip. None leaves activations as they come.
@@ -142,7 +144,7 @@ def load_packed(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     target = _device(device)
-    states, stored, sharing = _contents(path, recipe)
+    states, stored, sharing = _contents(model, path, recipe)
     packed = places_of(model, *states)
     replaced = set().union(*(place.replaced for place in packed))
     kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
@@ -164,13 +166,17 @@ def load_packed(
 
 
 def _contents(
-    path: str | PathLike, recipe: str | dict | Recipe | Path | None
+    model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
 ) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
     """What `_read` gives, of a file of `save_packed` or of a checkpoint that others wrote."""
     place = Path(path)
     if place.is_dir() or _METADATA not in read_metadata(place):
         chosen = None if recipe is None else resolve(recipe)
         contents = read_published(read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG)), chosen)
+        try:
+            contents = in_model(model, contents, published_names(model))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         return (contents.layers, contents.experts), contents.tensors, None
     if recipe is not None:
         raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")

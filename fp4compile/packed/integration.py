@@ -4,6 +4,8 @@ import sys
 
 from torch import nn
 
+from fp4compile.packed.published_names import PublishedNames, names_of_transformers
+
 
 def register_with_transformers() -> None:
     """Make `from_pretrained` of transformers read packed models that `save_pretrained` wrote.
@@ -29,6 +31,18 @@ def save_as_packed(model: nn.Module) -> None:
     from fp4compile.packed.hf_quantizer import attach
 
     attach(model)
+
+
+def published_names(model: nn.Module) -> PublishedNames:
+    """The names that the tensors of a model have in published checkpoints; its own where transformers knows none."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return PublishedNames()
+    try:
+        _check_version()
+    except ImportError:  # before version 5, models have experts as checkpoints have them
+        return PublishedNames()
+    return names_of_transformers(model)
 
 
 def _check_version() -> None:

@@ -23,6 +23,7 @@ from fp4compile.layouts import ceil_div
 from fp4compile.packed.buffers import LayerFormat
 from fp4compile.packed.checkpoint import Checkpoint, Contents
 from fp4compile.packed.gpt_oss import has_mxfp4_experts, read_mxfp4_experts
+from fp4compile.packed.published_names import expert_of
 from fp4compile.packed.sharing import is_byte_float
 from fp4compile.recipe import Recipe
 from fp4compile.reference import NVFP4_MAX
@@ -83,7 +84,8 @@ MODELOPT_SCHEMES = {
 def _modelopt_scheme(config: dict[str, Any], layer: str) -> Scheme:
     entry: Any = config
     if str(config.get("quant_algo")).upper() == "MIXED_PRECISION":
-        entry = (config.get("quantized_layers") or {}).get(layer)
+        layers, place = config.get("quantized_layers") or {}, expert_of(layer)
+        entry = layers.get(layer, place and layers.get(place[0]))  # experts may be there as one
         if not isinstance(entry, dict):
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
     algorithm = str(entry.get("quant_algo")).upper()

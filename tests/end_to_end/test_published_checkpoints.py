@@ -2,21 +2,19 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp4compile
 from fp4compile.packed.linear import PackedLinear
 from fp4compile.packed.published import divisor_of, multiplier_of
+from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
 
-DATA = Path(__file__).parents[1] / "data"
 MODELOPT = ("modelopt_nvfp4", "modelopt_nvfp4_weight_only", "modelopt_mxfp8")
 TOKENS = torch.arange(16).view(2, 8)
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 DOWN = "model.layers.0.mlp.down_proj"
 GATE = "model.layers.0.mlp.gate_proj"
 
@@ -36,25 +34,6 @@ def loaded(folder):
 def logits(model):
     with torch.no_grad():
         return model(TOKENS).logits
-
-
-def tensors_of(folder):
-    return {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def decoded(tensors, layer):
-    """The weight of a layer by ModelOpt's layout, read here without the package."""
-    codes, scales = tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"]
-    elements = codes.float()
-    if codes.dtype == torch.uint8:
-        elements = torch.stack([E2M1[(codes & 15).long()], E2M1[(codes >> 4).long()]], -1).flatten(1)
-    decoding = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
-    values = elements * decoding.repeat_interleave(elements.shape[1] // scales.shape[1], 1)
-    return values * tensors.get(f"{layer}.weight_scale_2", torch.ones(()))
-
-
-def bits(tensors):
-    return {name: (t.dtype, tuple(t.shape), t.reshape(-1).view(torch.uint8).tolist()) for name, t in tensors.items()}
 
 
 # ---------------------------------------------------------------- reading

@@ -1,0 +1,141 @@
+"""Which tensors of a model those of a published checkpoint are, where transformers names or stores them otherwise.
+
+Checkpoints hold experts one by one, as linear layers (`experts.3.gate_proj.weight`), and models of transformers 5 hold
+all experts of a layer as one parameter (`experts.gate_up_proj`). Which is which, transformers knows for each model
+(`transformers.conversion_mapping`); the scales of a layer, which it does not know, go where its weight goes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a tensor of a checkpoint belongs.
+
+    name: of the tensor in the model. leaves: of a linear layer of one expert, the last names of those of its layers
+    that are the parameter together, in the order of its out features: gate and up. Empty for all other tensors.
+    """
+
+    name: str
+    leaves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The linear layers of a checkpoint that are one parameter of experts, [experts, out, in], of a model.
+
+    name: of the parameter. prefix: what the names of the layers begin with. leaves: as of `Target`.
+    """
+
+    name: str
+    prefix: str
+    leaves: tuple[str, ...]
+
+    def layers(self, expert: int) -> list[str]:
+        """The names of an expert's layers."""
+        return [f"{self.prefix}.{expert}.{leaf}" for leaf in self.leaves]
+
+
+@dataclass(frozen=True)
+class PublishedNames:
+    """The names that the tensors of a model have in checkpoints.
+
+    renamings, converters: WeightRenamings and WeightConverters of transformers, these for experts alone. Without any,
+    names are those of the model. written: those renamings that are undone where a model is written. unused: patterns of
+    names that checkpoints have and the model may lack.
+    """
+
+    renamings: Sequence[Any] = ()
+    converters: Sequence[Any] = ()
+    written: Sequence[Any] = ()
+    unused: Sequence[str] = ()
+
+    def target(self, name: str) -> Target:
+        """Where the tensor of a checkpoint belongs, by its name; a layer where its weight does."""
+        name = _renamed(self.renamings, name)
+        for converter in self.converters:
+            found, pattern = converter.rename_source_key(name)
+            if pattern is not None and expert_of(name.removesuffix(".weight")) is not None:
+                return Target(found, _leaves(converter))
+        return Target(name)
+
+    def layer(self, name: str) -> Target:
+        """Where the weight of a linear layer belongs; for one that is no part of experts, the layer's name."""
+        found = self.target(f"{name}.weight")
+        return found if found.leaves else Target(found.name.removesuffix(".weight"))
+
+    def is_unused(self, name: str) -> bool:
+        """Whether the tensor of a checkpoint is left out, if the model does not have it."""
+        return any(re.search(pattern, name) for pattern in self.unused)
+
+    def source(self, name: str) -> str | Experts:
+        """What a tensor of the model is in a checkpoint: another name, or the layers of experts. Inverse of `target`.
+
+        Raises ValueError where `target` leads from no such name to this tensor.
+        """
+        for converter, backwards in self._converters_back:
+            found, pattern = backwards.rename_source_key(name)
+            experts = Experts(name, _renamed(self._renamings_back, found).partition(".*.")[0], _leaves(converter))
+            whole = Target(name, experts.leaves)
+            if pattern is not None and all(self.layer(layer) == whole for layer in experts.layers(0)):
+                return experts
+        for found in (_renamed(self._renamings_back, name), name):
+            if self.target(found) == Target(name):
+                return found
+        raise ValueError(f"model: no name in a checkpoint is known for {name!r}")
+
+    @cached_property
+    def _renamings_back(self) -> list[Any]:
+        return [renaming.reverse_transform() for renaming in reversed(self.written)]
+
+    @cached_property
+    def _converters_back(self) -> list[tuple[Any, Any]]:
+        return [(converter, converter.reverse_transform()) for converter in self.converters]
+
+
+def expert_of(layer: str) -> tuple[str, int, str] | None:
+    """(prefix, number of the expert, leaf) of the name of a linear layer of an expert; None for other names."""
+    prefix, _, rest = layer.rpartition(".")
+    prefix, _, number = prefix.rpartition(".")
+    return (prefix, int(number), rest) if number.isascii() and number.isdigit() else None
+
+
+def _renamed(renamings: Sequence[Any], name: str) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+def _leaves(converter: Any) -> tuple[str, ...]:
+    """gate_proj and up_proj of the patterns `mlp.experts.*.gate_proj.weight` and `mlp.experts.*.up_proj.weight`."""
+    return tuple(pattern.split(".")[-2] for pattern in converter.source_patterns)
+
+
+def names_of_transformers(model: Any) -> PublishedNames:
+    """The names of a model of transformers in the checkpoints that it reads."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter) and _stacks_experts(one)]
+    # Whether a checkpoint had a prefix that is left out, the model does not tell. transformers writes it without, too.
+    written = [one for one in renamings if not isinstance(one, PrefixChange)]
+    unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
+    return PublishedNames(renamings, converters, written, unused)
+
+
+def _stacks_experts(converter: Any) -> bool:
+    """Whether a converter does nothing but stack experts, and put the layers of each one after another."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+    stacked: list[tuple[type, int]] = [(MergeModulelist, 0)]
+    one = kinds == stacked and len(converter.source_patterns) == 1
+    several = kinds == [*stacked, (Concatenate, 1)]
+    whole = len(kinds) == len(converter.operations) and len(converter.target_patterns) == 1
+    return whole and (one or several) and all(".*." in p and p.endswith(".weight") for p in converter.source_patterns)
