@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat, ops
 from fp4compile._compat import statically_true
-from fp4compile.epilogue import AUXILIARIES, PRODUCT, Epilogue, Step
+from fp4compile.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.passes.graph import (
     CAST,
     RESHAPES,
@@ -32,6 +32,7 @@ from fp4compile.passes.graph import (
     new_node,
     scaled_mm_of,
 )
+from fp4compile.pointwise import Step
 
 aten = torch.ops.aten
 
