@@ -94,8 +94,8 @@ def compile_ahead(
 ) -> Any:
     """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
 
-    args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the constexpr
-    arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: as of a launch.
+    args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the
+    constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: as of a launch.
 
     Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """

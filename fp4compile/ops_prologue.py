@@ -3,9 +3,9 @@
     fp4compile::quantize_prologue(operands, prologue, dtype, op, format, dim, *, outer, layout, seed, hadamard)
         -> what the op named `op` returns of the result: "quantize", "quantize_both" or "fake_quantize"
 
-operands: what the steps of `prologue` read (`prologue.Prologue`); the first has the shape of the result. dtype: what the
-result is rounded to before it is quantised. The arguments after `op` are those of that op, and what it does not take is
-left at its default.
+operands: what the steps of `prologue` read (`prologue.Prologue`); the first has the shape of the result. dtype: what
+the result is rounded to before it is quantised. The arguments after `op` are those of that op; those that it does not
+take are left at their defaults.
 """
 
 import math
@@ -44,7 +44,7 @@ def quantize_prologue_cuda(
     from fp4compile.templates.quantize.dispatch import Reading, takes_prologue
 
     steps = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard)
-    if not takes_prologue(formats.get(format), steps, operands):
+    if not takes_prologue(formats.get(format), steps, [operand.dtype for operand in operands]):
         return list(_of(op, "_cuda", apply(steps, operands), format, dim, outer, layout, seed, hadamard))
     first, *others = (operand.contiguous() for operand in operands)
     down_columns = op == "quantize" and dim not in (-1, first.dim() - 1)

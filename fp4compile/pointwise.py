@@ -78,14 +78,14 @@ def _number(which: str, word: str) -> float:
 
 
 def operand_kinds(steps: Sequence[Step], kinds: str) -> dict[int, str]:
-    """How each tensor is read, by its number: a tensor `row1` makes the entry 1: "row". kinds: "aux|row", for example."""
+    """How each tensor is read, by its number: `row1` makes the entry 1: "row". kinds: "aux|row", for example."""
     names = (name for step in steps for name in step.arguments if isinstance(name, str))
     found = (re.fullmatch(rf"({kinds})(\d+)", name) for name in names)
     return {int(match[2]): match[1] for match in found if match is not None}
 
 
 def evaluate(steps: Sequence[Step], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The reference: the result of the last step (there is at least one), in float32. tensors: by their names, float32."""
+    """The reference: the result of the last step (there is at least one). tensors: by their names; all is float32."""
     values = dict(tensors)
     device = next(iter(values.values())).device
     for i, step in enumerate(steps):

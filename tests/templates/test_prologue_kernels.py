@@ -8,10 +8,8 @@ import torch
 
 from fp4compile import formats, ops_prologue
 from fp4compile.prologue import Prologue
-from fp4compile.templates.device.prologue import source
-from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
-from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, gpu
+from tests.helpers.kernels import DEVICE, gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

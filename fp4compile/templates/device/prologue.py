@@ -1,9 +1,9 @@
 """What a quantiser reads: a tile of a tensor in memory or, with a prologue, of the result of pointwise operations.
 
-The kernels read their tiles by `read_tile`, `read_column_tile` or `read_register_tile`, which load them. `with_prologue`
-makes a copy of a kernel in which these names mean device functions that `source` prints: they load the tile of each
-operand, compute the steps on pairs of elements, and return the results, rounded to the tensor's dtype, as words. So all
-that a kernel does with words is the same. See `device.pointwise` for the way in which this is done.
+The kernels read their tiles by `read_tile`, `read_column_tile` or `read_register_tile`, which load them.
+`with_prologue` makes a copy of a kernel in which these names mean device functions that `source` prints: they load the
+tile of each operand, compute the steps on pairs of elements, and return the results, rounded to the tensor's dtype, as
+words. So all that a kernel does with words is the same. See `device.pointwise` for the way in which this is done.
 
 Outside of the tensor the words are 0, whatever the steps make of zeros. The arithmetic is that of Inductor, as in an
 epilogue.

@@ -68,7 +68,8 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
         bits = torch.zeros((), dtype=torch.int32, device=device)
     target = target_of(device)
     launch(
-        source.read_by(tensor_amax), grid, source.tensor, bits, *source.read_args, FLAT=flat is not None, PARTIAL=small, MATRICES=0,
+        source.read_by(tensor_amax), grid, source.tensor, bits, *source.read_args, FLAT=flat is not None,
+        PARTIAL=small, MATRICES=0,
         LAUNCH_DEPENDENTS=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa,
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
@@ -146,8 +147,8 @@ def tensor_amax(
     col0 = col_tile.to(tl.int64) * (BLOCKS * BLOCK)
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
-    words = read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN, False,
-                      ISA)  # fmt: skip
+    words = read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN,
+                      False, ISA)  # fmt: skip
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
     if PARTIAL:
         tl.store(amax_ptr + tl.program_id(0), bits)
@@ -182,8 +183,8 @@ def columns_amax(
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     cols_left = tl.minimum(cols - col0, col_count)
-    tile = read_column_tile(ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS,
-                            ALIGN, WHOLE, ISA)  # fmt: skip
+    tile = read_column_tile(ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES,
+                            WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:

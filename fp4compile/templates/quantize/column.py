@@ -341,8 +341,8 @@ def quantize_columns(
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
                          OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
-    tile = read_column_tile(tile_ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES,
-                            WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
+    tile = read_column_tile(tile_ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK,
+                            ROW_TILES, WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
     column = col0 + tl.arange(0, col_count)

@@ -50,14 +50,14 @@ class Reading:
         return matrices(x, self.prologue, self.operands)
 
 
-def takes_prologue(fmt: BlockFormat, prologue: Prologue, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels of a format read the result of a prologue of these operands, the first included.
+def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether the kernels of a format read the result of a prologue. dtypes: of its operands.
 
     They compute pairs of 16-bit elements. Square blocks are read by a kernel that knows no prologue.
     """
-    wide = any(operands[i].dtype.itemsize != 2 for i, kind in prologue.kinds.items() if kind == "aux")
-    same = operands[0].dtype == prologue.dtype  # the kernels take it for the dtype of what they quantise
-    return not fmt.square and operands[0].dim() > 1 and same and not wide and len(operands) <= OPERANDS
+    wide = any(dtypes[i].itemsize != 2 for i, kind in prologue.kinds.items() if kind == "aux")
+    same = dtypes[0] == prologue.dtype  # the kernels take it for the dtype of what they quantise
+    return not fmt.square and same and not wide and len(dtypes) <= OPERANDS
 
 
 def quantize(

@@ -229,8 +229,8 @@ def quantize_rows(
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
-    words = read_tile(x_row_ptr, operands, batch, row, rows, block0 * BLOCK, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK,
-                      VECTORS, ALIGN, False, ISA)  # fmt: skip
+    words = read_tile(x_row_ptr, operands, batch, row, rows, block0 * BLOCK, cols, cols_left, dtype, ROWS, BLOCKS,
+                      BLOCK, VECTORS, ALIGN, False, ISA)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -271,8 +271,8 @@ def quantize_scaled_rows(
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
     if ON_CHIP:
-        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
-                          False, ISA)  # fmt: skip
+        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                          ALIGN, False, ISA)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
         part_blocks: tl.constexpr = BLOCKS // PARTS
