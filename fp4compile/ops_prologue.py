@@ -44,10 +44,11 @@ def quantize_prologue_cuda(
     from fp4compile.templates.quantize.dispatch import Reading, takes_prologue
 
     steps = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard)
-    if not takes_prologue(formats.get(format), steps, [operand.dtype for operand in operands]):
+    down_columns = op == "quantize" and dim not in (-1, operands[0].dim() - 1)
+    dtypes = [operand.dtype for operand in operands]
+    if not takes_prologue(formats.get(format), steps, dtypes, down_columns or op == "quantize_both"):
         return list(_of(op, "_cuda", apply(steps, operands), format, dim, outer, layout, seed, hadamard))
     first, *others = (operand.contiguous() for operand in operands)
-    down_columns = op == "quantize" and dim not in (-1, first.dim() - 1)
     reading = Reading(steps, tuple(others), down_columns)
     return list(_of(op, "_cuda", first, format, dim, outer, layout, seed, hadamard, reading=reading))
 

@@ -4,8 +4,8 @@ Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after t
 
 From a product on, the pass follows its users through reshapes, casts and the operations of `passes.pointwise`, as long
 as an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). Of what it has gathered it
-takes the longest part that ends in one value. Nothing else may use the product or what lies between: the backward pass, for
-example, for which a value is saved.
+takes the longest part that ends in one value. Nothing else may use the product or what lies between: the backward pass,
+for example, for which a value is saved.
 
 The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
 result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps

@@ -81,12 +81,13 @@ class _Chain:
     """What the tensor that a node quantises is made of.
 
     operations: name and arguments (nodes and numbers) of each, after those that it needs. operands: what these read,
-    and how: "aux", "row" or "col". Reshapes and casts are looked through.
+    and how: "aux", "row" or "col". Reshapes and casts are looked through. entered: operations that were looked at.
     """
 
     quantise: Node
     operations: dict[Node, tuple[str, tuple]] = field(default_factory=dict)
     operands: dict[Node, str] = field(default_factory=dict)
+    entered: int = 0
 
     @property
     def source(self) -> Node:
@@ -102,11 +103,12 @@ class _Chain:
             return False
         if not self._take(self.source, "aux") or not self.operations or len(self.operands) > OPERANDS:
             return False
-        if self._first() is None or self.shape() is None:
+        first = self._first()
+        if first is None or not (same_shape(first.meta["val"].shape, self.value.shape) or self.shape()):
             return False
-        fmt, prologue = formats.get(self.quantise.args[1]), self.prologue()
+        prologue, work = self.prologue(), self._work()
         dtypes = [node.meta["val"].dtype for node in self.ordered()]
-        return takes_prologue(fmt, prologue, dtypes) and pays(prologue, dtypes, self._work())
+        return takes_prologue(work.fmt, prologue, dtypes, work.by_columns) and pays(prologue, dtypes, work)
 
     def _alone(self) -> bool:
         """Whether the quantiser alone reads its tensor, by any shape."""
@@ -129,13 +131,16 @@ class _Chain:
         if step is None:
             self.operands[node] = kind
             return contiguous(value) and (kind != "aux" or self._in_memory(node))
+        self.entered += 1
+        if self.entered > MOST_STEPS:
+            return False
         for argument in step[1]:
             if isinstance(argument, Node):
                 how = _kind(argument, value.shape, kind)
                 if how is None or not self._take(argument, how):
                     return False
         self.operations[node] = step
-        return len(self.operations) <= MOST_STEPS
+        return True
 
     def _in_memory(self, node: Node) -> bool:
         """Whether a tensor is written to memory, or might as well be, though the quantiser does not read it.

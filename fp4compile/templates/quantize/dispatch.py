@@ -50,14 +50,21 @@ class Reading:
         return matrices(x, self.prologue, self.operands)
 
 
-def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether the kernels of a format read the result of a prologue. dtypes: of its operands.
+def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype], by_columns: bool) -> bool:
+    """Whether the kernels of a format read the result of a prologue.
 
-    They compute pairs of 16-bit elements. Square blocks are read by a kernel that knows no prologue.
+    dtypes: of its operands. by_columns: whether the kernel quantises down the columns, too or alone.
+
+    They compute pairs of 16-bit elements. Square blocks are read by a kernel that knows no prologue. A thread of the
+    kernels of columns holds whole blocks: with more operands than two, or with erf, ptxas spills registers.
     """
-    wide = any(dtypes[i].itemsize != 2 for i, kind in prologue.kinds.items() if kind == "aux")
-    same = dtypes[0] == prologue.dtype  # the kernels take it for the dtype of what they quantise
-    return not fmt.square and same and not wide and len(dtypes) <= OPERANDS
+    tensors = [dtypes[i] for i, kind in prologue.kinds.items() if kind == "aux"]
+    if fmt.square or len(dtypes) > OPERANDS or len(tensors) > (2 if by_columns else 3):
+        return False
+    if by_columns and any(step.operation == "erf" for step in prologue.steps):
+        return False
+    # The kernels take the dtype of the first operand for that of what they quantise.
+    return dtypes[0] == prologue.dtype and all(dtype.itemsize == 2 for dtype in tensors)
 
 
 def quantize(

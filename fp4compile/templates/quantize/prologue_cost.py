@@ -21,13 +21,16 @@ INSTRUCTIONS = {"div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "squar
 ROUNDING = 2
 # Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
 AMAX, QUANTIZE = 1, 6
+# What is saved must be more than this model can be wrong by.
+WORTH = 0.95
 
 
 @dataclass(frozen=True)
 class Work:
     """What a quantiser does. op: as in the op `quantize_prologue`.
 
-    columns: whether it quantises down the columns alone. given: whether the outer scale is given. cols: elements of a row, which may be symbolic.
+    columns: whether it quantises down the columns alone. given: whether the outer scale is given. transform, seeded: as
+    the kernels have it. cols: elements of a row, which may be symbolic.
     """
 
     op: str
@@ -44,8 +47,12 @@ class Work:
         if self.given or self.fmt.outer is None:
             return False
         on_chip = isinstance(self.cols, int) and self.cols <= MAX_ROW_ON_CHIP
-        by_rows = self.fmt.outer == "row" and not self.columns and self.op != "quantize_both"
-        return not (by_rows and on_chip)
+        return not (self.fmt.outer == "row" and on_chip and not self.by_columns)
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether the kernel is one that quantises down the columns, too or alone."""
+        return self.columns or self.op == "quantize_both"
 
     @property
     def directions(self) -> int:
@@ -67,7 +74,7 @@ def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work) -> bool:
     width = prologue.dtype.itemsize
     read = sum(dtypes[i].itemsize for i, kind in prologue.kinds.items() if kind == "aux")
     steps = sum(INSTRUCTIONS.get(step.operation, 1) for step in prologue.steps)
-    written = work.directions * (0.5 if work.fmt.packed else 1)
+    written = 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
     quantize = QUANTIZE * work.directions
     apart = width if "col" in prologue.kinds.values() else _time(read + width, steps)
     apart += _time(width + written, quantize)
@@ -75,7 +82,7 @@ def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work) -> bool:
     if work.amax_read:
         apart += _time(width, AMAX)
         fused += _time(read, AMAX + steps + ROUNDING)
-    return fused < apart
+    return fused < WORTH * apart
 
 
 def _time(bytes: float, instructions: float) -> float:
