@@ -36,6 +36,7 @@ from fp4compile.passes.graph import (
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
 from fp4compile.pointwise import Step
 from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.dispatch import takes_prologue
 from fp4compile.templates.quantize.prologue_cost import Work, pays
 
@@ -108,7 +109,9 @@ class _Chain:
             return False
         prologue, work = self.prologue(), self._work()
         dtypes = [node.meta["val"].dtype for node in self.ordered()]
-        return takes_prologue(work.fmt, prologue, dtypes, work.by_columns) and pays(prologue, dtypes, work)
+        if not takes_prologue(work.fmt, prologue, dtypes, work.by_columns):
+            return False
+        return pays(prologue, dtypes, work, target_of(self.value.device).sm)
 
     def _alone(self) -> bool:
         """Whether the quantiser alone reads its tensor, by any shape."""

@@ -27,6 +27,7 @@ from fp4compile.templates.quantize.heuristics import (
     PARTIAL_MAXIMA_ELEMENTS,
     AmaxConfig,
     amax_config,
+    amax_of_rows_config,
     column_amax_config,
 )
 from fp4compile.templates.quantize.views import Matrices, Outer, whole_tiles
@@ -59,6 +60,8 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     # The kernel that reads partial maxima has their number as a constant, so no symbolic size will do.
     small = flat is not None and isinstance(source.cols, int) and source.cols <= PARTIAL_MAXIMA_ELEMENTS
     config = amax_config(source.cols if small else None)
+    if source.prologue is not None and flat is None:
+        config = amax_of_rows_config(source.cols)
     grid = _amax_grid(source, config)
     device = source.tensor.device
     if small:

@@ -14,13 +14,14 @@ from fp4compile.prologue import Prologue
 from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP
 
 # Instructions that a GPU issues in the time of a byte from memory: 132 multiprocessors * 128 * 1.75 GHz over 4.3 TB/s
-# on an H200, 148 * 128 * 1.85 GHz over 8 TB/s on a B200. The lower one.
-INSTRUCTIONS_PER_BYTE = 4.4
-# Of an operation on one element, about what ptxas makes of them for SM90. Rounding and packing of the result: 2.
-INSTRUCTIONS = {"div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "square": 1, "cube": 2}
-ROUNDING = 2
+# on an H200 (copies reach that), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), which stands for all others.
+INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
+# Instructions of an operation on one element, where it is not one. With ROUNDING, for masks, rounding and packing, they
+# give what ptxas makes of a gate and of a norm in `quantize_rows` for SM100, to one instruction.
+INSTRUCTIONS = {"div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "cube": 2}
+ROUNDING = 4
 # Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
-AMAX, QUANTIZE = 1, 6
+AMAX, QUANTIZE = 1, 9
 # What is saved must be more than this model can be wrong by.
 WORTH = 0.95
 
@@ -65,25 +66,26 @@ class Work:
         return 1 if one_read else self.directions
 
 
-def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work) -> bool:
+def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int) -> bool:
     """Whether the prologue takes less time in the quantiser's kernels than in a kernel of its own.
 
     dtypes: of the operands. With statistics of rows ("col"), Inductor's kernel reads the operands of the tensor's size
-    anyway, and loses its last store alone.
+    anyway, and loses its last store alone. sm: the GPU's compute capability.
     """
+    issued = INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100])
+
+    def time(moved: float, instructions: float) -> float:
+        return max(moved, instructions / issued)
+
     width = prologue.dtype.itemsize
     read = sum(dtypes[i].itemsize for i, kind in prologue.kinds.items() if kind == "aux")
     steps = sum(INSTRUCTIONS.get(step.operation, 1) for step in prologue.steps)
     written = 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
     quantize = QUANTIZE * work.directions
-    apart = width if "col" in prologue.kinds.values() else _time(read + width, steps)
-    apart += _time(width + written, quantize)
-    fused = _time(read + written, quantize + work.evaluations * (steps + ROUNDING))
+    apart = width if "col" in prologue.kinds.values() else time(read + width, steps)
+    apart += time(width + written, quantize)
+    fused = time(read + written, quantize + work.evaluations * (steps + ROUNDING))
     if work.amax_read:
-        apart += _time(width, AMAX)
-        fused += _time(read, AMAX + steps + ROUNDING)
+        apart += time(width, AMAX)
+        fused += time(read, AMAX + steps + ROUNDING)
     return fused < WORTH * apart
-
-
-def _time(bytes: float, instructions: float) -> float:
-    return max(bytes, instructions / INSTRUCTIONS_PER_BYTE)
