@@ -34,7 +34,7 @@ class Result:
     mode: FakeTensorMode
 
 
-def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="cuda", sm=90):
+def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="cuda", sm=90, turned=False):
     """The graph of a function on fake CUDA tensors, decomposed as Inductor does it, after the pass."""
     dtypes = [*dtypes, *[BF16] * (len(shapes) - len(dtypes))]
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, dry_run(Target(sm)) as launches:
@@ -42,6 +42,8 @@ def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="
         size = mode.shape_env.create_symintnode(symbol, hint=4)
         shapes = [[size if entry is ANY else entry for entry in shape] for shape in shapes]
         values = [torch.empty(shape, device=device, dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
+        if turned:
+            values[-1] = torch.empty_like(values[-1].t(), memory_format=torch.contiguous_format).t()
         with enable_python_dispatcher():
             graph = make_fx(function, decomposition_table=select_decomp_table())(*values).graph
         merge_quantize(graph)
@@ -159,7 +161,7 @@ def written_over(x):
 def long(x):
     for i in range(MOST_STEPS + 1):
         x = x * (1.0 + i)
-    return quantize(x, "nvfp4")
+    return quantize(x, ONE_LEVEL)
 
 
 FLAT = (64, 128)
@@ -206,6 +208,11 @@ def test_left_to_inductor(name):
 def test_other_arithmetic_is_left_to_inductor(switch):
     with config.patch({switch: True}):
         assert fused_graph(lambda x: quantize(x * 2.0, "nvfp4"), FLAT).fused == 0
+
+
+def test_operands_of_other_strides():
+    """The kernels read other operands as if they lay like the first."""
+    assert [fused_graph(lambda x, y: quantize(x * y, ONE_LEVEL), FLAT, FLAT, turned=t).fused for t in (0, 1)] == [1, 0]
 
 
 def test_the_choice():

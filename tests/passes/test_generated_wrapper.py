@@ -177,7 +177,7 @@ def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
     pytest.param(103, "float8_rowwise", ANY, id="103-float8_rowwise-any"),
 ])  # fmt: skip
 def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
-    """It reads what the quantise kernels wrote, where they wrote it; Inductor's kernels do the rest in two passes.
+    """It reads what the quantise kernels wrote, where they wrote it; Inductor's kernels do the rest in two passes or one.
 
     Nothing is copied, and no memory is filled but for a maximum or a scale of 1.
     """
@@ -187,7 +187,8 @@ def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
     assert not re.search(r"copy_\(|clone|gemm_", text)
     passes = re.findall(r"^ *(triton_\w+)\.run\(", text, re.M)
-    assert len([name for name in passes if not re.search("zeros|ones", name)]) == 2
+    # The gate is the quantiser's prologue, unless that would compute it twice, or Inductor rescales what it reads.
+    assert len([name for name in passes if not re.search("zeros|ones", name)]) == (1 if recipe == "mxfp8" else 2)
     written: set[str] = set()
     products = 0
     for line in text.splitlines():

@@ -397,8 +397,8 @@ def quantize_both(
     """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
     x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales go to data_ptr and scales_ptr, those of x.T to
-    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same. WHOLE:
-    tiles divide each matrix, so nothing needs a mask.
+    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same.
+    WHOLE: tiles divide each matrix, so nothing needs a mask.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * DEPTH
