@@ -177,7 +177,7 @@ def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
     pytest.param(103, "float8_rowwise", ANY, id="103-float8_rowwise-any"),
 ])  # fmt: skip
 def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
-    """It reads what the quantise kernels wrote, where they wrote it; Inductor's kernels do the rest in two passes or one.
+    """It reads what the quantise kernels wrote, where they wrote it; Inductor does the rest in two passes or one.
 
     Nothing is copied, and no memory is filled but for a maximum or a scale of 1.
     """
