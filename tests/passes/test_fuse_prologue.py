@@ -19,6 +19,8 @@ from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
+from tests.helpers.absent_gpu import fused_graph as epilogue_graph
+from tests.helpers.graphs import summary
 
 BF16, F32 = torch.bfloat16, torch.float32
 SAME, ROW = (2, 64, 128), (128,)
@@ -273,3 +275,36 @@ def test_both_directions_and_the_others():
     assert columns.fused == 1 and columns.launches[0].kernel.__name__ == "quantize_columns"
     fake = fused_graph(lambda x: torch.ops.fp4compile.fake_quantize(F.relu(x) * 2.0, "nvfp4"), FLAT, lowered=True)
     assert fake.fused == 1 and [one.kernel.__name__ for one in fake.launches] == ["tensor_amax", "quantize_rows"]
+
+
+def quantisers(function, *shapes, **options):
+    """The lines of the snapshot of a graph that quantise activations or gradients, after the passes before this one."""
+
+    def fuse(graph):
+        merge_quantize(graph)
+        fuse_prologue(graph)
+
+    lines = summary(epilogue_graph(function, *shapes, recipe="mxfp8", then=fuse, **options).graph).splitlines()
+    found = [line.split(" = fp4compile.")[1] for line in lines if "fp4compile.quantize" in line]
+    return [line for line in found if not line.startswith(("quantize(w", "quantize(v"))]
+
+
+def llama_mlp(x, norm, w, v, w_down):
+    y = rms_norm(x, norm)
+    return x + F.linear(F.silu(F.linear(y, w)) * F.linear(y, v), w_down)
+
+
+def test_snapshot_of_a_llama_mlp():
+    """The norm goes into its quantiser; the gate into the product where that writes it, else into its quantiser."""
+    norm = (
+        "quantize_prologue([x_1, norm_1, rsqrt], ['mul aux0 col2', 'mul row1 s0'], torch.bfloat16, quantize, mxfp8, -1"
+    )
+    shapes = (512, 1024), (1024,), (2048, 1024), (2048, 1024), (1024, 2048)
+    assert quantisers(llama_mlp, *shapes, sm=100) == [
+        f"{norm}, layout=swizzled)", "quantize(scaled_mm_epilogue_default, mxfp8, -1, layout=swizzled)",
+    ]  # fmt: skip
+    assert quantisers(llama_mlp, *shapes, sm=90) == [
+        f"{norm})",
+        "quantize_prologue([scaled_mm_default, scaled_mm_default_1], ['neg aux0', 'exp s0', 'add s1 1.0', "
+        "'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize, mxfp8, -1)",
+    ]  # fmt: skip
