@@ -46,6 +46,8 @@ from fp4compile.templates.quantize.prologue_cost import Work, pays
 aten = torch.ops.aten
 
 _OPS = {QUANTIZE: "quantize", QUANTIZE_BOTH: "quantize_both", FAKE_QUANTIZE: "fake_quantize"}
+# What `quantize_prologue` takes besides.
+_OPTIONS = {"outer", "layout", "seed", "hadamard"}
 # A longer chain is no activation and no norm; and each step is an instruction of every tile at least.
 MOST_STEPS = 32
 
@@ -103,6 +105,8 @@ class _Chain:
 
     def fuses(self) -> bool:
         """Whether all operations are known, nothing but the quantiser reads their result, and a prologue pays."""
+        if not _OPTIONS.issuperset(self.quantise.kwargs):
+            return False
         if self.value.dim() < 2 or not contiguous(self.value) or not self._alone():
             return False
         if not self._take(self.source, "aux") or not self.operations or len(self.operands) > OPERANDS:
