@@ -94,17 +94,17 @@ def compile_ahead(
 ) -> Any:
     """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
 
-    args: tensors (meta tensors too) and ints, by name; tensors count as aligned to 16 bytes. constants: the constexpr
-    arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: as of a launch.
+    args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the
+    constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: as of a launch.
 
     Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """
     signature, constexprs, attrs = {}, dict(constants), {}
     for i, name in enumerate(kernel.arg_names):
         value: Any = args.get(name)
-        if name in constants or (isinstance(value, int) and value == 1):
+        if name in constants or value is None or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
-            constexprs[name] = constants.get(name, 1)
+            constexprs[name] = constants.get(name, value)
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
             attrs[(i,)] = [["tt.divisibility", 16]]

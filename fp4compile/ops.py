@@ -19,6 +19,8 @@ Random bits come from a seed, which is an input: a product that is recomputed ge
 `functional` is the eager interface to them, on `BlockScaled` operands.
 """
 
+from functools import partial
+
 import torch
 
 from fp4compile import formats, reference, reference_scales
@@ -81,15 +83,18 @@ def _quantize(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hada
 
 
 @torch.library.impl(LIBRARY, "quantize", "CUDA")
-def quantize_cuda(x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"):
-    """`quantize` by the Triton kernels; what a graph is lowered to."""
+def quantize_cuda(
+    x, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax", reading=None
+):
+    """`quantize` by the Triton kernels; what a graph is lowered to. reading: with a prologue, see `ops_prologue`."""
     if scale_rule != "amax":
         from fp4compile.templates import scale_sweep
 
         return _quantize_swept(scale_sweep.quantize, x, format, dim, outer, layout, seed, hadamard, scale_rule)
     from fp4compile.templates.quantize import dispatch as kernels  # here, so that the CPU needs no Triton
 
-    return _quantize_by(kernels.quantize, x, format, dim, outer, layout, seed, hadamard)
+    implementation = kernels.quantize if reading is None else partial(kernels.quantize, reading=reading)
+    return _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard)
 
 
 def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard):
@@ -100,7 +105,7 @@ def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard):
     data, scales, computed = implementation(
         x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=hadamard
     )
-    scales = x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
+    scales = _present(scales, x, fmt)
     # A given outer scale is not handed through: an op may not return its input.
     return data, scales, computed_outer(x, outer, computed)
 
@@ -112,6 +117,11 @@ def _quantize_swept(implementation, x, format, dim, outer, layout, seed, hadamar
     check_scale_rule(fmt, scale_rule, seed, hadamard)
     data, scales, computed = implementation(x.movedim(dim, -1), fmt, outer, layout, scale_rule)
     return data, scales, computed_outer(x, outer, computed)
+
+
+def _present(scales: torch.Tensor | None, x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """Block scales, [0] where the format has none."""
+    return x.new_empty(0, dtype=fmt.scale_dtype) if scales is None else scales
 
 
 def _stream(x: torch.Tensor, dim: int) -> int:
@@ -183,19 +193,22 @@ def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamar
 
 
 @torch.library.impl(LIBRARY, "quantize_both", "CUDA")
-def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, hadamard=False, reading=None):
     """`quantize_both` by the Triton kernels: one read of x (and one for the amax of a dynamic two-level format)."""
     from fp4compile.templates.quantize import dispatch as kernels
 
     _check_both(format, x, outer, hadamard)
     check_layout(layout)
     check_training(formats.get(format), seed, hadamard)
-    rows, columns = kernels.quantize_both(x, formats.get(format), outer, layout, seed=seed, transform=hadamard)
+    fmt = formats.get(format)
+    rows, columns = kernels.quantize_both(x, fmt, outer, layout, seed=seed, transform=hadamard, reading=reading)
     # Where both have the same outer scale, an op may not return it twice.
     return (
-        *rows[:2],
+        rows[0],
+        _present(rows[1], x, fmt),
         computed_outer(x, outer, rows[2]),
-        *columns[:2],
+        columns[0],
+        _present(columns[1], x, fmt),
         computed_outer(x, outer, columns[2] if columns_apart(format, hadamard) else None),
     )
 
@@ -237,12 +250,12 @@ def _fake_quantize(x, format, *, outer=None):
 
 
 @torch.library.impl(LIBRARY, "fake_quantize", "CUDA")
-def fake_quantize_cuda(x, format, *, outer=None):
+def fake_quantize_cuda(x, format, *, outer=None, reading=None):
     """`fake_quantize` by the Triton kernels that quantise rows; what a graph is lowered to."""
     from fp4compile.templates.quantize import dispatch as kernels
 
     fmt = _fake_quantizable_format(format)
-    values, computed = kernels.fake_quantize(x, fmt, outer)
+    values, computed = kernels.fake_quantize(x, fmt, outer, reading=reading)
     return values, computed_outer(x, outer, computed)
 
 

@@ -135,7 +135,11 @@ def _signature(launched: Launched) -> tuple:
 def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
     """Every launch of every configuration, the same one once; None: of all tables of `launches`."""
     seen = set()
-    everything = (*launches.CONFIGURATIONS, *launches.GROUPED_CONFIGURATIONS)
+    everything = (
+        *launches.CONFIGURATIONS,
+        *launches.GROUPED_CONFIGURATIONS,
+        *launches.PROLOGUE_CONFIGURATIONS,
+    )
     for configuration in everything if configurations is None else configurations:
         for launched in configuration.launches(sm):
             if _signature(launched) not in seen:

@@ -13,6 +13,7 @@ from fp4compile.epilogue import Epilogue
 from fp4compile.groups import padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
+from fp4compile.prologue import Prologue
 from fp4compile.targets import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.gemm.choose import candidates, choose
@@ -87,6 +88,14 @@ def matrices_both(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any
     return experts.quantize_grouped_both(
         x.unflatten(0, (GROUPS, -1)), None, fmt, None, layout, seed=None, transform=False
     )  # fmt: skip
+
+
+def after_steps(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, steps: tuple[str, ...]) -> Any:
+    """Rows of what the steps of a prologue make of x and of other operands, which stand for any."""
+    prologue = Prologue.parse(steps, x.dtype)
+    others = [x.new_ones(prologue.shape_of(i, x.shape), dtype=torch.float32 if kind == "col" else x.dtype)
+              for i, kind in sorted(prologue.kinds.items()) if i]  # fmt: skip
+    return kernels.quantize(x, fmt, layout=layout, reading=kernels.Reading(prologue, tuple(others)))
 
 
 def _offs(x: torch.Tensor) -> torch.Tensor:
@@ -177,6 +186,15 @@ GROUPED_CONFIGURATIONS = (
     Configuration("matrices, columns", "nvfp4", partial(matrices, dim=-2)),
     Configuration("matrices, both", "nvfp4_16x16", matrices_both),
 )  # fmt: skip
+
+
+# With a prologue: silu(x) * y, and the end of a norm, whose statistics are there. Their values: tests/templates.
+_GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
+_NORM = ("mul aux0 col1", "mul s0 row2")
+PROLOGUE_CONFIGURATIONS = (
+    Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=_GATE)),
+    Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
+)
 
 
 # ---------------------------------------------------------------- products

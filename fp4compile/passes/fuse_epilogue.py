@@ -2,10 +2,10 @@
 
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
-From a product on, the pass follows its users through reshapes, casts and the operations of `_OPERATIONS`, as long as
-an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). Of what it has gathered it takes
-the longest part that ends in one value. Nothing else may use the product or what lies between: the backward pass, for
-example, for which a value is saved.
+From a product on, the pass follows its users through reshapes, casts and the operations of `passes.pointwise`, as long
+as an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). Of what it has gathered it
+takes the longest part that ends in one value. Nothing else may use the product or what lies between: the backward pass,
+for example, for which a value is saved.
 
 The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
 result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps
@@ -13,7 +13,6 @@ the operations that the pass does not know, and all of them where Inductor is to
 """
 
 import heapq
-import operator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,8 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat, ops
-from fp4compile._compat import statically_true
-from fp4compile.epilogue import AUXILIARIES, PRODUCT, Epilogue, Step
+from fp4compile.epilogue import AUXILIARIES, PRODUCT, Epilogue
 from fp4compile.passes.graph import (
     CAST,
     RESHAPES,
@@ -32,21 +30,10 @@ from fp4compile.passes.graph import (
     new_node,
     scaled_mm_of,
 )
+from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, operation_of, same_shape
+from fp4compile.pointwise import Step
 
 aten = torch.ops.aten
-
-FLOAT32 = torch.finfo(torch.float32)
-_OPERATIONS = {
-    aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
-    aten.neg.default: "neg", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
-    aten.erf.default: "erf", aten.tanh.default: "tanh",
-}  # fmt: skip
-_POWERS = {2: "square", 3: "cube"}
-# The results of these are in memory, whoever uses them.
-_STORED = (
-    operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
-)  # fmt: skip
 
 
 def fuse_epilogue(graph: Graph) -> int:
@@ -103,7 +90,7 @@ class _Region:
         if node.target in RESHAPES or node.target is CAST:
             self.renamed[node] = node.args[0]
             return True
-        step = _operation(node)
+        step = operation_of(node)
         if step is None or not all(self._fits(argument, value.shape) for argument in step[1]):
             return False
         self.operations[node] = step
@@ -111,9 +98,9 @@ class _Region:
 
     def _fits(self, argument: Node | float, shape: torch.Size) -> bool:
         if isinstance(argument, float):
-            return argument == 0 or FLOAT32.tiny <= abs(argument) <= FLOAT32.max
+            return fits_float32(argument)
         if argument in self:
-            return _same(argument.meta["val"].shape, shape)
+            return same_shape(argument.meta["val"].shape, shape)
         return self._operand_kind(argument, shape) is not None
 
     def _operand_kind(self, node: Node, shape: torch.Size) -> str | None:
@@ -121,12 +108,12 @@ class _Region:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in ops.FLOAT_DTYPES:
             return None
-        if value.device != self.value.device or not _contiguous(value):
+        if value.device != self.value.device or not contiguous(value):
             return None
-        if _same(value.shape, shape):
+        if same_shape(value.shape, shape):
             return "aux"
         row = (*[1] * (value.dim() - 1), self.value.shape[-1])
-        return "row" if 0 < value.dim() <= len(shape) and _same(value.shape, row) else None
+        return "row" if 0 < value.dim() <= len(shape) and same_shape(value.shape, row) else None
 
     def end(self) -> Node | None:
         """The last node whose value is all that is needed of what leads to it; None if there is nothing to fuse."""
@@ -185,33 +172,6 @@ class _Region:
         return Epilogue(steps, self.value.dtype, last.meta["val"].dtype)
 
 
-def _operation(node: Node) -> tuple[str, tuple] | None:
-    """(name, arguments) of an operation of an epilogue: nodes, and numbers as floats; None for anything else."""
-    if node.target is aten.pow.Tensor_Scalar:
-        base, exponent = node.args
-        return (_POWERS[exponent], (base,)) if exponent in _POWERS else None
-    name = _OPERATIONS.get(node.target)
-    if name is None or any(isinstance(arg, bool) or not isinstance(arg, Node | int | float) for arg in node.args):
-        return None
-    arguments = tuple(arg if isinstance(arg, Node) else float(arg) for arg in node.args)
-    if name == "div" and isinstance(arguments[1], float):  # as Inductor does on a GPU
-        return ("mul", (arguments[0], 1.0 / arguments[1])) if arguments[1] else None
-    return name, arguments
-
-
-def _same(shape, other) -> bool:
-    return len(shape) == len(other) and all(statically_true(a == b) for a, b in zip(shape, other, strict=True))
-
-
-def _contiguous(value: torch.Tensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if not statically_true(size == 1) and not statically_true(stride == step):
-            return False
-        step = step * size
-    return True
-
-
 def _in_memory(node: Node, inside: set[Node]) -> bool:
     """Whether a tensor is written to memory even if no epilogue reads it.
 
@@ -222,7 +182,7 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
     while path[-1].target in RESHAPES:
         path.append(path[-1].args[0])
     source = path[-1]
-    if source.op in ("placeholder", "get_attr") or source.target in _STORED:
+    if source.op in ("placeholder", "get_attr") or source.target in STORED:
         return True
     return any(user not in inside and user not in path for step in path for user in step.users)
 
@@ -234,8 +194,10 @@ def _fuse(graph: Graph, region: _Region, last: Node) -> None:
     with graph.inserting_before(last):
         arguments = (*product.args, operands, epilogue.strings(), epilogue.dtype)
         fused = new_node(graph, SCALED_MM_EPILOGUE, arguments, product.meta)
-        if not _same(region.value.shape, value.shape):
-            shape = next(n.args[1] for n in inside if n.target in RESHAPES and _same(n.meta["val"].shape, value.shape))
+        if not same_shape(region.value.shape, value.shape):
+            shape = next(
+                n.args[1] for n in inside if n.target in RESHAPES and same_shape(n.meta["val"].shape, value.shape)
+            )
             fused = new_node(graph, aten.reshape.default, (fused, shape), last.meta)
     last.replace_all_uses_with(fused)
     for node in sorted(inside, reverse=True):

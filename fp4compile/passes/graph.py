@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 import fp4compile.ops_grouped  # noqa: F401  defines some of the ops below
+import fp4compile.ops_prologue  # noqa: F401  as above
 from fp4compile import formats
 from fp4compile.epilogue import Epilogue
 from fp4compile.operand import Operand
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 QUANTIZE = torch.ops.fp4compile.quantize.default
 QUANTIZE_BOTH = torch.ops.fp4compile.quantize_both.default
 FAKE_QUANTIZE = torch.ops.fp4compile.fake_quantize.default
+QUANTIZE_PROLOGUE = torch.ops.fp4compile.quantize_prologue.default
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
 SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
 SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from fp4compile import _inductor_patches, ops, ops_grouped
+from fp4compile import _inductor_patches, ops, ops_grouped, ops_prologue
 from fp4compile.passes.autotune import fastest
 from fp4compile.passes.graph import (
     FAKE_QUANTIZE,
@@ -29,6 +29,7 @@ from fp4compile.passes.graph import (
     QUANTIZE_BOTH,
     QUANTIZE_GROUPED,
     QUANTIZE_GROUPED_BOTH,
+    QUANTIZE_PROLOGUE,
     SCALED_GROUPED_MM,
     SCALED_MM,
     SCALED_MM_EPILOGUE,
@@ -44,6 +45,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     QUANTIZE: ops.quantize_cuda,
     QUANTIZE_BOTH: ops.quantize_both_cuda,
     FAKE_QUANTIZE: ops.fake_quantize_cuda,
+    QUANTIZE_PROLOGUE: ops_prologue.quantize_prologue_cuda,
     torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
     SCALED_MM: ops.scaled_mm_cuda,
     SCALED_MM_EPILOGUE: ops.scaled_mm_epilogue_cuda,
@@ -66,7 +68,7 @@ def lower(graph: Graph) -> int:
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
-            if node.args[0].meta["val"].device.type == "cuda":
+            if node.all_input_nodes[0].meta["val"].device.type == "cuda":
                 lowered += _replace(pattern.match(node), implementation, traces)
     return lowered
 

@@ -28,6 +28,7 @@ from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
+from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
@@ -50,6 +51,7 @@ POST_GRAD = (
     Pass("merge_quantize", merge_quantize),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes: these see the operands that it leaves
     Pass("fuse_epilogue", fuse_epilogue),
+    Pass("fuse_prologue", fuse_prologue),  # what a product can write itself, a quantiser need not compute
     Pass("fuse_horizontal", fuse_horizontal),  # moves nodes, which is only allowed while no memory is written over
     Pass("inplace", inplace),
     Pass("lower", lower),

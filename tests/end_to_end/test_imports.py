@@ -31,12 +31,16 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "fp4compile.recipe", "fp4compile.report", "fp4compile.report_groups", "fp4compile.report_page",
         "fp4compile.report_row", "fp4compile.roofline", "fp4compile.weight_cache", "fp4compile.fingerprint",
     )),
-    ("operators", ("fp4compile.functional", "fp4compile.scale_sweep", "fp4compile.ops", "fp4compile.ops_grouped")),
+    ("operators", (
+        "fp4compile.functional", "fp4compile.scale_sweep", "fp4compile.ops", "fp4compile.ops_grouped",
+        "fp4compile.ops_prologue",
+    )),
     ("templates", ("fp4compile.templates",)),
     ("ground", (
         "fp4compile.formats", "fp4compile.reference", "fp4compile.layouts", "fp4compile.targets", "fp4compile._compat",
-        "fp4compile._inductor_patches", "fp4compile.config", "fp4compile.epilogue", "fp4compile.operand",
-        "fp4compile.groups", "fp4compile.gpus", "fp4compile.reference_grouped", "fp4compile.reference_scales",
+        "fp4compile._inductor_patches", "fp4compile.config", "fp4compile.epilogue", "fp4compile.prologue",
+        "fp4compile.pointwise", "fp4compile.operand", "fp4compile.groups", "fp4compile.gpus",
+        "fp4compile.reference_grouped", "fp4compile.reference_scales",
     )),
 )  # fmt: skip
 # Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4compile.epilogue import OPERATIONS, Epilogue, Step, apply
+from fp4compile.epilogue import Epilogue, apply
+from fp4compile.pointwise import OPERATIONS, Step
 from fp4compile.templates.device import epilogue as device
+from fp4compile.templates.device.pointwise import _TRITON
 
 BF16, F32 = torch.bfloat16, torch.float32
 SILU_AND_GATE = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
@@ -26,8 +28,8 @@ def test_reference():
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_is_printed_and_computed(operation):
     """The reference and the device function know the same operations."""
-    assert set(device._TRITON) == set(OPERATIONS)
-    arguments = ["product", "aux0"][: device._TRITON[operation].count("{}") or 1]
+    assert set(_TRITON) == set(OPERATIONS)
+    arguments = ["product", "aux0"][: _TRITON[operation].count("{}") or 1]
     epilogue = Epilogue((Step(operation, tuple(arguments)),), F32, F32)
     x, y = torch.rand(3, 4) + 0.5, torch.rand(3, 4) + 0.5
     assert apply(x, epilogue, [y]).isfinite().all()

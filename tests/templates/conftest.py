@@ -10,7 +10,9 @@ _compile_ahead, _compiled = _compat.compile_ahead, {}
 
 def _signature(value):
     """What the code depends on in an argument."""
-    return value.dtype if isinstance(value, torch.Tensor) else (value == 1, value % 16 == 0, abs(value) < 2**31)
+    if value is None or isinstance(value, torch.Tensor):
+        return None if value is None else value.dtype
+    return value == 1, value % 16 == 0, abs(value) < 2**31
 
 
 def compile_once(kernel, args, constants, num_warps, sm, num_stages=3):

@@ -159,7 +159,8 @@ def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
     assert [lines.instruction_line(*where, sm, 184.5) for sm in (90, 100, 103, 120)] == [184.5, 150, 150, 184.5]
     assert lines.instruction_line("quantize_rows", "rows", "mxfp8", 100, 218.0) == 218.0
     # Every entry belongs to a configuration.
-    known = {(one.label, one.format) for one in (*launches.CONFIGURATIONS, *launches.GROUPED_CONFIGURATIONS)}
+    tables = launches.CONFIGURATIONS, launches.GROUPED_CONFIGURATIONS, launches.PROLOGUE_CONFIGURATIONS
+    known = {(one.label, one.format) for table in tables for one in table}
     assert {entry[1:] for entry in lines.INSTRUCTION_LINES} <= known
 
 
@@ -268,6 +269,7 @@ def test_one_row_below_its_line_fails_the_command(what, wrong, capsys, monkeypat
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setattr(launches, "CONFIGURATIONS", launches.CONFIGURATIONS[:1])
     monkeypatch.setattr(launches, "GROUPED_CONFIGURATIONS", ())
+    monkeypatch.setattr(launches, "PROLOGUE_CONFIGURATIONS", ())
     monkeypatch.setattr(launches, "PRODUCTS", launches.PRODUCTS[:1])
     assert main(["check-sm100", "--sm", "100"]) == 0
     out = capsys.readouterr().out

@@ -2,9 +2,7 @@
 
 `source` prints an `epilogue.Epilogue` as a Triton device function named `epilogue`. `with_epilogue(kernel, steps)` is a
 copy of the kernel in which the global name `epilogue` means that function; in the kernel as it is written, it means the
-function below, which changes nothing. Inductor follows the global names of a kernel and writes the source of what it
-calls into its wrapper, and Triton's cache keys cover it; a function that a kernel takes as a constexpr argument would
-not get through Dynamo. Equal steps print equal source, so that caches on disk serve other processes.
+function below, which changes nothing. See `device.pointwise` for the way in which this is done.
 
 The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored. All that follows is
 float32, in the operations that Inductor generates, until the result is stored; casts in between round nothing. So an
@@ -13,19 +11,15 @@ of them and read the other operands from memory. Two things can differ in a last
 have kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
 """
 
-import hashlib
-import linecache
-import types
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from fp4compile.epilogue import Argument, Epilogue
-from fp4compile.templates.device.dequantize import INTERPRETING
+from fp4compile.epilogue import Epilogue
 from fp4compile.templates.device.elements import float_bits
+from fp4compile.templates.device.pointwise import device_functions, erf, exp, printed_steps, tanh, with_functions
 from fp4compile.templates.device.register_tile import log2
 
 
@@ -39,50 +33,11 @@ def rounded(value, dtype: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
-def exp(x):
-    if INTERPRETING:
-        return tl.exp(x)
-    else:
-        return libdevice.exp(x)
-
-
-@triton.jit
-def erf(x):
-    if INTERPRETING:
-        return tl.erf(x)
-    else:
-        return libdevice.erf(x)
-
-
-@triton.jit
-def tanh(x):
-    if INTERPRETING:
-        return 2.0 * tl.sigmoid(2.0 * x) - 1.0
-    else:
-        return libdevice.tanh(x)
-
-
-@triton.jit
 def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):
     """float32 values acc at the offsets `at`, in the columns `col` of n, those `inside` of the result -> the same."""
     return acc
 
 
-# What Inductor computes (torch._inductor.codegen.triton) of float32 values, by the names of `epilogue.OPERATIONS`.
-_TRITON = {
-    "add": "{} + {}",
-    "sub": "{} - {}",
-    "mul": "{} * {}",
-    "div": "{} / {}",
-    "neg": "-{}",
-    "relu": "tl.where(0.0 > {0}, 0.0, {0})",
-    "square": "{0} * {0}",
-    "cube": "{0} * {0} * {0}",
-    "sigmoid": "tl.sigmoid({})",
-    "exp": "exp({})",
-    "erf": "erf({})",
-    "tanh": "tanh({})",
-}
 _DTYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 _LOADS = {
     "aux": "aux{0} = tl.load(epilogue_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
@@ -96,37 +51,25 @@ def source(epilogue: Epilogue) -> str:
     lines = ["@triton.jit", "def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):"]
     lines.append(f"    product = rounded(acc, {_DTYPES[dtype]}, ISA)" if dtype in _DTYPES else "    product = acc")
     lines += ["    " + _LOADS[kind].format(i) for i, kind in sorted(epilogue.kinds.items())]
-    result = "product"
-    for i, step in enumerate(epilogue.steps):
-        result = f"s{i}"
-        lines.append(f"    {result} = " + _TRITON[step.operation].format(*map(_printed, step.arguments)))
+    lines += ["    " + line for line in printed_steps(epilogue.steps)]
+    result = f"s{len(epilogue.steps) - 1}" if epilogue.steps else "product"
     return "\n".join([*lines, f"    return {result}"]) + "\n"
 
 
-def _printed(argument: Argument) -> str:
-    if isinstance(argument, str):
-        return argument
-    return f"({argument!r})" if argument < 0 else repr(argument)
+# What a printed function may use.
+_NAMES = {"triton": triton, "tl": tl, "rounded": rounded, "exp": exp, "erf": erf, "tanh": tanh}
 
 
 @cache
 def _device_function(text: str):
     """The device function of a text of `source`."""
-    name = f"<fp4compile epilogue {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # Triton reads the source there
-    names = dict(globals())
-    exec(compile(text, name, "exec"), names)
-    return names["epilogue"]
+    return device_functions(text, _NAMES)["epilogue"]
 
 
 @cache
 def with_epilogue(kernel, steps: Epilogue):
     """The kernel with these steps in the place of the epilogue that changes nothing."""
-    function = kernel.fn
-    names = {**function.__globals__, "epilogue": _device_function(source(steps))}
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__annotations__ = function.__annotations__
-    return triton.jit(copy)
+    return with_functions(kernel, {"epilogue": _device_function(source(steps))})
 
 
 @triton.jit

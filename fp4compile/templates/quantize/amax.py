@@ -15,18 +15,19 @@ from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
-    load_column_tile,
     transform_column_tile,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
-from fp4compile.templates.device.memory import load_tile, tile_of
+from fp4compile.templates.device.memory import tile_of
+from fp4compile.templates.device.prologue import read_column_tile, read_tile
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.heuristics import (
     PARTIAL_MAXIMA_ELEMENTS,
     AmaxConfig,
     amax_config,
+    amax_of_rows_config,
     column_amax_config,
 )
 from fp4compile.templates.quantize.views import Matrices, Outer, whole_tiles
@@ -59,6 +60,8 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     # The kernel that reads partial maxima has their number as a constant, so no symbolic size will do.
     small = flat is not None and isinstance(source.cols, int) and source.cols <= PARTIAL_MAXIMA_ELEMENTS
     config = amax_config(source.cols if small else None)
+    if source.prologue is not None and flat is None:
+        config = amax_of_rows_config(source.cols)
     grid = _amax_grid(source, config)
     device = source.tensor.device
     if small:
@@ -68,7 +71,8 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
         bits = torch.zeros((), dtype=torch.int32, device=device)
     target = target_of(device)
     launch(
-        tensor_amax, grid, source.tensor, bits, *source.args, FLAT=flat is not None, PARTIAL=small, MATRICES=0,
+        source.read_by(tensor_amax), grid, source.tensor, bits, *source.read_args, FLAT=flat is not None,
+        PARTIAL=small, MATRICES=0,
         LAUNCH_DEPENDENTS=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa,
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
@@ -83,7 +87,7 @@ def matrices_amax_bits(source: Matrices) -> torch.Tensor:
     config = amax_config(None)
     bits = torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device)
     launch(
-        tensor_amax, _amax_grid(source, config), source.tensor, bits, *source.args, FLAT=False, PARTIAL=False,
+        tensor_amax, _amax_grid(source, config), source.tensor, bits, *source.read_args, FLAT=False, PARTIAL=False,
         MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
@@ -113,7 +117,7 @@ def columns_amax_bits(
     grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
     isa = target_of(source.tensor.device).isa
     launch(
-        columns_amax, grid, source.tensor, bits, *source.args,
+        source.read_by(columns_amax), grid, source.tensor, bits, *source.read_args,
         PLAIN=rows == "all", ROWS=rows == "each", TRANSFORM=transform, EACH=each, MATRICES=each_matrix,
         ALIGN=source.align,
         WHOLE=isa >= 100 and whole_tiles(source, height, width, "linear"), ISA=isa, num_warps=config.num_warps,
@@ -125,6 +129,7 @@ def columns_amax_bits(
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
     FLAT: tl.constexpr, PARTIAL: tl.constexpr, MATRICES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
@@ -138,13 +143,15 @@ def tensor_amax(
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
     col_tiles = tl.cdiv(cols, BLOCKS * BLOCK).to(tl.int32)
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     col0 = col_tile.to(tl.int64) * (BLOCKS * BLOCK)
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
-    words = load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN)
+    words = read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN,
+                      False, ISA)  # fmt: skip
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
     if PARTIAL:
         tl.store(amax_ptr + tl.program_id(0), bits)
@@ -157,6 +164,7 @@ def tensor_amax(
 @triton.jit
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
     PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, MATRICES: tl.constexpr,
     ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
@@ -170,6 +178,7 @@ def columns_amax(
     pointers.) WHOLE: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False, ISA >= 100)
@@ -177,8 +186,8 @@ def columns_amax(
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     cols_left = tl.minimum(cols - col0, col_count)
-    tile = load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
-                            WHOLE)  # fmt: skip
+    tile = read_column_tile(ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES,
+                            WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:

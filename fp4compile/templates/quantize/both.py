@@ -31,6 +31,7 @@ from fp4compile.templates.device.packed_rounding import (
     packed_outer_scales,
     packed_rounding,
 )
+from fp4compile.templates.device.prologue import read_register_tile
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     after_barrier,
@@ -38,7 +39,6 @@ from fp4compile.templates.device.register_tile import (
     block_amaxes_along_row,
     block_amaxes_down_column,
     join_halves,
-    load_register_tile,
     repeat_along_row,
     repeat_down_column,
     stack_tensors,
@@ -77,8 +77,8 @@ def launch_both(
     config = both_config(fmt.element)
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
     launch(
-        quantize_both, tile_grid(source, height, width, layout), source.tensor, *rows, *columns,
-        *outer.arguments(rows[0]), *source.args, **format_constants(fmt), **outer.constants,
+        source.read_by(quantize_both), tile_grid(source, height, width, layout), source.tensor, *rows, *columns,
+        *outer.arguments(rows[0]), *source.read_args, **format_constants(fmt), **outer.constants,
         SWIZZLED=layout == "swizzled", WHOLE=whole_tiles(source, height, width, layout), ALIGN=source.align,
         **store_aligns(source.cols, fmt), **column_aligns(source.rows, fmt),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
@@ -387,6 +387,7 @@ def encode_tile(
 @triton.jit
 def quantize_both(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr, rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
@@ -395,10 +396,9 @@ def quantize_both(
 ):  # fmt: skip
     """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
-    x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
-    Codes and scales of x go to data_ptr and scales_ptr, those of x transposed to columns_ptr and column_scales_ptr.
-    OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same. WHOLE: tiles divide each matrix, so
-    nothing needs a mask.
+    x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales go to data_ptr and scales_ptr, those of x.T to
+    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same.
+    WHOLE: tiles divide each matrix, so nothing needs a mask.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * DEPTH
@@ -418,8 +418,9 @@ def quantize_both(
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
-    tile = load_register_tile(x_ptr + batch * x_batch + col0, row0, rows, cols_left, x_row, dtype, ROW_TILES,
-                              COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
+                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
     initial = after_barrier(tile[0], MIN_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"

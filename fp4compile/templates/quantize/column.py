@@ -16,14 +16,14 @@ from fp4compile.templates.device.block_scales import (
 )
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
-    load_column_tile,
     transform_column_tile,
     unpack_column_tile,
 )
 from fp4compile.templates.device.elements import encode_run, encode_runs, infinity_to_nan, word_amax
-from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
+from fp4compile.templates.device.prologue import read_column_tile, read_tile
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of, outer_of_matrices
 from fp4compile.templates.quantize.heuristics import column_config
@@ -95,9 +95,9 @@ def launch_columns(
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
     isa = target_of(source.tensor.device).isa
     launch(
-        quantize_columns, tile_grid(source, height, width, layout),
+        source.read_by(quantize_columns), tile_grid(source, height, width, layout),
         source.tensor, row_data, or_placeholder(row_scales, data), *along.arguments(data),
-        data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data), *source.args,
+        data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data), *source.read_args,
         **constants, ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, STREAM=stream,
         **along.constants, SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
         **column_aligns(source.rows, fmt), WHOLE=isa >= 100 and whole_tiles(source, height, width, layout), ISA=isa,
@@ -290,6 +290,7 @@ def quantize_columns(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
     rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
@@ -309,6 +310,7 @@ def quantize_columns(
     load needs a mask. On SM100 only, where the masks are a tenth of the instructions.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
@@ -325,8 +327,8 @@ def quantize_columns(
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
-        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, cols_left, row < rows, dtype,
-                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
+        words = read_tile(tile_ptr + row.to(tl.int64) * x_row, operands, batch, row, rows, col0, cols, cols_left, dtype,
+                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip
         if OUTER == "row amax":
             encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
                                         batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
@@ -339,8 +341,8 @@ def quantize_columns(
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
                          OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
-    tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
-                            WHOLE)  # fmt: skip
+    tile = read_column_tile(tile_ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK,
+                            ROW_TILES, WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
     column = col0 + tl.arange(0, col_count)

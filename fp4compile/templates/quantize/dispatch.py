@@ -7,21 +7,64 @@ Each kernel stands in a file of its own (row, column, both, square, amax, dequan
 it; `heuristics` has the tile sizes and `views` what the launches share.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from fp4compile import reference
 from fp4compile.formats import BlockFormat
+from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.quantize import both
 from fp4compile.templates.quantize.column import launch_columns, outers_of
 from fp4compile.templates.quantize.dequantize import dequantize
 from fp4compile.templates.quantize.row import launch_rows, launch_scaled_rows
 from fp4compile.templates.quantize.square import launch_squares
-from fp4compile.templates.quantize.views import code_pairs, empty_outputs, lies_transposed, matrices, typed_outputs
+from fp4compile.templates.quantize.views import (
+    Matrices,
+    code_pairs,
+    empty_outputs,
+    lies_transposed,
+    matrices,
+    typed_outputs,
+)
 
-__all__ = ["dequantize", "fake_quantize", "quantize", "quantize_both"]
+__all__ = ["Reading", "dequantize", "fake_quantize", "quantize", "quantize_both", "takes_prologue"]
 
 # data, block scales and outer scale, as `reference.quantize` returns them
 Quantized = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a quantiser reads x: as it lies in memory, or with a prologue, whose first operand x is.
+
+    operands: of the prologue, without the first; contiguous, as that is. down_columns: which direction is quantised.
+    """
+
+    prologue: Prologue | None = None
+    operands: tuple[torch.Tensor, ...] = ()
+    down_columns: bool = False
+
+    def matrices(self, x: torch.Tensor) -> Matrices:
+        return matrices(x, self.prologue, self.operands)
+
+
+def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype], by_columns: bool) -> bool:
+    """Whether the kernels of a format read the result of a prologue.
+
+    dtypes: of its operands. by_columns: whether the kernel quantises down the columns, too or alone.
+
+    They compute pairs of 16-bit elements. Square blocks are read by a kernel that knows no prologue. A thread of the
+    kernels of columns holds whole blocks: with more operands than two, or with erf, ptxas spills registers.
+    """
+    tensors = [dtypes[i] for i, kind in prologue.kinds.items() if kind == "aux"]
+    if fmt.square or len(dtypes) > OPERANDS or len(tensors) > (2 if by_columns else 3):
+        return False
+    if by_columns and any(step.operation == "erf" for step in prologue.steps):
+        return False
+    # The kernels take the dtype of the first operand for that of what they quantise.
+    return dtypes[0] == prologue.dtype and all(dtype.itemsize == 2 for dtype in tensors)
 
 
 def quantize(
@@ -34,6 +77,7 @@ def quantize(
     stream: int = 0,
     transform: bool = False,
     each_matrix: bool = False,
+    reading: Reading | None = None,
 ) -> Quantized:
     """Quantise along the last dimension: `reference.quantize` on the GPU, bit for bit; same arguments and results.
 
@@ -41,28 +85,30 @@ def quantize(
     but one is contiguous) is read as it lies. The transform needs such a view, and copies x where it is none.
 
     each_matrix: x is [B, R, C], and a dynamic outer scale of a tensor is one of each matrix, [B].
+    reading: with a prologue (`takes_prologue`), whose first operand x is a view of.
     """
     if fmt.square and seed is not None:  # no recipe asks for it
         return reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream)
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
         return reference.drop_row(row, layout)
-    down_columns = transform or lies_transposed(x)
+    down_columns = transform or (lies_transposed(x) if reading is None else reading.down_columns)
+    reading = reading or Reading()
     data, scales = empty_outputs(x, fmt, layout, down_columns)
     if fmt.square:
         source = matrices(x.transpose(-2, -1) if down_columns else x)
         outputs = {"columns" if down_columns else "rows": (data, scales)}
         outer = launch_squares(source, fmt, outer, layout, **outputs, each_matrix=each_matrix)
     elif down_columns:
-        source = matrices(x.transpose(-2, -1))
+        source = reading.matrices(x.transpose(-2, -1))
         outers = outers_of(source, fmt, outer, with_rows=False, transform=transform, each_matrix=each_matrix)
         launch_columns(source, fmt, outers, layout, (data, scales), seed=seed, stream=stream, transform=transform)
         outer = outers[1].result if outers[1].mode == "matrix amax" else _row_shaped(outers[1].result, x)
     elif fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        launch_scaled_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream)
+        launch_scaled_rows(reading.matrices(x), fmt, data, scales, outer, layout, seed, stream)
     else:
-        outer = launch_rows(matrices(x), fmt, data, scales, outer, layout, seed, stream, each_matrix)
+        outer = launch_rows(reading.matrices(x), fmt, data, scales, outer, layout, seed, stream, each_matrix)
     return (*typed_outputs(data, scales, x.shape[-1], fmt), outer)
 
 
@@ -75,11 +121,12 @@ def quantize_both(
     seed: torch.Tensor | None = None,
     transform: bool = False,
     each_matrix: bool = False,
+    reading: Reading | None = None,
 ) -> tuple[Quantized, Quantized]:
     """x [..., R, C] quantised along C and, transposed, along R, from one read.
 
     seed: int64 [], for stochastic rounding: stream 0 along C and stream 1 along R. transform: the Hadamard transform,
-    along R only. each_matrix: see `quantize`; of square blocks only.
+    along R only. each_matrix, reading: see `quantize`; the first of square blocks only.
 
     Returns (data, scales, outer scale) of x and of x transposed.
     """
@@ -88,7 +135,7 @@ def quantize_both(
         along_cols = reference.quantize(x, fmt, outer, layout, seed=seed)
         return along_cols, reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1)
     rows, columns = empty_outputs(x, fmt, layout), empty_outputs(transposed, fmt, layout, down_columns=True)
-    source = matrices(x)
+    source = (reading or Reading()).matrices(x)
     if fmt.square:
         outer = column_outer = launch_squares(
             source, fmt, outer, layout, rows=rows, columns=columns, each_matrix=each_matrix
@@ -104,18 +151,20 @@ def quantize_both(
 
 
 def fake_quantize(
-    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None, *, reading: Reading | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`reference.fake_quantize` on the GPU, bit for bit; same arguments and results.
 
     Neither codes nor block scales reach memory. x is copied first if its last dimension is not contiguous.
+    reading: see `quantize`.
     """
+    source = (reading or Reading()).matrices(x)
     values = x.new_empty((*x.shape[:-1], 2 * code_pairs(x.shape[-1], fmt)), dtype=torch.float16)
     if fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        launch_scaled_rows(matrices(x), fmt, values, None, outer)
+        launch_scaled_rows(source, fmt, values, None, outer)
     else:
-        outer = launch_rows(matrices(x), fmt, values, None, outer)
+        outer = launch_rows(source, fmt, values, None, outer)
     return values, outer
 
 

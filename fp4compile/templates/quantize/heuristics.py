@@ -5,7 +5,7 @@ ROWS), and a function that chooses its values. The values were measured on an H2
 (benchmarks/quantize.py).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 # A flat tensor of up to this many elements has its amax in partial maxima, one a program. They are written, not raised
 # by atomics, so that nothing has to be set to 0 first.
@@ -142,6 +142,14 @@ def amax_config(elements: int | None) -> AmaxConfig:
         return AmaxConfig(num_warps=8, rows=1, blocks=512, block=32)
     width = max(2048, 1 << (-(-elements // MAX_PARTIAL_MAXIMA) - 1).bit_length())
     return AmaxConfig(num_warps=4, rows=1, blocks=width // 32, block=32)
+
+
+def amax_of_rows_config(cols: int) -> AmaxConfig:
+    """For rows of `cols` elements (which may be symbolic) that cannot be read as one: a tile has as few beyond them."""
+    config = amax_config(None)
+    whole = 1 << (-(-cols // config.block) - 1).bit_length() if isinstance(cols, int) and cols else config.blocks
+    blocks = min(whole, config.blocks)
+    return replace(config, rows=config.blocks // blocks, blocks=blocks)
 
 
 def column_amax_config() -> ColumnAmaxConfig:

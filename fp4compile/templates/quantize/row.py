@@ -33,9 +33,10 @@ from fp4compile.templates.device.elements import (
     unpack,
     word_amax,
 )
-from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
+from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
@@ -78,8 +79,8 @@ def launch_rows(
     # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
     dependent = outer.mode == "amax" and outer.amax.dim() == 1 and target.dependent_launch
     launch(
-        quantize_rows, grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
-        or_placeholder(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
+        source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
+        or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
         **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent, ALIGN=source.align,
         **store_aligns(source.cols, fmt), ISA=target.isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
@@ -105,8 +106,8 @@ def launch_scaled_rows(
     rows, _ = padded_scale_shape(source.rows, 0, layout)
     grid = source.batch * ceil_div(rows, config.rows) * config.parts
     launch(
-        quantize_scaled_rows, grid, source.tensor, data, or_placeholder(scales, data), outer,
-        or_placeholder(seed, data), *source.args, **constants, SEEDED=seed is not None, STREAM=stream,
+        source.read_by(quantize_scaled_rows), grid, source.tensor, data, or_placeholder(scales, data), outer,
+        or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
         SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
         ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
@@ -198,6 +199,7 @@ def encode_and_store_codes(
 @triton.jit
 def quantize_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr,
@@ -212,6 +214,7 @@ def quantize_rows(
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     program = tl.program_id(0)
@@ -226,7 +229,8 @@ def quantize_rows(
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
-    words = load_tile(x_row_ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
+    words = read_tile(x_row_ptr, operands, batch, row, rows, block0 * BLOCK, cols, cols_left, dtype, ROWS, BLOCKS,
+                      BLOCK, VECTORS, ALIGN, False, ISA)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -245,6 +249,7 @@ def quantize_rows(
 @triton.jit
 def quantize_scaled_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
@@ -259,21 +264,23 @@ def quantize_scaled_rows(
     SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
     if ON_CHIP:
-        words = load_tile(x_row_ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
+        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                          ALIGN, False, ISA)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
         part_blocks: tl.constexpr = BLOCKS // PARTS
         block0 = part * part_blocks
         if PARTS > 1:
             cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
-            words = load_tile(x_row_ptr + block0 * BLOCK, cols_left, row < rows, dtype, ROWS, part_blocks, BLOCK,
-                              VECTORS, ALIGN)  # fmt: skip
+            words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
+                              dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA)  # fmt: skip
             amax = word_amax(words, 2, ISA, dtype)
     else:
         # The last tile covers the padding of swizzled scales.
@@ -281,8 +288,9 @@ def quantize_scaled_rows(
         tiles = tl.cdiv(tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK, width)
         rows_amax = tl.zeros((ROWS,), tl.int32)
         for tile in range(tiles):
-            words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
-                              ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)  # fmt: skip
+            words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
+                              tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
+                              ISA)  # fmt: skip
             rows_amax = tl.maximum(rows_amax, tl.max(word_amax(words, 2, ISA, dtype), 1))
 
     if SCALE == "none":
@@ -303,8 +311,9 @@ def quantize_scaled_rows(
                          SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
     else:
         for tile in range(tiles):
-            words = load_tile(x_row_ptr + tile * width, tl.minimum(cols - tile * width, width), row < rows, dtype,
-                              ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)  # fmt: skip
+            words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
+                              tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
+                              ISA)  # fmt: skip
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
                              dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,

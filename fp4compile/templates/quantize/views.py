@@ -1,17 +1,23 @@
 """What the launches of all quantise kernels share: views of tensors as matrices, output tensors, common arguments."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fp4compile._compat import statically_true, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
+from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.templates.device.prologue import with_prologue
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements."""
+    """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements.
+
+    prologue: None, or the steps whose result is the tensor; `tensor` is then their first operand, and `operands` are
+    the others. All are contiguous.
+    """
 
     tensor: torch.Tensor
     batch: int
@@ -19,6 +25,8 @@ class Matrices:
     cols: int
     batch_stride: int
     row_stride: int
+    prologue: Prologue | None = None
+    operands: tuple[torch.Tensor, ...] = ()
 
     @property
     def args(self) -> tuple:
@@ -26,16 +34,27 @@ class Matrices:
         return self.rows, self.cols, self.batch_stride, self.row_stride
 
     @property
+    def read_args(self) -> tuple:
+        """`args`, and the operands 1, 2, ... of kernels that read by `device.prologue`, as many as there may be."""
+        return *self.args, *self.operands, *[None] * (OPERANDS - 1 - len(self.operands))
+
+    def read_by(self, kernel):
+        """A kernel that reads by `device.prologue`, with the prologue in it."""
+        return kernel if self.prologue is None else with_prologue(kernel, self.prologue)
+
+    @property
     def numel(self):
         return self.batch * self.rows * self.cols
 
     def flat(self) -> "Matrices | None":
-        """The same elements as one row; None if they do not lie that way in memory."""
+        """The same elements as one row; None if they do not lie that way in memory, or an operand has no such row."""
+        if self.prologue is not None and set(self.prologue.kinds.values()) != {"aux"}:
+            return None
         one_matrix = statically_true(self.batch == 1) or statically_true(self.batch_stride == self.rows * self.cols)
         one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)
         if not (one_matrix and one_row):
             return None
-        return Matrices(self.tensor, 1, 1, self.numel, 0, 0)
+        return replace(self, batch=1, rows=1, cols=self.numel, batch_stride=0, row_stride=0)
 
     @property
     def align(self) -> int:
@@ -48,18 +67,24 @@ class Matrices:
         if not statically_true(self.rows == 1):
             divisor = power_of_two(self.row_stride, divisor)
         divisor = power_of_two(self.batch_stride, divisor)
-        return power_of_two(_address(self.tensor) // size, divisor) // 2
+        for each in (self.tensor, *self.operands):
+            divisor = power_of_two(_address(each) // each.element_size(), divisor)
+        return divisor // 2
 
 
-def matrices(x: torch.Tensor) -> Matrices:
-    """x as matrices whose rows run along its last dimension; copied only where its strides leave no other way."""
+def matrices(x: torch.Tensor, prologue: Prologue | None = None, operands: tuple[torch.Tensor, ...] = ()) -> Matrices:
+    """x as matrices whose rows run along its last dimension; copied only where its strides leave no other way.
+
+    prologue, operands: see `Matrices`; x is then contiguous.
+    """
     if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
         x = x.contiguous()
     while x.dim() < 3:
         x = x.unsqueeze(0)
     if x.dim() > 3:
         x = x.flatten(0, -3)
-    return Matrices(x, *x.shape, 0 if statically_true(x.shape[0] == 1) else x.stride(0), x.stride(1))
+    batch_stride = 0 if statically_true(x.shape[0] == 1) else x.stride(0)
+    return Matrices(x, *x.shape, batch_stride, x.stride(1), prologue, operands)
 
 
 def power_of_two(n, limit: int) -> int:

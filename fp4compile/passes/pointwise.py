@@ -1,0 +1,62 @@
+"""Pointwise operations as graphs have them: what the passes share that fuse them into kernels."""
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from fp4compile import ops
+from fp4compile._compat import statically_true
+from fp4compile.passes.graph import SCALED_MM, SCALED_MM_EPILOGUE
+
+aten = torch.ops.aten
+
+FLOAT32 = torch.finfo(torch.float32)
+_OPERATIONS = {
+    aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
+    aten.neg.default: "neg", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
+    aten.erf.default: "erf", aten.tanh.default: "tanh",
+}  # fmt: skip
+_POWERS = {2: "square", 3: "cube"}
+# The results of these are in memory, whoever uses them.
+STORED = (
+    operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+)  # fmt: skip
+
+
+def operation_of(node: Node) -> tuple[str, tuple] | None:
+    """(name, arguments) of an operation of `pointwise`: nodes, and numbers as floats; None for anything else."""
+    if node.target is aten.pow.Tensor_Scalar:
+        base, exponent = node.args
+        return (_POWERS[exponent], (base,)) if exponent in _POWERS else None
+    name = _OPERATIONS.get(node.target)
+    if name is None or any(isinstance(arg, bool) or not isinstance(arg, Node | int | float) for arg in node.args):
+        return None
+    arguments = tuple(arg if isinstance(arg, Node) else float(arg) for arg in node.args)
+    if name == "div" and isinstance(arguments[1], float):  # as Inductor does on a GPU
+        return ("mul", (arguments[0], 1.0 / arguments[1])) if arguments[1] else None
+    return name, arguments
+
+
+def fits_float32(number: float) -> bool:
+    return number == 0 or FLOAT32.tiny <= abs(number) <= FLOAT32.max
+
+
+def float_value(node: Node) -> torch.Tensor | None:
+    """The (fake) tensor of a node that yields one of the dtypes that kernels compute with."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) and value.dtype in ops.FLOAT_DTYPES else None
+
+
+def same_shape(shape, other) -> bool:
+    return len(shape) == len(other) and all(statically_true(a == b) for a, b in zip(shape, other, strict=True))
+
+
+def contiguous(value: torch.Tensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not statically_true(size == 1) and not statically_true(stride == step):
+            return False
+        step = step * size
+    return True

@@ -1,0 +1,96 @@
+"""Pointwise operations as data: the steps of an `epilogue.Epilogue` and of a `prologue.Prologue`.
+
+A step names an operation and its arguments: the result of an earlier step (`s0`), a tensor by a name that whoever has
+the steps explains (`aux0`, `row1`), or a number. Ops carry steps as strings, one a step: "mul s0 aux0".
+
+`evaluate` is the reference. `templates.device.pointwise` prints the same steps as Triton.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+Argument = str | float
+
+# Every operation, on float32 tensors. `templates.device.pointwise` has the same names.
+OPERATIONS: dict[str, Callable] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "neg": torch.neg,
+    "relu": torch.relu,
+    "square": lambda x: x * x,
+    "cube": lambda x: x * x * x,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+}
+_ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2}  # all others take one argument
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation; see the module's docstring for its arguments."""
+
+    operation: str
+    arguments: tuple[Argument, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.operation, *map(str, self.arguments)))
+
+
+def parse(steps: Sequence[str], whose: str, names: str) -> tuple[Step, ...]:
+    """The steps of the strings that an op carries.
+
+    whose: "epilogue" or "prologue", for messages. names: a regular expression of what the tensors are called. Raises
+    ValueError for a string that is no step.
+    """
+    return _parsed(tuple(steps), whose, names)
+
+
+@cache
+def _parsed(steps: tuple[str, ...], whose: str, names: str) -> tuple[Step, ...]:
+    name = re.compile(rf"s\d+|{names}")
+    return tuple(_parse(step, place, f"{whose} step {step!r}", name) for place, step in enumerate(steps))
+
+
+def _parse(text: str, place: int, which: str, name: re.Pattern) -> Step:
+    operation, *words = text.split()
+    arguments = tuple(word if name.fullmatch(word) else _number(which, word) for word in words)
+    if operation not in OPERATIONS or len(arguments) != _ARITY.get(operation, 1):
+        raise ValueError(f"{which}: no such operation of {len(arguments)} arguments")
+    later = [arg for arg in arguments if isinstance(arg, str) and arg[0] == "s" and int(arg[1:]) >= place]
+    if later:
+        raise ValueError(f"{which}: {later[0]} is no earlier step")
+    return Step(operation, arguments)
+
+
+def _number(which: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{which}: {word!r} is neither a name nor a number") from None
+
+
+def operand_kinds(steps: Sequence[Step], kinds: str) -> dict[int, str]:
+    """How each tensor is read, by its number: `row1` makes the entry 1: "row". kinds: "aux|row", for example."""
+    names = (name for step in steps for name in step.arguments if isinstance(name, str))
+    found = (re.fullmatch(rf"({kinds})(\d+)", name) for name in names)
+    return {int(match[2]): match[1] for match in found if match is not None}
+
+
+def evaluate(steps: Sequence[Step], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The reference: the result of the last step (there is at least one). tensors: by their names; all is float32."""
+    values = dict(tensors)
+    device = next(iter(values.values())).device
+    for i, step in enumerate(steps):
+        arguments = [values[name] if isinstance(name, str) else name for name in step.arguments]
+        if step.operation in _ARITY:  # two numbers never meet: one argument is a tensor
+            arguments = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in arguments]
+        values[f"s{i}"] = OPERATIONS[step.operation](*arguments)
+    return values[f"s{len(steps) - 1}"]

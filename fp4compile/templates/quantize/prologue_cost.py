@@ -1,0 +1,91 @@
+"""Where a prologue pays: a model of what a quantiser costs with it, and without it, after a kernel of Inductor's.
+
+A kernel takes the longer of the time for its bytes and the time for its instructions; all is counted for an element of
+the tensor, in bytes. The numbers below are assumptions with their sources; nothing of the fused kernels was timed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile.formats import BlockFormat
+from fp4compile.prologue import Prologue
+from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP
+
+# Instructions that a GPU issues in the time of a byte from memory: 132 multiprocessors * 128 * 1.75 GHz over 4.3 TB/s
+# on an H200 (copies reach that), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), which stands for all others.
+INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
+# Instructions of an operation on one element, where it is not one. With ROUNDING, for masks, rounding and packing, they
+# give what ptxas makes of a gate and of a norm in `quantize_rows` for SM100, to one instruction.
+INSTRUCTIONS = {"div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "cube": 2}
+ROUNDING = 4
+# Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
+AMAX, QUANTIZE = 1, 9
+# What is saved must be more than this model can be wrong by.
+WORTH = 0.95
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a quantiser does. op: as in the op `quantize_prologue`.
+
+    columns: whether it quantises down the columns alone. given: whether the outer scale is given. transform, seeded: as
+    the kernels have it. cols: elements of a row, which may be symbolic.
+    """
+
+    op: str
+    fmt: BlockFormat
+    columns: bool
+    given: bool
+    transform: bool
+    seeded: bool
+    cols: int
+
+    @property
+    def amax_read(self) -> bool:
+        """Whether the tensor is read once more, for its amax."""
+        if self.given or self.fmt.outer is None:
+            return False
+        on_chip = isinstance(self.cols, int) and self.cols <= MAX_ROW_ON_CHIP
+        return not (self.fmt.outer == "row" and on_chip and not self.by_columns)
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether the kernel is one that quantises down the columns, too or alone."""
+        return self.columns or self.op == "quantize_both"
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.op == "quantize_both" else 1
+
+    @property
+    def evaluations(self) -> int:
+        """How often the last kernel computes the prologue: `quantize_columns` does for each direction."""
+        one_read = self.fmt.outer != "row" and not self.transform and not self.seeded
+        return 1 if one_read else self.directions
+
+
+def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int) -> bool:
+    """Whether the prologue takes less time in the quantiser's kernels than in a kernel of its own.
+
+    dtypes: of the operands. With statistics of rows ("col"), Inductor's kernel reads the operands of the tensor's size
+    anyway, and loses its last store alone. sm: the GPU's compute capability.
+    """
+    issued = INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100])
+
+    def time(moved: float, instructions: float) -> float:
+        return max(moved, instructions / issued)
+
+    width = prologue.dtype.itemsize
+    read = sum(dtypes[i].itemsize for i, kind in prologue.kinds.items() if kind == "aux")
+    steps = sum(INSTRUCTIONS.get(step.operation, 1) for step in prologue.steps)
+    written = 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
+    quantize = QUANTIZE * work.directions
+    apart = width if "col" in prologue.kinds.values() else time(read + width, steps)
+    apart += time(width + written, quantize)
+    fused = time(read + written, quantize + work.evaluations * (steps + ROUNDING))
+    if work.amax_read:
+        apart += time(width, AMAX)
+        fused += time(read, AMAX + steps + ROUNDING)
+    return fused < WORTH * apart

@@ -1,0 +1,207 @@
+"""Quantisers with a prologue: the kernels against the reference of the steps, then of the quantiser, bit for bit.
+
+As in test_quantize_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+
+from fp4compile import _compat, formats, ops_prologue
+from fp4compile.prologue import Prologue
+from fp4compile.targets import Target
+from fp4compile.templates.device.prologue import source
+from fp4compile.templates.launch import dry_run
+from fp4compile.templates.quantize import heuristics
+from tests.helpers import in_interpreter
+from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
+from tests.helpers.kernels import DEVICE, INTERPRETING, OLD_TRITON, gpu, spilled_bytes
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+# Steps without functions that two libraries compute differently.
+RESIDUAL = ["add aux0 aux1"]
+NORM = ["sub aux0 col1", "mul s0 col2", "mul s1 row3", "add s2 row4"]
+SHIFT = ["relu aux0", "square s0", "add s1 1.0"]  # not 0 of 0
+WEIGHT = ["add row1 1.0", "mul aux0 s0"]
+
+
+def operands_of(steps, first, row_dtype=BF16):
+    """Operands for the steps, of which `first` is one."""
+    kinds = Prologue.parse(steps, BF16).kinds
+    generator = torch.Generator().manual_seed(7)
+    *lead, cols = first.shape
+    shapes = {"aux": (*lead, cols), "row": (cols,), "col": (*lead, 1)}
+    dtypes = {"aux": first.dtype, "row": row_dtype, "col": F32}
+    return [first] + [
+        torch.randn(shapes[kinds[i]], generator=generator).to(dtypes[kinds[i]]) for i in range(1, len(kinds))
+    ]
+
+
+def check(steps, first, op, format, dim=-1, row_dtype=BF16, **options):
+    """The kernels' bits against the op's on the CPU, which is the reference."""
+    operands = operands_of(steps, first, row_dtype)
+    arguments = (steps, first.dtype, op, format, dim)
+    expected = torch.ops.fp4compile.quantize_prologue(operands, *arguments, **options)
+    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    got = ops_prologue.quantize_prologue_cuda([x.to(DEVICE) for x in operands], *arguments, **moved)
+    for one, other in zip(got, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        one, other = one.reshape(-1).cpu(), other.reshape(-1)
+        if one.dtype in (F32, F16):  # NaNs are equal whatever their payload
+            one, other = one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
+def test_hard_inputs(format):
+    """NaN, infinities, zeros and ties on their way through the steps, in rows and in columns."""
+    block = formats.get(format).block_cols if formats.get(format).block else 16
+    finite = torch.cat([hard_input(name, (1, 80), BF16, block) for name in NAMES if name not in NON_FINITE])
+    check(["mul aux0 1.0"], finite, "quantize", format)
+    check(["mul aux0 1.0"], finite.t().contiguous(), "quantize", format, -2)
+    check(RESIDUAL, torch.cat([hard_input(name, (2, 80), BF16, block) for name in NON_FINITE]), "quantize", format)
+
+
+@gpu
+@pytest.mark.parametrize("steps", [NORM, SHIFT, WEIGHT, RESIDUAL], ids=["norm", "shift", "weight", "residual"])
+def test_forms(steps):
+    """Each kernel, with rows and columns of any length: outside of the tensor the steps make nothing."""
+    odd, even, batch = (torch.randn(shape).bfloat16() for shape in ((35, 41), (35, 72), (2, 3, 48)))
+    for format in ("nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"):
+        for first in (odd[:5].contiguous(), even[:5].contiguous()):
+            check(steps, first, "quantize", format, row_dtype=F32)
+        for op in ("quantize", "quantize_both"):
+            check(steps, odd if format == "mxfp8" else even, op, format, -2 if op == "quantize" else -1)
+    check(steps, batch, "quantize", "mxfp8", layout="swizzled")
+    check(steps, batch.half(), "quantize_both", "mxfp8", layout="swizzled")
+    for format in ("nvfp4", "nvfp4_rowwise"):
+        check(steps, batch, "fake_quantize", format)
+    check(steps, batch, "quantize", "nvfp4", outer=torch.tensor(0.25))
+
+
+@gpu
+def test_training_forms():
+    """The Hadamard transform and random bits: of the steps' result, in both directions."""
+    first, seed = torch.randn(35, 40).bfloat16(), torch.tensor(3)
+    check(NORM, first, "quantize_both", "nvfp4_te", hadamard=True)
+    if INTERPRETING:  # on SM100 random bits are the hardware's
+        check(NORM, first, "quantize_both", "nvfp4_te", hadamard=True, seed=seed)
+        check(SHIFT, first, "quantize", "nvfp4_te", -2, seed=seed)
+
+
+@gpu
+def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
+    """Their programs walk them twice, and compute the steps each time; few of them are shared by programs."""
+    check(NORM, torch.randn(1, 8200).bfloat16(), "quantize", "nvfp4_rowwise")
+    monkeypatch.setattr(heuristics, "MAX_ROW_ON_CHIP", 1024)
+    check(NORM, torch.randn(2, 16400).bfloat16(), "quantize", "nvfp4_rowwise")
+
+
+@gpu
+def test_one_column_and_one_row_and_none():
+    """Where rows, columns and tensors have the same shape, the names say how each is read."""
+    for shape in ((5, 1), (1, 48), (0, 48), (3, 0)):
+        first = torch.randn(shape).bfloat16()
+        check(WEIGHT, first, "quantize", "mxfp8")
+        check(NORM, first, "quantize", "mxfp8", -2)
+        check(NORM, first, "quantize_both", "mxfp8")
+
+
+@gpu
+def test_what_no_kernel_reads():
+    """Square blocks, float32, and more than a kernel takes: by PyTorch, then quantised."""
+    first = torch.randn(32, 64)
+    check(RESIDUAL, first, "quantize", "nvfp4")
+    check(RESIDUAL, first.bfloat16(), "quantize", "nvfp4_16x16")
+    check(["mul aux0 aux1", "add s0 aux2"], first.bfloat16(), "quantize_both", "mxfp8")
+
+
+@gpu
+@pytest.mark.parametrize(("steps", "exact"), [
+    (["neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1"], lambda x, y: F.silu(x) * y),
+    (["mul aux0 0.5", "mul aux0 0.7071067811865476", "erf s1", "add s2 1.0", "mul s0 s3"], F.gelu),
+    (["tanh aux0", "sigmoid aux0", "cube s0", "sub s1 s2"], lambda x: torch.sigmoid(x) - torch.tanh(x) ** 3),
+], ids=["silu", "gelu", "tanh"])  # fmt: skip
+def test_functions(steps, exact):
+    """Functions that two libraries compute differently: values, before the last bits of bfloat16 are lost."""
+    operands = operands_of(steps, torch.randn(4, 64).bfloat16())
+    arguments = (steps, BF16, "fake_quantize", "nvfp4_rowwise")
+    values, outer = ops_prologue.quantize_prologue_cuda([x.to(DEVICE) for x in operands], *arguments)
+    got = values.cpu().float() * outer.cpu()
+    expected = exact(*(x.float() for x in operands))
+    assert ((got - expected).abs() <= 0.18 * expected.abs().unflatten(-1, (4, 16)).amax(-1, keepdim=True).expand(
+        4, 4, 16).flatten(-2)).all()  # half a step of E2M1 at the top of a block  # fmt: skip
+
+
+def test_source():
+    steps = Prologue.parse(["add aux0 col1", "mul s0 row2"], BF16)
+    assert (
+        source(steps, "tile")
+        == """\
+@triton.jit
+def prologue(aux0, col1, row2):
+    s0 = aux0 + col1
+    s1 = s0 * row2
+    return s1
+
+
+@triton.jit
+def read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr, ROWS: tl.constexpr, \
+BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr, \
+ISA: tl.constexpr):
+    first0, second0 = unpack_column_tile((load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, \
+ALIGN, WHOLE),), dtype)
+    first1, second1 = col_tile(operands[0], batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, \
+VECTORS, ALIGN, WHOLE)
+    first2, second2 = row_tile(operands[1], batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, \
+VECTORS, ALIGN, WHOLE)
+    words = ()
+    for i in tl.static_range(len(first0)):
+        words = words + (pack(prologue(first0[i], first1[i], first2[i]), prologue(second0[i], second1[i], second2[i]), \
+dtype, ISA),)
+    return inside_tile(words, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, \
+WHOLE)
+"""
+    )
+
+
+def launches(sm, steps, op, format, shape=(1024, 1024), dim=-1, **options):
+    """Those of a quantiser with a prologue, on a GPU that need not be there."""
+    operands = [x.to("meta") for x in operands_of(steps, torch.empty(shape, dtype=BF16, device="meta"))]
+    with dry_run(Target(sm)) as found:
+        ops_prologue.quantize_prologue_cuda(operands, steps, BF16, op, format, dim, **options)
+    return found
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_inductor_writes_the_prologue_into_its_wrapper(tmp_path):
+    """The text that Inductor writes for a kernel that reads two forms of tile stands alone, and nothing spills."""
+    launch = launches(90, WEIGHT, "quantize_both", "nvfp4_te", hadamard=True)[-1]
+    path = tmp_path / "written.py"
+    text = user_defined_triton_kernel_transitive_closure_source_code(launch.kernel)
+    path.write_text(TritonKernel.gen_common_triton_imports() + "\n@triton.jit\n" + text)
+    spec = importlib.util.spec_from_file_location("written", path)
+    written = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(written)
+    compiled = _compat.compile_ahead(written.quantize_columns, launch.args, launch.constants, launch.num_warps, 90)
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
+
+
+@pytest.mark.skipif(INTERPRETING, reason="has no cache keys")
+def test_one_prologue_is_one_kernel():
+    one, same, other, none = (
+        launches(90, steps, "quantize", "mxfp8")[0].kernel for steps in (NORM, NORM, SHIFT, ["mul aux0 2.0"])
+    )
+    assert one is same and len({kernel.cache_key for kernel in (one, other, none)}) == 3
+
+
+@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
+@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
+def test_in_the_interpreter():
+    in_interpreter.assert_passes(__file__)
