@@ -49,6 +49,7 @@ U_MAX = 2.0**20
 # An element this many times the scale tells that the double scale has less error, by the elements of a block.
 DOUBLE_WINS = {16: 8.0, 256: 15.0}
 LAST_WITH_DOUBLE = 224.0
+MOST_SCALES = 20  # that are tried for a block, of any kind
 SUBNORMALS = 15  # bytes up to this one are all multiples of 2^-9, and the odd ones have no half
 _CHUNK = 2**14  # blocks that are searched at a time, so that what is computed stays in the CPU's cache
 

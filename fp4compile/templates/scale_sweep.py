@@ -34,6 +34,7 @@ CANDIDATES = tl.constexpr(reference_scales.CANDIDATES)
 SUBNORMALS = tl.constexpr(reference_scales.SUBNORMALS)
 LAST_WITH_DOUBLE = tl.constexpr(reference_scales.LAST_WITH_DOUBLE)
 E4M3_MIN = tl.constexpr(reference_scales.E4M3_MIN)
+MOST_SCALES = tl.constexpr(reference_scales.MOST_SCALES)
 LANES = 32  # blocks, or rows of square blocks, of a program
 
 
@@ -174,16 +175,18 @@ def least_error(first, second, top, DOUBLE_WINS: tl.constexpr, ISA: tl.constexpr
     winner = byte
     best = top * 0.0 + float("inf")
     active = byte > 0
-    while tl.max(tl.max(active.to(tl.int32), 1), 0) > 0:
-        error = block_error(first, second, scale, ISA)
-        better = active & (error <= best)
-        best = tl.where(better, error, best)
-        winner = tl.where(better, byte, winner)
-        byte = tl.maximum(byte - 1, 0)
-        scale = scale_value(byte)
-        excess = tl.maximum(top - 6.0 * scale, 0.0)  # the product is exact, so fusing it changes no bit
-        double_loses = (top < DOUBLE_WINS * scale) | (scale > LAST_WITH_DOUBLE)
-        active = active & (byte > 0) & (excess * excess <= best) & double_loses
+    # Not a `while`: Triton 3.6 fails on one whose values are tensors.
+    for _ in range(MOST_SCALES):
+        if tl.max(tl.max(active.to(tl.int32), 1), 0) > 0:
+            error = block_error(first, second, scale, ISA)
+            better = active & (error <= best)
+            best = tl.where(better, error, best)
+            winner = tl.where(better, byte, winner)
+            byte = tl.maximum(byte - 1, 0)
+            scale = scale_value(byte)
+            excess = tl.maximum(top - 6.0 * scale, 0.0)  # the product is exact, so fusing it changes no bit
+            double_loses = (top < DOUBLE_WINS * scale) | (scale > LAST_WITH_DOUBLE)
+            active = active & (byte > 0) & (excess * excess <= best) & double_loses
     return winner
 
 

@@ -19,6 +19,7 @@ from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.quantize import prologue_cost
 from tests.helpers.absent_gpu import fused_graph as epilogue_graph
 from tests.helpers.graphs import summary
 
@@ -54,6 +55,18 @@ def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="
         if lowered:
             lower(graph)
     return Result(graph, fused, launches, mode)
+
+
+@pytest.fixture(autouse=True)
+def on_any_gpu(monkeypatch):
+    """What the model says, also of GPUs on which the pass does nothing yet."""
+    monkeypatch.setattr(prologue_cost, "SINCE", 0)
+
+
+def test_what_was_measured_stays_as_it_is(monkeypatch):
+    monkeypatch.undo()
+    found = [fused_graph(lambda x, w: quantize(rms_norm(x, w), "nvfp4"), FLAT, ROW, sm=sm).fused for sm in (90, 100)]
+    assert found == [0, 1]
 
 
 def steps_of(graph):

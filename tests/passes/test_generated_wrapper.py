@@ -32,6 +32,7 @@ from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.targets import Target
 from fp4compile.templates import launch
+from fp4compile.templates.quantize import prologue_cost
 from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
 
@@ -127,10 +128,11 @@ def norm_and_product(x, y, scale, w):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", 300), ("mxfp8", ANY)], ids=str)
+@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", 300), ("mxfp8", ANY)], ids=["nvfp4", "mxfp8"])
 def test_generated_wrapper_of_a_prologue(recipe, rows, monkeypatch):
     """The quantiser computes the end of the norm: Inductor's kernel writes the sum and the statistics alone."""
     pretend(monkeypatch, 90)
+    monkeypatch.setattr(prologue_cost, "SINCE", 90)
     shapes = ((rows, 512), (rows, 512), (512,), (512, 512))
     found = fused_graph(norm_and_product, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
     definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")

@@ -22,6 +22,8 @@ INSTRUCTIONS = {"div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "cube"
 ROUNDING = 4
 # Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
 AMAX, QUANTIZE = 1, 9
+# On GPUs before this compute capability, what runs today was measured, and what a prologue gains there was not.
+SINCE = 100
 # What is saved must be more than this model can be wrong by.
 WORTH = 0.95
 
@@ -67,11 +69,15 @@ class Work:
 
 
 def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int) -> bool:
-    """Whether the prologue takes less time in the quantiser's kernels than in a kernel of its own.
+    """Whether the prologue is expected to take less time in the quantiser's kernels than in a kernel of its own.
+
+    False on GPUs before compute capability `SINCE`.
 
     dtypes: of the operands. With statistics of rows ("col"), Inductor's kernel reads the operands of the tensor's size
     anyway, and loses its last store alone. sm: the GPU's compute capability.
     """
+    if sm < SINCE:
+        return False
     issued = INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100])
 
     def time(moved: float, instructions: float) -> float:
