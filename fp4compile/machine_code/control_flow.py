@@ -103,8 +103,8 @@ class ControlFlow(Generic[Instruction]):
         Where the way forks, it goes where fewer rare instructions lie ahead, such as calls of a division's slow path,
         and of equal sides along the longer one. A loop inside another one counts trips * trips times.
 
-        A side that is not half as long as the other is that of a program without work. It is taken if `idle`, whatever
-        lies ahead, and else the other one is.
+        A side that is not a third as long as the other is that of a program without work. It is taken if `idle`, else
+        the other one is, whatever lies ahead.
         """
         counts = [sum(map(rare, block.instructions)) for block in self.blocks]
         # A block that only leads into a rare one, and could pass it by, is what little remains of the rare case.
@@ -113,7 +113,7 @@ class ControlFlow(Generic[Instruction]):
         for block in _postorder(self._forward):
             following = self._forward(block)
             lengths = [ahead[one][1] for one in following]
-            if lengths and 2 * min(lengths) < max(lengths):
+            if lengths and 3 * min(lengths) < max(lengths):
                 best: int | None = following[lengths.index(min(lengths) if idle else max(lengths))]
             else:
                 best = min(following, key=lambda one: (ahead[one][0], -ahead[one][1]), default=None)

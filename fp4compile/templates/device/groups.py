@@ -7,8 +7,8 @@ Each warp finds the group for itself, so that no program waits at a barrier: vec
 lane has `per_lane` neighbouring groups, each in a vector of its own. So a warp scans and reduces each quantity once,
 whatever the number of groups.
 
-Kernels load the offsets in their own bodies (`of_lanes`), and these functions take what was loaded: tuples `offs` and,
-as many groups earlier as a lane has, `before`. Where an address depends on what a called function has loaded through a
+Kernels load the offsets in their own bodies (`of_lanes`), and these functions take what was loaded: a tuple `offs` of
+each lane's groups, and a tuple `before` of those of the lane before it. Where an address depends on what a called function has loaded through a
 pointer, torch counts that pointer as written, and a graph would copy the offsets.
 """
 
@@ -24,7 +24,7 @@ def per_lane(groups):
 
 @triton.jit
 def of_lanes(i: tl.constexpr, GROUPS: tl.constexpr):
-    """(number, whether it exists) of each lane's group i, counted from its first one, or (i < 0) before it: int32 [32]."""
+    """(number, whether it exists) of group i of each lane, counted from its first one; i < 0: before that. int32 [32]."""
     group = tl.arange(0, 32) * per_lane(GROUPS) + i
     return group, (group >= 0) & (group < GROUPS)
 
@@ -38,8 +38,8 @@ def larger(a, b):
 def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
     """(row after the last, tile after the last) of each group, in tuples like `offs`: where groups begin a tile each.
 
-    offs, before: int32 [32] of each of a lane's groups, and of each of the lane's before it; 0 where there is none.
-    rows: how many there are, in groups and beyond. TILE: rows of a tile. Lanes beyond the last group have its ends.
+    offs, before: int32 [32] each, 0 where there is no group. rows: how many there are, in groups and beyond. TILE: rows
+    of a tile. Lanes beyond the last group have what the last group has.
     """
     rows = tl.cast(rows, tl.int32)
     # Offsets that decrease count as equal to the largest before them, of which the first is 0.
@@ -67,7 +67,7 @@ def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
 def total_tiles(before, offs, rows, TILE: tl.constexpr):
     """How many tiles of TILE rows there are, those of no group included."""
     ends, after = ends_of_lanes(before, offs, rows, TILE)
-    return tl.max(after[-1], 0) + tl.cdiv(rows - tl.max(ends[-1], 0), TILE)
+    return tl.max(after[len(after) - 1], 0) + tl.cdiv(rows - tl.max(ends[len(ends) - 1], 0), TILE)
 
 
 @triton.jit

@@ -35,6 +35,9 @@ from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, 
 from fp4compile.templates.launch import launch
 from fp4compile.templates.quantize.views import power_of_two
 
+# Where groups end stays in the registers beside the sums. Those of 1024 groups would not fit.
+MOST_GROUPS = 512
+
 
 @triton.jit
 def gemm_grouped(
@@ -129,8 +132,9 @@ def computes(p: GroupedProblem) -> bool:
 
 
 def _serves(p: GroupedProblem) -> bool:
-    """Groups that are known to have many rows, on average; GPUs from Ampere to Hopper."""
-    return 80 <= p.target.sm < 100 and statically_true(p.rows >= MANY_ROWS * p.groups) and computes(p)
+    """Groups that are known to have many rows, on average, and are not too many; GPUs from Ampere to Hopper."""
+    many_rows = p.groups <= MOST_GROUPS and statically_true(p.rows >= MANY_ROWS * p.groups)
+    return 80 <= p.target.sm < 100 and many_rows and computes(p)
 
 
 def _linear(x: OperandType, rows) -> bool:
