@@ -8,8 +8,8 @@ lane has `per_lane` neighbouring groups, each in a vector of its own. So a warp 
 whatever the number of groups.
 
 Kernels load the offsets in their own bodies (`of_lanes`), and these functions take what was loaded: a tuple `offs` of
-each lane's groups, and a tuple `before` of those of the lane before it. Where an address depends on what a called function has loaded through a
-pointer, torch counts that pointer as written, and a graph would copy the offsets.
+each lane's groups, and a tuple `before` of those of the lane before it. Where an address depends on what a called
+function has loaded through a pointer, torch counts that pointer as written, and a graph would copy the offsets.
 """
 
 import triton
@@ -24,7 +24,7 @@ def per_lane(groups):
 
 @triton.jit
 def of_lanes(i: tl.constexpr, GROUPS: tl.constexpr):
-    """(number, whether it exists) of group i of each lane, counted from its first one; i < 0: before that. int32 [32]."""
+    """(number, whether it exists) of group i of each lane, int32 [32]; i counts from its first one, also downwards."""
     group = tl.arange(0, 32) * per_lane(GROUPS) + i
     return group, (group >= 0) & (group < GROUPS)
 
