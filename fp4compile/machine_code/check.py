@@ -176,8 +176,11 @@ def _sixteens(configuration: Configuration) -> float:
 
 
 def _instructions(one: Compiled, configuration: Configuration) -> float:
-    threads = 32 * one.launched.num_warps * one.launched.grid
-    return one.sass.executed(configuration.trips(one.launched)) * threads / _sixteens(configuration)
+    trips, idle = configuration.trips(one.launched), configuration.idle_programs(one.launched)
+    executed = one.sass.executed(trips) * (one.launched.grid - idle)
+    if idle:
+        executed += one.sass.executed(trips, idle=True) * idle
+    return executed * 32 * one.launched.num_warps / _sixteens(configuration)
 
 
 # The element or scale type, and .RS where the conversion rounds stochastically.

@@ -97,11 +97,14 @@ class ControlFlow(Generic[Instruction]):
         chosen = self.order if blocks is None else [block for block in self.order if block in blocks]
         return [instruction for block in chosen for instruction in self.blocks[block].instructions]
 
-    def way(self, rare: Callable[[Instruction], bool], trips: int = 1) -> list[Instruction]:
+    def way(self, rare: Callable[[Instruction], bool], trips: int = 1, idle: bool = False) -> list[Instruction]:
         """The instructions that a thread executes on its way from the entry to the end, those of loops `trips` times.
 
         Where the way forks, it goes where fewer rare instructions lie ahead, such as calls of a division's slow path,
         and of equal sides along the longer one. A loop inside another one counts trips * trips times.
+
+        A side that is not a third as long as the other is that of a program without work. It is taken if `idle`, else
+        the other one is, whatever lies ahead.
         """
         counts = [sum(map(rare, block.instructions)) for block in self.blocks]
         # A block that only leads into a rare one, and could pass it by, is what little remains of the rare case.
@@ -109,7 +112,11 @@ class ControlFlow(Generic[Instruction]):
         chosen: dict[int, int | None] = {}
         for block in _postorder(self._forward):
             following = self._forward(block)
-            best = min(following, key=lambda one: (ahead[one][0], -ahead[one][1]), default=None)
+            lengths = [ahead[one][1] for one in following]
+            if lengths and 3 * min(lengths) < max(lengths):
+                best: int | None = following[lengths.index(min(lengths) if idle else max(lengths))]
+            else:
+                best = min(following, key=lambda one: (ahead[one][0], -ahead[one][1]), default=None)
             beside = any(counts[one] for one in following)
             fewest, length = (0, 0) if best is None else ahead[best]
             repeated = len(self.blocks[block].instructions) * trips ** self._depth(block)

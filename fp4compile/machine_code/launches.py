@@ -148,6 +148,19 @@ class Configuration:
             return 1
         return ceil_div(self.shape[1], launched.constants["BLOCKS"] * self.block_format.block_cols)
 
+    def idle_programs(self, launched: Launched) -> int:
+        """Programs that have no row to quantise where all groups have the same number of rows.
+
+        As many are launched as any groups can need: a tile more for each group than rows fill.
+        """
+        constants = launched.constants
+        groups = constants.get("GROUPS", 0)
+        if not groups:
+            return 0
+        tile = constants["ROWS"] if "ROWS" in constants else constants["ROW_TILES"] * constants["BLOCK"]
+        tiles = self.shape[0] // tile + groups
+        return launched.grid * (tiles - groups * ceil_div(ceil_div(self.shape[0], groups), tile)) // tiles
+
 
 CONFIGURATIONS = (
     *(Configuration("rows", name, quantize_rows) for name in ("nvfp4_one_level", "nvfp4", "nvfp4_te")),

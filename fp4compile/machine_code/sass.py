@@ -51,12 +51,14 @@ class Sass:
         found = (one.opcode for one in self.flow.instructions() if one.opcode.split(".")[0] == opcode)
         return [_width(one.split(".")) for one in found]
 
-    def executed(self, trips: int = 1) -> int:
-        """Instructions that a thread executes; trips: of each of its loops. See `ControlFlow.way`.
+    def executed(self, trips: int = 1, idle: bool = False) -> int:
+        """Instructions that a thread executes; trips: of each of its loops; idle: of a program without work.
+
+        See `ControlFlow.way`.
 
         A call is rare: ptxas calls the slow path of a division or a reciprocal, for operands at the ends of float32.
         """
-        return len(self.flow.way(lambda one: one.opcode.startswith("CALL"), trips))
+        return len(self.flow.way(lambda one: one.opcode.startswith("CALL"), trips, idle))
 
 
 def disassemble(cubin: bytes) -> Sass:
@@ -97,7 +99,7 @@ def _control_flow(text: str) -> ControlFlow[Instruction]:
             if found[2].split(".")[0] in ("BRA", "BRX", "EXIT", "RET", "CALL"):
                 runs.append([])
     blocks = [Block(tuple(run), _successors(run, i, len(runs), labels)) for i, run in enumerate(runs)]
-    return ControlFlow(blocks)
+    return ControlFlow([*blocks, Block((), ())])  # the last one: where an EXIT with a predicate leads
 
 
 def _successors(run: list[Instruction], index: int, count: int, labels: dict[str, int]) -> tuple[int, ...]:
@@ -110,4 +112,6 @@ def _successors(run: list[Instruction], index: int, count: int, labels: dict[str
     if opcode == "BRA":
         target = labels[re.findall(r"\.L_x_\d+", last.operands)[0]]
         return (target, *following) if conditional else (target,)
-    return following if conditional or opcode not in ("EXIT", "RET") else ()
+    if opcode in ("EXIT", "RET"):
+        return (count, *following) if conditional else ()
+    return following

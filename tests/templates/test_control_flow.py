@@ -59,6 +59,16 @@ def test_the_way_goes_round_rare_calls_and_takes_the_longer_side_otherwise():
     assert sides.way(lambda one: one == "call") == ["fork", "quick", "end"]
 
 
+def test_a_program_without_work_takes_the_short_side():
+    """However rare what the other side has may be; not where sides are nearly as long."""
+    sides = flow(
+        ("a", (1, 4)), ("work work", (2, 3)), ("call", (3,)), ("work work work work work", (4,)), ("x", (5, 6)),
+        ("y", (6,)), ("z", ())
+    )  # fmt: skip
+    for idle, expected in ((False, "a work work work work work work work x y z"), (True, "a x y z")):
+        assert sides.way(lambda one: one == "call", idle=idle) == expected.split()
+
+
 SASS = """
 	.section	.text.kernel,"ax",@progbits
 kernel:
@@ -94,6 +104,7 @@ def test_sass_is_read():
     # LDC, EXIT, LDG, BRA; FADD, BRA; BRX; STG, BRA; STG, STL, EXIT: without the call, and with all of the branches
     assert sass.executed() == 12
     assert sass.executed(trips=3) == 12 + 2 * 2
+    assert sass.executed(idle=True) == 2  # LDC, EXIT
 
 
 PTX = """

@@ -185,6 +185,20 @@ def test_instructions_are_those_of_all_threads_for_16_elements(monkeypatch):
     assert (row.loads, row.stores, row.kernel) == (16, 16, "quantize_rows")
 
 
+def test_programs_without_rows_count_by_their_own_way(monkeypatch):
+    """8192 rows in 64 groups are 64 tiles of 128 rows, and 128 are launched."""
+    monkeypatch.setattr(Sass, "executed", lambda self, trips, idle=False: 100 if idle else 400)
+    (one,) = (
+        each for each in launches.GROUPED_CONFIGURATIONS if (each.label, each.format) == ("grouped rows", "mxfp8")
+    )
+    (launched,) = one.launches(100)
+    assert launched.grid == 2 * one.idle_programs(launched)
+    assert check.quantize_row(one, launched, 100).instructions == pytest.approx((400 + 100) / 4)
+    # Tiles of 16 rows: 8 rows of each group, 64 tiles of 32 + 64.
+    few = next(each for each in launches.GROUPED_CONFIGURATIONS if each.label == "grouped rows, few")
+    assert [3 * few.idle_programs(each) == each.grid for each in few.launches(100)] == [True, True]
+
+
 def test_the_narrowest_store_counts():
     assert check._stores(SimpleNamespace(widths=lambda opcode: [16, 2]), None) == 2
     assert check._stores(SimpleNamespace(widths=lambda opcode: []), SimpleNamespace(tma_stores=0)) == 0

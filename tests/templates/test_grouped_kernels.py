@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,6 +30,13 @@ from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 
+from fp4compile.templates.device.groups import (  # noqa: E402
+    group_of_tile,
+    of_lanes,
+    per_lane,
+    rows_of_group,
+    total_tiles,
+)
 from fp4compile.templates.grouped import dequant_operand  # noqa: E402
 from fp4compile.templates.grouped.dispatch import (  # noqa: E402
     quantize_grouped,
@@ -157,6 +166,52 @@ def test_stochastic_rounding_and_the_transform(format):
         check(x[:66].view(2, 33, 40), None, fmt, -2, seed=SEED, transform=True)
 
 
+@triton.jit
+def find_groups(offs_ptr, tiles_ptr, found_ptr, rows, TILE: tl.constexpr, GROUPS: tl.constexpr):
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
+    at = found_ptr + tl.program_id(0) * 8
+    tile = tl.load(tiles_ptr + tl.program_id(0))
+    group, start, end, row0 = group_of_tile(before, offs, rows, tile, TILE, GROUPS)
+    tl.store(at, group)
+    tl.store(at + 1, start)
+    tl.store(at + 2, end)
+    tl.store(at + 3, row0)
+    start, end, first_tile = rows_of_group(before, offs, rows, tile % GROUPS, TILE, GROUPS)
+    tl.store(at + 4, start)
+    tl.store(at + 5, end)
+    tl.store(at + 6, first_tile)
+    tl.store(at + 7, total_tiles(before, offs, rows, TILE))
+
+
+@gpu
+def test_groups_are_found():
+    """However many, in whatever lanes; empty ones, offsets that decrease, begin below 0 or end beyond the rows."""
+    for groups, size in ((1, 300), (2, 40), (31, 9), (32, 20), (33, 9), (64, 5), (65, 9), (128, 3), (1024, 2)):
+        offs = torch.randint(-3, 2 * size, (groups,)).mul(torch.rand(groups) < 0.7).cumsum(0).to(torch.int32)
+        offs[torch.rand(groups) < 0.1] = -7
+        for rows in (groups * size // 2, 3 * groups * size):
+            cut = Groups.of(offs, rows)
+            starts, ends = (torch.cat((each, torch.tensor([last]))) for each, last in ((cut.starts, int(cut.ends[-1])),
+                                                                                       (cut.ends, rows)))  # fmt: skip
+            after = ((ends - starts + 15) // 16).cumsum(0)
+            first = torch.cat((torch.zeros(1), after[:-1])).long()
+            total = int(after[-1])
+            tiles = torch.cat((torch.randint(0, total, (4,)), torch.tensor([0, total - 1, total, total + 40])))
+            found = torch.zeros(8, 8, dtype=torch.int32, device=DEVICE)
+            find_groups[(8,)](on_device(offs), on_device(tiles.int()), found, rows, TILE=16, GROUPS=groups)
+            group = torch.searchsorted(after, tiles, right=True).clamp(max=groups)
+            each = tiles % groups
+            expected = (group, starts[group], ends[group], starts[group] + 16 * (tiles - first[group]),
+                        starts[each], ends[each], first[each], torch.full((8,), total))  # fmt: skip
+            assert torch.equal(found.cpu(), torch.stack(expected, 1).int()), (groups, rows)
+
+
 def check_both(x, offs, fmt, layout="linear", outer=None, seed=None, transform=False):
     """In both directions at once, by the kernels; each apart, by the reference."""
     options = {"seed": on_device(seed), "transform": transform}
@@ -193,6 +248,8 @@ def test_both_directions_of_matrices_and_of_other_rows():
     check_both(x, None, formats.get("nvfp4_16x16"), "swizzled")
     check_both(x.mT, None, formats.get("mxfp8_32x32"))
     check_both(x[:, :0], None, formats.get("nvfp4_16x16"))
+    fmt = formats.get("float8_rowwise")  # without block scales: nothing but codes is stored
+    check_both(hard_rows(41, fmt, torch.float32), offsets(), fmt)
     fmt = formats.get("nvfp4")
     check_both(hard_rows(80, fmt, torch.float32)[:, ::2], offsets(), fmt)
     check_both(hard_rows(80, fmt)[:, :40], offsets(), fmt)
@@ -451,8 +508,14 @@ def test_products_compile_ahead():
         scaled_grouped_mm(down, down, offs, 8192, torch.bfloat16)
         few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
         scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
+        for groups in (dequant_operand.MOST_GROUPS, dequant_operand.MOST_GROUPS + 1):
+            x, w, offs = meta(2**16, 2048), meta(groups, 1024, 2048), meta(groups, dtype=torch.int32)
+            a, b = meta_operand(x, offs, -1, "nvfp4_te"), meta_operand(w, None, -1, "nvfp4_te")
+            scaled_grouped_mm(a, b, offs, 2**16, torch.bfloat16)
     many = ["dequant_operand", "dequant_operand", "gemm_grouped"]
-    assert [one.kernel.__name__ for one in found] == [*many, *many, "gemm_dequant_tiles_grouped"]
+    assert [one.kernel.__name__ for one in found] == [
+        *many, *many, "gemm_dequant_tiles_grouped", *many, "gemm_dequant_tiles_grouped"
+    ]  # fmt: skip
     for one in found:
         made = _compat.compile_ahead(one.kernel, one.args, one.constants, one.num_warps, 90, one.num_stages)
         assert spilled_bytes(made.asm["cubin"]) == 0

@@ -3,9 +3,13 @@
 A program loads all offsets at once, and works on one group: tiles of rows are counted group by group, so that no tile
 has rows of two groups. The rows beyond the last group are numbered as a further group, number GROUPS.
 
-Kernels load the offsets in their own bodies, and these functions take what was loaded: `offs` and, one lane on, the
-offsets `before`. Where an address depends on what a called function has loaded through a pointer, torch counts that
-pointer as written, and a graph would copy the offsets.
+Each warp finds the group for itself, so that no program waits at a barrier: vectors have 32 elements, one a lane, and a
+lane has `per_lane` neighbouring groups, each in a vector of its own. So a warp scans and reduces each quantity once,
+whatever the number of groups.
+
+Kernels load the offsets in their own bodies (`of_lanes`), and these functions take what was loaded: a tuple `offs` of
+each lane's groups, and a tuple `before` of those of the lane before it. Where an address depends on what a called
+function has loaded through a pointer, torch counts that pointer as written, and a graph would copy the offsets.
 """
 
 import triton
@@ -13,9 +17,16 @@ import triton.language as tl
 
 
 @triton.constexpr_function
-def lanes_of(groups):
-    """How many lanes hold the groups and the rows of no group."""
-    return 1 << groups.bit_length()
+def per_lane(groups):
+    """How many groups a lane of a warp has."""
+    return (groups + 31) // 32
+
+
+@triton.jit
+def of_lanes(i: tl.constexpr, GROUPS: tl.constexpr):
+    """(number, whether it exists) of group i of each lane, int32 [32]; i counts from its first one, also downwards."""
+    group = tl.arange(0, 32) * per_lane(GROUPS) + i
+    return group, (group >= 0) & (group < GROUPS)
 
 
 @triton.jit
@@ -24,43 +35,74 @@ def larger(a, b):
 
 
 @triton.jit
-def bounds_of(before, offs, rows, GROUPS: tl.constexpr):
-    """(first row, row after the last) of each group and, as group GROUPS, of the rows of no group: int32, all lanes.
+def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
+    """(row after the last, tile after the last) of each group, in tuples like `offs`: where groups begin a tile each.
 
-    Later lanes have no rows. offs: int32 [lanes_of(GROUPS)], of the groups and then the largest int32; before: 0, then
-    the offsets of the groups, then anything. rows: how many there are, in groups and beyond.
+    offs, before: int32 [32] each, 0 where there is no group. rows: how many there are, in groups and beyond. TILE: rows
+    of a tile. Lanes beyond the last group have what the last group has.
     """
-    group = tl.arange(0, lanes_of(GROUPS))
     rows = tl.cast(rows, tl.int32)
     # Offsets that decrease count as equal to the largest before them, of which the first is 0.
-    starts = tl.associative_scan(tl.minimum(before, rows), 0, larger)
-    starts = tl.where(group > GROUPS, rows, starts)
-    return starts, tl.maximum(starts, tl.minimum(offs, rows))
+    end = before[0]
+    for i in tl.static_range(1, len(before)):
+        end = tl.maximum(end, before[i])
+    end = tl.associative_scan(tl.minimum(end, rows), 0, larger)
+    tile = tl.zeros_like(end)
+    ends = ()
+    tiles = ()
+    for i in tl.static_range(len(offs)):
+        start = end
+        end = tl.maximum(start, tl.minimum(offs[i], rows))
+        tile += tl.cdiv((end - start).to(tl.uint32), TILE).to(tl.int32)
+        ends = ends + (end,)
+        tiles = tiles + (tile,)
+    before_lane = tl.cumsum(tile, 0) - tile
+    after = ()
+    for i in tl.static_range(len(tiles)):
+        after = after + (before_lane + tiles[i],)
+    return ends, after
 
 
 @triton.jit
-def lane(values, index):
-    """The value of one lane, as a scalar."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+def total_tiles(before, offs, rows, TILE: tl.constexpr):
+    """How many tiles of TILE rows there are, those of no group included."""
+    ends, after = ends_of_lanes(before, offs, rows, TILE)
+    return tl.max(after[len(after) - 1], 0) + tl.cdiv(rows - tl.max(ends[len(ends) - 1], 0), TILE)
 
 
 @triton.jit
 def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(group, its first row, the row after its last, the first row of the tile) of a tile of TILE rows.
 
-    Each group begins a tile. Tiles beyond those of all rows are of group GROUPS, or have a larger number and no row.
+    Each group begins a tile. Tiles beyond those of all rows are of group GROUPS, too, and begin at its end or later.
     """
-    starts, ends = bounds_of(before, offs, rows, GROUPS)
-    tiles = tl.cdiv(ends - starts, TILE)
-    after = tl.cumsum(tiles, 0)
-    group = tl.sum((after <= tile).to(tl.int32), 0)
-    start = lane(starts, group)
-    return group, start, lane(ends, group), start + (tile - lane(after - tiles, group)) * TILE
+    ends, after = ends_of_lanes(before, offs, rows, TILE)
+    group = tl.zeros_like(ends[0])
+    start = tl.zeros_like(ends[0])
+    # From a row that begins a tile to the row that would, had all groups before been whole tiles. It only grows.
+    padding = tl.zeros_like(ends[0])
+    end = tl.zeros_like(ends[0]) + rows
+    for i in tl.static_range(len(ends)):
+        passed = after[i] <= tile
+        group += passed.to(tl.int32)
+        start = tl.where(passed, ends[i], start)
+        padding = tl.where(passed, after[i] * TILE - ends[i], padding)
+        end = tl.minimum(end, tl.where(passed, rows, ends[i]))
+    group = tl.minimum(tl.sum(group, 0), GROUPS)
+    return group, tl.max(start, 0), tl.min(end, 0), tile * TILE - tl.max(padding, 0)
 
 
 @triton.jit
 def rows_of_group(before, offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
     """(its first row, the row after its last, its first tile where each group is padded to tiles of TILE rows)."""
-    starts, ends = bounds_of(before, offs, rows, GROUPS)
-    tiles = tl.cdiv(ends - starts, TILE)
-    return lane(starts, group), lane(ends, group), lane(tl.cumsum(tiles, 0) - tiles, group)
+    ends, after = ends_of_lanes(before, offs, rows, TILE)
+    start = tl.zeros_like(ends[0])
+    end = tl.zeros_like(ends[0]) + rows
+    tile = tl.zeros_like(ends[0])
+    for i in tl.static_range(len(ends)):
+        number, _ = of_lanes(i, GROUPS)
+        passed = number < group
+        start = tl.where(passed, ends[i], start)
+        tile = tl.where(passed, after[i], tile)
+        end = tl.minimum(end, tl.where(passed, rows, ends[i]))
+    return tl.max(start, 0), tl.min(end, 0), tl.max(tile, 0)

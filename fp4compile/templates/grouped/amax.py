@@ -12,7 +12,7 @@ from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.elements import word_amax
-from fp4compile.templates.device.groups import group_of_tile, lanes_of
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.memory import load_tile
 from fp4compile.templates.grouped.heuristics import grouped_amax_config
 from fp4compile.templates.launch import launch, target_of
@@ -102,9 +102,13 @@ def grouped_rows_amax(
 
     x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
     """
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_tiles = tl.maximum(tl.cdiv(cols, BLOCKS * BLOCK), 1)
     col0 = tl.program_id(0) % col_tiles * (BLOCKS * BLOCK)
@@ -132,9 +136,13 @@ def grouped_columns_amax(
     x, offs: as in `grouped_rows_amax`. TRANSFORM: of the columns after the Hadamard transform. ALONG_ROWS: before these
     come the amaxes that `grouped_rows_amax` finds. (One pointer for all: see `quantize.amax.columns_amax`.)
     """
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_count: tl.constexpr = 2 * WORDS
     col_tiles = tl.maximum(tl.cdiv(cols, col_count), 1)

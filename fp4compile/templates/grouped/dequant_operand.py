@@ -20,7 +20,7 @@ from fp4compile._compat import statically_true
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, store_rounded
-from fp4compile.templates.device.groups import bounds_of, group_of_tile, lanes_of, rows_of_group
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group, total_tiles
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.dequant_operand import dequantized
 from fp4compile.templates.gemm.problem import OperandType
@@ -34,6 +34,9 @@ from fp4compile.templates.grouped.heuristics import (
 from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem
 from fp4compile.templates.launch import launch
 from fp4compile.templates.quantize.views import power_of_two
+
+# Where groups end stays in the registers beside the sums. Those of 1024 groups would not fit.
+MOST_GROUPS = 512
 
 
 @triton.jit
@@ -49,9 +52,13 @@ def gemm_grouped(
     offs: int32 [GROUPS]. *_OUTER: as in `gemm_dequant_tiles_grouped`. PARTS: of a tile's columns, in which it is
     stored. ALIGN: divides n. TMA: 1; the launch makes room for descriptors.
     """
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     n = n // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
     b_rows = n if ALONG_K else GROUPS * n
     a_source = tl.make_tensor_descriptor(a_ptr, [m, k], [a_row, 1], [BM, BK])
@@ -61,8 +68,7 @@ def gemm_grouped(
         tiles_m = tl.cdiv(m, BM)
         tiles = GROUPS * tiles_m * tiles_n
     else:
-        starts, ends = bounds_of(before, offs, rows, GROUPS)
-        tiles_m = tl.sum(tl.cdiv(ends - starts, BM), 0)
+        tiles_m = total_tiles(before, offs, rows, BM)
         tiles = tiles_m * tiles_n
 
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not ALONG_K):
@@ -126,8 +132,9 @@ def computes(p: GroupedProblem) -> bool:
 
 
 def _serves(p: GroupedProblem) -> bool:
-    """Groups that are known to have many rows, on average; GPUs from Ampere to Hopper."""
-    return 80 <= p.target.sm < 100 and statically_true(p.rows >= MANY_ROWS * p.groups) and computes(p)
+    """Groups that are known to have many rows, on average, and are not too many; GPUs from Ampere to Hopper."""
+    many_rows = p.groups <= MOST_GROUPS and statically_true(p.rows >= MANY_ROWS * p.groups)
+    return 80 <= p.target.sm < 100 and many_rows and computes(p)
 
 
 def _linear(x: OperandType, rows) -> bool:

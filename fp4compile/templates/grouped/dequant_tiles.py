@@ -14,7 +14,7 @@ from fp4compile.layouts import ceil_div
 from fp4compile.templates.device.dequant_product import multiply_dequantized
 from fp4compile.templates.device.dequantize import bytes_per_unit
 from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded
-from fp4compile.templates.device.groups import group_of_tile, lanes_of, rows_of_group
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.heuristics import DequantTilesConfig
 from fp4compile.templates.grouped.heuristics import grouped_tiles_config
@@ -54,9 +54,13 @@ def gemm_dequant_tiles_grouped(
     if GUARD:  # noqa: SIM102 (the pointer is read only then)
         if tl.load(wanted_ptr) == 0:
             return
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     program = tl.program_id(0)
     tiles_n = tl.cdiv(n, BN)
     if ALONG_K:
@@ -80,7 +84,7 @@ def gemm_dequant_tiles_grouped(
     else:
         tile_m, tile_n = grouped_tile(program, rows // BM + GROUPS + 1, tiles_n, GROUP_M)
         group, first, end, row0 = group_of_tile(before, offs, rows, tile_m, BM, GROUPS)
-        if group > GROUPS:
+        if row0 >= end:
             return
         block_cols = blocks
         used_blocks = blocks

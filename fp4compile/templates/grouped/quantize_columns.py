@@ -13,11 +13,11 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import load_column_tile
-from fp4compile.templates.device.groups import group_of_tile, lanes_of
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.memory import store_scales, store_units
 from fp4compile.templates.grouped.amax import outers_of
 from fp4compile.templates.grouped.heuristics import grouped_column_config
-from fp4compile.templates.grouped.quantize_rows import quantize_row_tile, store_group_outers
+from fp4compile.templates.grouped.quantize_rows import quantize_row_tile, store_group_outers, store_row_scales
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.column import (
     even_and_odd,
@@ -82,73 +82,94 @@ def quantize_grouped_columns(
     column_amax_ptr, of each group [GROUPS] or of each of its columns [GROUPS, cols], and stored at column_outer_ptr.
     ALONG_ROWS: the tile is quantised as in `quantize_grouped_rows`, too, whose pointers come first.
     """
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
-    has_outer: tl.constexpr = OUTER != "none"
     col_tiles = tl.maximum(tl.cdiv(tl.cdiv(cols, 128) * 128 if SWIZZLED else cols, col_count), 1)
     tile_index = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
     group, start, end, row0 = group_of_tile(before, offs, rows, tile_index, row_count, GROUPS)
-    end = tl.where(group < GROUPS, end, 0)
-    last = tl.minimum(group, GROUPS - 1)
     col0 = col_tile * col_count
-    cols_left = tl.minimum(cols - col0, col_count)
     column = col0 + tl.arange(0, col_count)
     if TRANSFORM or not ALONG_ROWS:  # else they are those of the rows, and written through one pointer alone
         store_group_outers(column_amax_ptr, column_outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
     if ALONG_ROWS:
         store_group_outers(amax_ptr, outer_ptr, tile_index, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
-        quantize_row_tile(
-            x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, tile_index, col_tile, group, row0, end, cols,
-            x_row, ELEMENT, SCALE, CONTRACT, BLOCK, GROUPS, SEEDED, OUTER, SWIZZLED, ALIGN, UNIT_ALIGN, SCALE_ALIGN,
-            row_count, col_count // BLOCK, VECTORS, ISA,
-        )  # fmt: skip
-    tile = load_column_tile(x_ptr + col0, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
-                            False)  # fmt: skip
-    first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
-
-    if OUTER == "each amax":
-        mask = column < cols
+    if OUTER == "each amax":  # noqa: SIM102 (a constant, apart from what is not)
         if tile_index < GROUPS:  # stores those of group t, also of an empty one, as `store_group_outers` does
             at = tile_index.to(tl.int64) * cols + column
-            make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, mask, True, SCALE, CONTRACT, ISA)
-        at = last.to(tl.int64) * cols + column
-        encode, decode = make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, mask, False, SCALE, CONTRACT,
-                                           ISA)  # fmt: skip
-        encodes = even_and_odd(encode)
-        decodes = even_and_odd(decode)
-    else:
-        if OUTER == "group amax":
-            encode, decode = make_outer_scales(column_amax_ptr + last, column_outer_ptr, 0, True, False, SCALE,
-                                               CONTRACT, ISA)  # fmt: skip
-        else:
-            encode, decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, 1, CONTRACT, ISA)
-        encodes = (encode, encode)
-        decodes = (decode, decode)
+            make_outer_scales(column_amax_ptr + at, column_outer_ptr, at, column < cols, True, SCALE, CONTRACT, ISA)
 
+    # An int64 holds 16 codes of four bits, or 8 of eight.
+    bits: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
+    per_block: tl.constexpr = BLOCK * bits // 64
     blocks = padded_rows // BLOCK
     block0 = tile_index * ROW_TILES
-    even_column = col0.to(tl.int64) + 2 * tl.arange(0, WORDS)[None, :]
-    units, first_byte, second_byte = scale_and_encode_columns(
-        tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
-        dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM, SCALE == "none" and OUTER == "tensor", SEEDED, 1,
-        ISA,
-    )  # fmt: skip
-    # An int64 holds 16 codes of four bits, or 8 of eight. Nothing is left of blocks that begin beyond the group: an
-    # outer scale that is not finite makes codes of zeros. Without block scales, each row counts as a block.
-    bits: tl.constexpr = 4 if ELEMENT == "e2m1" else 8
-    rows_left = end - row0
-    rows_left = rows_left if SCALE == "none" else tl.cdiv(rows_left, BLOCK) * BLOCK
-    kept = tl.maximum(rows_left * bits - 64 * tl.arange(0, units.shape[1]), 0)
-    mask = tl.where(kept >= 64, -1, (tl.full(kept.shape, 1, tl.int64) << tl.minimum(kept, 63).to(tl.int64)) - 1)
-    per_block: tl.constexpr = BLOCK * bits // 64
-    store_units(columns_ptr, units & mask[None, :], column, block0 * per_block, blocks * per_block, column < cols, 2)
+    units = tl.zeros((col_count, ROW_TILES * per_block), tl.int64)
+    byte = tl.zeros((col_count, ROW_TILES), tl.int32)
+    row_byte = tl.zeros((row_count, col_count // BLOCK), tl.int32)
+    if group < GROUPS:
+        if ALONG_ROWS:
+            row_byte = quantize_row_tile(
+                x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
+                ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, ALIGN, UNIT_ALIGN, row_count, col_count // BLOCK,
+                VECTORS, ISA,
+            )  # fmt: skip
+        tile = load_column_tile(x_ptr + col0, row0, end, tl.minimum(cols - col0, col_count), x_row, dtype, BLOCK,
+                                ROW_TILES, WORDS, ALIGN, False)  # fmt: skip
+        first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
+        encodes, decodes = outers_of_columns(column_outer_ptr, column_amax_ptr, group, column, cols, OUTER, SCALE,
+                                             CONTRACT, ISA)  # fmt: skip
+        even_column = col0.to(tl.int64) + 2 * tl.arange(0, WORDS)[None, :]
+        units, first_byte, second_byte = scale_and_encode_columns(
+            tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
+            dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", TRANSFORM, SCALE == "none" and OUTER == "tensor",
+            SEEDED, 1, ISA,
+        )  # fmt: skip
+        rows_left = end - row0
+        if rows_left < row_count:
+            units = clear_codes(units, rows_left if SCALE == "none" else tl.cdiv(rows_left, BLOCK) * BLOCK, bits)
+        if SCALE != "none":
+            byte = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
+            byte = tl.where((tl.arange(0, ROW_TILES) * BLOCK < rows_left)[None, :], byte, 0)
+    store_units(columns_ptr, units, column, block0 * per_block, blocks * per_block, column < cols, 2)
     if SCALE != "none":
-        bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
-        inside = row0 + tl.arange(0, ROW_TILES) * BLOCK < end
-        store_scales(column_scales_ptr, tl.where(inside[None, :], bytes, 0), tile_index * 0, column, block0, cols,
-                     blocks, SWIZZLED, 128 // BLOCK)  # fmt: skip
+        store_scales(column_scales_ptr, byte, tile_index * 0, column, block0, cols, blocks, SWIZZLED, 128 // BLOCK)
+        if ALONG_ROWS:
+            row_end = tl.where(group < GROUPS, end, 0)
+            store_row_scales(scales_ptr, row_byte, tile_index, col_tile, row0, row_end, cols, BLOCK, SWIZZLED,
+                             SCALE_ALIGN)  # fmt: skip
+
+
+@triton.jit
+def outers_of_columns(outer_ptr, amax_ptr, group, column, cols, OUTER: tl.constexpr, SCALE: tl.constexpr,
+                      CONTRACT: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+    """The outer scales of a group's columns: (encode, decode), of each a pair, of the even and of the odd columns."""
+    if OUTER == "each amax":
+        at = group.to(tl.int64) * cols + column
+        encode, decode = make_outer_scales(amax_ptr + at, outer_ptr, at, column < cols, False, SCALE, CONTRACT, ISA)
+        return even_and_odd(encode), even_and_odd(decode)
+    else:
+        if OUTER == "group amax":
+            encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, 0, True, False, SCALE, CONTRACT, ISA)
+        else:
+            encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, 1, CONTRACT, ISA)
+        return (encode, encode), (decode, decode)
+
+
+@triton.jit
+def clear_codes(units, rows, bits: tl.constexpr):
+    """Units [columns, n] of codes of so many bits, without those from number `rows` of each column on.
+
+    An outer scale that is not finite makes codes of the zeros beyond a group.
+    """
+    kept = tl.maximum(rows * bits - 64 * tl.arange(0, units.shape[1]), 0)
+    mask = tl.where(kept >= 64, -1, (tl.full(kept.shape, 1, tl.int64) << tl.minimum(kept, 63).to(tl.int64)) - 1)
+    return units & mask[None, :]

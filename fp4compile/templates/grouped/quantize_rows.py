@@ -13,7 +13,7 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import word_amax
-from fp4compile.templates.device.groups import group_of_tile, lanes_of
+from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.memory import load_tile, store_scales
 from fp4compile.templates.grouped.amax import outer_of_rows
 from fp4compile.templates.grouped.heuristics import grouped_row_config
@@ -67,13 +67,12 @@ def store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER: tl.constexpr,
 
 @triton.jit
 def quantize_row_tile(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, tile, col_tile, group, row0, end, cols, x_row,
-    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
-    SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
-    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
+    ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, SEEDED: tl.constexpr,
+    OUTER: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `quantize_grouped_rows`: the rows from row0 to `end` of a group."""
+    """Store the codes of a tile of `quantize_grouped_rows`, from row0 to `end` of a group. Returns its scale bytes."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row = row0 + tl.arange(0, ROWS)
     block0 = col_tile * BLOCKS
@@ -81,8 +80,7 @@ def quantize_row_tile(
     words = load_tile(x_ptr + row.to(tl.int64) * x_row + block0 * BLOCK, cols_left, row < end, dtype, ROWS, BLOCKS,
                       BLOCK, VECTORS, ALIGN)  # fmt: skip
     if OUTER == "group amax":
-        encode, decode = make_outer_scales(amax_ptr + tl.minimum(group, GROUPS - 1), outer_ptr, 0, True, False, SCALE,
-                                           CONTRACT, ISA)  # fmt: skip
+        encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, 0, True, False, SCALE, CONTRACT, ISA)
     elif OUTER == "each amax":
         encode, decode = make_outer_scales(amax_ptr + row, outer_ptr, row, row < end, col_tile == 0, SCALE, CONTRACT,
                                            ISA)  # fmt: skip
@@ -90,17 +88,26 @@ def quantize_row_tile(
         decode = decode[:, None]
     else:
         encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, 1, CONTRACT, ISA)
-    # Of the codes only `end` bounds the rows: groups lie in data as they lie in x.
-    byte = encode_and_store_codes(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, seed_ptr, tile * 0,
-                                  row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
-                                  OUTER == "tensor", SEEDED, 0, UNIT_ALIGN, ISA)  # fmt: skip
+    # Only `end` bounds the rows: groups lie in data as they lie in x.
+    return encode_and_store_codes(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, seed_ptr,
+                                  group * 0, row, block0, end, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
+                                  OUTER != "none", OUTER == "tensor", SEEDED, 0, UNIT_ALIGN, ISA)  # fmt: skip
+
+
+@triton.jit
+def store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
+                     ALIGN: tl.constexpr):  # fmt: skip
+    """Store the scale bytes of a tile. SWIZZLED: its padding is filled with zeros. ALIGN: see `store_scales`."""
+    count: tl.constexpr = byte.shape[0]
+    row = row0 + tl.arange(0, count)
+    block0 = col_tile * byte.shape[1]
     blocks = tl.cdiv(cols, BLOCK)
     if SWIZZLED:
         byte = tl.where((row < end)[:, None], byte, 0)
-        place = tile * ROWS + tl.arange(0, ROWS)
-        store_scales(scales_ptr, byte, tile * 0, place, block0, (tile + 1) * ROWS, blocks, True, SCALE_ALIGN)
+        place = tile * count + tl.arange(0, count)
+        store_scales(scales_ptr, byte, tile * 0, place, block0, (tile + 1) * count, blocks, True, ALIGN)
     else:
-        store_scales(scales_ptr, byte, tile * 0, row, block0, end, blocks, False, SCALE_ALIGN)
+        store_scales(scales_ptr, byte, tile * 0, row, block0, end, blocks, False, ALIGN)
 
 
 @triton.jit
@@ -117,21 +124,26 @@ def quantize_grouped_rows(
     group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
     zeros.
     """
-    lane = tl.arange(0, lanes_of(GROUPS))
-    before = tl.load(offs_ptr + lane - 1, mask=(lane > 0) & (lane <= GROUPS), other=0)
-    offs = tl.load(offs_ptr + lane, mask=lane < GROUPS, other=2147483647)
+    before = ()
+    offs = ()
+    for i in tl.static_range(per_lane(GROUPS)):
+        number, exists = of_lanes(i - per_lane(GROUPS), GROUPS)
+        before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
+        number, exists = of_lanes(i, GROUPS)
+        offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
     tile = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
     group, start, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
     store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER, GROUPS, SCALE, CONTRACT, ISA)
-    if not SWIZZLED:  # noqa: SIM102 (only then nothing is left to do)
-        if group >= GROUPS:
-            return
-    end = tl.where(group < GROUPS, end, 0)
-    quantize_row_tile(
-        x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, tile, col_tile, group, row0, end, cols, x_row,
-        ELEMENT, SCALE, CONTRACT, BLOCK, GROUPS, SEEDED, OUTER, SWIZZLED, ALIGN, UNIT_ALIGN, SCALE_ALIGN,
-        ROWS, BLOCKS, VECTORS, ISA,
+    if group >= GROUPS:
+        if SWIZZLED:
+            byte = tl.zeros((ROWS, BLOCKS), tl.int32)
+            store_row_scales(scales_ptr, byte, tile, col_tile, row0, row0, cols, BLOCK, True, SCALE_ALIGN)
+        return
+    byte = quantize_row_tile(
+        x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
+        ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, ALIGN, UNIT_ALIGN, ROWS, BLOCKS, VECTORS, ISA,
     )  # fmt: skip
+    store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK, SWIZZLED, SCALE_ALIGN)
