@@ -38,7 +38,6 @@ from fp4compile.passes.graph import (
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
 from fp4compile.pointwise import Step
 from fp4compile.prologue import OPERANDS, Prologue
-from fp4compile.templates.gemm.library import RESCALED
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.dispatch import takes_prologue
 from fp4compile.templates.quantize.prologue_cost import Work, pays
@@ -164,7 +163,7 @@ class _Chain:
             return getattr(node.args[0].target, "namespace", "") == "fp4compile"
         if node.target is SCALED_MM:
             choice = scaled_mm_of(node).choice()
-            return choice is None or choice.kernel != RESCALED.name  # whose end Inductor computes
+            return choice is None or choice.stores
         if node.target in STORED:
             return True
         readers, waiting = set(), [node]

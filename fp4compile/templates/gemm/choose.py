@@ -52,6 +52,7 @@ class Choice:
     pointwise kernel after it (see `cost`).
     takes_prologue: whether the kernel can compute A from what A is made of. No kernel does.
     dequantizes_a: whether a quantised A is written to memory in 16 bits first; "by rows": for every number of rows.
+    stores: whether a kernel writes the result; not where the graph rescales what the library has written.
     group: what products of one A must have in common to be computed in one launch; None where they cannot be.
     settled: whether it is this kernel for every number of rows that the problem allows.
     traceable: whether a graph can hold the launches. If not, or if not settled, the op stays in the graph.
@@ -63,6 +64,7 @@ class Choice:
     takes_epilogue: bool = False
     takes_prologue: bool = False
     dequantizes_a: bool = False
+    stores: bool = True
     group: tuple | None = None
     settled: bool = True
     traceable: bool = True
@@ -88,6 +90,7 @@ def choose(problem: Problem, preferred: str | None = None) -> Choice:
     config = found.configure(problem)
     return Choice(
         found.name, found.tier, config, takes_epilogue=takes_epilogue, dequantizes_a=found.dequantizes_a,
+        stores=found is not library.RESCALED,
         group=None if found.group_with is None or problem.empty else found.group_with(problem),
         traceable=found.traceable(config),
     )  # fmt: skip
