@@ -92,6 +92,28 @@ def test_few_scales_are_tried(monkeypatch):
             assert len(tried) <= (12 if normal else 15 + 4)
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_kernel_tries_enough_scales(rows, monkeypatch):
+    """The kernel's loop ends after MOST_SCALES steps, so no block may need more. Square blocks need as many."""
+    tried = []
+    monkeypatch.setattr(
+        scales, "block_error", lambda u, scale, real=scales.block_error: tried.append(1) or real(u, scale)
+    )
+    tops = (
+        6.0
+        * scales.value(torch.arange(1, 127)).repeat_interleave(3)
+        * torch.tensor([1 - 2**-20, 1, 1 + 2**-20]).repeat(126)
+    )
+    blocks = torch.rand(len(tops), rows, 16, generator=torch.Generator().manual_seed(0)) * 0.9 * tops[:, None, None]
+    blocks[:, 0, 0] = tops
+    most = 0
+    for block, top in zip(blocks.split(1), tops.split(1), strict=True):
+        tried.clear()
+        scales._least_error(block, top)
+        most = max(most, len(tried))
+    assert most == (15 if rows == 1 else scales.MOST_SCALES)
+
+
 def error(x, quantised):
     """The squared error of each row of blocks, in float64."""
     return (x.double() - quantised.dequantize().double()).square().unflatten(-1, (-1, 16)).sum(-1)
