@@ -1,6 +1,7 @@
 """The grouped kernels against `reference_grouped`: quantised operands bit for bit, products to float32's sums.
 
-Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does.
+Without a GPU they run in Triton's interpreter, as `test_quantize_kernels` does. The file is long because the
+interpreter runs it in one process, which starts but once.
 """
 
 import os
