@@ -183,6 +183,9 @@ def test_experts_are_right(name, monkeypatch):
     assert run_experts.experts(name, **small)["wrong"] == []
     product = run_experts.dispatch.scaled_grouped_mm
     monkeypatch.setattr(run_experts.dispatch, "scaled_grouped_mm", lambda *args: 1.001 * product(*args))
+    assert [one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]] == [
+        "product", "product along rows"
+    ]  # fmt: skip
     for quantiser in ("quantize_grouped", "quantize_grouped_both"):
         right = getattr(run_experts.dispatch, quantiser)
         wrong = lambda x, *args, right=right, **more: right(-x, *args, **more)  # noqa: E731

@@ -16,6 +16,7 @@ from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.integration import published_names
 from fp4compile.packed.linear import PackedLinear
 from fp4compile.packed.published_names import Experts
+from tests.helpers.by_hand import assert_rounds_to
 from tests.helpers.checkpoints import DATA, bits, decoded, tensors_of
 from tests.helpers.rewritten import rewritten
 
@@ -140,8 +141,8 @@ def test_products_of_the_graph_multiply_codes_by_the_largest_activation_scale(tm
     assert [(d.reason, d.a.format, d.b.format) for d in decisions] == [(None, "nvfp4", "nvfp4")]
     a = fp4compile.quantize(x, "nvfp4", outer=largest).dequantize()
     weight = gate_up(tensors)
-    expected = torch.cat([a[:5] @ weight[0].T, a[5:] @ weight[2].T])
-    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-3)
+    exact = torch.cat([a[:5].double() @ weight[0].T.double(), a[5:].double() @ weight[2].T.double()])
+    assert_rounds_to(found.double(), exact, torch.bfloat16)
 
 
 def gate_up(tensors):

@@ -118,10 +118,7 @@ def test_problems_are_keys():
 
 
 def test_nobody_else_asks_a_candidate():
-    """Outside the GEMM room, no module imports a kernel's file; passes import no device code. All read the Choice.
-
-    Kernels of groups are made of parts of the dense ones, but of their candidates none asks either.
-    """
+    """Outside the GEMM room, no module imports a kernel's file; passes import no device code. All read the Choice."""
     package = Path(fp4compile.__file__).parent
     kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library",
                "streaming", "cost", "skinny_block_scaled_sm100"}  # fmt: skip
@@ -131,8 +128,7 @@ def test_nobody_else_asks_a_candidate():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4compile.templates.gemm"):
                 names = {node.module.rpartition(".")[2], *(alias.name for alias in node.names)}
-                forbidden = {"CANDIDATE"} if path.parent.name == "grouped" else kernels
-                assert not names & forbidden, (path, names)
+                assert not names & kernels, (path, names)
             if path.parent.name == "passes" and isinstance(node, ast.ImportFrom):
                 assert not (node.module or "").startswith("fp4compile.templates.device"), path
 

@@ -11,7 +11,7 @@ the group, too, and the pipeline does not run dry in between.
 
 A step of a warp is 128 elements along K of 16 or 32 rows of B, and of the rows of A. With 32 rows of B, A is read from
 shared memory once for all of them, and more of B is on its way. With 16 there are twice as many tiles, which a small B
-needs. `skinny_pipeline` has the copies and the reads; this file has the arithmetic and the kernel.
+needs. `skinny_pipeline` has the copies and the reads, `device.skinny_product` the arithmetic; this file has the kernel.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`.
 """
@@ -23,82 +23,18 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.templates.device.async_copy import AWAIT_VALUE, BARRIER, WARP_BARRIER, do_ptx, select_ptx, wait_ptx
+from fp4compile.templates.device.async_copy import AWAIT_VALUE, WARP_BARRIER, do_ptx, wait_ptx
 from fp4compile.templates.device.epilogue import rescale, store_rounded
-from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, dequantize_word, read_weights, scale_registers
+from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, read_weights
 from fp4compile.templates.device.persistent_grid import group_tiles, next_step
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
+from fp4compile.templates.device.skinny_product import multiply_step, store_sums
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, skinny_config
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
 from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
-
-
-def _multiply_step_ptx(compute: str, chains: int) -> str:
-    """PTX that adds the product of 16 rows of B and 8 rows of A over 128 elements to a lane's sums.
-
-    Outputs: four sums. Inputs: codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight
-    words of 64 bits of A (see `interleave_a`); the four sums so far.
-    chains: 1 or 2 independent accumulators. `mma.sync` waits for the one before it on the same accumulator.
-    """
-    kind = "f16x2" if compute == "fp16" else "bf16x2"
-    dtype = kind[:-2]
-    text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g, o<4>;"]
-    text.append("mov.b32 z, 0x80008000;")
-    text += [f"mov.f32 ${i}, ${18 + i};" for i in range(4)]
-    text += [f"mov.f32 o{i}, 0f00000000;" for i in range(4 if chains == 2 else 0)]
-    text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
-    text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
-    for word in (0, 2, 1, 3) if chains == 2 else range(4):  # of 8 codes in each row
-        text += [dequantize_word(kind, f"w{word}", "a"), dequantize_word(kind, f"w{4 + word}", "b")]
-        for j in range(4):
-            for register, scale in (("a", "s"), ("b", "t")):
-                product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
-                text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
-        sums = "{o0, o1, o2, o3}" if chains == 2 and word > 1 else "{$0, $1, $2, $3}"
-        for j in (0, 2):
-            text.append(
-                f"mov.b64 {{y0, y1}}, ${10 + 2 * word + j // 2};"
-                f" mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {sums},"
-                f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y0, y1}}, {sums};"
-            )
-    text += [f"add.f32 ${i}, ${i}, o{i};" for i in range(4 if chains == 2 else 0)]
-    return " ".join(text) + " }"
-
-
-_MULTIPLY_STEP = tl.constexpr({
-    (compute, chains): _multiply_step_ptx(compute, chains) for compute in ("fp16", "bf16") for chains in (1, 2)
-})  # fmt: skip
-_MULTIPLY_STEP_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
-
-
-@triton.jit
-def multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
-    """A lane's four sums c plus the products of a step's B (w) and A (x)."""
-    ptx: tl.constexpr = select_ptx(_MULTIPLY_STEP, COMPUTE, CHAINS)
-    return tl.inline_asm_elementwise(
-        ptx, _MULTIPLY_STEP_OPERANDS, w + x + c,
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-# Inputs: where to, two sums, whether their rows of A exist, a token. The second sum is of the next row of A.
-_STORE_TWO_SUMS = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }"
-)
-
-
-@triton.jit
-def store_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """Store a warp's sums to shared memory as [16 * TILES, ROWS], then wait for all warps. Returns a token."""
-    row_m = lane % 4 * 2
-    wanted = (row_m < ROWS).to(tl.int32)
-    for i in tl.static_range(2 * TILES):
-        to = at + ((lane % 32 // 4 + i * 8) * ROWS + row_m) * 4
-        token = do_ptx(_STORE_TWO_SUMS, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
-    return do_ptx(BARRIER, "r", (token,))
 
 
 @triton.jit
@@ -118,7 +54,7 @@ def gemm_skinny(
     never read.
     WARPS: of a program; the launch must have as many. They share a tile's steps along K. TILES: 1 or 2, a tile has
     16 * TILES rows of b. ROWS: 2, 4 or 8. STAGES: steps of a warp that are on their way. CHAINS: see
-    `_multiply_step_ptx`. EVEN: no tile has a row, and no step an element, past the end.
+    `skinny_product`. EVEN: no tile has a row, and no step an element, past the end.
     """
     buffer_bytes: tl.constexpr = stage_bytes(TILES, ROWS)
     stage: tl.constexpr = WARPS * buffer_bytes

@@ -9,7 +9,7 @@ from fp4compile._compat import statically_true
 from fp4compile.layouts import ceil_div
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
-from fp4compile.templates.gemm.dequant_operand import dequantized
+from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.launch import launch
 

@@ -22,7 +22,7 @@ from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group, total_tiles
 from fp4compile.templates.device.persistent_grid import grouped_tile
-from fp4compile.templates.gemm.dequant_operand import dequantized
+from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.problem import OperandType
 from fp4compile.templates.grouped import dequant_tiles
 from fp4compile.templates.grouped.heuristics import (

@@ -21,11 +21,11 @@ from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of
 from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, read_weights
 from fp4compile.templates.device.persistent_grid import next_step
 from fp4compile.templates.device.shared_memory import sum_of_warps_ptx
+from fp4compile.templates.device.skinny_product import multiply_step, store_sums
 from fp4compile.templates.gemm.call import KernelOperand
-from fp4compile.templates.gemm.dequant_operand import dequantized
+from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig
 from fp4compile.templates.gemm.problem import OperandType
-from fp4compile.templates.gemm.skinny import multiply_step, store_sums
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
 from fp4compile.templates.grouped.heuristics import grouped_skinny_config
 from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem

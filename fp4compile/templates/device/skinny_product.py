@@ -1,0 +1,72 @@
+"""The arithmetic of products with few rows of A, one lane at a time: a step of a warp, and its sums."""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.async_copy import BARRIER, do_ptx, select_ptx
+from fp4compile.templates.device.nvfp4_weights import dequantize_word, scale_registers
+
+
+def _multiply_step_ptx(compute: str, chains: int) -> str:
+    """PTX that adds the product of 16 rows of B and 8 rows of A over 128 elements to a lane's sums.
+
+    Outputs: four sums. Inputs: codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight
+    words of 64 bits of A (see `interleave_a`); the four sums so far.
+    chains: 1 or 2 independent accumulators. `mma.sync` waits for the one before it on the same accumulator.
+    """
+    kind = "f16x2" if compute == "fp16" else "bf16x2"
+    dtype = kind[:-2]
+    text = ["{ .reg .b32 u, v, z, w<8>, a<4>, b<4>, s<2>, t<2>, y<2>; .reg .b16 h, k; .reg .f32 f, g, o<4>;"]
+    text.append("mov.b32 z, 0x80008000;")
+    text += [f"mov.f32 ${i}, ${18 + i};" for i in range(4)]
+    text += [f"mov.f32 o{i}, 0f00000000;" for i in range(4 if chains == 2 else 0)]
+    text += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${4 + i};" for i in range(4)]
+    text += [scale_registers(kind, "$8", "s"), scale_registers(kind, "$9", "t")]
+    for word in (0, 2, 1, 3) if chains == 2 else range(4):  # of 8 codes in each row
+        text += [dequantize_word(kind, f"w{word}", "a"), dequantize_word(kind, f"w{4 + word}", "b")]
+        for j in range(4):
+            for register, scale in (("a", "s"), ("b", "t")):
+                product = f"{register}{j}, {register}{j}, {scale}{word // 2}"
+                text.append(f"mul.rn.f16x2 {product};" if kind == "f16x2" else f"fma.rn.bf16x2 {product}, z;")
+        sums = "{o0, o1, o2, o3}" if chains == 2 and word > 1 else "{$0, $1, $2, $3}"
+        for j in (0, 2):
+            text.append(
+                f"mov.b64 {{y0, y1}}, ${10 + 2 * word + j // 2};"
+                f" mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {sums},"
+                f" {{a{j}, b{j}, a{j + 1}, b{j + 1}}}, {{y0, y1}}, {sums};"
+            )
+    text += [f"add.f32 ${i}, ${i}, o{i};" for i in range(4 if chains == 2 else 0)]
+    return " ".join(text) + " }"
+
+
+_MULTIPLY_STEP = tl.constexpr({
+    (compute, chains): _multiply_step_ptx(compute, chains) for compute in ("fp16", "bf16") for chains in (1, 2)
+})  # fmt: skip
+_MULTIPLY_STEP_OPERANDS = tl.constexpr(",".join(["=&f"] * 4 + ["l"] * 4 + ["r"] * 2 + ["l"] * 8 + ["f"] * 4))
+
+
+@triton.jit
+def multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
+    """A lane's four sums c plus the products of a step's B (w) and A (x)."""
+    ptx: tl.constexpr = select_ptx(_MULTIPLY_STEP, COMPUTE, CHAINS)
+    return tl.inline_asm_elementwise(
+        ptx, _MULTIPLY_STEP_OPERANDS, w + x + c,
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+# Inputs: where to, two sums, whether their rows of A exist, a token. The second sum is of the next row of A.
+_STORE_TWO_SUMS = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }"
+)
+
+
+@triton.jit
+def store_sums(at, c, token, lane, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """Store a warp's sums to shared memory as [16 * TILES, ROWS], then wait for all warps. Returns a token."""
+    row_m = lane % 4 * 2
+    wanted = (row_m < ROWS).to(tl.int32)
+    for i in tl.static_range(2 * TILES):
+        to = at + ((lane % 32 // 4 + i * 8) * ROWS + row_m) * 4
+        token = do_ptx(_STORE_TWO_SUMS, "r,f,f,r,r", (to, c[2 * i], c[2 * i + 1], wanted, token))
+    return do_ptx(BARRIER, "r", (token,))
