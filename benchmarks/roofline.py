@@ -4,9 +4,10 @@
     python -m benchmarks.roofline --plot     # a scatter plot beside it, too (needs matplotlib)
     python -m benchmarks.roofline --check    # exits with 1 where the file is not what the model says now
 
-Predicted is what `linear_h200.json`, `quantize_h200.json` and `mlp_block_h200.json` measured. The shares in
-`fp4compile/gpus.py` and `fp4compile/roofline.py` were fitted to the first two, one share for all shapes of a kernel:
-for these the errors say how well the model describes, not how well it foresees. Nothing was fitted to the third.
+Predicted is what the files of FILES and `mlp_block_h200.json` measured. The shares in `fp4compile/gpus.py` and
+`fp4compile/roofline_steps.py` are fitted to half of the times ("fitted": every other one, in the order of the files;
+of experts, two of three models) by `benchmarks/roofline_fit.py`. The summary tells of the other half by itself. Nothing
+was fitted to the training steps of the MLP block.
 """
 
 import argparse
@@ -18,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.grouped_mm import MODELS
 from fp4compile import formats
-from fp4compile.roofline import Use, predict, quantise_seconds
+from fp4compile.roofline import Experts, Gpu, Use, predict
+from fp4compile.roofline_steps import quantise_seconds
 
 RESULTS = Path(__file__).parent / "results"
 FILE = RESULTS / "roofline_h200.json"
 PICTURE = FILE.with_suffix(".png")
 GPU = "H200"
+FILES = ("linear", "quantize", "ceilings", "grouped_mm")
+_FITTED_MODELS = ("DeepSeek-V3", "Llama-4")
 
 
 def torchao_gb200(m: Any, n: Any, k: Any, *, dynamic: bool) -> tuple[Any, Any]:
@@ -41,34 +46,88 @@ def torchao_gb200(m: Any, n: Any, k: Any, *, dynamic: bool) -> tuple[Any, Any]:
     return plain + max(least, 4 * m * k / memory), product + quantise
 
 
-def compared(linear: dict, quantize: dict, gpu: str) -> list[dict[str, Any]]:
-    """A row for each measured time that the model is for. linear, quantize: what these benchmarks wrote."""
-    found = [*_linear(linear["rows"], gpu), *_quantised([*quantize["rows"], *quantize.get("small", ())], gpu)]
-    return [_row(*each) for each in found]
+# What a row is made of: what, case, predicted seconds, measured microseconds, whether shares are fitted to it.
+Compared = Iterator[tuple[str, str, float, float, bool]]
 
 
-def _row(what: str, case: str, predicted: float, measured: float) -> dict[str, Any]:
+def compared(files: dict[str, dict], gpu: str | Gpu) -> list[dict[str, Any]]:
+    """A row for each measured time that the model is for. files: what the benchmarks of FILES wrote, by name."""
+    readers = {"linear": _linear, "quantize": _quantised, "ceilings": _products, "grouped_mm": _experts}
+    found = [each for name, content in files.items() for each in readers[name](content, gpu)]
+    order = dict.fromkeys(each[0] for each in found)
+    return [_row(*each) for what in order for each in found if each[0] == what]
+
+
+def _row(what: str, case: str, predicted: float, measured: float, fitted: bool) -> dict[str, Any]:
     return {"what": what, "case": case, "predicted us": round(1e6 * predicted, 2), "measured us": round(measured, 2),
-            "error": round(1e6 * predicted / measured - 1, 4)}  # fmt: skip
+            "error": round(1e6 * predicted / measured - 1, 4), "fitted": fitted}  # fmt: skip
 
 
-def _linear(rows: list[dict], gpu: str) -> Iterator[tuple[str, str, float, float]]:
-    for row in rows:
-        sizes = tuple(map(int, row["shape"].split("x")))
-        weight_only, both = (predict(name, gpu, *sizes) for name in ("nvfp4_weight_only", "nvfp4"))
-        yield "bf16 linear", row["shape"], both.plain_seconds, row["bf16"]
-        yield "NVFP4 weight-only linear", row["shape"], weight_only.seconds, row["weight-only"]
-        yield "NVFP4 W4A4 linear", row["shape"], both.seconds, row["w4a4"]
+def _checkered(rows: list[dict], width: int) -> Iterator[tuple[bool, dict]]:
+    """Each row, and whether it is for fitting: every other one, in turns of `width` rows the even and the odd ones."""
+    return (((index + index // width) % 2 == 0, row) for index, row in enumerate(rows))
 
 
-def _quantised(rows: list[dict], gpu: str) -> Iterator[tuple[str, str, float, float]]:
-    for row in rows:
+def _sizes(shape: str) -> tuple[int, ...]:
+    return tuple(map(int, shape.split("x")))
+
+
+def _linear(content: dict, gpu: str | Gpu) -> Compared:
+    for fitted, row in _checkered(content["rows"], 4):
+        weight_only, both = (predict(name, gpu, *_sizes(row["shape"])) for name in ("nvfp4_weight_only", "nvfp4"))
+        yield "bf16 linear", row["shape"], both.plain_seconds, row["bf16"], fitted
+        yield "NVFP4 weight-only linear", row["shape"], weight_only.seconds, row["weight-only"], fitted
+        yield "NVFP4 W4A4 linear", row["shape"], both.seconds, row["w4a4"], fitted
+
+
+def _quantised(content: dict, gpu: str | Gpu) -> Compared:
+    large = content["rows"]
+    shapes = {row["shape"] for row in large}
+    for fitted, row in [*_checkered(large, len(large) // len(shapes)), *_checkered(content.get("small", []), 4)]:
         case, _, name = row["case"].rpartition(", ")
-        sizes = tuple(map(int, row["shape"].split("x")))
         along = "both" if case.startswith("both") else "columns" if "columns" in case else "rows"
         use = Use(formats.get(name), *(word in case for word in ("static", "stochastic", "Hadamard")))
-        seconds = quantise_seconds(use, *sizes, gpu, along=along, native="swizzled" in case)
-        yield "quantise kernel", f"{row['case']}, {row['shape']}", seconds, row["us"]
+        seconds = quantise_seconds(use, *_sizes(row["shape"]), gpu, along=along, native="swizzled" in case)
+        square = "square blocks" if use.format.square else along
+        yield f"quantise kernel, {square}", f"{row['case']}, {row['shape']}", seconds, row["us"], fitted
+
+
+def _products(content: dict, gpu: str | Gpu) -> Compared:
+    """Copies are not compared: the share of the memory is that of the largest one."""
+    for what, name in (("bf16 product", "bf16 linear"), ("FP8 rowwise product", "float8 rowwise product")):
+        for fitted, row in _checkered([row for row in content["rows"] if row["what"] == what], 4):
+            found = predict("float8_rowwise", gpu, *_sizes(row["shape"]))
+            seconds = found.plain_seconds if what.startswith("bf16") else found.steps[-1].seconds
+            yield name, f"{row['shape']} of ceilings", seconds, row["us"], fitted
+
+
+def _experts(content: dict, gpu: str | Gpu) -> Compared:
+    """Decode steps by offsets and by index; many tokens, forward. "kernels of tokens" names the kernels that were run,
+    by recipe: times of one that is no longer chosen are left out."""
+    for row in content["decode"]:
+        model, how = row["decode"].split(", ")
+        shape, fitted = MODELS[model], model in _FITTED_MODELS
+        each, by_index = int(how.split()[0]), how.endswith("by index")
+        experts = Experts(each, "gather") if by_index else Experts(shape.experts)
+        sizes = (each if by_index else each * shape.experts, shape.n, shape.k)
+        weight_only, both = (predict(name, gpu, *sizes, experts=experts) for name in ("nvfp4_weight_only", "nvfp4"))
+        for what, seconds in (("bf16", both.plain_seconds), ("weight-only", weight_only.seconds),
+                              ("w4a4", both.seconds)):  # fmt: skip
+            kind = "experts in bf16" if what == "bf16" else "experts, quantised"
+            yield kind, f"{row['decode']}, {what}", seconds, row[f"{what} us"], fitted
+    for row in content["tokens"]:
+        model, what = row["tokens"].split(", ")
+        if what != "forward" or row["by"] == "loop":
+            continue
+        shape, plain = MODELS[model], row["by"] == "bf16"
+        recipe = "nvfp4" if plain else row["by"]
+        found = predict(recipe, gpu, content["settings"]["tokens"], shape.n, shape.k, experts=shape.experts)
+        kernel = found.steps[-1].name
+        if not plain and content.get("kernels of tokens", {}).get(recipe, kernel) != kernel:
+            continue
+        seconds = found.plain_seconds if plain else found.seconds
+        kind = "experts in bf16" if plain else "experts, quantised"
+        yield kind, f"{model}, {row['by']}", seconds, 1e3 * row["ms"], model in _FITTED_MODELS
 
 
 def training_block(content: dict) -> list[dict[str, Any]]:
@@ -82,31 +141,44 @@ def training_block(content: dict) -> list[dict[str, Any]]:
         recipe = "nvfp4" if row["block"] == "bf16" else row["block"]
         each = [predict(recipe, GPU, *sizes, train=True) for sizes in layers]
         seconds = sum(one.plain_seconds if row["block"] == "bf16" else one.seconds for one in each)
-        found.append(_row("training step of an MLP block", row["block"], seconds, 1e3 * row["ms"]))
+        found.append(_row("training step of an MLP block", row["block"], seconds, 1e3 * row["ms"], False))
     return found
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each kind and of all: how many, the median and the largest error, without sign."""
+    """Of each kind and of all: how many, the median and the largest error, without sign; and of those not fitted to."""
     kinds = {what: [row for row in rows if row["what"] == what] for what in dict.fromkeys(row["what"] for row in rows)}
     found = []
     for what, members in {**kinds, "all": rows}.items():
-        worst = max(members, key=lambda row: abs(row["error"]))
-        errors = [abs(row["error"]) for row in members]
-        found.append({"what": what, "count": len(members), "median error": round(statistics.median(errors), 4),
-                      "largest error": worst["error"], "where": worst["case"]})  # fmt: skip
+        others = [row for row in members if not row["fitted"]]
+        worst, of_others = _worst(members), _worst(others) if others else None
+        found.append({"what": what, "count": len(members), "median error": _median(members),
+                      "largest error": worst["error"], "where": worst["case"], "others": len(others),
+                      "median of others": _median(others) if others else None,
+                      "largest of others": of_others and of_others["error"]})  # fmt: skip
     return found
+
+
+def _worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return max(rows, key=lambda row: abs(row["error"]))
+
+
+def _median(rows: list[dict[str, Any]]) -> float:
+    return round(statistics.median(abs(row["error"]) for row in rows), 4)
+
+
+def stored() -> dict[str, dict]:
+    """The files that are compared, by name."""
+    return {name: json.loads((RESULTS / f"{name}_h200.json").read_text()) for name in FILES}
 
 
 def content() -> dict[str, Any]:
     """What the file has to hold."""
-    linear, quantize, block = (
-        json.loads((RESULTS / f"{name}_h200.json").read_text()) for name in ("linear", "quantize", "mlp_block")
-    )
-    rows = compared(linear, quantize, GPU)
-    foreseen = training_block(block)
+    files, block = stored(), json.loads((RESULTS / "mlp_block_h200.json").read_text())
+    rows = compared(files, GPU)
     return {
-        "environment": linear["environment"], "summary": summary(rows), "foreseen": foreseen, "rows": rows,
+        "environment": files["linear"]["environment"], "summary": summary(rows), "foreseen": training_block(block),
+        "rows": rows,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from fp4compile.formats import unknown_name
 from fp4compile.targets import Target
 
-_MEASURED = "benchmarks/results/linear_h200.json, quantize_h200.json; FP8: docs/measured.md"
+_MEASURED = "benchmarks/results/linear_h200.json, quantize_h200.json, ceilings_h200.json"
 _ASSUMED = f"not measured; the shares of the H200 ({_MEASURED})"
 # cuBLAS is published at 5.4 PFLOP/s for NVFP4 with M = N = K = 8192 on a B200, of 9.
 _ASSUMED_FP4 = f"{_ASSUMED}; FP4 as published for cuBLAS on a B200"
@@ -44,12 +44,12 @@ class Gpu:
     source: str
     fp8: float | None = None
     fp4: float | None = None
-    bf16_share: float = 0.76
-    fp8_share: float = 0.67
+    bf16_share: float = 0.74
+    fp8_share: float = 0.71
     fp4_share: float = 0.6
     memory_share: float = 0.88
-    launch: float = 1.3e-6
-    product_launch: float = 4.5e-6
+    launch: float = 1.4e-6
+    product_launch: float = 4.7e-6
     share_source: str = _ASSUMED_FP4
     devices: tuple[str, ...] = ()
 

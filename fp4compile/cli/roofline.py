@@ -15,7 +15,7 @@ from fp4compile.recipe import DEFAULT, Recipe, recipes, resolve
 _POW2 = tuple(2**power for power in range(9, 15))
 _TOKENS = (1, 64, 8192)  # a decode step of one and of many sequences, a prompt; of training the last
 # (layer, out features, in features): the configurations that the models' authors publish. Of DeepSeek-V3 the routed
-# experts are missing, which the model of `roofline` is not for; its shared expert is there.
+# experts are missing: how many of them one GPU has differs from user to user (`roofline.predict(..., experts=8)`).
 _LAYERS = {
     "llama3-8b": (
         ("q, o", 4096, 4096), ("k, v", 1024, 4096), ("gate, up", 14336, 4096), ("down", 4096, 14336),

@@ -14,7 +14,7 @@ from fp4compile.gpus import Gpu
 from fp4compile.passes import flops
 from fp4compile.passes.gemm import Gemm
 from fp4compile.recipe import Recipe
-from fp4compile.roofline import Prediction, Use
+from fp4compile.roofline import Experts, Prediction, Use
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,12 @@ class Products:
         sizes = tuple(map(flops.hint, _layer(gemm)))
         if not _is_linear(gemm) or not all(sizes):
             return None
-        kept = gemm.packed is not None or (not self.gradients and recipe.weight_cache != "off")
-        return roofline.layer(uses, gpu, *sizes, products=self.by_layer[gemm.forward], packed=kept)
+        experts = _experts(gemm)
+        if gemm.groups is not None and experts is None:
+            return None
+        packed = gemm.packed is not None or gemm.packed_weight is not None
+        kept = packed or (not self.gradients and recipe.weight_cache != "off")
+        return roofline.layer(uses, gpu, *sizes, products=self.by_layer[gemm.forward], packed=kept, experts=experts)
 
 
 def too_slow(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, products: Products) -> str | None:
@@ -93,8 +97,19 @@ def _uses(decision) -> dict[str, Use | None]:
 
 
 def _is_linear(gemm: Gemm) -> bool:
-    """Whether a product is one of a linear layer, which is what the model is for: of one matrix, not of experts'."""
-    return gemm.product in roofline.PRODUCTS and gemm.groups is None and bool(_layer(gemm)) and gemm.forward is not None
+    """Whether a product is one of a linear layer, of one matrix or of experts, which is what the model is for."""
+    return gemm.product in roofline.PRODUCTS and bool(_layer(gemm)) and gemm.forward is not None
+
+
+def _experts(gemm: Gemm) -> Experts | None:
+    """How the layer's rows find their matrices; None for one matrix, and where their number is unknown."""
+    if gemm.groups is None:
+        return None
+    if gemm.offs is not None:
+        count, grouping = flops.hint(gemm.offs.meta["val"].shape[0]), "rows"
+    else:
+        count, grouping = flops.hint(gemm.node.meta["val"].shape[0]), gemm.groups
+    return Experts(count, grouping) if count else None
 
 
 def _layer(gemm: Gemm) -> tuple:

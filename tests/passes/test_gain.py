@@ -6,7 +6,9 @@ import torch
 import fp4compile
 from fp4compile import roofline
 from fp4compile.recipe import resolve
+from fp4compile.roofline import Experts
 from tests.helpers import without_codegen
+from tests.helpers.expert_models import Around, Forms, packed, recipe_of, tokens
 
 JUDGED = {"recipe": "nvfp4", "min_gain": 1.05, "target": "B200"}
 
@@ -109,10 +111,11 @@ def test_other_products():
         x = torch.empty(4, 64, 64, device="meta", dtype=torch.bfloat16)
         report = fp4compile.explain(Attention(), x, recipe="nvfp4", gpu="B200")
     seconds = {row.product: row.seconds for row in report.rows}
-    assert seconds["fprop"] is None  # experts
+    experts = roofline.predict("nvfp4", "B200", 256, 64, 64, experts=Experts(4, "batch"))
+    assert seconds["fprop"] == pytest.approx(experts.seconds)
     flops = 2 * 4 * 64**3
     assert seconds["attention"] == pytest.approx(roofline.product("B200", flops).seconds)
-    assert "1 products not predicted" in str(report)
+    assert "not predicted" not in str(report)
 
 
 def test_the_backend_leaves_such_layers_alone(monkeypatch):
@@ -125,3 +128,56 @@ def test_the_backend_leaves_such_layers_alone(monkeypatch):
     up, down = backend.report.rows
     assert up.reason is None and down.reason.startswith("predicted gain 0.")
     assert backend.report.gpu is None and up.seconds is None
+
+
+class Grouped(torch.nn.Module):
+    """Experts by offsets, a router beside them, and what weight a test wants."""
+
+    def __init__(self, experts=16, n=2048, k=1024):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.empty(experts, n, k, dtype=torch.bfloat16))
+
+    def forward(self, x, offs):
+        return torch.nn.functional.grouped_mm(x, self.w.mT, offs=offs)
+
+
+def of_experts(recipe, gpu, grad=False, tokens=8192, **sizes):
+    with torch.device("meta"):
+        model, x = Grouped(**sizes), torch.empty(tokens, 1024, dtype=torch.bfloat16, requires_grad=grad)
+        offs = torch.empty(model.w.shape[0], dtype=torch.int32)
+    with torch.set_grad_enabled(grad):
+        return fp4compile.explain(model, x, offs, recipe=recipe, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    "gpu, recipe, grad", [("H200", "nvfp4", False), ("B200", "mxfp8", True), ("H200", "mxfp8", True)]
+)
+def test_experts_are_predicted(gpu, recipe, grad):
+    report = of_experts(recipe, gpu, grad)
+    expected = roofline.predict(recipe, gpu, 8192, 2048, 1024, train=grad, experts=16)
+    assert [row.category for row in report.rows] == ["experts"] * (3 if grad else 1)
+    for row in report.rows:
+        own = expected.of_product(row.product)
+        assert (row.plain_seconds, row.seconds) == pytest.approx((own.plain_seconds, own.seconds)), row.product
+    assert list(report.gains().values()) == pytest.approx([expected.gain])
+
+
+def test_experts_that_lose_are_left_alone():
+    (row,) = of_experts({"recipe": "nvfp4", "min_gain": 1.05, "target": "H200"}, "H200").rows
+    gain = roofline.predict("nvfp4", "H200", 8192, 2048, 1024, experts=16).gain
+    assert row.reason == f"predicted gain {gain:.2f} on H200 is below min_gain=1.05" and gain < 1.05
+    assert row.seconds == row.plain_seconds
+    (row,) = of_experts({"recipe": "nvfp4", "min_gain": 1.05, "target": "H200"}, "H200", tokens=64).rows
+    assert row.reason is None
+
+
+def test_packed_experts_are_predicted_as_those_that_the_cache_packs():
+    """In all forms: groups, one expert, a batch, by index."""
+    model, _ = packed(Around(Forms(False)), "nvfp4")
+    with torch.no_grad():
+        kept, cached = (
+            fp4compile.explain(each, tokens(), recipe=recipe_of("nvfp4"), gpu="H200").rows
+            for each in (model, Around(Forms(False)))
+        )
+    assert len(kept) == 9 and all(row.seconds != row.plain_seconds for row in kept)
+    assert [row.seconds for row in kept] == [row.seconds for row in cached]
