@@ -32,6 +32,12 @@ decides nothing: every scale clips what is larger than 6 * 448.
 So the search starts at the top of the octave above a / 6, and goes down until one of the last two holds. For a block of
 16 in a tensor whose amax is g, that is at most 12 of the 126 scales, or up to 15 where they are subnormal; for a square
 block 20.
+
+**A weighted error** (`best_weighted_scales`). With a Hessian H of a block, the error of a scale is e^T H e, where e are
+the rests x - q e of the block, in units of the outer scale and with their signs. It is the sum of e_i t_i, neighbours
+first, where t_i = L_i0 e_0 + L_i1 e_1 + ... + L_ii e_i, summed in this order. L is lower triangular: H_ij + H_ji, and
+H_ii. So it takes H's symmetric part alone, and with the identity it is the error above. Doubling a scale says nothing
+of this error, so all 126 are tried.
 """
 
 from collections.abc import Callable
@@ -52,6 +58,7 @@ LAST_WITH_DOUBLE = 224.0
 MOST_SCALES = 20  # that are tried for a block, of any kind
 SUBNORMALS = 15  # bytes up to this one are all multiples of 2^-9, and the odd ones have no half
 _CHUNK = 2**14  # blocks that are searched at a time, so that what is computed stays in the CPU's cache
+_WEIGHTED_CHUNK = 2**11  # the same where errors are weighted: many operations, each too small for several threads
 
 
 def quantize(
@@ -144,6 +151,53 @@ def _first(top: torch.Tensor) -> torch.Tensor:
     return (above + 7).clamp(SUBNORMALS, CANDIDATES)
 
 
+def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """The E4M3 scales [..., N, C] of least weighted error of blocks of 16 of x [..., N, K]; see above.
+
+    outer: float32 [] or [..., 1, 1]. hessian: float32 [C, 16, 16] or [..., N, C, 16, 16]. A scale is NaN where the
+    block is not finite, or where no error is a finite number.
+    """
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16))
+    factor = reference._encode_scale(outer).expand(*x.shape[:-1], 1).reshape(-1, 1, 1)
+    blocks = padded.reshape(factor.shape[0], padded.shape[-1] // 16, 16)
+    row, column = torch.tril_indices(16, 16, device=x.device)
+    lower = torch.zeros_like(hessian)
+    lower[..., row, column] = lower_triangle(hessian)
+    if hessian.dim() > 3:
+        lower = lower.reshape(*blocks.shape, 16)
+    step = max(1, _WEIGHTED_CHUNK // max(1, blocks.shape[1]))
+    found = []
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        own = lower if lower.dim() == 3 else lower[part]
+        found.append(_least_weighted_error(blocks[part], factor[part], own))
+    byte = torch.cat(found) if found else blocks.new_empty(blocks.shape[:2], dtype=torch.uint8)
+    return byte.view(*x.shape[:-1], blocks.shape[1]).view(torch.float8_e4m3fn)
+
+
+def lower_triangle(hessian: torch.Tensor) -> torch.Tensor:
+    """[..., 16, 16] -> [..., 136]: the entries of L on and below its diagonal, row by row; see above."""
+    row, column = torch.tril_indices(16, 16, device=hessian.device)
+    mirrored = torch.where(row == column, 0.0, hessian[..., column, row])
+    return (hessian[..., row, column] + mirrored).contiguous()
+
+
+def _least_weighted_error(blocks: torch.Tensor, factor: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """The bytes [R, C] of blocks [R, C, 16] with factors [R, 1, 1]. lower: [C, 16, 16] or [R, C, 16, 16]."""
+    u = (blocks.abs() * factor).clamp(max=U_MAX)
+    best = torch.full_like(u[..., 0], torch.inf)
+    winner = torch.full_like(best, 0x7F, dtype=torch.uint8)
+    for byte in range(1, CANDIDATES + 1):
+        rests = rest(u, value(torch.tensor(byte, device=u.device))) * blocks.sign()
+        weighted = torch.zeros_like(rests)
+        for j in range(16):
+            weighted = weighted + lower[..., j] * rests[..., j : j + 1]
+        error = _sum_neighbours(weighted * rests, -1).squeeze(-1)
+        better = error < best
+        best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
+    return torch.where(blocks.isfinite().all(-1), winner, 0x7F)
+
+
 def value(byte: torch.Tensor) -> torch.Tensor:
     """Positive E4M3 bytes (any integers) -> float32."""
     return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -164,9 +218,13 @@ def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def block_error(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The squared error [B] of blocks u [B, rows, 16] by a scale [B] each; see above."""
-    total = rest(u, scale[:, None, None]).square()
-    for dim in (-1, -2):
-        while total.shape[dim] > 1:
-            first, second = total.unflatten(dim, (-1, 2)).unbind(dim)
-            total = first + second
-    return total[:, 0, 0]
+    squares = rest(u, scale[:, None, None]).square()
+    return _sum_neighbours(_sum_neighbours(squares, -1), -2)[:, 0, 0]
+
+
+def _sum_neighbours(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """Pairwise sums along a dimension, counted from the end; it stays, of size one."""
+    while terms.shape[dim] > 1:
+        first, second = terms.unflatten(dim, (-1, 2)).unbind(dim)
+        terms = first + second
+    return terms

@@ -26,12 +26,13 @@ def scale_sweep(
 
     w: bf16, fp16 or fp32, [N, K] or [E, N, K], of any strides; blocks are completed by zeros.
     global_amax: float32 [] or, of three dimensions, [E] or []; None takes the amax of each matrix.
-    hessian: weighs the rests e = w - q * step of a block as e^T H e, with a symmetric positive H. float32 [K / 16, 16,
-        16], one for each column of blocks, or [..., N, K / 16, 16, 16], one for each block of w. All 126 scales are
-        then tried, by operations of PyTorch on every device. For blocks of (1, 16).
+    hessian: weighs the rests e = w - q * step of a block as e^T H e, with a symmetric positive H (of another, the
+        symmetric part counts). float32 [K / 16, 16, 16], one for each column of blocks, or [..., N, K / 16, 16, 16],
+        one for each block of w. All 126 scales are then tried. For blocks of (1, 16).
     block: (1, 16) or (16, 16), the elements that share a scale.
 
-    Returns float32 [..., N / block rows, K / 16], rounded up. It is NaN where a block is not finite.
+    Returns float32 [..., N / block rows, K / 16], rounded up. It is NaN where a block is not finite, and where no
+    scale's weighted error is a finite number.
 
     Raises TypeError for what is no tensor of these dtypes, ValueError for other shapes, devices or blocks.
     """
@@ -40,14 +41,7 @@ def scale_sweep(
     if global_amax is None:
         amax = largest_of_matrices(w if w.dim() == 3 else w[None]).flatten().float()
         global_amax = amax if w.dim() == 3 else amax[0]
-    if hessian is not None:
-        scales = _weighted(w, _each(global_amax), hessian)
-    elif w.is_cuda and w.numel():
-        from fp4compile.templates import scale_sweep as kernels  # here, so that the CPU needs no Triton
-
-        scales = kernels.best_scales(w, fmt, reference_scales.outer_of(global_amax, "mse"), "mse")
-    else:
-        scales = _by_reference(w, fmt, _each(global_amax))
+    scales = _scales(w, fmt, global_amax, hessian)
     return reference._divide(scales.float(), reference.E4M3_MAX) * _each(global_amax)
 
 
@@ -56,27 +50,19 @@ def _each(global_amax: torch.Tensor) -> torch.Tensor:
     return global_amax.view(-1, 1, 1) if global_amax.dim() else global_amax
 
 
-def _by_reference(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor) -> torch.Tensor:
-    outer = reference_scales.outer_of(amax, "mse")
+def _scales(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
+    """The E4M3 scales of the blocks, by the kernels on a GPU."""
+    if w.is_cuda and w.numel():
+        from fp4compile.templates import scale_sweep as kernels  # here, so that the CPU needs no Triton
+
+        outer = reference_scales.outer_of(amax, "mse")
+        if hessian is not None:
+            return kernels.best_weighted_scales(w, outer, hessian)
+        return kernels.best_scales(w, fmt, outer, "mse")
+    outer = reference_scales.outer_of(_each(amax), "mse")
+    if hessian is not None:
+        return reference_scales.best_weighted_scales(w, outer, hessian)
     return reference_scales.best_scales(reference._blocks(w.float(), fmt), outer, "mse")
-
-
-def _weighted(w: torch.Tensor, amax: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scales [..., N, K / 16] of least weighted error; NaN where no error is a number."""
-    factor = reference._encode_scale(reference_scales.outer_of(amax, "mse"))
-    blocks = reference._blocks(w.float(), formats.get("nvfp4")).squeeze(-3)
-    u = (blocks * factor.unsqueeze(-1)).clamp(-reference_scales.U_MAX, reference_scales.U_MAX)
-    best = torch.full_like(u[..., 0], torch.inf)
-    winner = torch.full_like(best, 0x7F, dtype=torch.uint8)
-    with torch.autocast(w.device.type, enabled=False):
-        for byte in range(1, reference_scales.CANDIDATES + 1):
-            scale = reference_scales.value(torch.full_like(winner, byte))
-            rest = reference_scales.rest(u.abs(), scale.unsqueeze(-1)) * u.sign()
-            weighted = (rest.unsqueeze(-2) @ hessian).squeeze(-2)
-            error = (weighted * rest).sum(-1)
-            better = error < best
-            best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
-    return torch.where(blocks.isfinite().all(-1), winner, 0x7F).view(torch.float8_e4m3fn)
 
 
 def _check(w: object, global_amax: object, hessian: object, block: tuple[int, int]) -> None:

@@ -4,6 +4,9 @@ A program is one warp. Each of its threads holds one row of 16 elements in regis
 square one, and reads it once. All threads try one scale at a time, each the scale that its own block has come to, until
 no block has a scale left that can win (`reference_scales` says which those are). In a block of 16 that takes a dozen
 steps of eight instructions an element.
+
+Where a Hessian weighs the errors, all scales are tried. A program has the blocks of 32 rows below each other, which may
+share a Hessian; each thread keeps its half of that in registers, with the signs of the elements in it.
 """
 
 import torch
@@ -65,6 +68,19 @@ def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor, rule: st
     return scales.view(fmt.scale_dtype)
 
 
+def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """`reference_scales.best_weighted_scales` on the GPU, bit for bit. x: [R, C] or [B, R, C]. outer: [] or [B]."""
+    source, blocks = matrices(x), ceil_div(x.shape[-1], 16)
+    scales = torch.empty((*x.shape[:-1], blocks), dtype=torch.uint8, device=x.device)
+    launch(
+        sweep_weighted_scales, source.batch * ceil_div(source.rows, LANES) * blocks, source.tensor,
+        reference_scales.lower_triangle(hessian), scales, outer, *source.args,
+        EACH_MATRIX=outer.dim() == 1, EACH_BLOCK=hessian.dim() > 3, ROWS=LANES, ISA=target_of(x.device).isa,
+        num_warps=1,
+    )  # fmt: skip
+    return scales.view(torch.float8_e4m3fn)
+
+
 def _launch(
     source: Matrices, fmt: BlockFormat, data: torch.Tensor | None, scales: torch.Tensor, outer: torch.Tensor | None,
     layout: str, rule: str, each_matrix: bool,
@@ -103,13 +119,22 @@ def rounded_e2m1(y, ISA: tl.constexpr):
 
 
 @triton.jit
-def squared_rest(u, scale, inverse, ISA: tl.constexpr):
-    """(u - q * scale)^2 of elements, where q is u * inverse rounded to E2M1.
+def rest_of(u, scale, inverse, ISA: tl.constexpr):
+    """u - q * scale of elements, where q is u * inverse rounded to E2M1."""
+    return u - rounded_e2m1(tl.minimum(u * inverse, 6.0), ISA) * scale
 
-    No compiler can fuse the square into a sum: it is a fused operation already.
-    """
-    rest = u - rounded_e2m1(tl.minimum(u * inverse, 6.0), ISA) * scale
-    return tl.fma(rest, rest, 0.0)
+
+@triton.jit
+def product(a, b):
+    """a * b, rounded. No compiler can fuse it into a sum: it is a fused operation already."""
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
+def squared_rest(u, scale, inverse, ISA: tl.constexpr):
+    """(u - q * scale)^2 of elements; arguments as of `rest_of`."""
+    rest = rest_of(u, scale, inverse, ISA)
+    return product(rest, rest)
 
 
 @triton.jit
@@ -237,3 +262,95 @@ def sweep_scales(
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, 16), SWIZZLED, SCALE_ALIGN)
     else:
         store_square_scales(scales_ptr, byte, batch, row_tile, block0, rows, cols, ROWS, SWIZZLED, SCALE_ALIGN)
+
+
+# ---------------------------------------------------------------- errors that a Hessian weighs
+
+
+@triton.jit
+def load_lower(ptr, mask, elements):
+    """The lower triangle L of `reference_scales`, row by row, as a tuple of 136 tensors.
+
+    ptr, mask: of triangles as `reference_scales.lower_triangle` gives them. elements: the 16 elements of each block.
+    The signs of two elements are moved into the entry by which they are multiplied: rounding is the same for both.
+    """
+    entries = ()
+    for i in tl.static_range(0, 136, 2):  # pairs, because Triton needs long for kernels with many loads
+        pair = tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + i // 2, mask=mask, other=0)
+        entries = entries + unpack(pair, tl.float32)
+    lower = ()
+    for i in tl.static_range(16):
+        for j in tl.static_range(i + 1):
+            entry = entries[i * (i + 1) // 2 + j]
+            if j < i:
+                entry = tl.where((elements[i] < 0) != (elements[j] < 0), -entry, entry)
+            lower = lower + (entry,)
+    return lower
+
+
+@triton.jit
+def weighted_error(u, lower, scale, inverse, ISA: tl.constexpr):
+    """The weighted errors of magnitudes u, a tuple of 16 tensors, by a scale each. lower: as `load_lower` gives it."""
+    rests = ()
+    terms = ()
+    for i in tl.static_range(16):
+        rests = rests + (rest_of(u[i], scale, inverse, ISA),)
+        weighted = product(lower[i * (i + 1) // 2], rests[0])
+        for j in tl.static_range(1, i + 1):
+            weighted = weighted + product(lower[i * (i + 1) // 2 + j], rests[j])
+        terms = terms + (product(weighted, rests[i]),)
+    return sum_of(terms)
+
+
+@triton.jit
+def sum_of(terms):
+    """The pairwise sum of a tuple of tensors, neighbours first."""
+    if len(terms) == 1:
+        return terms[0]
+    else:
+        sums = ()
+        for i in tl.static_range(0, len(terms), 2):
+            sums = sums + (terms[i] + terms[i + 1],)
+        return sum_of(sums)
+
+
+@triton.jit
+def sweep_weighted_scales(
+    x_ptr, lower_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,
+    EACH_MATRIX: tl.constexpr, EACH_BLOCK: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Store the scale bytes of ROWS blocks below each other. x, EACH_MATRIX: as in `sweep_scales`.
+
+    lower_ptr: [cols / 16, 136] or (EACH_BLOCK) [batch, rows, cols / 16, 136].
+    """
+    blocks = tl.cdiv(cols, 16)
+    block = tl.program_id(0) % blocks
+    row_tiles = tl.cdiv(rows, ROWS)
+    batch = tl.program_id(0) // blocks // row_tiles
+    row = tl.program_id(0) // blocks % row_tiles * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    place = (batch.to(tl.int64) * rows + row) * blocks + block
+    factor = encode_scale(tl.load(outer_ptr + batch) if EACH_MATRIX else tl.load(outer_ptr), ISA)
+
+    ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block * 16
+    cols_left = tl.where(inside, cols - block * 16, 0)
+    elements = ()
+    u = ()
+    finite = inside
+    for i in tl.static_range(16):
+        element = tl.load(ptr + i, mask=i < cols_left, other=0.0).to(tl.float32)
+        magnitude = tl.abs(element) * factor
+        finite = finite & (tl.abs(element) < float("inf")) & (magnitude == magnitude)
+        elements = elements + (element,)
+        u = u + (tl.minimum(magnitude, U_MAX),)
+    lower = load_lower(lower_ptr + (place if EACH_BLOCK else place * 0 + block) * 136, inside, elements)
+
+    best = tl.full((ROWS,), float("inf"), tl.float32)
+    winner = tl.full((ROWS,), 0x7F, tl.int32)
+    for i in range(CANDIDATES):
+        byte = tl.full((ROWS,), 1, tl.int32) + i
+        scale = scale_value(byte)
+        error = weighted_error(u, lower, scale, reciprocal_e4m3(scale, ISA), ISA)
+        winner = tl.where(error < best, byte, winner)
+        best = tl.where(error < best, error, best)
+    tl.store(scales_ptr + place, tl.where(finite, winner, 0x7F).to(tl.uint8), mask=inside)

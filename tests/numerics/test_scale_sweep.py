@@ -220,6 +220,9 @@ def test_a_hessian_weighs_the_rests():
         cost = torch.stack(costs).gather(0, chosen[None])[0]
         torch.testing.assert_close(cost, torch.stack(costs).amin(0), rtol=1e-5, atol=0)
         assert not torch.equal(best, fp4compile.scale_sweep(w))
+        upper = hessian.triu() + hessian.triu(1)  # the same symmetric part
+        assert torch.equal(best, fp4compile.scale_sweep(w, hessian=upper))
+    assert fp4compile.scale_sweep(w[:, :0], hessian=hessian[:, :0]).shape == (6, 0)
 
 
 @pytest.mark.parametrize(("call", "message"), [
