@@ -191,6 +191,11 @@ def llama_decode_earlier(content: dict) -> Cells:
     return [_DECODE_HEADER, *map(_decode_row, content["earlier"]["rows"])]
 
 
+def qwen3_moe_decode(content: dict) -> Cells:
+    how = {"batched_mm": "by index", "grouped_mm": "by groups"}
+    return [_DECODE_HEADER, *(_decode_row(row, f", {label}") for key, label in how.items() for row in content[key])]
+
+
 def before_and_after_decode(content: dict) -> Cells:
     return [
         _DECODE_HEADER,
@@ -217,6 +222,23 @@ def before_and_after_host(content: dict) -> Cells:
         ),
         ["step of 224 layers in CUDA graphs, ms", *(number(step[when], 3) for when in ("before", "after"))],
     ]
+
+
+def ceilings(content: dict) -> Cells:
+    """The products in bf16 and in FP8 beside each other, which the file has in turns."""
+    products = [row for row in content["rows"] if row["what"] != "copy"]
+    rows = [
+        [plain["shape"], number(plain["us"], 1), number(plain["TFLOP/s"], 0), number(float8["us"], 1),
+         number(float8["TFLOP/s"], 0)]
+        for plain, float8 in zip(products[::2], products[1::2], strict=True)
+    ]  # fmt: skip
+    return [["M x N x K", "bf16, us", "TFLOP/s", "FP8 rowwise, us", "TFLOP/s"], *rows]
+
+
+def ceilings_copies(content: dict) -> Cells:
+    rows = [[row["shape"], number(row["us"], 1), number(row["TB/s"], 2)]
+            for row in content["rows"] if row["what"] == "copy"]  # fmt: skip
+    return [["copied, read and written together", "us", "TB/s"], *rows]
 
 
 # ---------------------------------------------------------------- training
@@ -318,10 +340,22 @@ def _figure(column: str, value: Any) -> Any:
 
 def roofline(content: dict) -> Cells:
     rows = [
-        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"]]
+        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]), row["where"],
+         row["others"], _error(row["median of others"]), _error(row["largest of others"])]
         for row in content["summary"]
-    ]
-    return [["what", "times", "median error", "largest error", "where"], *rows]
+    ]  # fmt: skip
+    return [["what", "times", "median error", "largest error", "where", "times not fitted to", "their median error",
+             "their largest"], *rows]  # fmt: skip
+
+
+def roofline_errors(content: dict) -> Cells:
+    """Without the worst cases."""
+    rows = [
+        [row["what"], row["count"], _error(row["median error"]), _error(row["largest error"]),
+         _error(row["median of others"]), _error(row["largest of others"])]
+        for row in content["summary"]
+    ]  # fmt: skip
+    return [["what", "times", "median error", "largest", "median, not fitted to", "largest, not fitted to"], *rows]
 
 
 def roofline_training(content: dict) -> Cells:

@@ -31,7 +31,7 @@ import torch
 
 import fp4compile
 from benchmarks import common, training_loss
-from benchmarks.training_loss import FORWARD_BF16, SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
+from benchmarks.training_loss import FORWARD_BF16, backend_of, batches, compile_with, loss_of, model_of, recipe_of
 from fp4compile.cli.demo import Llama
 
 SWITCHED = ("", "-no_sr", "-no_hadamard", "-no_sr-no_hadamard")
@@ -76,7 +76,7 @@ def _in_own_process(variant: str, args) -> dict:
 
 def measure(variant: str, args) -> dict:
     """{part: {"draws" or "batches": {N: [relative error, along g] of the mean of so many}}}, and the "losses"."""
-    model = Llama(SHAPES[args.shape]).to(args.device)
+    model = model_of(args.shape).to(args.device)
     weights = torch.load(args.weights, map_location=args.device)
     model.load_state_dict(weights)
     needed = math.ceil(args.count * args.sequences / args.batch)
@@ -99,7 +99,7 @@ def measure(variant: str, args) -> dict:
 def losses_further_on(model: Llama, weights: dict[str, torch.Tensor], args, first: int) -> list[float]:
     """Held-out losses after further training, each time from the weights and on the next batches from `first` on."""
     held_out = list(batches(args, first + args.times * args.further, HELD_OUT))
-    plain = Llama(SHAPES[args.shape]).to(args.device)
+    plain = model_of(args.shape).to(args.device)
     losses = []
     for start in range(first, first + args.times * args.further, args.further):
         model.load_state_dict(weights)

@@ -11,19 +11,22 @@ tokens: 16384 tokens under recipes, compiled. "forward" packs weights once and q
     follow each other, the median of several runs.
 weights: what quantising experts' weights (8 to 32, 8192, 5120) costs against a device copy of the same bytes.
 configurations: the launches of `templates/grouped/heuristics.py` for many and for few tokens of NVFP4, and the best of
-    others; on a GPU only.
+    others; where tiles that dequantise for themselves ("tiles") are faster than operands dequantised in memory
+    ("operand"), by tokens an expert; and tiles of the kernel that quantises tokens ("rows"). On a GPU only.
 growth: the same 16640 tokens over 1 to 64 experts: our time over that of bf16, and launches of a step.
 
 The sizes of groups are drawn at random once; the loop of products knows them, nothing else does.
 
-    python -m benchmarks.grouped_mm [--parts decode ...] [--models DeepSeek-V3 ...] [--recipes R ...] [--out FILE]
+    python -m benchmarks.grouped_mm [--parts decode ...] [--models DeepSeek-V3 ...] [--recipes R ...]
+                                    [--kernels tiles ...] [--out FILE]
 """
 
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +38,13 @@ from benchmarks.quantize import copy_time, nbytes
 from fp4compile import formats
 from fp4compile.operand import Operand
 from fp4compile.templates.gemm.heuristics import SkinnyConfig
-from fp4compile.templates.grouped import dequant_operand, skinny
+from fp4compile.templates.grouped import dequant_operand, dequant_tiles, quantize_rows, skinny
+from fp4compile.templates.grouped.amax import rows_amax_bits
 from fp4compile.templates.grouped.dispatch import quantize_grouped
-from fp4compile.templates.grouped.heuristics import GroupedDotConfig
-from fp4compile.templates.grouped.problem import GroupedCall, GroupedProblem, call_of
+from fp4compile.templates.grouped.heuristics import GroupedDotConfig, grouped_amax_config, grouped_row_config
+from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem, call_of, problem_of
 from fp4compile.templates.launch import target_of
+from fp4compile.templates.quantize.views import matrices
 
 BF16 = torch.bfloat16
 ops = torch.ops.fp4compile
@@ -75,6 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    kernels = (*KERNELS, "tiles", "rows")
+    parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--growth-tokens", type=int, default=16640)
     parser.add_argument("--replays", type=int, default=9)
@@ -282,7 +289,12 @@ def configurations(args: argparse.Namespace) -> Iterator[dict]:
     if not args.device.startswith("cuda"):
         return
     for name in args.models:
-        for kernel, call in grouped_calls(MODELS[name], args.tokens, args.device).items():
+        if "tiles" in args.kernels:
+            yield from tiles_or_operand(name, args)
+        if "rows" in args.kernels:
+            yield from rows_of_tokens(name, args)
+        wanted = [kernel for kernel in KERNELS if kernel in args.kernels]
+        for kernel, call in grouped_calls(MODELS[name], args.tokens, args.device, wanted).items():
             table, *others = tried(kernel, call.problem)
             run = KERNELS[kernel].run
             times = call_times([[partial(run, call, config)] for config in (table, *others)], args)
@@ -291,22 +303,86 @@ def configurations(args: argparse.Namespace) -> Iterator[dict]:
                 yield {"configurations": f"{name}, {kernel}", "of": of, "us": us, "launch": str(config)}
 
 
+TOKENS_EACH = (64, 128, 256, 512)
 KERNELS = {"many": dequant_operand.CANDIDATE, "few": skinny.CANDIDATE}
 
 
-def grouped_calls(shape: Experts, count: int, device: str) -> dict[str, GroupedCall]:
+def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> dict[str, GroupedCall]:
     """NVFP4 tokens and weights, `count` tokens; weight-only, four tokens an expert."""
+    if not wanted:
+        return {}
     fmt, weight = formats.get("nvfp4"), shape.weights(device)
     b = Operand(*quantize_grouped(weight, None, fmt, -1, None, "linear", seed=None, transform=False), fmt)
     found = {}
     for kernel, rows in (("many", count), ("few", 4 * shape.experts)):
+        if kernel not in wanted:
+            continue
         x = shape.rows(rows, device)
         offs = torch.full((shape.experts,), rows // shape.experts, device=device).cumsum(0).to(torch.int32)
         a = Operand(x)
         if kernel == "many":
-            a = Operand(*quantize_grouped(x, offs, fmt, -1, None, "linear", seed=None, transform=False), fmt)
+            a = quantised_tokens(x, offs)
         found[kernel] = call_of(a, b, offs, rows, BF16, target_of(offs.device))
     return found
+
+
+def tiles_or_operand(name: str, args: argparse.Namespace) -> Iterator[dict]:
+    """The products of packed NVFP4 weights by both kernels, the quantiser of the tokens included."""
+    shape = MODELS[name]
+    weight = ops.quantize_grouped(shape.weights(args.device), None, "nvfp4")
+    for each in TOKENS_EACH:
+        calls = both_calls(shape, each, weight, args.device)
+        times = call_times([[call] for call in calls.values()], args)
+        for (of, call), us in zip(calls.items(), times, strict=True):
+            yield {"configurations": f"{name}, {each} tokens each", "of": of, "us": us,
+                   "launch": str(call.keywords["config"])}  # fmt: skip
+
+
+def both_calls(shape: Experts, each: int, weight: tuple, device: str) -> dict[str, partial]:
+    """By kernel: quantise `each` tokens an expert on average, and multiply them as the kernel's table launches it.
+
+    Tokens are codes for tiles, and values for the operand in memory, as graphs have them.
+    """
+    rows = each * shape.experts
+    x, offs = shape.rows(rows, device), offsets(group_sizes(rows, shape.experts), device)
+    b, calls = Operand(*weight, formats.get("nvfp4")), {}
+    for of, candidate in (("tiles", dequant_tiles.CANDIDATE), ("operand", dequant_operand.CANDIDATE)):
+        values = of == "operand"
+        problem = problem_of(quantised_tokens(x, offs, values), b, offs, rows, BF16, target_of(x.device))
+        calls[of] = partial(
+            multiplied, x, b, offs, values, candidate=candidate, config=candidate.configure(problem)
+        )  # fmt: skip
+    return calls
+
+
+def multiplied(
+    x: torch.Tensor, b: Operand, offs: torch.Tensor, values: bool, *, candidate: GroupedCandidate, config
+) -> torch.Tensor:
+    a = quantised_tokens(x, offs, values)
+    return candidate.run(call_of(a, b, offs, len(x), BF16, target_of(x.device)), config)
+
+
+def quantised_tokens(x: torch.Tensor, offs: torch.Tensor, values: bool = False) -> Operand:
+    """As codes, or as values."""
+    fmt = formats.get("nvfp4")
+    found = quantize_grouped(x, offs, fmt, -1, None, "linear", seed=None, transform=False, values=values)
+    return Operand(*found, None if values else fmt)
+
+
+def rows_of_tokens(name: str, args: argparse.Namespace) -> Iterator[dict]:
+    """Quantise the tokens, to codes and to values: the amaxes alone, the table's tiles, and others as large."""
+    shape = MODELS[name]
+    x, offs = shape.rows(args.tokens, args.device), offsets(group_sizes(args.tokens, shape.experts), args.device)
+    (amax_us,) = call_times([[partial(rows_amax_bits, matrices(x), offs, each=False)]], args)
+    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(grouped_amax_config())}
+    for values in (False, True):
+        table = grouped_row_config("e2m1", 16, args.tokens, shape.experts, False)
+        others = [replace(table, rows=rows, blocks=table.rows * table.blocks // rows) for rows in (128, 32, 16, 8)]
+        for of, config in [("table", table), *[("tried", each) for each in others if each != table]]:
+            with mock.patch.object(quantize_rows, "grouped_row_config", lambda *_, config=config: config):
+                (us,) = call_times([[partial(quantised_tokens, x, offs, values)]], args)
+            yield {"configurations": f"{name}, rows to {'values' if values else 'codes'}", "of": of, "us": us,
+                   "launch": str(config)}  # fmt: skip
 
 
 def tried(kernel: str, problem: GroupedProblem) -> list:

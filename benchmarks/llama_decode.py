@@ -1,11 +1,12 @@
 """What packed weights do for a language model at batch 1: memory, decode and prefill speed, time to compile.
 
-A Llama-3-8B with random weights, made on the device, in bf16 and then packed in place (`fp4compile.pack_`). Both are
-compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily into a static cache, in one run: after a short
-prompt, because attention over a long one takes both models the same time (`--context`). "peak" is the most memory that
-was in use while the model was packed (bf16: while it was made).
+A Llama-3-8B, or a Qwen3-30B-A3B with its experts (`--model`), with random weights, made on the device, in bf16 and then
+packed in place (`fp4compile.pack_`). Both are compiled with mode="reduce-overhead" (CUDA graphs) and decode greedily
+into a static cache, in one run: after a short prompt, because attention over a long one takes both models the same time
+(`--context`). "peak" is the most memory that was in use while the model was packed (bf16: while it was made). Prefill
+multiplies experts by groups of tokens; decode as `--experts` says, by groups or by index.
 
-    python -m benchmarks.llama_decode [--recipe nvfp4_weight_only] [--layers 32] [--prompt 2048] [--out FILE]
+    python -m benchmarks.llama_decode [--model llama-3-8b] [--recipe nvfp4_weight_only] [--layers N] [--out FILE]
 """
 
 import gc
@@ -14,7 +15,14 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StaticCache,
+)
 
 import fp4compile
 from benchmarks import common
@@ -23,18 +31,28 @@ LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14
               "num_key_value_heads": 8, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}  # fmt: skip
 TINY = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
         "num_key_value_heads": 2}  # fmt: skip
+QWEN3_30B_A3B = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+                 "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
+                 "num_experts_per_tok": 8, "rope_theta": 1000000.0, "norm_topk_prob": True}  # fmt: skip
+TINY_EXPERTS = TINY | {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+# The model's and the configuration's classes, layers, sizes, and the sizes of a narrow model to try the script with.
+MODELS = {
+    "llama-3-8b": (LlamaForCausalLM, LlamaConfig, 32, LLAMA_3_8B, TINY),
+    "qwen3-30b-a3b": (Qwen3MoeForCausalLM, Qwen3MoeConfig, 48, QWEN3_30B_A3B, TINY_EXPERTS),
+}
 
 
-def random_model(args) -> LlamaForCausalLM:
+def random_model(args) -> PreTrainedModel:
+    kind, config_kind, layers, sizes, tiny = MODELS[args.model]
     longest = max(args.prompt, args.context + decoded(args))
-    config = LlamaConfig(**(TINY if args.tiny else LLAMA_3_8B), num_hidden_layers=args.layers,
+    config = config_kind(**(tiny if args.tiny else sizes), num_hidden_layers=args.layers or layers,
                          max_position_embeddings=longest, tie_word_embeddings=False,
                          attn_implementation="sdpa")  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(args.device):
-            return LlamaForCausalLM(config).eval()
+            return kind(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -50,7 +68,7 @@ def decoded(args) -> int:
 class Session:
     """A model, compiled, and its static cache of `length` tokens, of which it has seen some."""
 
-    def __init__(self, model: LlamaForCausalLM, length: int, device: str, **how):
+    def __init__(self, model: PreTrainedModel, length: int, device: str, **how):
         self.device, config = device, model.config
         self.vocabulary = config.vocab_size
         self.cache = StaticCache(config=config, max_cache_len=length)
@@ -95,12 +113,14 @@ def synchronize(device: str) -> None:
 
 
 @torch.no_grad()
-def measure(name: str, model: LlamaForCausalLM, args, **how) -> dict:
+def measure(name: str, model: PreTrainedModel, args, **how) -> dict:
     """Times of a model compiled as `how` says."""
     torch.compiler.reset()
+    multiply_experts(model, "grouped_mm")  # by index, every token's experts are gathered
     session = Session(model, args.prompt, args.device, **how)
     first_prefill = seconds(lambda: session.prefill(args.prompt), args.device)
     prefill = min(seconds(lambda: session.prefill(args.prompt), args.device) for _ in range(5))
+    multiply_experts(model, args.experts)
     session = Session(model, args.context + decoded(args), args.device, **how)
     session.seen = args.context  # of zeros: what was said does not matter
     first_decode = seconds(lambda: session.decode(1), args.device)
@@ -110,6 +130,12 @@ def measure(name: str, model: LlamaForCausalLM, args, **how) -> dict:
            "compile prefill s": first_prefill, "compile decode s": first_decode}  # fmt: skip
     print(row, file=sys.stderr, flush=True)  # the whole takes minutes
     return row
+
+
+def multiply_experts(model: PreTrainedModel, how: str) -> None:
+    """Let transformers multiply the model's experts, if it has any, so."""
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation(how)
 
 
 def memory(device: str) -> dict:
@@ -125,11 +151,13 @@ def memory(device: str) -> dict:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--recipe", default="nvfp4_weight_only")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="by default all of the model's")
+    parser.add_argument("--experts", choices=("batched_mm", "grouped_mm"), default="batched_mm")
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before those that are decoded")
     parser.add_argument("--tokens", type=int, default=64, help="decoded in one measurement")
-    parser.add_argument("--tiny", action="store_true", help="a narrow model, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
     args = parser.parse_args()
     mode = {} if args.device == "cpu" else {"mode": "reduce-overhead"}
     model = random_model(args)
@@ -144,7 +172,10 @@ def main() -> None:
     for row in rows:
         row["decode x"] = row["decode tokens/s"] / rows[0]["decode tokens/s"]
         row["prefill x"] = row["prefill ms"] / rows[0]["prefill ms"]
-    settings = {name: getattr(args, name) for name in ("recipe", "layers", "prompt", "context", "tokens", "tiny")}
+    settings = {name: getattr(args, name) for name in ("recipe", "prompt", "context", "tokens", "tiny")}
+    settings |= {"model": args.model, "layers": model.config.num_hidden_layers}
+    if hasattr(model.config, "num_experts"):
+        settings["experts"] = args.experts
     common.publish(args, settings, rows)
 
 

@@ -109,8 +109,8 @@ def cases() -> list[tuple[str, str, Callable, int]]:
 STATIC: list[torch.Tensor] = []
 
 
-def torchao_quantizers() -> dict[tuple[str, str], Callable]:
-    """torchao's quantisers of the same operations, compiled; none where it is not installed."""
+def torchao_functions() -> dict[tuple[str, str], Callable]:
+    """torchao's quantisers of the same operations, to be compiled; none where it is not installed."""
     try:
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -122,14 +122,18 @@ def torchao_quantizers() -> dict[tuple[str, str], Callable]:
     def dynamic(x):
         return nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().amax()))
 
-    found = {
+    return {
         ("rows", "mxfp8"): lambda x: to_mx(x, torch.float8_e4m3fn, 32, rceil),
         ("columns", "mxfp8"): lambda x: to_mx(x.t().contiguous(), torch.float8_e4m3fn, 32, rceil),
         ("rows", "mxfp4"): lambda x: to_mx(x, torch.float4_e2m1fn_x2, 32, rceil),
         ("rows", "nvfp4_one_level"): lambda x: nvfp4_quantize(x, 16),
         ("two-level, dynamic", "nvfp4"): dynamic,
     }
-    return {key: torch.compile(function, dynamic=False) for key, function in found.items()}
+
+
+def torchao_quantizers() -> dict[tuple[str, str], Callable]:
+    """`torchao_functions`, compiled."""
+    return {key: torch.compile(function, dynamic=False) for key, function in torchao_functions().items()}
 
 
 def measure_large(shapes, only: list[str] | None = None) -> list[dict]:

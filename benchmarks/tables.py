@@ -1,9 +1,9 @@
-"""The tables of docs/measured.md, made from the JSON files in benchmarks/results.
+"""The tables of docs/measured.md, and one of docs/roofline.md, made from the JSON files in benchmarks/results.
 
-    python -m benchmarks.tables            # writes the tables into the page
-    python -m benchmarks.tables --check    # exits with 1 where the page is out of date, and changes nothing
+    python -m benchmarks.tables            # writes the tables into the pages
+    python -m benchmarks.tables --check    # exits with 1 where a page is out of date, and changes nothing
 
-The page holds hand-written text and, between the lines `<!-- table: NAME -->` and `<!-- end -->`, one generated table
+A page holds hand-written text and, between the lines `<!-- table: NAME -->` and `<!-- end -->`, one generated table
 each. A table is a function of the content of one file: a new benchmark adds a function, an entry of TABLES and two
 lines in the page. Needs nothing but Python.
 """
@@ -24,6 +24,7 @@ from benchmarks.cells import Cells
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured.md"
+ROOFLINE_PAGE = ROOT / "docs" / "roofline.md"
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -79,6 +80,8 @@ TABLES = {
     "quantize_small": Table("quantize_h200.json", of.quantize_small),
     "linear": Table("linear_h200.json", of.linear),
     "linear_together": Table("linear_h200.json", of.linear_together),
+    "ceilings": Table("ceilings_h200.json", of.ceilings),
+    "ceilings_copies": Table("ceilings_h200.json", of.ceilings_copies),
     "llama_decode": Table("llama_decode_h200.json", of.llama_decode),
     "llama_decode_earlier": Table(
         "llama_decode_h200.json", of.llama_decode_earlier, lambda content: content["earlier"]["environment"]
@@ -101,8 +104,9 @@ TABLES = {
     **{
         f"grouped_mm_{part}": Table("grouped_mm_h200.json", of.grouped_mm(part))
         for part in ("decode", "tokens", "weights", "growth", "configurations")
-        if (RESULTS / "grouped_mm_h200.json").exists()  # not run on a GPU yet
     },
+    "qwen3_moe_decode": Table("qwen3_moe_decode_h200.json", of.qwen3_moe_decode),
+    "training_loss_experts": Table("training_loss_experts_cpu.json", of.training_loss),
     **{
         f"machine_code_{cells.__name__}": Table(
             "machine_code.json", cells, machine_code_tables.environment, "Compiled ahead of time:"
@@ -112,43 +116,46 @@ TABLES = {
 }
 
 
+ROOFLINE_TABLES = {"errors": Table("roofline_h200.json", of.roofline_errors, how="Predicted; measured on")}
+
+
 def _of_several(runs: list[dict]) -> dict:
     """The environment of runs that differ in the number of CPU cores alone, without that number."""
     return {name: value for name, value in runs[0]["environment"].items() if name != "cpus"}
 
 
-def render(page: str) -> str:
-    """The page with every table made anew.
+def render(text: str, known: dict[str, Table] = TABLES, page: str = PAGE.name) -> str:
+    """The text of a page, which has the known tables, with every one made anew. page: its name, for errors.
 
-    Raises ValueError for a table that does not exist, and where a table of TABLES is not in the page.
+    Raises ValueError for a table that is not known, and where a known one is not in the text.
     """
-    missing = [name for name in TABLES if f"<!-- table: {name} -->" not in page]
+    missing = [name for name in known if f"<!-- table: {name} -->" not in text]
     if missing:
-        raise ValueError(f"{PAGE.name}: no place for the tables {', '.join(missing)}")
+        raise ValueError(f"{page}: no place for the tables {', '.join(missing)}")
 
     def made(match: re.Match) -> str:
-        if match[2] not in TABLES:
-            raise ValueError(f"{PAGE.name}: unknown table {match[2]!r}; allowed are {', '.join(TABLES)}")
-        return match[1] + "\n".join(["", *TABLES[match[2]].lines(), match[3]])
+        if match[2] not in known:
+            raise ValueError(f"{page}: unknown table {match[2]!r}; allowed are {', '.join(known)}")
+        return match[1] + "\n".join(["", *known[match[2]].lines(), match[3]])
 
-    return _MARKED.sub(made, page)
+    return _MARKED.sub(made, text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the page; returns the exit code."""
+    """Write or check the pages; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, exit with 1 where the page is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 where a page is out of date")
     chosen = parser.parse_args(arguments)
-    page = PAGE.read_text(encoding="utf-8")
-    made = render(page)
-    if chosen.check and made != page:
-        print(f"{PAGE} is out of date: run python -m benchmarks.tables", file=sys.stderr)
-        return 1
-    if not chosen.check:
-        PAGE.write_text(made, encoding="utf-8")
-    return 0
+    status = 0
+    for path, known in ((PAGE, TABLES), (ROOFLINE_PAGE, ROOFLINE_TABLES)):
+        text = path.read_text(encoding="utf-8")
+        made = render(text, known, path.name)
+        if chosen.check and made != text:
+            print(f"{path} is out of date: run python -m benchmarks.tables", file=sys.stderr)
+            status = 1
+        if not chosen.check:
+            path.write_text(made, encoding="utf-8")
+    return status
 
 
 if __name__ == "__main__":

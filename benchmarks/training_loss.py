@@ -9,7 +9,8 @@ any order. "bf16-uncompiled" differs from bf16 by the rounding of fused operatio
 "-no_sr" and "-no_hadamard" are nvfp4_train without stochastic rounding or the Hadamard transform, "-with_head" has the
 LM head quantised, too, "-last_bf16" leaves the last quarter of the blocks in bf16, as skip_last_blocks=2 does where the
 whole model is one graph, and "-forward_bf16" does the forward products of the last fifth of the steps in bf16. Of the
-shapes, "100M-512" has the same blocks and 512 tokens, so that each is frequent; "tiny" trains on a CPU.
+shapes, "100M-512" has the same blocks and 512 tokens, so that each is frequent; "tiny" trains on a CPU. "experts" and
+"tiny-experts" have a mixture of experts in each block, of which a token takes two.
 
     python -m benchmarks.training_loss [--variants bf16 mxfp8 ...] [--seeds 0 1 2 3] [--steps 1000] [--jobs 6]
         [--out FILE] [--plot FILE]
@@ -38,14 +39,18 @@ import torch.nn.functional as F
 
 import fp4compile
 from benchmarks import common
+from benchmarks.experts_layer import ExpertsMLP
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.recipe import Recipe, named
 
 SHAPES = {
     "100M": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=32000),
     "100M-512": Shape(hidden=1024, heads=16, inner=2816, layers=8, length=512, vocabulary=512),
+    "experts": Shape(hidden=768, heads=12, inner=2048, layers=6, length=512, vocabulary=512),
     "tiny": Shape(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
+    "tiny-experts": Shape(hidden=64, heads=2, inner=128, layers=2, length=64, vocabulary=512),
 }
+EXPERTS = {"experts": 8, "tiny-experts": 4}  # of each block
 VARIANTS = (
     "bf16", "bf16-uncompiled", "mxfp8", "float8_rowwise", "nvfp4_train", "nvfp4_train-no_sr",
     "nvfp4_train-no_hadamard", "nvfp4_train-last_bf16", "nvfp4_train-forward_bf16"
@@ -143,7 +148,7 @@ def train(variant: str, args) -> tuple[Llama, dict]:
     """The trained model, and what is to be said of the run."""
     seed = args.seeds[0]
     torch.manual_seed(seed)
-    model = Llama(SHAPES[args.shape]).to(args.device)
+    model = model_of(args.shape).to(args.device)
     backend = backend_of(variant)
     quantised = len(model.layers) - (len(model.layers) // 4 if variant.endswith("-last_bf16") else 0)
     compile_with(backend, model, quantised)
@@ -176,6 +181,15 @@ def train(variant: str, args) -> tuple[Llama, dict]:
         "losses": [round(value, 5) for value in torch.stack(losses).tolist()], "seconds": time.monotonic() - start,
         "quantised": share, "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
+
+
+def model_of(name: str) -> Llama:
+    """The model of a shape's name, with random weights."""
+    model = Llama(SHAPES[name])
+    if name in EXPERTS:
+        for block in model.layers:
+            block.mlp = ExpertsMLP(SHAPES[name], EXPERTS[name])
+    return model
 
 
 def backend_of(variant: str):

@@ -1,5 +1,6 @@
 """What differs between the versions of torch and Triton, and what this package uses of their private parts."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,15 @@ PACKED_CONVERSIONS = tuple(int(part) for part in triton.__version__.split(".")[:
 
 # The op (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
 RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
+
+
+@functools.cache
+def built_with_mslk() -> bool:
+    """Whether torch has MSLK's kernels, which `F.scaled_grouped_mm` needs for block scales.
+
+    They are there if the build's flags say so: in wheels of 2.12 for CUDA, not in those for CPUs.
+    """
+    return "-DUSE_MSLK" in torch.__config__.show()
 
 
 def handed_to_dynamo() -> list[Any]:

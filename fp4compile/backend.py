@@ -61,37 +61,41 @@ class _Compilation:
     """Collects what the passes report while one Dynamo graph is compiled.
 
     rows: None until the joint passes have run. They do not run where the compiled graph comes from a cache.
-    saved: what forward graphs keep for their wgrads. runs: the matches and times of each pass so far.
-    late: called with the runs of passes on a backward graph that is compiled later, when it first runs; None before.
+    saved: what forward graphs keep for their wgrads. fused: what quantisers compute first, by their products. runs: the
+    matches and times of each pass so far.
+    late: called after the passes on a backward graph that is compiled later, when it first runs, with what is fused
+    there and the runs; None before.
     """
 
     rows: list[Row] | None = None
     saved: list[Saved] = field(default_factory=list)
+    fused: dict[str, str] = field(default_factory=dict)
     runs: dict[str, PassRun] = field(default_factory=dict)
-    late: Callable[[dict[str, PassRun]], None] | None = None
+    late: Callable[[dict[str, str], dict[str, PassRun]], None] | None = None
 
     def joint(self, rows: list[Row], runs: dict[str, PassRun]) -> None:
         """The joint passes have run on a graph."""
         self.rows = [*(self.rows or ()), *rows]
         self.ran(runs)
 
-    def post_grad(self, saved: list[Saved], runs: dict[str, PassRun]) -> None:
+    def post_grad(self, saved: list[Saved], fused: dict[str, str], runs: dict[str, PassRun]) -> None:
         """The post-grad passes have run on a graph."""
         self.saved.extend(saved)
-        self.ran(runs)
+        self.fused |= fused
+        self.ran(runs, fused)
 
-    def ran(self, runs: dict[str, PassRun]) -> None:
+    def ran(self, runs: dict[str, PassRun], fused: dict[str, str] | None = None) -> None:
         """Passes have run: add their matches and times."""
         for name, run in runs.items():
             before = self.runs.get(name, PassRun(0, 0.0))
             self.runs[name] = PassRun(before.matches + run.matches, before.seconds + run.seconds)
         if self.late is not None:
-            self.late(runs)
+            self.late(fused or {}, runs)
 
     @property
     def outcome(self) -> Outcome:
         """The rows and match counts of the graph so far."""
-        return _with_saved(self.rows or [], self.saved), _matches(self.runs)
+        return _completed(self.rows or [], self.saved, self.fused), _matches(self.runs)
 
 
 def _matches(runs: dict[str, PassRun]) -> dict[str, int]:
@@ -180,10 +184,13 @@ class Backend:
             self._record(known, [told.outcome], seconds=_seconds(told.runs))
             reports = [shared.report for shared in {self._own, self._join(self._own)}]
 
-            def late(runs: dict[str, PassRun]) -> None:
+            rows = known.in_full(told.outcome[0])
+
+            def late(fused: dict[str, str], runs: dict[str, PassRun]) -> None:
                 report_cache.store(key, [told.outcome])
                 for report in reports:
                     report.add([], _matches(runs), seconds=_seconds(runs))
+                    report.complete(rows, fused)
 
             told.late = late
         else:  # the compiled graph came from a cache, and the passes did not run
@@ -260,9 +267,10 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
     )
 
 
-def _with_saved(rows: list[Row], kept: list[Saved]) -> list[Row]:
-    """The rows of a graph; each wgrad row with the bytes that the forward pass keeps for it."""
+def _completed(rows: list[Row], kept: list[Saved], fused: dict[str, str]) -> list[Row]:
+    """The rows of a graph with what is fused; each wgrad row with the bytes that the forward pass keeps for it."""
     by_wgrad: dict[str | None, Saved] = {entry.wgrad: entry for entry in kept}
+    rows = [replace(row, fused=fused.get(row.node or "")) for row in rows]
     found = ((row, by_wgrad.get(row.node)) for row in rows)
     return [row if entry is None else replace(row, saved=entry.packed, saved_plain=entry.plain)
             for row, entry in found]  # fmt: skip

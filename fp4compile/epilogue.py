@@ -56,5 +56,5 @@ def apply(product: torch.Tensor, epilogue: Epilogue, operands: Sequence[torch.Te
     for i, kind in epilogue.kinds.items():
         shape = product.shape if kind == "aux" else product.shape[-1:]
         values[f"{kind}{i}"] = operands[i].reshape(shape).float()
-    result = evaluate(epilogue.steps, values) if epilogue.steps else values[PRODUCT]
+    result = evaluate(epilogue.steps, values)[-1] if epilogue.steps else values[PRODUCT]
     return result.to(epilogue.dtype)

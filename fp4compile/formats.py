@@ -91,6 +91,15 @@ class BlockFormat:
             raise ValueError(unknown_name("contract for E8M0 scales", self.contract, MX_CONTRACTS))
 
     @property
+    def values_dtype(self) -> torch.dtype:
+        """Of elements times block scales, without the outer scale, that were made of 16-bit numbers: 16 bits hold them.
+
+        A rounded element has at most four significant bits, and no place below the last one of what it was made of.
+        E4M3 scales reach from 2^-9 to 448, so that float16 holds all such values, whatever they were made of.
+        """
+        return torch.bfloat16 if self.scale == "e8m0" else torch.float16
+
+    @property
     def spec(self) -> str:
         """The format spelled out, e.g. "e2m1:1x16:e4m3:tensor:torchao"; `get` reads it back."""
         block = "-" if self.block is None else f"{self.block[0]}x{self.block[1]}"

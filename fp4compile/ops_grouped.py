@@ -4,14 +4,18 @@
         -> (data, scales, outer)
     fp4compile::quantize_grouped_both(x, offs, format, *, outer, layout, seed, hadamard)
         -> (data, scales, outer, columns, column_scales, column_outer)
+    fp4compile::fake_quantize_grouped(x, offs, format, dim, *, outer, seed, hadamard) -> (values, outer)
+    fp4compile::fake_quantize_grouped_both(x, offs, format, values, *, outer, seed, hadamard)
+        -> as quantize_grouped_both
     fp4compile::scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype)
         -> product
+    fp4compile::scaled_grouped_mm_library(as scaled_grouped_mm) -> product, by one call of a library
     fp4compile::scaled_mm_gathered(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, index, out_dtype)
         -> product
     fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
 
-The first three do what `quantize`, `quantize_both` and `scaled_mm` would do group by group. What `ops` says of ops
-holds for them.
+The first five do what `quantize`, `quantize_both`, `fake_quantize` and `scaled_mm` would do group by group. What `ops`
+says of ops holds for them.
 
 `quantize_grouped` takes x [M, K] whose rows offs cuts in groups, and quantises it along K (dim -1) or along the rows of
 each group (dim -2). Without offs it takes x [G, R, C] and quantises each matrix by itself. `reference_grouped` tells
@@ -19,6 +23,14 @@ the shapes of the results. `scaled_grouped_mm` takes operands of these three kin
 
 `quantize_grouped_both` is `quantize_grouped` along -1 and -2. Without offs the format must have square blocks: other
 matrices are quantised apart.
+
+`fake_quantize_grouped` and `fake_quantize_grouped_both` are for products that would dequantise operands in memory. They
+return what codes and block scales of `quantize_grouped` stand for, in 16 bits (`formats.BlockFormat.values_dtype`).
+With these as a plain operand and its outer scale, `scaled_grouped_mm` gives what it gives of codes and scales. `values`
+says along which dimension: "rows", "columns" or "both". There scales are empty; along the other one there are codes.
+
+`scaled_grouped_mm_library` takes swizzled operands of groups of rows, and offsets that do not decrease and end within
+the rows; rows of no group mean nothing. See `templates.grouped.library`.
 
 `scaled_mm_gathered` is `scaled_mm` of a [S, M, K] and b[index], where b is [E, N, K] and index an int [S]: few tokens
 that each have an expert of their own.
@@ -30,8 +42,8 @@ for none, and `activation_outer`, the static outer scale, None to compute it. Ne
 
 import torch
 
-from fp4compile import formats, reference_grouped
-from fp4compile.formats import BlockFormat
+from fp4compile import formats, reference, reference_grouped
+from fp4compile.formats import BlockFormat, unknown_name
 from fp4compile.groups import Groups, check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.ops import (
@@ -60,11 +72,22 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    "scaled_grouped_mm(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
-    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor offs, SymInt rows, ScalarType out_dtype)"
-    " -> Tensor",
+    "fake_quantize_grouped(Tensor x, Tensor? offs, str format, int dim=-1, *, Tensor? outer=None, Tensor? seed=None,"
+    " bool hadamard=False) -> (Tensor values, Tensor outer_scale)",
     tags=TAGS,
 )
+LIBRARY.define(
+    "fake_quantize_grouped_both(Tensor x, Tensor offs, str format, str values, *, Tensor? outer=None,"
+    " Tensor? seed=None, bool hadamard=False) -> (Tensor data, Tensor scales, Tensor outer_scale,"
+    " Tensor columns, Tensor column_scales, Tensor column_outer_scale)",
+    tags=TAGS,
+)
+_PRODUCT = (
+    "Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
+    " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor offs, SymInt rows, ScalarType out_dtype"
+)
+LIBRARY.define(f"scaled_grouped_mm({_PRODUCT}) -> Tensor", tags=TAGS)
+LIBRARY.define(f"scaled_grouped_mm_library({_PRODUCT}) -> Tensor", tags=TAGS)
 LIBRARY.define(
     "scaled_mm_gathered(Tensor a, Tensor? a_scales, Tensor? a_outer, str? a_format,"
     " Tensor b, Tensor? b_scales, Tensor? b_outer, str? b_format, Tensor index, ScalarType out_dtype) -> Tensor",
@@ -182,10 +205,17 @@ def _quantize_grouped_both(x, offs, format, *, outer=None, layout="linear", seed
 @torch.library.impl(LIBRARY, "quantize_grouped_both", "CUDA")
 def quantize_grouped_both_cuda(x, offs, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     """`quantize_grouped_both` by the Triton kernels: one read of x, and one more for amaxes of dynamic outer scales."""
+    return _both_cuda(x, offs, format, outer, layout, seed, hadamard, (False, False))
+
+
+def _both_cuda(x, offs, format, outer, layout, seed, hadamard, values: tuple[bool, bool]) -> tuple:
+    """values: along the rows and along the columns, see `fake_quantize_grouped_both`."""
     from fp4compile.templates.grouped import dispatch as kernels
 
     fmt = _check_grouped_both(x, offs, format, outer, layout, seed, hadamard)
-    rows, columns = kernels.quantize_grouped_both(x, offs, fmt, outer, layout, seed=seed, transform=hadamard)
+    rows, columns = kernels.quantize_grouped_both(
+        x, offs, fmt, outer, layout, seed=seed, transform=hadamard, values=values
+    )  # fmt: skip
     if not columns_apart(format, hadamard):  # an op may not return one outer scale twice
         columns = (*columns[:2], None)
     return *_results(x, fmt, outer, *rows), *_results(x, fmt, outer, *columns)
@@ -210,6 +240,93 @@ def _check_grouped_both(x, offs, format: str, outer, layout: str, seed, hadamard
     return fmt
 
 
+# ---------------------------------------------------------------- fake_quantize_grouped
+
+VALUES = ("rows", "columns", "both")
+
+
+@torch.library.impl(LIBRARY, "fake_quantize_grouped", "CompositeExplicitAutograd")
+def _fake_quantize_grouped(x, offs, format, dim=-1, *, outer=None, seed=None, hadamard=False):
+    fmt = _fake_quantizable_format(x, format)
+    data, scales, computed = _quantize_grouped(x, offs, format, dim, outer=outer, seed=seed, hadamard=hadamard)
+    return reference.values_of(data, scales, fmt), computed
+
+
+@torch.library.impl(LIBRARY, "fake_quantize_grouped", "CUDA")
+def fake_quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, seed=None, hadamard=False):
+    """`fake_quantize_grouped` by the Triton kernels that quantise; what a graph is lowered to."""
+    from fp4compile.templates.grouped import dispatch as kernels
+
+    fmt = _fake_quantizable_format(x, format)
+    _checked(x, offs, format, dim, "linear", seed, hadamard, "amax")
+    values, _, computed = kernels.quantize_grouped(
+        x, offs, fmt, dim, outer, "linear", seed=seed, transform=hadamard, values=True
+    )  # fmt: skip
+    return values, computed_outer(x, outer, computed)
+
+
+@torch.library.register_fake("fp4compile::fake_quantize_grouped", lib=LIBRARY)
+def _fake_quantize_grouped_fake(x, offs, format, dim=-1, *, outer=None, seed=None, hadamard=False):
+    fmt = _fake_quantizable_format(x, format)
+    data, _, computed = _quantize_grouped_fake(x, offs, format, dim, outer=outer, seed=seed, hadamard=hadamard)
+    return _values_like(data, fmt), computed
+
+
+@torch.library.impl(LIBRARY, "fake_quantize_grouped_both", "CompositeExplicitAutograd")
+def _fake_quantize_grouped_both(x, offs, format, values, *, outer=None, seed=None, hadamard=False):
+    fmt, which = _fake_quantizable_format(x, format), _directions(values)
+    found = _quantize_grouped_both(x, offs, format, outer=outer, seed=seed, hadamard=hadamard)
+    return _with_values(found, which, lambda data, scales: reference.values_of(data, scales, fmt))
+
+
+@torch.library.impl(LIBRARY, "fake_quantize_grouped_both", "CUDA")
+def fake_quantize_grouped_both_cuda(x, offs, format, values, *, outer=None, seed=None, hadamard=False):
+    """`fake_quantize_grouped_both` by the Triton kernels of `quantize_grouped_both`."""
+    _fake_quantizable_format(x, format)
+    return _both_cuda(x, offs, format, outer, "linear", seed, hadamard, _directions(values))
+
+
+@torch.library.register_fake("fp4compile::fake_quantize_grouped_both", lib=LIBRARY)
+def _fake_quantize_grouped_both_fake(x, offs, format, values, *, outer=None, seed=None, hadamard=False):
+    fmt, which = _fake_quantizable_format(x, format), _directions(values)
+    found = _quantize_grouped_both_fake(x, offs, format, outer=outer, seed=seed, hadamard=hadamard)
+    return _with_values(found, which, lambda data, scales: _values_like(data, fmt))
+
+
+def fake_quantizable(fmt: BlockFormat, dtype: torch.dtype) -> bool:
+    """Whether 16 bits hold the values of the format, made of numbers of the dtype (`BlockFormat.values_dtype`)."""
+    return fmt.scale == "e4m3" or (fmt.scale == "e8m0" and dtype.itemsize == 2)
+
+
+def _fake_quantizable_format(x: torch.Tensor, format: str) -> BlockFormat:
+    fmt = formats.get(format)
+    if not fake_quantizable(fmt, x.dtype):
+        raise ValueError(f"format: 16 bits hold the values of NVFP4, and of MX formats made of 16-bit numbers; "
+                         f"got {fmt.name} of {x.dtype}")  # fmt: skip
+    return fmt
+
+
+def _directions(values: str) -> tuple[bool, bool]:
+    """Whether there are values along the rows, and along the columns."""
+    if values not in VALUES:
+        raise ValueError(unknown_name("values", values, VALUES))
+    return values != "columns", values != "rows"
+
+
+def _with_values(found: tuple, which: tuple[bool, bool], values) -> tuple:
+    """The results of `quantize_grouped_both` with `values` of data and scales where `which` says so."""
+    results: list[torch.Tensor] = []
+    for wanted, (data, scales, outer) in zip(which, (found[:3], found[3:]), strict=True):
+        results += (values(data, scales), scales.new_empty(0), outer) if wanted else (data, scales, outer)
+    return tuple(results)
+
+
+def _values_like(data: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """An empty tensor for the values of codes."""
+    per_byte = 2 if fmt.packed else 1
+    return data.new_empty((*data.shape[:-1], data.shape[-1] * per_byte), dtype=fmt.values_dtype)
+
+
 # ---------------------------------------------------------------- scaled_grouped_mm
 
 
@@ -221,12 +338,14 @@ def _scaled_grouped_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_f
 
 
 @torch.library.impl(LIBRARY, "scaled_grouped_mm", "CUDA")
-def scaled_grouped_mm_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype):
-    """`scaled_grouped_mm` by the Triton kernels; what a graph is lowered to."""
+def scaled_grouped_mm_cuda(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype, choice=None
+):
+    """`scaled_grouped_mm` by the kernel of a `GroupedChoice`; what a graph is lowered to."""
     from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
 
     a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
-    return scaled_grouped_mm(a, b, offs, rows, out_dtype)
+    return scaled_grouped_mm(a, b, offs, rows, out_dtype, choice)
 
 
 @torch.library.register_fake("fp4compile::scaled_grouped_mm", lib=LIBRARY)
@@ -234,6 +353,22 @@ def _scaled_grouped_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer
     _check_product(a, b, offs, rows)
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(shape, dtype=out_dtype)
+
+
+# A graph holds this op only after it was lowered: torch up to 2.13 has no fake implementation of the library's.
+torch.library.impl(LIBRARY, "scaled_grouped_mm_library", "CompositeExplicitAutograd")(_scaled_grouped_mm)
+torch.library.register_fake("fp4compile::scaled_grouped_mm_library", lib=LIBRARY)(_scaled_grouped_mm_fake)
+
+
+@torch.library.impl(LIBRARY, "scaled_grouped_mm_library", "CUDA")
+def scaled_grouped_mm_library_cuda(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype
+):  # fmt: skip
+    """Block-scaled operands by MSLK's kernels on SM100."""
+    from fp4compile.templates.grouped.library import block_scaled
+
+    a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
+    return block_scaled(a, b, offs, out_dtype)
 
 
 def _check_product(a, b, offs, rows) -> None:

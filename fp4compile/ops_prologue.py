@@ -1,11 +1,12 @@
-"""The op of quantisers with a prologue: pointwise operations whose result is quantised, and goes nowhere else.
+"""The op of quantisers with a prologue: pointwise operations whose result is quantised.
 
-    fp4compile::quantize_prologue(operands, prologue, dtype, op, format, dim, *, outer, layout, seed, hadamard)
-        -> what the op named `op` returns of the result: "quantize", "quantize_both" or "fake_quantize"
+    fp4compile::quantize_prologue(operands, prologue, dtype, op, format, dim, *, outer, layout, seed, hadamard, stored)
+        -> what the op named `op` returns of the result ("quantize", "quantize_both" or "fake_quantize"), then each of
+           `stored`: the result of a step, rounded to a dtype ("s3 bfloat16")
 
 operands: what the steps of `prologue` read (`prologue.Prologue`); the first has the shape of the result. dtype: what
 the result is rounded to before it is quantised. The arguments after `op` are those of that op; those that it does not
-take are left at their defaults.
+take are left at their defaults. Stored results have the shape of the first operand.
 """
 
 import math
@@ -19,7 +20,7 @@ from fp4compile.prologue import Prologue, apply
 
 LIBRARY.define(
     "quantize_prologue(Tensor[] operands, str[] prologue, ScalarType dtype, str op, str format, int dim=-1, *,"
-    " Tensor? outer=None, str layout='linear', Tensor? seed=None, bool hadamard=False) -> Tensor[]",
+    " Tensor? outer=None, str layout='linear', Tensor? seed=None, bool hadamard=False, str[]? stored=None) -> Tensor[]",
     tags=TAGS,
 )
 OPS = ("quantize", "quantize_both", "fake_quantize")
@@ -27,38 +28,51 @@ OPS = ("quantize", "quantize_both", "fake_quantize")
 
 @torch.library.impl(LIBRARY, "quantize_prologue", "CompositeExplicitAutograd")
 def _quantize_prologue(
-    operands, prologue, dtype, op, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False
-):
-    value = apply(_checked(operands, prologue, dtype, op, dim, layout, seed, hadamard), operands)
-    return list(_of(op, "", value, format, dim, outer, layout, seed, hadamard))
+    operands, prologue, dtype, op, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False,
+    stored=None,
+):  # fmt: skip
+    found = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
+    value, written = apply(found, operands)
+    return [*_of(op, "", value, format, dim, outer, layout, seed, hadamard), *written]
 
 
 @torch.library.impl(LIBRARY, "quantize_prologue", "CUDA")
 def quantize_prologue_cuda(
-    operands, prologue, dtype, op, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False
-):
+    operands, prologue, dtype, op, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False,
+    stored=None,
+):  # fmt: skip
     """`quantize_prologue` by the Triton kernels; what a graph is lowered to.
 
     Where no kernel takes the prologue (`dispatch.takes_prologue`), PyTorch computes it first.
     """
     from fp4compile.templates.quantize.dispatch import Reading, takes_prologue
 
-    steps = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard)
+    steps = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
     down_columns = op == "quantize" and dim not in (-1, operands[0].dim() - 1)
     dtypes = [operand.dtype for operand in operands]
     if not takes_prologue(formats.get(format), steps, dtypes, down_columns or op == "quantize_both"):
-        return list(_of(op, "_cuda", apply(steps, operands), format, dim, outer, layout, seed, hadamard))
+        value, written = apply(steps, operands)
+        return [*_of(op, "_cuda", value, format, dim, outer, layout, seed, hadamard), *written]
     first, *others = (operand.contiguous() for operand in operands)
-    reading = Reading(steps, tuple(others), down_columns)
-    return list(_of(op, "_cuda", first, format, dim, outer, layout, seed, hadamard, reading=reading))
+    written = _empty_stored(steps, first)
+    reading = Reading(steps, tuple(others), down_columns, written)
+    return [*_of(op, "_cuda", first, format, dim, outer, layout, seed, hadamard, reading=reading), *written]
 
 
 @torch.library.register_fake("fp4compile::quantize_prologue", lib=LIBRARY)
 def _quantize_prologue_fake(
-    operands, prologue, dtype, op, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False
-):
-    _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard)
-    return list(_of(op, "", operands[0], format, dim, outer, layout, seed, hadamard))
+    operands, prologue, dtype, op, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False,
+    stored=None,
+):  # fmt: skip
+    found = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
+    first = operands[0]
+    return [*_of(op, "", first, format, dim, outer, layout, seed, hadamard), *_empty_stored(found, first)]
+
+
+def _empty_stored(prologue: Prologue, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Uninitialised tensors for what a prologue stores."""
+    shapes = prologue.stored_shapes(first.shape)
+    return tuple(first.new_empty(each, dtype=dtype) for each, (_, dtype) in zip(shapes, prologue.stored, strict=True))
 
 
 def _of(op, suffix, value, format, dim, outer, layout, seed, hadamard, **reading):
@@ -70,7 +84,7 @@ def _of(op, suffix, value, format, dim, outer, layout, seed, hadamard, **reading
     return function(value, format, *along, outer=outer, layout=layout, seed=seed, hadamard=hadamard, **reading)
 
 
-def _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard) -> Prologue:
+def _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored) -> Prologue:
     """The prologue. Raises ValueError for arguments that do not go together."""
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
@@ -80,7 +94,7 @@ def _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard) -> Prol
         raise ValueError("op: fake_quantize takes no layout, seed or hadamard")
     if op != "quantize" and dim != -1:
         raise ValueError(f"dim: {op} takes none, got {dim}")
-    found = Prologue.parse(prologue, dtype)
+    found = Prologue.parse(prologue, dtype, stored or ())
     if len(operands) != len(found.kinds):
         raise ValueError(f"operands: expected {len(found.kinds)}, which the prologue reads, got {len(operands)}")
     if operands[0].dim() < 2:

@@ -7,7 +7,7 @@ the steps explains (`aux0`, `row1`), or a number. Ops carry steps as strings, on
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,8 +29,9 @@ OPERATIONS: dict[str, Callable] = {
     "exp": torch.exp,
     "erf": torch.erf,
     "tanh": torch.tanh,
+    "rsqrt": torch.rsqrt,
 }
-_ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2}  # all others take one argument
+_ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "variance": 2}  # all others take one argument
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,36 @@ class Step:
         return " ".join((self.operation, *map(str, self.arguments)))
 
 
-def parse(steps: Sequence[str], whose: str, names: str) -> tuple[Step, ...]:
+# Operations on rows of float32 tensors, each with one result a row, [..., 1]. The second argument of a variance is the
+# mean, which has one element a row.
+REDUCTIONS: dict[str, Callable] = {
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "variance": lambda x, mean: (x - mean).square().mean(-1, keepdim=True),
+    "amax": lambda x: x.amax(-1, keepdim=True),
+}
+
+
+def parse(steps: Sequence[str], whose: str, names: str, *, reducing: bool = False) -> tuple[Step, ...]:
     """The steps of the strings that an op carries.
 
-    whose: "epilogue" or "prologue", for messages. names: a regular expression of what the tensors are called. Raises
-    ValueError for a string that is no step.
+    whose: "epilogue" or "prologue", for messages. names: a regular expression of what the tensors are called.
+    reducing: whether `REDUCTIONS` are steps, too. Raises ValueError for a string that is no step.
     """
-    return _parsed(tuple(steps), whose, names)
+    return _parsed(tuple(steps), whose, names, reducing)
 
 
 @cache
-def _parsed(steps: tuple[str, ...], whose: str, names: str) -> tuple[Step, ...]:
+def _parsed(steps: tuple[str, ...], whose: str, names: str, reducing: bool) -> tuple[Step, ...]:
     name = re.compile(rf"s\d+|{names}")
-    return tuple(_parse(step, place, f"{whose} step {step!r}", name) for place, step in enumerate(steps))
+    allowed = (*OPERATIONS, *REDUCTIONS) if reducing else (*OPERATIONS,)
+    return tuple(_parse(step, place, f"{whose} step {step!r}", name, allowed) for place, step in enumerate(steps))
 
 
-def _parse(text: str, place: int, which: str, name: re.Pattern) -> Step:
+def _parse(text: str, place: int, which: str, name: re.Pattern, allowed: Collection[str]) -> Step:
     operation, *words = text.split()
     arguments = tuple(word if name.fullmatch(word) else _number(which, word) for word in words)
-    if operation not in OPERATIONS or len(arguments) != _ARITY.get(operation, 1):
+    if operation not in allowed or len(arguments) != _ARITY.get(operation, 1):
         raise ValueError(f"{which}: no such operation of {len(arguments)} arguments")
     later = [arg for arg in arguments if isinstance(arg, str) and arg[0] == "s" and int(arg[1:]) >= place]
     if later:
@@ -84,13 +96,13 @@ def operand_kinds(steps: Sequence[Step], kinds: str) -> dict[int, str]:
     return {int(match[2]): match[1] for match in found if match is not None}
 
 
-def evaluate(steps: Sequence[Step], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The reference: the result of the last step (there is at least one). tensors: by their names; all is float32."""
+def evaluate(steps: Sequence[Step], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The reference: the result of each step (there is at least one). tensors: by their names; all is float32."""
     values = dict(tensors)
     device = next(iter(values.values())).device
     for i, step in enumerate(steps):
         arguments = [values[name] if isinstance(name, str) else name for name in step.arguments]
         if step.operation in _ARITY:  # two numbers never meet: one argument is a tensor
             arguments = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in arguments]
-        values[f"s{i}"] = OPERATIONS[step.operation](*arguments)
-    return values[f"s{len(steps) - 1}"]
+        values[f"s{i}"] = (OPERATIONS | REDUCTIONS)[step.operation](*arguments)
+    return [values[f"s{i}"] for i in range(len(steps))]

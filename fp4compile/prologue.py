@@ -4,20 +4,29 @@ A `Prologue` is a list of steps (`pointwise`). Their tensors are operands, by th
 each element of the result, `row1` one for each column, `col2` one for each row. The first operand is `aux0`, and the
 result has its shape. The op `quantize_prologue` carries the steps as strings.
 
+A step may reduce rows ("mean s0"): its result has one element for each row, and so have steps of nothing but such
+results. `Prologue.after_statistics` takes these apart from what follows.
+
+Results of steps that something else needs are stored besides, each rounded to a dtype of its own. Later steps compute
+with what was not rounded, as they do where Inductor computes them in one kernel.
+
 `apply` is the reference. `templates.device.prologue` prints the same steps as Triton device functions.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from fp4compile.pointwise import Step, evaluate, operand_kinds, parse
+from fp4compile.pointwise import REDUCTIONS, Step, evaluate, operand_kinds, parse
 
 # Tensors that a prologue reads, at most: each is an argument of every launch of the kernels. Those of the result's size
 # take registers.
-OPERANDS = 5
+OPERANDS = 6
+# Results of steps that it stores, at most; arguments as well.
+STORED = 3
 KINDS = "aux|row|col"
 
 
@@ -26,38 +35,145 @@ class Prologue:
     """The steps before a quantiser, in order; the result of the last one is quantised.
 
     dtype: what that result is rounded to first, as if it had been stored.
+    stored: numbers of the steps whose results are stored, and the dtype that each is rounded to. They have the shape of
+        the whole result, or one element for each row.
     """
 
     steps: tuple[Step, ...]
     dtype: torch.dtype
+    stored: tuple[tuple[int, torch.dtype], ...] = ()
 
     @classmethod
-    def parse(cls, steps: Sequence[str], dtype: torch.dtype) -> "Prologue":
-        """The prologue of the strings that the op carries. Raises ValueError for what is none."""
-        found = cls(parse(steps, "prologue", rf"(?:{KINDS})\d+"), dtype)
+    def parse(cls, steps: Sequence[str], dtype: torch.dtype, stored: Sequence[str] = ()) -> "Prologue":
+        """The prologue of what the op carries. Raises ValueError for what is none."""
+        found = cls(parse(steps, "prologue", rf"(?:{KINDS})\d+", reducing=True), dtype, tuple(map(_stored, stored)))
         if not found.steps or found.kinds.get(0) != "aux" or sorted(found.kinds) != list(range(len(found.kinds))):
             raise ValueError(
                 f"prologue: expected steps that read aux0 and operands 1, 2, ... without a gap, got {steps}"
             )
+        for (number, _), text in zip(found.stored, stored, strict=True):
+            if number >= len(found.steps) or found.step_kinds[number] == "row":
+                raise ValueError(
+                    f"stored: expected steps whose results have the shape of the whole or one a row, got {text!r}"
+                )
+        for i in found.reductions:
+            kinds = [isinstance(x, str) and found.kind_of(x, found.step_kinds) for x in found.steps[i].arguments]
+            if kinds not in (["aux"], ["aux", "col"]):
+                raise ValueError(f"prologue: {found.steps[i]}: expected what has the shape of the whole, got {kinds}")
         return found
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
         return list(map(str, self.steps))
 
+    def stored_strings(self) -> list[str]:
+        """What is stored, as the op carries it: "s3 bfloat16"."""
+        return [f"s{number} {str(dtype).removeprefix('torch.')}" for number, dtype in self.stored]
+
+    @property
+    def result(self) -> tuple[int, torch.dtype]:
+        """What is quantised, as an entry of `stored`."""
+        return len(self.steps) - 1, self.dtype
+
+    @property
+    def stores_result(self) -> bool:
+        return self.result in self.stored
+
     @cached_property
     def kinds(self) -> dict[int, str]:
         """How each operand is read, by its number: "aux", "row" or "col"."""
         return operand_kinds(self.steps, KINDS)
 
+    @cached_property
+    def step_kinds(self) -> list[str]:
+        """What the result of each step has an element for, as `kinds` of operands."""
+        found: list[str] = []
+        for step in self.steps:
+            kinds = {self.kind_of(name, found) for name in step.arguments if isinstance(name, str)}
+            found.append("col" if step.operation in REDUCTIONS else kinds.pop() if len(kinds) == 1 else "aux")
+        return found
+
+    @staticmethod
+    def kind_of(name: str, step_kinds: Sequence[str]) -> str:
+        """The kind of a step or an operand by its name."""
+        return step_kinds[int(name[1:])] if name[0] == "s" else name.rstrip("0123456789")
+
+    @cached_property
+    def reductions(self) -> tuple[int, ...]:
+        """Numbers of the steps that reduce rows."""
+        return tuple(i for i, step in enumerate(self.steps) if step.operation in REDUCTIONS)
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """Of each step, the most reductions, one of the result of another, that its own result depends on."""
+        found: list[int] = []
+        for step in self.steps:
+            below = max((found[int(x[1:])] for x in step.arguments if isinstance(x, str) and x[0] == "s"), default=0)
+            found.append(below + (step.operation in REDUCTIONS))
+        return found
+
+    def needed(self, roots: Iterable[int], among: Container[str] = KINDS.split("|")) -> list[int]:
+        """Numbers of the steps of these kinds that some steps need, themselves included; in order."""
+        found: set[int] = set()
+        waiting = list(roots)
+        while waiting:
+            i = waiting.pop()
+            if i not in found and self.step_kinds[i] in among:
+                found.add(i)
+                waiting += [int(x[1:]) for x in self.steps[i].arguments if isinstance(x, str) and x[0] == "s"]
+        return sorted(found)
+
+    @cached_property
+    def statistics(self) -> tuple[int, ...]:
+        """Numbers of the steps with one result a row that the result, and what is stored, need as they are."""
+        names = {x for i in self._after for x in self.steps[i].arguments if isinstance(x, str) and x[0] == "s"}
+        return tuple(sorted(i for i in map(int, (name[1:] for name in names)) if self.step_kinds[i] == "col"))
+
+    @cached_property
+    def _after(self) -> list[int]:
+        """Numbers of the steps that are left once the statistics are there."""
+        whole = [i for i, _ in self.stored if self.step_kinds[i] == "aux"]
+        return self.needed([len(self.steps) - 1, *whole], ("aux", "row"))
+
+    def after_statistics(self) -> tuple["Prologue", tuple[int, ...]]:
+        """(what follows the statistics, numbers of the operands that it still reads).
+
+        Its operands are those, in their order, then the statistics. It stores what has the shape of the whole.
+        """
+        names = {x for i in self._after for x in self.steps[i].arguments if isinstance(x, str)}
+        read = tuple(i for i, kind in sorted(self.kinds.items()) if f"{kind}{i}" in names)
+        renamed = {f"{self.kinds[i]}{i}": f"{self.kinds[i]}{place}" for place, i in enumerate(read)}
+        renamed |= {f"s{i}": f"col{len(read) + place}" for place, i in enumerate(self.statistics)}
+        renamed |= {f"s{i}": f"s{place}" for place, i in enumerate(self._after)}
+        steps = (
+            Step(step.operation, tuple(renamed[x] if isinstance(x, str) else x for x in step.arguments))
+            for step in (self.steps[i] for i in self._after)
+        )
+        stored = tuple((self._after.index(i), dtype) for i, dtype in self.stored if self.step_kinds[i] == "aux")
+        return Prologue(tuple(steps), self.dtype, stored), read
+
     def shape_of(self, number: int, shape: Sequence) -> tuple:
         """The shape of an operand of a result of that shape [..., M, N], as broadcasting has it."""
-        kind = self.kinds[number]
-        return tuple(shape) if kind == "aux" else (shape[-1],) if kind == "row" else (*shape[:-1], 1)
+        return _shape(self.kinds[number], shape)
+
+    def stored_shapes(self, shape: Sequence) -> list[tuple]:
+        """The shapes of what is stored of a result of that shape."""
+        return [_shape(self.step_kinds[number], shape) for number, _ in self.stored]
 
 
-def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The reference: the steps in float32, rounded to `prologue.dtype` at the end.
+def _shape(kind: str, shape: Sequence) -> tuple:
+    return tuple(shape) if kind == "aux" else (shape[-1],) if kind == "row" else (*shape[:-1], 1)
+
+
+def _stored(text: str) -> tuple[int, torch.dtype]:
+    match = re.fullmatch(r"s(\d+) (bfloat16|float16|float32)", text)
+    if match is None:
+        raise ValueError(f"stored: expected a step and a floating-point dtype, as 's3 bfloat16', got {text!r}")
+    return int(match[1]), getattr(torch, match[2])
+
+
+def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The reference: all steps in float32; the result rounded to `prologue.dtype`, and what is stored besides.
 
     operands: aux0 [..., M, N], and others of as many elements as `Prologue.shape_of` says.
     """
@@ -65,4 +181,8 @@ def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     values = {
         f"{kind}{i}": operands[i].reshape(prologue.shape_of(i, shape)).float() for i, kind in prologue.kinds.items()
     }
-    return evaluate(prologue.steps, values).to(prologue.dtype).broadcast_to(shape)
+    results = evaluate(prologue.steps, values)
+    stored = [
+        results[number].to(dtype, copy=True, memory_format=torch.contiguous_format) for number, dtype in prologue.stored
+    ]
+    return results[-1].to(prologue.dtype).broadcast_to(shape), stored

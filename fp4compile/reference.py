@@ -392,6 +392,11 @@ def dequantize_blocks(data: torch.Tensor, scales: torch.Tensor | None, fmt: Bloc
     return (blocks * decoded.unsqueeze(-1)).flatten(-2)
 
 
+def values_of(data: torch.Tensor, scales: torch.Tensor | None, fmt: BlockFormat) -> torch.Tensor:
+    """`dequantize_blocks` in 16 bits, `fmt.values_dtype`."""
+    return dequantize_blocks(data, scales, fmt).to(fmt.values_dtype)
+
+
 def fake_quantize(
     x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -401,7 +406,7 @@ def fake_quantize(
     float16 holds every value of such a format.
     """
     data, scales, outer = quantize(x, fmt, outer)
-    return dequantize_blocks(data, scales, fmt).half(), outer
+    return values_of(data, scales, fmt), outer
 
 
 def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dtype) -> torch.Tensor:

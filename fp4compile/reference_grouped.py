@@ -112,12 +112,21 @@ def quantize_columns(
     return data, scales, computed
 
 
+def values_of(quantised: Quantised, fmt: BlockFormat) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    """What the functions above returned, of linear scales, with `reference.values_of` in the place of codes and scales.
+
+    As a plain operand with that outer scale they make the product that codes and scales make.
+    """
+    data, scales, outer = quantised
+    return reference.values_of(data, scales, fmt), None, outer
+
+
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
     """The products of all groups, each as `reference.scaled_mm` has it.
 
     With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N], row m by the matrix of its
     group, zero where it has none. With two, the groups lie along the contraction: A [P, W] x B [Q, W] -> [G, P, Q].
-    W counts the padded rows of an operand that `quantize_columns` made, and the rows of a plain one.
+    W counts the padded rows of an operand that `quantize_columns` made, or of its values, and the rows of a plain one.
     rows: how many rows there are in groups and beyond, M.
     """
     groups = Groups.of(offs, rows)
@@ -130,8 +139,11 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
         return out
     out = a.data.new_zeros((groups.count, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
     a, b = with_linear_scales(a), with_linear_scales(b)
+    # There are always more padded rows than rows.
+    a_padded, b_padded = (x.format is not None or x.data.shape[-1] != rows for x in (a, b))
     for g, (start, end, padded) in enumerate(bounds):
-        runs = [_run(x, g, padded if x.format is not None else start, end - start) for x in (a, b)]
+        runs = [_run(x, g, padded if padding else start, end - start, a_padded and b_padded)
+                for x, padding in ((a, a_padded), (b, b_padded))]  # fmt: skip
         out[g] = reference.scaled_mm(*runs, None, out_dtype)
     return out
 
@@ -194,12 +206,18 @@ def _matrix(x: Operand, g: int) -> Operand:
     return Operand(x.data[g], None if x.scales is None else x.scales[g], outer, x.format)
 
 
-def _run(x: Operand, g: int, start: int, length: int) -> Operand:
-    """The columns `start` and on, as many whole blocks as hold `length` of them: group g along the contraction."""
-    block = 1 if x.format is None else x.format.block_cols
-    blocks = ceil_div(length, block)
-    each = block // 2 if x.format is not None and x.format.packed else block
-    data = x.data[:, start // block * each : (start // block + blocks) * each]
-    scales = None if x.scales is None else x.scales[:, start // block : start // block + blocks]
+def _run(x: Operand, g: int, start: int, length: int, with_padding: bool) -> Operand:
+    """The columns `start` and on: group g along the contraction, as many whole blocks as hold `length` of them.
+
+    with_padding: of 32 elements, the longest blocks that there are, whatever the operand's are: the other one has as
+    many. The Hadamard transform leaves no zeros in the padding of a block.
+    """
+    unit = 32 if with_padding else 1 if x.format is None else x.format.block_cols
+    length = ceil_div(length, unit) * unit
+    per_byte = 2 if x.format is not None and x.format.packed else 1
+    data, scales = x.data[:, start // per_byte : (start + length) // per_byte], x.scales
+    if scales is not None:
+        block = x.format.block_cols
+        scales = scales[:, start // block : (start + length) // block]
     outer = x.outer if x.outer is None or not x.outer.dim() else x.outer[g]
     return Operand(data, scales, outer, x.format)

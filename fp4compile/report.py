@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from torch._guards import TraceId
@@ -32,10 +32,10 @@ NOTHING_COMPILED = (
     f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}or the model was never called."
 )
 _HEADER: tuple[str, ...] = (
-    "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "saved", "bf16, us", "planned, us",
-    "gain", "left alone because",
+    "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "fused", "saved", "bf16, us",
+    "planned, us", "gain", "left alone because",
 )  # fmt: skip
-_OPTIONAL = ("weight scales", "saved", "bf16, us", "planned, us", "gain")
+_OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain")
 
 
 @dataclass
@@ -93,6 +93,13 @@ class Report:
         frame = self._frames.setdefault(function, _Frame())
         frame.enter((compilation.frame_compile_id, trace.attempt))
         return [row for row in rows if frame.is_new(row)]
+
+    def complete(self, rows: list[Row], fused: Mapping[str, str]) -> None:
+        """Say in rows that the report has what was fused, by their nodes; a backward graph may be compiled late."""
+        changed = {(row, row.node): text for row in rows if (text := fused.get(row.node or "")) is not None}
+        self.rows = [
+            replace(row, fused=changed[row, row.node]) if (row, row.node) in changed else row for row in self.rows
+        ]
 
     def forget_compilations(self) -> None:
         """Forget which functions were compiled: after `torch.compiler.reset()`, Dynamo numbers functions anew."""
@@ -302,7 +309,8 @@ def _cells(group: Group) -> tuple[str, ...]:
     saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
     plain, planned, gained = group.plain_seconds, group.seconds, group.gain
     values = (
-        group.name, row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, saved,
+        group.name, row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, row.fused,
+        saved,
         None if plain is None else _time(plain), None if planned is None else _time(planned),
         None if gained is None else f"{gained:.2f}", row.reason,
     )  # fmt: skip

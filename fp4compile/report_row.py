@@ -28,9 +28,11 @@ class Row:
     note: in what a quantised product differs from what the recipe says, and why; None where it does not.
     weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` asks for another
         way than "amax": that way, or "amax (training)" in a graph that computes gradients; None elsewhere.
+    fused: the operations that the quantisers of its operands compute first, such as "silu, mul" (those of two operands
+        apart by ";"); None where they read what was computed before, and before the graph is compiled.
     node: the product's node in the captured graph, as graph dumps show it.
     plain_seconds, seconds: the product's predicted time in bf16, and as it is planned; see `fp4compile.roofline`. None
-        where no GPU is named, for experts, and for products of unknown size.
+        where no GPU is named, and for products of unknown size.
 
     Rows are compared without node and seconds.
     """
@@ -51,6 +53,7 @@ class Row:
     name: str | None = None
     note: str | None = None
     weight_scales: str | None = None
+    fused: str | None = None
     node: str | None = field(default=None, compare=False)
     plain_seconds: float | None = field(default=None, compare=False)
     seconds: float | None = field(default=None, compare=False)

@@ -168,6 +168,9 @@ _REFERENCE: dict[Callable[..., Any], Callable[..., Any]] = {
         reference.quantize(x.mT, fmt, None, layout, seed=_NO_SEED, stream=1, transform=True),
     ),
     launches.sweep_scales: lambda x, fmt, layout: reference_scales.quantize(x, fmt, None, layout, "mse"),
+    launches.sweep_weighted_scales: lambda x, fmt, layout: reference_scales.best_weighted_scales(
+        x, torch.ones(()), launches.hessians(x)
+    ),
     launches.dequantize: lambda x, fmt, layout: reference.dequantize(
         *reference.quantize(x, fmt), fmt, x.shape[-1], x.dtype
     ),

@@ -204,11 +204,13 @@ def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...
     problems = list(found.resources.problems) if found.resources else []
     if missing := expected_conversions(launched, found.sm) - set(found.conversions):
         problems.append(f"no conversion to {', '.join(sorted(missing))}")
-    # The kernels of columns load 4 or 8 bytes a thread, whole lines a warp: wider ones cost them registers.
-    narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns")
+    # The kernels of columns load 4 or 8 bytes a thread, whole lines a warp: wider ones cost them registers. The
+    # weighted scale sweep computes for so long that its loads and stores do not matter.
+    weighted = found.kernel == "sweep_weighted_scales"
+    narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns") and not weighted
     # A thread of the scale sweep holds one block, of which there are eight bytes of codes.
-    narrow_stores = found.stores < (8 if found.kernel == "sweep_scales" else 16)
-    if narrow_loads or (narrow_stores and not found.kernel.endswith("_amax")):
+    narrow_stores = found.stores < (8 if found.kernel == "sweep_scales" else 16) and not weighted
+    if narrow_loads or (narrow_stores and not found.kernel.endswith(("_amax", "_statistics"))):
         problems.append("no 16-byte global accesses")
     if found.sm >= 100 and found.instructions > found.line:
         problems.append(f"{found.instructions:.0f} instructions for 16 elements, of {found.line:.0f}")

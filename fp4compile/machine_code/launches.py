@@ -1,4 +1,7 @@
-"""What the gate compiles: every way in which quantise kernels are launched, and products that every kernel serves."""
+"""What the gate compiles: every way in which quantise kernels are launched, and products that every kernel serves.
+
+One file, because it is one table, and the few functions that its entries call.
+"""
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -14,6 +17,7 @@ from fp4compile.groups import padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
 from fp4compile.prologue import Prologue
+from fp4compile.reference_scales import CANDIDATES
 from fp4compile.targets import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.gemm.choose import candidates, choose
@@ -62,6 +66,16 @@ def sweep_scales(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
     return scale_sweep.quantize(x, fmt, None, layout, "mse")
 
 
+def sweep_weighted_scales(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
+    return scale_sweep.best_weighted_scales(x, torch.ones((), device=x.device), hessians(x))
+
+
+def hessians(x: torch.Tensor) -> torch.Tensor:
+    """One for each column of blocks: 1 / (1 + the distance of two elements)."""
+    place = torch.arange(16, device=x.device)
+    return (1.0 / (1.0 + (place[:, None] - place).abs())).repeat(ceil_div(x.shape[-1], 16), 1, 1)
+
+
 def dequantize(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any:
     # Of a meta tensor only the launch of the dequantise kernel is of interest.
     with dry_run(Target(0)) if x.is_meta else nullcontext():
@@ -90,12 +104,17 @@ def matrices_both(x: torch.Tensor, fmt: formats.BlockFormat, layout: str) -> Any
     )  # fmt: skip
 
 
-def after_steps(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, steps: tuple[str, ...]) -> Any:
-    """Rows of what the steps of a prologue make of x and of other operands, which stand for any."""
-    prologue = Prologue.parse(steps, x.dtype)
+def after_steps(
+    x: torch.Tensor, fmt: formats.BlockFormat, layout: str, steps: tuple[str, ...], stored: tuple[str, ...] = ()
+) -> Any:
+    """Rows of what the steps of a prologue make of x and of other operands, which stand for any; stored: as the op."""
+    prologue = Prologue.parse(steps, x.dtype, stored)
     others = [x.new_ones(prologue.shape_of(i, x.shape), dtype=torch.float32 if kind == "col" else x.dtype)
               for i, kind in sorted(prologue.kinds.items()) if i]  # fmt: skip
-    return kernels.quantize(x, fmt, layout=layout, reading=kernels.Reading(prologue, tuple(others)))
+    shapes = prologue.stored_shapes(x.shape)
+    written = [x.new_empty(shape, dtype=dtype) for shape, (_, dtype) in zip(shapes, prologue.stored, strict=True)]
+    reading = kernels.Reading(prologue, tuple(others), stored=tuple(written))
+    return kernels.quantize(x, fmt, layout=layout, reading=reading)
 
 
 def _offs(x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +161,8 @@ class Configuration:
 
         Only rows that do not fit the registers of a program are walked in steps. The scale sweep tries scales in steps.
         """
+        if launched.kernel.__name__ == "sweep_weighted_scales":
+            return CANDIDATES
         if "DOUBLE_WINS" in launched.constants:
             return SWEEP_STEPS
         if launched.constants.get("ON_CHIP", 1):
@@ -182,6 +203,7 @@ CONFIGURATIONS = (
     *(Configuration("both", name, quantize_both) for name in ("mxfp8", "mxfp8_32x32", "mxfp4", "float8_rowwise")),
     *(Configuration("dequantize", name, dequantize) for name in ("nvfp4", "mxfp8")),
     Configuration("scale sweep", "nvfp4", sweep_scales),
+    Configuration("weighted scale sweep", "nvfp4", sweep_weighted_scales),
 )  # fmt: skip
 
 # Experts: those launches that differ from the above. Their values are checked in `cli.run_experts`.
@@ -201,12 +223,28 @@ GROUPED_CONFIGURATIONS = (
 )  # fmt: skip
 
 
-# With a prologue: silu(x) * y, and the end of a norm, whose statistics are there. Their values: tests/templates.
+# With a prologue: silu(x) * y, the end of a norm, whose statistics are there, and norms. Their values: tests/templates.
 _GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
 _NORM = ("mul aux0 col1", "mul s0 row2")
+_RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
+_SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
+_KEPT = ("s0 bfloat16", "s4 float32")
+_LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1",
+               "add s6 row2")  # fmt: skip
 PROLOGUE_CONFIGURATIONS = (
     Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=_GATE)),
     Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
+    # Statistics included: of a Llama block, without and with the residual stream; of rows that are walked.
+    *(
+        Configuration("a norm", name, partial(after_steps, steps=_RMS_NORM), shape=(SIZE, 4096))
+        for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
+    ),
+    *(
+        Configuration("a norm of a sum", name, partial(after_steps, steps=_SUM_NORM, stored=_KEPT), shape=(SIZE, 4096))
+        for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
+    ),
+    Configuration("a layer norm", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM)),
+    Configuration("a norm of long rows", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM), shape=(SIZE, 2**16)),
 )
 
 

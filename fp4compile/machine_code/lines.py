@@ -104,6 +104,15 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_rows", "rows of a gate", "nvfp4_one_level"): 489,
     ("tensor_amax", "rows of a norm", "nvfp4"): 156,
     ("quantize_rows", "rows of a norm", "nvfp4"): 247,
+    # With their statistics, in float32: squares, sums, products and weights besides.
+    ("quantize_reduced_rows", "a norm", "nvfp4_one_level"): 254,
+    ("quantize_reduced_rows", "a norm", "nvfp4_rowwise"): 278,
+    ("quantize_reduced_rows", "a norm", "mxfp8"): 253,
+    ("quantize_reduced_rows", "a norm", "float8_rowwise"): 253,
+    ("row_statistics", "a norm", "nvfp4"): 163,
+    ("quantize_rows", "a norm", "nvfp4"): 244,
+    ("quantize_reduced_rows", "a layer norm", "nvfp4_rowwise"): 349,
+    ("quantize_scaled_rows", "a norm of long rows", "nvfp4_rowwise"): 411,
     # Experts, of 64 groups of 128 rows (few: of 8). A program finds its group first, and loads with masks. As many
     # programs are launched as any groups can need: half of them find that they have no row, and clear the padding.
     ("grouped_rows_amax", "grouped rows, few", "nvfp4"): 203,
@@ -121,12 +130,16 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
 
 
 # Arithmetic, not bytes, bounds the scale sweep on every GPU: a dozen scales at eight instructions an element (SM100: at
-# seven), and one division an element. It must not get worse.
-SWEEP_LINES = {100: 1850, 120: 2350}
+# seven), and one division an element. The weighted one tries 126, with 17 sums and products more an element. They must
+# not get worse.
+SWEEP_LINES = {
+    "sweep_scales": {100: 1850, 120: 2350},
+    "sweep_weighted_scales": {100: 42000, 120: 54000},
+}
 
 
 def instruction_line(kernel: str, configuration: str, format: str, sm: int, budget: float) -> float:
     """The most thread instructions for 16 elements that a launch may have. budget: of its bytes."""
-    if kernel == "sweep_scales":
-        return SWEEP_LINES.get(Target(sm).isa, budget)
+    if kernel in SWEEP_LINES:
+        return SWEEP_LINES[kernel].get(Target(sm).isa, budget)
     return INSTRUCTION_LINES.get((kernel, configuration, format), budget) if Target(sm).isa == 100 else budget

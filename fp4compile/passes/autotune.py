@@ -1,9 +1,10 @@
 """Under `mode="max-autotune"`, let time decide which kernel computes a product, and in which configuration.
 
-Entry: `fastest(product)`, for a `scaled_mm` or `scaled_mm_epilogue` node that is about to be lowered. Every candidate
-that computes all of the product on the matrix units as it is runs in each of its configurations, on tensors like the
-product's own, and the fastest is taken. Equal problems are timed once in a process. Without that mode, or where no
-candidate could be timed, the choice is that of rank.
+Entry: `fastest(product)`, for a `scaled_mm` or `scaled_mm_epilogue` node that is about to be lowered, and
+`fastest_grouped(node)` for a `scaled_grouped_mm` node. Every candidate that computes all of the product on the matrix
+units as it is runs in each of its configurations, on tensors like the product's own, and the fastest is taken. Equal
+problems are timed once in a process. Without that mode, or where no candidate could be timed, the choice is that of
+rank. What sizes groups will have is not known: they are timed with equal ones.
 
 What is timed is the replay of CUDA graphs, in turns, because the GPU's clock falls under load: so the host's time is no
 part of it, and a call of cuBLASLt counts with all its kernels. The calls of a graph have copies of the operands, more
@@ -24,19 +25,22 @@ from typing import Any
 import torch
 from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Node
 
 from fp4compile import _compat
 from fp4compile.operand import Operand
-from fp4compile.passes.graph import ScaledMM
+from fp4compile.passes.graph import ScaledMM, grouped_problem, grouped_values
 from fp4compile.templates.gemm.choose import Choice, candidates, choose, named
 from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.grouped.choose import GroupedChoice, to_time
+from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
 
 log = logging.getLogger("fp4compile")
 
 REPLAYS = 20  # of each CUDA graph; the median counts
 FEWEST_CALLS, MOST_CALLS = 4, 16  # of a CUDA graph
-_winners: dict[tuple, Choice] = {}
+_winners: dict[tuple, Choice | GroupedChoice | None] = {}
 
 Call = Callable[[], torch.Tensor]
 
@@ -46,15 +50,25 @@ def fastest(product: ScaledMM) -> Choice | None:
     if product.plain:
         return None
     problem = product.problem()
-    if not (config.max_autotune or config.max_autotune_gemm) or not torch.cuda.is_available() or not _static(problem):
-        return choose(problem)
-    choices = _choices(problem)
-    if len(choices) < 2:
-        return choose(problem)
-    key = _key(product, problem)
-    if key not in _winners:
-        _winners[key] = _fastest(product, problem, choices)
-    return _winners[key]
+    found = None
+    if _asked_for() and _static(problem.m, problem.n, problem.k, problem.batches):
+        a, b, _ = product.values()
+        others = product.epilogue, *map(_layout, product.auxiliary_values())
+        found = _winner(problem, a, b, others, _choices(problem), scaled_mm, lambda: _copies(product, problem))
+    return found or choose(problem)
+
+
+def fastest_grouped(node: Node) -> GroupedChoice | None:
+    """The fastest for a product of groups; None where there are not several to time: rank decides."""
+    problem = grouped_problem(node)
+    if not _asked_for() or not _static(problem.rows, problem.m, problem.n, problem.k) or problem.empty:
+        return None
+    a, b, others = grouped_values(node)
+    return _winner(problem, a, b, (), to_time(problem), scaled_grouped_mm, lambda: _grouped_copies(a, b, *others))
+
+
+def _asked_for() -> bool:
+    return (config.max_autotune or config.max_autotune_gemm) and torch.cuda.is_available()
 
 
 def _choices(problem: Problem) -> list[Choice]:
@@ -67,64 +81,90 @@ def _choices(problem: Problem) -> list[Choice]:
     return found
 
 
-def _fastest(product: ScaledMM, problem: Problem, choices: list[Choice]) -> Choice:
+def _winner(
+    problem: Any, a: Operand, b: Operand, others: tuple, choices: list, product: Callable, copies: Callable[[], list]
+) -> Any:
+    """The fastest of the choices, timed once for problems that take the same time; None where nothing was timed.
+
+    others: hashable, what such problems have in common beside operands of the same layout. product: is called with the
+    arguments that `copies` makes and a choice.
+    """
+    if len(choices) < 2:
+        return None
+    key = problem, *others, *map(_layout, (a.data, a.scales, b.data, b.scales))
+    if key not in _winners:
+        _winners[key] = _fastest(f"{tuple(a.data.shape)} x {tuple(b.data.shape)}", choices, product, copies)
+    return _winners[key]
+
+
+def _fastest(shapes: str, choices: list, product: Callable, copies: Callable[[], list]) -> Any:
     try:
         with unset_fake_temporarily(), torch.no_grad():
-            copies = _copies(product, problem)
-            times = _times([[partial(scaled_mm, *copy, choice=choice) for copy in copies] for choice in choices])
+            made = copies()
+            times = _times([[partial(product, *copy, choice=choice) for copy in made] for choice in choices])
     except torch.OutOfMemoryError as error:
         log.info("not timed: %s", error)
-        return choose(problem)
+        return None
     for choice, time in zip(choices, times, strict=True):
-        log.info("product %s x %s: %s, %s: %s us", *_shapes(product), choice.kernel, choice.config, time)
+        log.info("product %s: %s, %s: %s us", shapes, choice.kernel, choice.config, time)
     best = min(range(len(choices)), key=times.__getitem__)
-    return choices[best] if times[best] < float("inf") else choose(problem)
+    return choices[best] if times[best] < float("inf") else None
 
 
-def _static(problem: Problem) -> bool:
-    return all(isinstance(size, int) for size in (problem.m, problem.n, problem.k, problem.batches))
-
-
-def _key(product: ScaledMM, problem: Problem) -> tuple:
-    """Equal for products that take the same time."""
-    a, b, _ = product.values()
-    layouts = [_layout(x) for x in (a.data, a.scales, b.data, b.scales)]
-    return problem, product.epilogue, *layouts, *map(_layout, product.auxiliary_values())
+def _static(*sizes: Any) -> bool:
+    return all(isinstance(size, int) for size in sizes)
 
 
 def _layout(value: torch.Tensor | None) -> tuple:
     return () if value is None else (value.device, value.dtype, tuple(value.shape), tuple(value.stride()))
 
 
-def _shapes(product: ScaledMM) -> tuple:
-    a, b, _ = product.values()
-    return tuple(a.data.shape), tuple(b.data.shape)
-
-
 def _copies(product: ScaledMM, problem: Problem) -> list[tuple]:
     """The arguments of `scaled_mm` up to the choice, on real tensors, as often as a CUDA graph has calls."""
     a, b, bias = product.values()
-    size = sum(x.numel() * x.element_size() for x in (a.data, a.scales, b.data, b.scales) if x is not None)
-    cache = torch.cuda.get_device_properties(a.data.device).L2_cache_size
     return [
-        (*(Operand(*map(_like, (x.data, x.scales, x.outer)), x.format) for x in (a, b)), _like(bias),
-         problem.out_dtype, product.epilogue, [_like(x) for x in product.auxiliary_values()])
-        for _ in range(min(max(2 * cache // size, FEWEST_CALLS), MOST_CALLS))
+        (_operand_like(a), _operand_like(b), _like(bias), problem.out_dtype, product.epilogue,
+         [_like(x) for x in product.auxiliary_values()])
+        for _ in range(_calls(a, b))
     ]  # fmt: skip
 
 
+def _grouped_copies(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> list[tuple]:
+    """The same of `scaled_grouped_mm`. The groups are as large as each other, within a row."""
+    groups = offs.shape[0]
+    even = torch.tensor([(g + 1) * rows // groups for g in range(groups)], dtype=torch.int32, device=offs.device)
+    return [(_operand_like(a), _operand_like(b), even, rows, out_dtype) for _ in range(_calls(a, b))]
+
+
+def _calls(a: Operand, b: Operand) -> int:
+    """How many calls a CUDA graph has."""
+    size = sum(x.numel() * x.element_size() for x in (a.data, a.scales, b.data, b.scales) if x is not None)
+    cache = torch.cuda.get_device_properties(a.data.device).L2_cache_size
+    return min(max(2 * cache // size, FEWEST_CALLS), MOST_CALLS)
+
+
+def _operand_like(x: Operand) -> Operand:
+    """An operand of that size and kind: any codes or random numbers, block scales of 1."""
+    scales = None if x.scales is None else _empty_like(x.scales)
+    if scales is not None:
+        scales.view(torch.uint8).fill_(0x38 if scales.dtype == torch.float8_e4m3fn else 127)
+    return Operand(_like(x.data), scales, _like(x.outer), x.format)
+
+
 def _like(value: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor of that size and kind: any codes, scales of 1, or random numbers."""
+    """A tensor of that size and kind: any codes, or random numbers."""
     if value is None:
         return None
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    if value.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) and value.dim() == 1:  # swizzled scales
-        made.view(torch.uint8).fill_(0x38 if value.dtype == torch.float8_e4m3fn else 127)
-    elif value.dtype.itemsize == 1:
+    made = _empty_like(value)
+    if value.dtype.itemsize == 1:
         made.view(torch.uint8).random_(0, 127)  # no NaN of any format
     else:
         made.normal_()
     return made
+
+
+def _empty_like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _times(sequences: list[list[Call]]) -> list[float]:

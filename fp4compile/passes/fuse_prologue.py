@@ -5,15 +5,21 @@ Entry: `fuse_prologue(graph)`, on a forward, backward or inference graph after t
 can write the result of an activation itself saves more than a quantiser that computes it, so that goes first.
 
 From the tensor that is quantised, the pass goes back through reshapes that keep the rows, casts, and the operations of
-`passes.pointwise`, up to tensors that are in memory whether or not the quantiser reads them (`_Chain._in_memory`), to
-columns ([M, 1]: statistics of a norm, which Inductor's reduction writes), and to rows ([K]: weights, biases). Values in
-between may have other users, which Inductor then computes for itself. The tensor itself must have none.
+`passes.pointwise`, up to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows
+([K]: weights, biases). Statistics are written by Inductor's reduction. Or the chain goes back through them and the
+reductions of `passes.reductions`, and the fused kernel finds them itself.
+
+The tensor and the values in between may have other readers. Those that Inductor computes by kernels of its own compute
+such a value again. Others need it in memory (`_Chain._needed`): the fused kernel stores it for them. Or the chain ends
+at a value in between, Inductor writes it, and the fused kernel reads it. Of all these chains, the best one is taken.
 
 The pass fuses where the model of `templates.quantize.prologue_cost` says that it pays. Inductor keeps what the pass
 does not know, and everything where Inductor is told to round otherwise than by default.
 """
 
+import itertools
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,6 +29,7 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat, formats
 from fp4compile._compat import statically_true
+from fp4compile.passes.fused import name_operations
 from fp4compile.passes.graph import (
     CAST,
     FAKE_QUANTIZE,
@@ -36,17 +43,24 @@ from fp4compile.passes.graph import (
     scaled_mm_of,
 )
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
-from fp4compile.pointwise import Step
+from fp4compile.passes.reductions import reduction_of
+from fp4compile.pointwise import REDUCTIONS, Step
 from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.dispatch import takes_prologue
-from fp4compile.templates.quantize.prologue_cost import Work, pays
+from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
+from fp4compile.templates.quantize.prologue_cost import Work, gain
 
 aten = torch.ops.aten
 
 _OPS = {QUANTIZE: "quantize", QUANTIZE_BOTH: "quantize_both", FAKE_QUANTIZE: "fake_quantize"}
 # What `quantize_prologue` takes besides.
 _OPTIONS = {"outer", "layout", "seed", "hadamard"}
+# What Inductor computes by kernels of its own, besides pointwise operations.
+_REDUCTIONS = (
+    aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
+    aten.var.correction, aten.var_mean.correction, aten.any.dim, aten.any.default,
+)  # fmt: skip
 # A longer chain is no activation and no norm; and each step is an instruction of every tile at least.
 MOST_STEPS = 32
 
@@ -57,12 +71,17 @@ def fuse_prologue(graph: Graph) -> int:
         return 0
     fused = 0
     for node in _before_writes(graph):
-        if node.target in _OPS and node.args[0].meta["val"].device.type == "cuda":
-            chain = _Chain(node)
-            if chain.fuses():
+        if node.target in _OPS and _on_gpu(node.args[0]):
+            variants = itertools.product((False, True), repeat=3)
+            chain = max((_Chain(node, *variant) for variant in variants), key=lambda chain: chain.gain)
+            if chain.gain > 0:
                 _fuse(graph, chain)
                 fused += 1
     return fused
+
+
+def _on_gpu(node: Node) -> bool:
+    return node.meta["val"].device.type == "cuda"
 
 
 def _before_writes(graph: Graph) -> list[Node]:
@@ -85,11 +104,17 @@ def _writes(node: Node) -> bool:
 class _Chain:
     """What the tensor that a node quantises is made of.
 
+    inward: whether the chain goes on beyond values that others need, which the kernel then stores. reduces: whether it
+    goes on beyond statistics of rows.
+    keeps: whether the kernel of the amax stores the result for the one that quantises, though no other needs it.
     operations: name and arguments (nodes and numbers) of each, after those that it needs. operands: what these read,
     and how: "aux", "row" or "col". Reshapes and casts are looked through. entered: operations that were looked at.
     """
 
     quantise: Node
+    inward: bool
+    reduces: bool
+    keeps: bool = False
     operations: dict[Node, tuple[str, tuple]] = field(default_factory=dict)
     operands: dict[Node, str] = field(default_factory=dict)
     entered: int = 0
@@ -102,31 +127,27 @@ class _Chain:
     def value(self) -> torch.Tensor:
         return self.source.meta["val"]
 
-    def fuses(self) -> bool:
-        """Whether all operations are known, nothing but the quantiser reads their result, and a prologue pays."""
+    @cached_property
+    def gain(self) -> float:
+        """What fusing is expected to save; 0 where it does not pay or is not possible."""
         if not _OPTIONS.issuperset(self.quantise.kwargs):
-            return False
-        if self.value.dim() < 2 or not contiguous(self.value) or not self._alone():
-            return False
+            return 0.0
+        if self.value.dim() < 2 or not contiguous(self.value):
+            return 0.0
         if not self._take(self.source, "aux") or not self.operations or len(self.operands) > OPERANDS:
-            return False
+            return 0.0
         first = self._first()
         if first is None or not (same_shape(first.meta["val"].shape, self.value.shape) or self.shape()):
-            return False
+            return 0.0
+        if not self._served():
+            return 0.0
         prologue, work = self.prologue(), self._work()
+        if self.keeps and not self._worth_keeping(work):
+            return 0.0
         dtypes = [node.meta["val"].dtype for node in self.ordered()]
         if not takes_prologue(work.fmt, prologue, dtypes, work.by_columns):
-            return False
-        return pays(prologue, dtypes, work, target_of(self.value.device).sm)
-
-    def _alone(self) -> bool:
-        """Whether the quantiser alone reads its tensor, by any shape."""
-        node, user = self.source, self.quantise
-        while list(node.users) == [user]:
-            if node.target not in RESHAPES:
-                return True
-            node, user = node.args[0], node
-        return False
+            return 0.0
+        return gain(prologue, dtypes, work, target_of(self.value.device).sm, self._shared())
 
     def _take(self, node: Node, kind: str) -> bool:
         """Add a node and what it is made of; kind: how it is read, and so which elements it has."""
@@ -136,7 +157,7 @@ class _Chain:
         value = float_value(node)
         if value is None or value.device != self.value.device or node in self.operands:
             return False
-        step = None if kind == "col" or self._in_memory(node) else _operation(node)
+        step = None if self._ends_at(node, kind) else _operation(node, kind)
         if step is None:
             self.operands[node] = kind
             return contiguous(value) and (kind != "aux" or self._in_memory(node))
@@ -145,34 +166,32 @@ class _Chain:
             return False
         for argument in step[1]:
             if isinstance(argument, Node):
-                how = _kind(argument, value.shape, kind)
+                how = _kind(argument, value.shape, kind, self.value.shape[-1] if step[0] in REDUCTIONS else None)
                 if how is None or not self._take(argument, how):
                     return False
         self.operations[node] = step
         return True
 
-    def _in_memory(self, node: Node) -> bool:
-        """Whether a tensor is written to memory, or might as well be, though the quantiser does not read it.
+    def _ends_at(self, node: Node, kind: str) -> bool:
+        """Whether the chain reads a tensor, and does not compute it."""
+        if kind == "col" and not self.reduces:
+            return True
+        return _given(node) or (node is not _renamed(self.source) and not self.inward and self._needed(node))
 
-        So it is if it is given, returned, or the result of a kernel that is not Inductor's; or if something reads it
-        that needs the quantiser's results: Inductor keeps it so long, or computes it twice from other tensors.
+    def _in_memory(self, node: Node) -> bool:
+        """Whether a tensor is written to memory, or might as well be, though the quantiser does not read it."""
+        return _given(node) or self._needed(node)
+
+    def _needed(self, node: Node) -> bool:
+        """Whether something else needs a value in memory, by whatever shape and dtype."""
+        return any(self._needs_memory(user) for _, user in _readers(node))
+
+    def _needs_memory(self, user: Node) -> bool:
+        """Whether a reader is no kernel of Inductor's or needs the quantiser's results.
+
+        Inductor keeps what such a reader reads, or computes it twice from other tensors.
         """
-        if node.op in ("placeholder", "get_attr"):
-            return True
-        if node.target is operator.getitem:
-            return getattr(node.args[0].target, "namespace", "") == "fp4compile"
-        if node.target is SCALED_MM:
-            choice = scaled_mm_of(node).choice()
-            return choice is None or choice.stores
-        if node.target in STORED:
-            return True
-        readers, waiting = set(), [node]
-        while waiting:
-            for user in waiting.pop().users:
-                readers.add(user)
-                if user.target in RESHAPES:
-                    waiting.append(user)
-        return any(user.op == "output" or user in self._later for user in readers)
+        return user is not self.quantise and (user in self._later or not _by_inductor(user))
 
     @cached_property
     def _later(self) -> set[Node]:
@@ -186,10 +205,15 @@ class _Chain:
                     waiting.append(user)
         return found
 
+    def _worth_keeping(self, work: Work) -> bool:
+        """Whether a second kernel reads the tensor; that of a small one starts before the first one has ended."""
+        numel = self.value.numel()
+        return work.amax_read and not (isinstance(numel, int) and numel <= PARTIAL_MAXIMA_ELEMENTS)
+
     def _first(self) -> Node | None:
-        """The operand that has the shape and the dtype of the result."""
-        found = (n for n, kind in self.operands.items() if kind == "aux" and n.meta["val"].dtype == self.value.dtype)
-        return next(found, None)
+        """The operand that has the shape of the result, and its dtype or float32."""
+        found = {n.meta["val"].dtype: n for n, kind in reversed(self.operands.items()) if kind == "aux"}
+        return found.get(self.value.dtype, found.get(torch.float32))
 
     def ordered(self) -> dict[Node, str]:
         """The operands in their order in the op."""
@@ -209,8 +233,92 @@ class _Chain:
             Step(name, tuple(x if isinstance(x, float) else names[_renamed(x)] for x in arguments))
             for name, arguments in self.operations.values()
         )
-        return Prologue(tuple(steps), self.value.dtype)
+        numbers = {node: i for i, node in enumerate(self.operations)}
+        stored = {(numbers[node], dtype): None for node, dtype in self.stored}
+        if self.keeps:
+            stored[len(numbers) - 1, self.value.dtype] = None
+        return Prologue(tuple(steps), self.value.dtype, tuple(stored))
 
+    @cached_property
+    def stored(self) -> dict[tuple[Node, torch.dtype], dict[Node, list[Node]]]:
+        """The operations whose results others need, each by a dtype: nodes of these results, and who can read them so.
+
+        What leads to the kernel itself cannot.
+        """
+        found: dict[tuple[Node, torch.dtype], dict[Node, list[Node]]] = {}
+        for node in self.operations:
+            for alias, user in _readers(node):
+                key = node, alias.meta["val"].dtype
+                if user not in self.inside and self._needs_memory(user):
+                    found.setdefault(key, {})[alias] = []
+            for alias, user in _readers(node):
+                key = node, alias.meta["val"].dtype
+                if user not in self.inside and alias in found.get(key, ()) and not self._feeds(user):
+                    found[key][alias].append(user)
+        return found
+
+    def _served(self) -> bool:
+        """Whether all that need a result in memory can read what the kernel stores, and come after it."""
+        needed = set(self._inputs)
+        for alias, readers in self.aliases.items():
+            shape = self.shape_of(alias)
+            if shape is None or not contiguous(alias.meta["val"]):
+                return False
+            if any(
+                user not in readers and user not in self.inside and self._needs_memory(user) for user in alias.users
+            ):
+                return False
+            needed.update(size for size in shape if isinstance(size, Node))
+        return all(node < self.place for node in needed)
+
+    @property
+    def aliases(self) -> dict[Node, list[Node]]:
+        """Who can read a stored result in the place of a node."""
+        return {alias: readers for aliases in self.stored.values() for alias, readers in aliases.items()}
+
+    @property
+    def place(self) -> Node:
+        """The first node that reads the kernel's results."""
+        return min([self.quantise, *(user for readers in self.aliases.values() for user in readers)])
+
+    @cached_property
+    def _inputs(self) -> set[Node]:
+        """The nodes that the kernel needs."""
+        shape = self.shape() or ()
+        return {*self.operands, *(node for node in (*self.quantise.kwargs.values(), *shape) if isinstance(node, Node))}
+
+    def _feeds(self, node: Node) -> bool:
+        """Whether the kernel needs the result of a node."""
+        last, seen, waiting = max(self._inputs), set(), [node]
+        while waiting:
+            found = waiting.pop()
+            if found in self._inputs:
+                return True
+            if found not in seen and found < last:
+                seen.add(found)
+                waiting += found.users
+        return False
+
+    def shape_of(self, alias: Node) -> tuple | list | None:
+        """The shape of a stored result as an argument of a reshape, () if it needs none; None if there are no nodes."""
+        shape = alias.meta["val"].shape
+        if same_shape(shape, self.value.shape) or same_shape(shape, (*self.value.shape[:-1], 1)):
+            return ()
+        if all(isinstance(size, int) for size in shape):
+            return list(shape)
+        return alias.args[1] if alias.target in RESHAPES else None
+
+    def _shared(self) -> bool:
+        """Whether a kernel of Inductor's reads what the fused one reads: for statistics, or for other readers."""
+        if any(kind != "row" and not _given(node) for node, kind in self.operands.items()):
+            return True
+        served = {(alias, user) for alias, users in self.aliases.items() for user in users}
+        return any(
+            user not in self.inside and (alias, user) not in served
+            for node in self.operations for alias, user in _readers(node)
+        )  # fmt: skip
+
+    @cached_property
     def inside(self) -> set[Node]:
         """The quantiser and what leads to it, without the operands."""
         found, waiting = set(), [self.quantise]
@@ -242,21 +350,61 @@ def _renamed(node: Node) -> Node:
     return node
 
 
-def _operation(node: Node) -> tuple[str, tuple] | None:
-    """`operation_of` a node that a prologue computes as Inductor does."""
-    step = None if node.kwargs else operation_of(node)
+def _given(node: Node) -> bool:
+    """Whether a tensor is given, or the result of a kernel that is not Inductor's."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if node.target is operator.getitem:
+        return getattr(node.args[0].target, "namespace", "") == "fp4compile"
+    if node.target is SCALED_MM:
+        choice = scaled_mm_of(node).choice()
+        return choice is None or choice.stores
+    return node.target in STORED
+
+
+def _aliases(node: Node) -> list[Node]:
+    """A node, and what it has by other shapes and dtypes, as `_renamed` looks through them."""
+    found = [node]
+    for each in found:
+        found += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
+    return found
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Who reads a node, and by which of its `_aliases`; not these themselves."""
+    aliases = _aliases(node)
+    return ((alias, user) for alias in aliases for user in alias.users if user not in aliases)
+
+
+def _by_inductor(node: Node) -> bool:
+    """Whether Inductor writes a kernel for a node, into which it can fuse what the node reads."""
+    return node.target in _REDUCTIONS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _operation(node: Node, kind: str) -> tuple[str, tuple] | None:
+    """`operation_of` a node that a prologue computes as Inductor does, or `reduction_of` one of that kind."""
+    step = reduction_of(node) if kind == "col" else None
+    if step is None and not node.kwargs:
+        step = operation_of(node)
     if step is None or not all(fits_float32(number) for number in step[1] if isinstance(number, float)):
         return None
     return step
 
 
-def _kind(argument: Node, shape: torch.Size, kind: str) -> str | None:
-    """How an argument of an operation is read whose result has that shape and is read by `kind`; None if it cannot."""
+def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None = None) -> str | None:
+    """How an argument of an operation is read whose result has that shape and is read by `kind`; None if it cannot.
+
+    reduced: the length of the rows if the operation reduces them.
+    """
     value = float_value(argument)
     if value is None or not 0 < value.dim() <= len(shape):
         return None
+    if reduced is not None and same_shape(value.shape, (*shape[:-1], reduced)):
+        return "aux"
     if same_shape(value.shape, shape):
         return kind
+    if kind == "col":
+        return None
     if kind == "aux" and same_shape(value.shape, (*shape[:-1], 1)):
         return "col"
     row = (*[1] * (value.dim() - 1), shape[-1])
@@ -267,13 +415,24 @@ def _fuse(graph: Graph, chain: _Chain) -> None:
     """Put a quantiser with a prologue in the place of one, and take away what nothing needs any more."""
     quantise, prologue = chain.quantise, chain.prologue()
     first, *others = chain.ordered()
-    with graph.inserting_before(quantise):
+    replaced = chain.aliases
+    with graph.inserting_before(chain.place):
         if not same_shape(first.meta["val"].shape, chain.value.shape):
             first = new_node(graph, aten.reshape.default, (first, chain.shape()), first.meta)
         _, *rest = quantise.args
         arguments = ([first, *others], prologue.strings(), prologue.dtype, _OPS[quantise.target], *rest)
-        fused = new_node(graph, QUANTIZE_PROLOGUE, arguments, quantise.meta, **quantise.kwargs)
+        stored = {"stored": prologue.stored_strings()} if prologue.stored else {}
+        fused = new_node(graph, QUANTIZE_PROLOGUE, arguments, quantise.meta, **quantise.kwargs, **stored)
+        name_operations(fused, chain.operations)
+        own = len(fused.meta["val"]) - len(prologue.stored)
+        for number, aliases in enumerate(chain.stored.values(), own):
+            result = new_node(graph, operator.getitem, (fused, number), next(iter(aliases)).meta)
+            for alias, readers in aliases.items():
+                shape = chain.shape_of(alias)
+                value = new_node(graph, aten.reshape.default, (result, shape), alias.meta) if shape else result
+                for reader in readers:
+                    reader.replace_input_with(alias, value)
     quantise.replace_all_uses_with(fused)
-    for node in sorted(chain.inside(), reverse=True):
+    for node in sorted({*chain.inside, *replaced}, reverse=True):
         if not node.users:
             graph.erase_node(node)

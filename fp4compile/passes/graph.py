@@ -32,6 +32,8 @@ SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
 SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default
 QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
 QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.quantize_grouped_both.default
+FAKE_QUANTIZE_GROUPED = torch.ops.fp4compile.fake_quantize_grouped.default
+FAKE_QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.fake_quantize_grouped_both.default
 SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
 SCALED_MM_GATHERED = torch.ops.fp4compile.scaled_mm_gathered.default
 EXPERT_WEIGHTS = torch.ops.fp4compile.expert_weights.default
@@ -172,17 +174,17 @@ def scaled_mm_of(node: Node) -> ScaledMM:
 
 def grouped_problem(node: Node) -> GroupedProblem:
     """What the kernel of a `scaled_grouped_mm` node is chosen by; sizes may be symbolic."""
-    a, b, (offs, rows, out_dtype) = _grouped_values(node)
+    a, b, (offs, rows, out_dtype) = grouped_values(node)
     return grouped_problem_of(a, b, offs, rows, out_dtype, target_of(offs.device))
 
 
 def reads_by_index(node: Node) -> bool:
     """Whether a kernel serves a `scaled_mm_gathered` node that reads the matrices through the index."""
-    a, b, (index, out_dtype) = _grouped_values(node)
+    a, b, (index, out_dtype) = grouped_values(node)
     return indexed.serves(a, b, index, out_dtype, target_of(index.device))
 
 
-def _grouped_values(node: Node) -> tuple[Operand, Operand, list]:
+def grouped_values(node: Node) -> tuple[Operand, Operand, list]:
     """A and B of a product of experts, with their (fake) tensors, and its other arguments."""
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
     return operand(*values[:4]), operand(*values[4:8]), values[8:]

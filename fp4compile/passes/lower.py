@@ -22,9 +22,11 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from fp4compile import _inductor_patches, ops, ops_grouped, ops_prologue
-from fp4compile.passes.autotune import fastest
+from fp4compile.passes.autotune import fastest, fastest_grouped
 from fp4compile.passes.graph import (
     FAKE_QUANTIZE,
+    FAKE_QUANTIZE_GROUPED,
+    FAKE_QUANTIZE_GROUPED_BOTH,
     QUANTIZE,
     QUANTIZE_BOTH,
     QUANTIZE_GROUPED,
@@ -52,6 +54,8 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     SCALED_MM_HORIZONTAL: ops.scaled_mm_horizontal_cuda,
     QUANTIZE_GROUPED: ops_grouped.quantize_grouped_cuda,
     QUANTIZE_GROUPED_BOTH: ops_grouped.quantize_grouped_both_cuda,
+    FAKE_QUANTIZE_GROUPED: ops_grouped.fake_quantize_grouped_cuda,
+    FAKE_QUANTIZE_GROUPED_BOTH: ops_grouped.fake_quantize_grouped_both_cuda,
     SCALED_GROUPED_MM: ops_grouped.scaled_grouped_mm_cuda,
     SCALED_MM_GATHERED: ops_grouped.scaled_mm_gathered_cuda,
 }
@@ -84,8 +88,10 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
         if choice is not None and not (choice.settled and choice.traceable):
             return False
         options = {"choice": choice}
-    if node.target is SCALED_GROUPED_MM and not settled(grouped_problem(node)):
-        return False
+    if node.target is SCALED_GROUPED_MM:
+        if not settled(grouped_problem(node)):
+            return False
+        options = {"choice": fastest_grouped(node)}
     if node.target is SCALED_MM_GATHERED and not reads_by_index(node):
         return False
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))

@@ -29,6 +29,7 @@ from fp4compile.passes.find import find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
+from fp4compile.passes.fused import fused
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
@@ -47,15 +48,18 @@ log = logging.getLogger("fp4compile")
 Times = Callable[[list[Decision]], dict[Node, tuple[float, float]]]
 
 JOINT = (Pass("rewrite", rewrite),)
-POST_GRAD = (
+FUSING = (
     Pass("merge_quantize", merge_quantize),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes: these see the operands that it leaves
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("fuse_prologue", fuse_prologue),  # what a product can write itself, a quantiser need not compute
+)
+LOWERING = (
     Pass("fuse_horizontal", fuse_horizontal),  # moves nodes, which is only allowed while no memory is written over
     Pass("inplace", inplace),
     Pass("lower", lower),
 )
+POST_GRAD = (*FUSING, *LOWERING)
 ALL = (*JOINT, HOIST, *POST_GRAD)
 SWITCHED_OFF = "the pass rewrite is switched off (fp4compile.config.disabled_passes)"
 
@@ -111,12 +115,13 @@ class JointPasses(CustomGraphPass):
 class LowerPasses(CustomGraphPass):
     """`POST_GRAD` on a forward, backward or inference graph after the partitioner.
 
-    sink: takes the packed activations that a forward graph saves, and the passes' runs. It is called once for each
-    graph. A backward graph may be compiled only when it first runs, long after the compilation of the forward.
+    sink: takes the packed activations that a forward graph saves, what was fused into the quantisers of which product,
+    and the passes' runs. It is called once for each graph. A backward graph may be compiled only when it first runs,
+    long after the compilation of the forward.
     user_passes, disabled: as in `JointPasses`.
     """
 
-    sink: Callable[[list[Saved], dict[str, PassRun]], None]
+    sink: Callable[[list[Saved], dict[str, str], dict[str, PassRun]], None]
     user_passes: tuple[Callable[[Graph], None], ...] = ()
     disabled: frozenset[str] = field(default_factory=switched_off_passes)
 
@@ -124,9 +129,11 @@ class LowerPasses(CustomGraphPass):
         for user_pass in self.user_passes:
             user_pass(graph)
         kept = saved(graph)
-        runs = run_passes(POST_GRAD, graph, disabled=self.disabled)
+        runs = run_passes(FUSING, graph, disabled=self.disabled)
+        prologues = fused(graph)
+        runs |= run_passes(LOWERING, graph, disabled=self.disabled)
         log.info("post-grad graph: %s", summary(runs))
-        self.sink(kept, runs)
+        self.sink(kept, prologues, runs)
 
     def uuid(self) -> tuple | None:
         """The cache key, as for `JointPasses`, of switched off passes, GPU, this package's source and user's passes."""

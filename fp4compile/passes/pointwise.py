@@ -15,7 +15,8 @@ FLOAT32 = torch.finfo(torch.float32)
 _OPERATIONS = {
     aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div",
     aten.neg.default: "neg", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid", aten.exp.default: "exp",
-    aten.erf.default: "erf", aten.tanh.default: "tanh",
+    aten.erf.default: "erf", aten.tanh.default: "tanh", aten.rsqrt.default: "rsqrt",
+    aten.add.Scalar: "add", aten.sub.Scalar: "sub", aten.mul.Scalar: "mul", aten.div.Scalar: "div",
 }  # fmt: skip
 _POWERS = {2: "square", 3: "cube"}
 # The results of these are in memory, whoever uses them.

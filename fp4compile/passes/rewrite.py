@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp4compile import _compat, formats
+from fp4compile.passes.fused import name_product
 from fp4compile.passes.gemm import Gemm, Operand
 from fp4compile.passes.graph import (
     QUANTIZE,
@@ -72,6 +73,7 @@ class _Builder:
     def build(self, decision: Decision) -> Node:
         """Insert the quantised product before the product that it will replace; returns its node."""
         gemm, node = decision.gemm, decision.gemm.node
+        name_product(node)
         dtype = node.meta["val"].dtype
         with self.graph.inserting_before(node):
             if gemm.offs is not None:

@@ -56,8 +56,8 @@ class Recipe:
         "four_over_six" the better one of two. It also holds where a rule gives a layer its formats, if these are NVFP4.
         Graphs that compute gradients take "amax", because their weights change at every step; the report says so.
     min_gain, target: a layer that `fp4compile.roofline` predicts to be less than min_gain times as fast as in bf16, on
-        the GPU that target names (of `roofline.GPUS`), is left alone. Both are given, or neither. Sizes that vary, and
-        experts, are not judged.
+        the GPU that target names (of `roofline.GPUS`), is left alone. Both are given, or neither. Layers with a
+        size that varies are not judged.
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.

@@ -9,9 +9,10 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from triton.runtime.errors import OutOfResources
 
-from benchmarks import cells, common, gradient_error, grouped_mm, launches, scale_sweep, training_loss
+from benchmarks import cells, common, gradient_error, grouped_mm, launches, producers, scale_sweep, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.operand import Operand
@@ -70,6 +71,21 @@ def test_means_of_gradients_and_their_parts():
         torch.testing.assert_close(mean, sum(found[name] for found in singly) / 4)
     parts = gradient_error.parts(means[1])
     assert len(parts["blocks"]) == 14 and len(parts["q_proj"]) == 2 and parts["lm_head"] == ["lm_head"]
+
+
+def test_a_layer_of_experts_is_what_each_token_gets_of_two():
+    torch.manual_seed(0)
+    layer = training_loss.model_of("tiny-experts").layers[0].mlp
+    x = torch.randn(2, 5, 64)
+    chances = layer.router(x).softmax(-1)
+    expected = torch.zeros_like(x)
+    for place in itertools.product(range(2), range(5)):
+        share, experts = chances[place].topk(2)
+        for part, expert in zip(share / share.sum(), experts, strict=True):
+            gate, up = (layer.gate_up_proj[expert] @ x[place]).chunk(2)
+            expected[place] += part * (layer.down_proj[expert] @ (F.silu(gate) * up))
+    error = (layer(x) - expected).norm() / expected.norm()
+    assert 0 < error < 0.01  # of bf16
 
 
 def test_errors_of_gradients():
@@ -173,6 +189,29 @@ def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
     assert [row[1] for row in found["tokens"]] == ["bf16", "loop", "mxfp8"] * 2
 
 
+def test_producers_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """Every part with its smallest tensors, uncompiled: what it calls, and what it writes of that."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    out = tmp_path / "out.json"
+    sizes = ["--rows", "32", "--cols", "64", "--tokens", "16", "--repeats", "1", "--tiny"]
+    parts = ["--parts", *producers.PARTS, "--recipes", "mxfp8", "nvfp4"]
+    producers.main(["--device", "cpu", *parts, *sizes, "--out", str(out)])
+    content = json.loads(out.read_text())
+    assert [len(content[part]) for part in producers.PARTS] == [12, 6, 9, 2, 2]
+    assert all(row["apart us"] > 0 for part in producers.PARTS for row in content[part])
+    assert content["settings"]["seconds"].keys() == set(producers.PARTS)
+    assert "silu, mul" in capsys.readouterr().out
+
+
+def test_producers_are_quantised_as_their_part_says():
+    x, y, weight = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16(), torch.randn(64).bfloat16()
+    made = producers.then(producers.add_rms_norm, producers.quantiser_of("both", "mxfp8"))(x, y, weight)
+    value, stream = producers.add_rms_norm(x, y, weight)
+    assert torch.equal(made[-1], x + y) and torch.equal(stream, x + y)
+    for one, other in zip(made, torch.ops.fp4compile.quantize_both(value, "mxfp8"), strict=False):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def test_configurations_of_grouped_products_are_launched_as_asked():
     with dry_run(Target(90)):
         calls = grouped_mm.grouped_calls(grouped_mm.Experts(8, 2048, 1024), 16384, "meta")
@@ -182,6 +221,30 @@ def test_configurations_of_grouped_products_are_launched_as_asked():
                 grouped_mm.KERNELS[kernel].run(call, config)
             assert config.constants.items() <= made[-1].constants.items()
         assert grouped_mm.KERNELS[kernel].serves(call.problem)
+
+
+def test_tiles_of_grouped_tokens_are_launched_as_asked(monkeypatch):
+    """On paper: every configuration is one launch after that of the amaxes."""
+    monkeypatch.setattr(grouped_mm, "call_times", lambda sequences, args: [calls[0]() is None for calls in sequences])
+    with dry_run(Target(90)) as made:
+        found = list(grouped_mm.rows_of_tokens("DeepSeek-V3", SimpleNamespace(tokens=16384, device="meta")))
+    launched = [one for one in made if one.kernel.__name__ == "quantize_grouped_rows"]
+    assert len(launched) == len(found) - 1 and len(found) > 4
+    for one, row in zip(launched, found[1:], strict=True):
+        assert f"rows={one.constants['ROWS']}, blocks={one.constants['BLOCKS']}" in row["launch"]
+        assert one.args["data_ptr"].dtype == (torch.float16 if "values" in row["configurations"] else torch.uint8)
+
+
+def test_both_kernels_of_grouped_products_are_compared():
+    shape = grouped_mm.Experts(8, 2048, 1024)
+    with dry_run(Target(90)):
+        weight = torch.ops.fp4compile.quantize_grouped(torch.empty(8, 2048, 1024, device="meta"), None, "nvfp4")
+        calls = grouped_mm.both_calls(shape, 128, weight, "meta")
+    for of, kernel in (("tiles", "gemm_dequant_tiles_grouped"), ("operand", "gemm_grouped")):
+        with dry_run(Target(90)) as made:
+            calls[of]()
+        assert made[-1].kernel.__name__ == kernel
+        assert calls[of].keywords["config"].constants.items() & made[-1].constants.items()
 
 
 def test_the_peers_of_grouped_products_compute_the_same():

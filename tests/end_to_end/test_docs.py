@@ -196,7 +196,7 @@ NO_REASONS = (
     r".+\ .+\ in\ .+\ ms", r".+,\ .+,\ weight=.+,\ activation=.+",
     r".+\ experts,\ .+,\ .+,\ weight=.+,\ activation=.+", "as\\ it\\ comes", r"packed\ layer\ .+:\ .+",
     r"the\ state\ is\ of\ .+,\ the\ layer\ is\ .+", r".+\ is\ .+\ in\ the\ state,\ the\ layer\ has\ .+",
-    r"decides\ for\ no\ layer\ of\ the\ model\ \(such\ as\ .+\)", r"and\ the\ model\ has\ no\ layer",
+    r"decides\ for\ no\ layer\ of\ the\ model\ \(such\ as\ .+\)", r"and\ the\ model\ has\ no\ layer", r";\ ",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ The kernels run in Triton's interpreter, in a process of their own (`test_in_the
 import json
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from fp4compile.cli import cases, first_run, run_experts, run_times, run_values 
 from fp4compile.cli.cases import Case, Finding, in_process  # noqa: E402
 from fp4compile.machine_code import launches  # noqa: E402
 from fp4compile.machine_code.launches import Configuration  # noqa: E402
+from fp4compile.templates.grouped import choose, dequant_tiles  # noqa: E402
 from tests.helpers import in_interpreter  # noqa: E402
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -193,6 +195,22 @@ def test_experts_are_right(name, monkeypatch):
     assert {one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]} == {
         "rows", "columns", "matrices", "both", "product", "product along rows"
     }  # fmt: skip
+
+
+@interpreted
+def test_every_kernel_of_experts_is_run(monkeypatch):
+    """With results in bfloat16: those between which `max-autotune` decides. Here one stands in for them."""
+    small = {"n": 20, "k": 48, "ends": (0, 3, 3, 17), "rows": 19}
+    tiles, registry = replace(dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
+    monkeypatch.setattr(choose, "REGISTRY", (tiles, *registry))
+    assert run_experts.experts("nvfp4", **small)["wrong"] == []
+
+    def run(call, config):
+        return tiles.run(call, config) * (1 if call.problem.out_dtype == torch.float32 else 1.125)
+
+    monkeypatch.setattr(choose, "REGISTRY", (replace(tiles, run=run), *registry))
+    found = [one.split(": ")[:2] for one in run_experts.experts("nvfp4", **small)["wrong"]]
+    assert found == [["product", "tiles"], ["product along rows", "tiles"]]
 
 
 @interpreted

@@ -29,7 +29,8 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("passes", ("fp4compile.passes",)),
     ("what passes read and write", (
         "fp4compile.recipe", "fp4compile.report", "fp4compile.report_groups", "fp4compile.report_page",
-        "fp4compile.report_row", "fp4compile.roofline", "fp4compile.weight_cache", "fp4compile.fingerprint",
+        "fp4compile.report_row", "fp4compile.roofline", "fp4compile.roofline_sizes", "fp4compile.roofline_steps",
+        "fp4compile.weight_cache", "fp4compile.fingerprint",
     )),
     ("operators", (
         "fp4compile.functional", "fp4compile.scale_sweep", "fp4compile.ops", "fp4compile.ops_grouped",

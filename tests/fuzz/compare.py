@@ -168,7 +168,7 @@ def captured(program: Program, rows: list[Row]) -> Callable:
     def compile_graph(gm: torch.fx.GraphModule, example_inputs) -> Callable:
         inputs = names.record(gm, example_inputs).inputs
         joint_passes = JointPasses(program.recipe, inputs, lambda found, runs: rows.extend(found))
-        lower_passes = LowerPasses(lambda kept, runs: None)
+        lower_passes = LowerPasses(lambda *told: None)
 
         def lowered(module: torch.fx.GraphModule, _) -> Callable:
             lower_passes(module.graph)

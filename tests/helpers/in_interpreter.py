@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 
-def assert_passes(test_file: str, variable: str = "TRITON_INTERPRET") -> None:
-    """Run a test file again with a variable of the environment set to 1, as before its kernels are imported."""
+def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRET") -> None:
+    """Run a test file again with a variable of the environment set to 1, as before its kernels are imported.
+
+    beside: names of files in its folder that share the process, whose start takes longer than their tests.
+    """
     environment = {**os.environ, variable: "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test_file]
+    command += [str(Path(test_file).parent / name) for name in beside]
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -21,7 +21,7 @@ V1, V2 = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT4 = torch.float4_e2m1fn_x2
 TENSOR_WISE, ROW_WISE, BLOCK_1X16, BLOCK_1X32 = "tensor", "row", "1x16", "1x32"
-_RECIPES = {0: TENSOR_WISE, 1: ROW_WISE, 2: BLOCK_1X16, 3: BLOCK_1X32}  # at::blas::ScalingType
+RECIPES = {0: TENSOR_WISE, 1: ROW_WISE, 2: BLOCK_1X16, 3: BLOCK_1X32}  # at::blas::ScalingType
 _SWIZZLED, _LINEAR = 1, 0  # at::blas::SwizzleType
 
 
@@ -44,13 +44,13 @@ class _Calls(TorchDispatchMode):
             with self:
                 return ops.scaled_mm_library_cuda(*args)  # what runs on a GPU; its fake implementation calls nothing
         if func in (V1, V2):
-            self.found.append((func, _named(func, args, kwargs or {})))
+            self.found.append((func, named(func, args, kwargs or {})))
             if not self.torchs_fakes:
                 return args[0].new_empty((args[0].shape[0], args[1].shape[1]), dtype=self.found[-1][1]["out_dtype"])
         return func(*args, **(kwargs or {}))
 
 
-def _named(func, args, kwargs):
+def named(func, args, kwargs):
     """The arguments of a call by name, with the schema's defaults."""
     schema = func._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
@@ -124,7 +124,7 @@ def _v2_recipe(a, b, arguments):
     """The recipe that v2 is given, with scales and swizzles that it asks for: all that this package uses of it."""
     for side, x in (("a", a), ("b", b)):
         scales, swizzle = arguments[f"scale_{side}"], list(arguments[f"swizzle_{side}"])
-        recipe = [_RECIPES[number] for number in arguments[f"recipe_{side}"]]
+        recipe = [RECIPES[number] for number in arguments[f"recipe_{side}"]]
         require(recipe == [BLOCK_1X16, TENSOR_WISE] and len(scales) == 2, f"recipe {recipe} of {len(scales)} scales")
         require(swizzle == [_SWIZZLED, _LINEAR], f"swizzle {swizzle}")
         require(
@@ -148,12 +148,12 @@ def _fits(recipe, x, scales, transposed):
     else:
         block, codes, kind = ((16, (FLOAT4,), torch.float8_e4m3fn) if recipe == BLOCK_1X16 else
                               (32, (torch.float8_e4m3fn,), torch.float8_e8m0fnu))  # fmt: skip
-        count = _up(rows, 128) * _up(_up(k, block) // block, 4)
+        count = up(rows, 128) * up(up(k, block) // block, 4)
         fits = x.dtype in codes and scales.dtype == kind and scales.numel() == count
     return fits and scales.is_contiguous() and scales.storage_offset() * scales.itemsize % 16 == 0
 
 
-def _up(size, multiple):
+def up(size, multiple):
     return (size + multiple - 1) // multiple * multiple
 
 

@@ -15,9 +15,9 @@ quantize_prologue = torch.ops.fp4compile.quantize_prologue
 def test_reference():
     """All in float32, one rounding at the end; columns and rows are told by their names, whatever the shape."""
     x, y, column, row = torch.randn(2, 3, 3), torch.randn(6, 3), torch.randn(6, 1), torch.randn(3)
-    gate = apply(Prologue.parse(GATE, BF16), [x.bfloat16(), y.bfloat16()])
+    gate, _ = apply(Prologue.parse(GATE, BF16), [x.bfloat16(), y.bfloat16()])
     assert torch.equal(gate, (F.silu(x.bfloat16().float()) * y.bfloat16().float().view(2, 3, 3)).bfloat16())
-    assert torch.equal(apply(Prologue.parse(NORM, F32), [x, column, row]), x * column.view(2, 3, 1) * row)
+    assert torch.equal(apply(Prologue.parse(NORM, F32), [x, column, row])[0], x * column.view(2, 3, 1) * row)
     assert Prologue.parse(NORM, BF16).strings() == NORM
 
 
@@ -25,11 +25,50 @@ def test_reference():
 def test_the_op_on_the_cpu(op):
     x, column, row = torch.randn(8, 64, dtype=BF16), torch.randn(8, 1), torch.randn(64, dtype=BF16)
     got = quantize_prologue([x, column, row], NORM, BF16, op, "nvfp4")
-    value = apply(Prologue.parse(NORM, BF16), [x, column, row])
+    value, _ = apply(Prologue.parse(NORM, BF16), [x, column, row])
     for one, other in zip(got, getattr(torch.ops.fp4compile, op)(value, "nvfp4"), strict=True):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     checks = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     torch.library.opcheck(quantize_prologue.default, ([x, column, row], NORM, BF16, op, "nvfp4"), test_utils=checks)
+
+
+@pytest.mark.parametrize("op", ["quantize", "quantize_both", "fake_quantize"])
+def test_what_is_stored_comes_last(op):
+    """Each step's result rounded by itself; what is quantised was not rounded on its way."""
+    x, column, row = torch.randn(2, 8, 64), torch.randn(2, 8, 1), torch.randn(64, dtype=BF16)
+    arguments = ([x, column, row], NORM, BF16, op, "nvfp4")
+    *own, first, last = quantize_prologue(*arguments, stored=["s0 bfloat16", "s1 float32"])
+    assert torch.equal(first, (x * column).bfloat16()) and torch.equal(last, x * column * row)
+    for one, other in zip(own, quantize_prologue(*arguments), strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    checks = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    options = {"stored": ["s0 bfloat16", "s1 float32"]}
+    torch.library.opcheck(quantize_prologue.default, arguments, options, test_utils=checks)
+
+
+@pytest.mark.parametrize("steps", [
+    ["add aux0 aux2", "square s0", "mean s1", "add s2 1e-06", "rsqrt s3", "mul s0 s4", "mul row1 s5"],
+    ["mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1"],
+    ["amax aux0", "sub aux0 s0", "exp s1", "sum s2", "div s2 s3", "mul s4 row1"],
+], ids=["norm of a sum", "layer norm", "softmax"])  # fmt: skip
+def test_statistics(steps):
+    """In float32, of rows; taken apart, the steps after the statistics give the same, and what is stored as well."""
+    x, row, y = torch.randn(2, 3, 32, dtype=BF16), torch.randn(32, dtype=BF16), torch.randn(2, 3, 32, dtype=BF16)
+    wide, add = x.float(), y.float()
+    normed = F.rms_norm(wide + add, (32,), row.float(), 1e-6), F.layer_norm(wide, (32,), row.float())
+    expected = (*normed, torch.softmax(wide, -1) * row)[("add aux0 aux2", "mean aux0", "amax aux0").index(steps[0])]
+    whole = next(i for i, kind in enumerate(Prologue.parse(steps, BF16).step_kinds) if kind == "aux")
+    prologue = Prologue.parse(steps, F32, [f"s{i} float32" for i in (whole, *Prologue.parse(steps, F32).statistics)])
+    operands = [x, row, y][: len(prologue.kinds)]
+    value, (kept, *statistics) = apply(prologue, operands)
+    assert torch.allclose(value, expected, atol=1e-6) and all(each.shape == (2, 3, 1) for each in statistics)
+    rest, read = prologue.after_statistics()
+    assert not rest.reductions and len(rest.kinds) == len(read) + len(statistics)
+    again, stored = apply(rest, [*(operands[i] for i in read), *statistics])
+    assert torch.equal(again, value) and torch.equal(stored[0], kept)
+    checks = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    arguments, options = (operands, steps, BF16, "quantize", "mxfp8"), {"stored": prologue.stored_strings()}
+    torch.library.opcheck(quantize_prologue.default, arguments, options, test_utils=checks)
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -40,6 +79,13 @@ def test_the_op_on_the_cpu(op):
     ({"operands": [torch.randn(4, 32), torch.randn(5, 1), torch.randn(32)]}, "operands: expected col1 of shape"),
     ({"operands": [torch.ones(4, 32, dtype=torch.int32)] * 3}, "operands: expected floating-point tensors"),
     ({"prologue": ["mul row0 2.0"]}, "prologue: expected steps that read aux0"),
+    ({"stored": ["s0"]}, "stored: expected a step and a floating-point dtype"),
+    ({"stored": ["s0 int8"]}, "stored: expected a step and a floating-point dtype"),
+    ({"stored": ["s2 bfloat16"]}, "stored: expected steps whose results have the shape of the whole or one a row, got"),
+    ({"prologue": ["add row2 1.0", "mul aux0 col1", "mul s0 s1"], "stored": ["s0 bfloat16"]},
+     "stored: expected steps whose results have the shape of the whole"),
+    ({"prologue": ["mean row2", "mul aux0 s0", "mul s1 col1"]}, "prologue: mean row2: expected what has the shape"),
+    ({"prologue": ["variance aux0 aux0", "mul aux0 s0"]}, "prologue: variance aux0 aux0: expected what has the shape"),
     ({"prologue": []}, "prologue: expected steps"),
     ({"prologue": ["sin aux0"]}, "prologue step 'sin aux0': no such operation"),
 ])  # fmt: skip

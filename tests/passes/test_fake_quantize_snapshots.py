@@ -3,8 +3,14 @@
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """
 
+import torch
 from expecttest import TestCase
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp4compile.passes.fake_quantize import fake_quantize
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
 from tests.helpers.graphs import summary
 from tests.helpers.products import multiplied, outer_kept, packed, quantised_each, replaced, traced
 
@@ -14,6 +20,14 @@ def before_and_after(function, *columns):
     before = summary(graph_module.graph)
     replaced(graph_module)
     return f"{before}\n---\n{summary(graph_module.graph)}"
+
+
+def experts(x, w, offs):
+    """A forward graph in training, which saves codes for the weight gradient."""
+    ops, fmt, weights = torch.ops.fp4compile, "nvfp4_te", "nvfp4_16x16"
+    both = ops.quantize_grouped_both(x, offs, fmt, hadamard=True)
+    operands = *both[:3], fmt, *ops.quantize_grouped(w, None, weights), weights
+    return ops.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16), *both[3:]
 
 
 class Snapshots(TestCase):
@@ -62,4 +76,25 @@ return scaled_mm: bfloat16[1, 64], mul: float32[]
 fake_quantize_default = fp4compile.fake_quantize(arg0_1, nvfp4)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, None, getitem_4, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64], mul: float32[]""",
+        )
+
+    def test_experts(self):
+        with FakeTensorMode(), dry_run(Target(90)):
+            x, w = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((600, 64), (2, 48, 64)))
+            graph_module = make_fx(experts)(x, w, torch.empty(2, dtype=torch.int32, device="cuda"))
+        before = summary(graph_module.graph)
+        with dry_run(Target(90)):
+            fake_quantize(graph_module.graph)
+        self.assertExpectedInline(
+            f"{before}\n---\n{summary(graph_module.graph)}",
+            """\
+quantize_grouped_both = fp4compile.quantize_grouped_both(x_1, offs_1, nvfp4_te, hadamard=True)
+quantize_grouped = fp4compile.quantize_grouped(w_1, None, nvfp4_16x16)
+scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_6, getitem_7, getitem_8, nvfp4_16x16, offs_1, 600, torch.bfloat16)
+return scaled_grouped_mm: bfloat16[600, 48], getitem_3: uint8[64, 384], getitem_4: float8_e4m3fn[64, 48], getitem_5: float32[2]
+---
+fake_quantize_grouped_both_default = fp4compile.fake_quantize_grouped_both(x_1, offs_1, nvfp4_te, rows, hadamard=True)
+fake_quantize_grouped_default = fp4compile.fake_quantize_grouped(w_1, None, nvfp4_16x16, -1)
+scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem_11, None, getitem_13, None, getitem_9, None, getitem_10, None, offs_1, 600, torch.bfloat16)
+return scaled_grouped_mm: bfloat16[600, 48], getitem_14: uint8[64, 384], getitem_15: float8_e4m3fn[64, 48], getitem_16: float32[2]""",
         )

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.passes.fuse_prologue import MOST_STEPS, fuse_prologue
+from fp4compile.passes import fuse_prologue
+from fp4compile.passes.fuse_prologue import MOST_STEPS
 from fp4compile.passes.graph import CAST, QUANTIZE, QUANTIZE_PROLOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
@@ -25,6 +26,7 @@ from tests.helpers.graphs import summary
 
 BF16, F32 = torch.bfloat16, torch.float32
 SAME, ROW = (2, 64, 128), (128,)
+FLAT = (64, 128)
 ANY = object()  # a symbolic size
 quantize, quantize_both = torch.ops.fp4compile.quantize, torch.ops.fp4compile.quantize_both
 
@@ -49,8 +51,9 @@ def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="
             values[-1] = torch.empty_like(values[-1].t(), memory_format=torch.contiguous_format).t()
         with enable_python_dispatcher():
             graph = make_fx(function, decomposition_table=select_decomp_table())(*values).graph
+        graph.eliminate_dead_code()
         merge_quantize(graph)
-        fused = fuse_prologue(graph) if fuse else 0
+        fused = fuse_prologue.fuse_prologue(graph) if fuse else 0
         graph.lint()
         if lowered:
             lower(graph)
@@ -95,6 +98,7 @@ def flat(value):
 
 
 SILU = ["neg aux0", "exp s0", "add s1 1.0", "div aux0 s2"]
+RMS = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3"]
 ONE_LEVEL = "nvfp4_one_level"
 # function of the value, shapes, format, steps (None: whatever they are)
 FUSED = {
@@ -103,10 +107,14 @@ FUSED = {
     "gelu": (F.gelu, (SAME,), ONE_LEVEL, None),
     "gelu by tanh": (lambda x: F.gelu(x, approximate="tanh"), (SAME,), ONE_LEVEL, None),
     "scaled": (lambda x: x * 0.5, (SAME,), "nvfp4_rowwise", ["mul aux0 0.5"]),
-    "norm": (rms_norm, (SAME, ROW), "nvfp4", ["mul aux0 col2", "mul row1 s0"]),
-    "gemma": (gemma_norm, (SAME, ROW), "mxfp8", ["mul aux0 col1", "add row2 1.0", "mul s0 s1"]),
+    "norm": (rms_norm, (SAME, ROW), "nvfp4", [*RMS, "mul row1 s4"]),
+    "gemma": (gemma_norm, (SAME, ROW), "mxfp8", [*RMS, "add row1 1.0", "mul s4 s5"]),
+    "norm of a sum": (lambda x, y, w: rms_norm(x + y, w), (SAME, SAME, ROW), "nvfp4_rowwise", None),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (128,), w, b), (SAME, ROW, ROW), "nvfp4",
-                   ["sub aux0 col1", "mul s0 col2", "mul s1 row3", "add s2 row4"]),
+                   ["mean aux0", "sub aux0 s0", "variance aux0 s0", "add s2 1e-05", "rsqrt s3", "mul s1 s4",
+                    "mul s5 row1", "add s6 row2"]),
+    "softmax": (lambda x: torch.softmax(x, -1), (SAME,), "mxfp8",
+                ["amax aux0", "sub aux0 s0", "exp s1", "sum s2", "div s2 s3"]),
     "of another shape": (lambda x, y: flat(x.float() * 3) - flat(y).view(-1, 128), (SAME, SAME), ONE_LEVEL,
                          ["mul aux0 3.0", "sub s0 aux1"]),
     "residual": (lambda x, y: x + y, (SAME, SAME), "float8_rowwise", ["add aux0 aux1"]),
@@ -115,16 +123,16 @@ FUSED = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused(name):
-    """Nothing but statistics is left to Inductor; the kernels can be launched, and read by the prologue."""
+    """Nothing is left to Inductor; the kernels can be launched, and read by the prologue."""
     function, shapes, format, steps = FUSED[name]
     result = fused_graph(lambda *args: quantize(flat(function(*args).to(BF16)), format), *shapes, lowered=True)
     assert result.fused == 1
-    readers = [one.kernel.fn.__globals__["read_tile"] for one in result.launches]
-    assert readers and all("prologue(" in reader.src for reader in readers)
+    names = [one.kernel.fn.__globals__ for one in result.launches]
+    readers = [each["read_tile"] if "read_tile" in each else each["read_row"] for each in names]
+    assert readers and all("prologue(" in reader.src or "pack(s" in reader.src for reader in readers)
     graph = fused_graph(lambda *args: quantize(flat(function(*args).to(BF16)), format), *shapes).graph
     assert steps is None or steps_of(graph) == steps
-    if "norm" not in name and name != "gemma":
-        assert not left(graph)
+    assert not left(graph)
 
 
 class AsInductorRounds(torch.fx.Interpreter):
@@ -157,14 +165,75 @@ def test_the_fused_graph_computes_what_inductor_would(name):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+def squared(x):
+    return F.relu(x).square()
+
+
 def kept(x):
-    y = F.relu(x).square()
-    return quantize(y, "nvfp4"), y
+    y = squared(x)
+    return *quantize(y, ONE_LEVEL), y
+
+
+def kept_by_another_shape(x, y):
+    z = (x.float() + y).to(BF16)
+    return *quantize(flat(z), "nvfp4"), z
 
 
 def twice(x):
-    y = F.relu(x).square()
-    return quantize(y, "nvfp4"), quantize(y, "nvfp4_te", -2)
+    y = squared(x)
+    return *quantize(y, ONE_LEVEL), *quantize(y, "mxfp8", -2)
+
+
+def read_before(x, w):
+    y = squared(x)
+    product = y @ w
+    return *quantize(y, ONE_LEVEL), product + y
+
+
+def kept_between(x, y):
+    stream = x + y
+    return *quantize(F.relu(stream).square(), ONE_LEVEL), stream
+
+
+def read_for_the_scale(x, y):
+    """The sum of squares is of the stream, and the quantiser needs it."""
+    stream = (x + y).float()
+    y = stream * torch.rsqrt(stream.square().sum(-1, keepdim=True) + 1)
+    return *quantize(y.to(BF16), ONE_LEVEL), stream.to(BF16)
+
+
+# function, shapes, what is stored, and operations that are left to Inductor
+STORED = {
+    "kept": (kept, (FLAT,), "s1 bfloat16", []),
+    "by another shape": (kept_by_another_shape, (SAME, SAME), "s0 bfloat16", []),
+    "twice": (twice, (FLAT,), "s1 bfloat16", []),
+    "read before": (read_before, (FLAT, (128, 128)), "s1 bfloat16", ["aten.add.Tensor"]),
+    "between": (kept_between, (FLAT, FLAT), "s0 bfloat16", []),
+    "for the scale": (
+        read_for_the_scale,
+        (FLAT, FLAT),
+        "s0 bfloat16",
+        [f"aten.{name}" for name in ("add.Tensor", "pow.Tensor_Scalar", "add.Tensor", "rsqrt.default")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_others_need_is_stored(name, monkeypatch):
+    """By the quantiser's kernel, which rounds it; only what leads to the quantiser itself computes it again."""
+    function, shapes, stored, others = STORED[name]
+    if name == "for the scale":  # Inductor's reduction makes it, for nothing
+        monkeypatch.setattr(fuse_prologue, "gain", lambda prologue, *_: 1 + len(prologue.stored))
+    result = fused_graph(function, *shapes)
+    (node,) = result.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
+    assert result.fused == 1 and node.kwargs["stored"] == [stored]
+    assert [each for each in left(result.graph) if "convert" not in each] == others
+    values = [torch.randint(-3, 4, shape).to(BF16) for shape in shapes]  # so that no order of sums matters
+    for one, other in zip(torch.fx.GraphModule({}, result.graph)(*values), function(*values), strict=True):
+        assert one.shape == other.shape
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    launches = fused_graph(function, *shapes, lowered=True).launches
+    assert sum(launch.args.get("stored_1_ptr") is not None for launch in launches) == 1
 
 
 def written_over(x):
@@ -179,14 +248,11 @@ def long(x):
     return quantize(x, ONE_LEVEL)
 
 
-FLAT = (64, 128)
 LEFT = {
     "nothing to fuse": (lambda x: quantize(flat(x), "nvfp4"), (SAME,)),
     "a cast": (lambda x: quantize(x.to(BF16), "nvfp4"), (FLAT,), (F32,)),
-    "float32": (lambda x: quantize(x * 2.0, "nvfp4"), (FLAT,), (F32,)),
-    "a wide operand": (lambda x, y: quantize((x * y).to(BF16), "nvfp4"), (FLAT, FLAT), (BF16, F32)),
-    "used elsewhere": (kept, (FLAT,)),
-    "quantised twice": (twice, (FLAT,)),
+    "float32 down the columns": (lambda x: quantize(x * 2.0, "mxfp8", -2), (FLAT,), (F32,)),
+    "another narrow operand": (lambda x: quantize((x * 2.0).to(torch.float16), "mxfp8"), (FLAT,)),
     "written over": (written_over, (FLAT,)),
     "too long": (long, (FLAT,)),
     "unknown operation": (lambda x: quantize(x.sin(), "nvfp4"), (FLAT,)),
@@ -204,8 +270,11 @@ LEFT = {
     "square blocks": (lambda x: quantize(x * 2.0, "nvfp4_16x16"), (FLAT,)),
     "one dimension": (lambda x: quantize(x * 2.0, "nvfp4"), ((128,),)),
     "erf for columns": (lambda x: quantize_both(F.gelu(x), "mxfp8"), (FLAT,)),
-    "three tensors for columns": (lambda x, y, z: quantize_both(x * y + z, "mxfp8"), (FLAT, FLAT, FLAT)),
-    "a norm of a sum for itself": (lambda x, y, w: quantize(rms_norm(x + y, w), "mxfp8"), (FLAT, FLAT, ROW)),
+    "three tensors for rows and columns without blocks":
+        (lambda x, y, z: quantize_both(x * y + z, "float8_rowwise"), (FLAT, FLAT, FLAT)),
+    "three tensors for columns, and kept":
+        (lambda x, y, z: (quantize_both(v := x * y + z, "mxfp8"), v), (FLAT, FLAT, FLAT)),
+    "a norm of a sum, for columns": (lambda x, y, w: quantize_both(rms_norm(x + y, w), "mxfp8"), (FLAT, FLAT, ROW)),
 }  # fmt: skip
 
 
@@ -217,6 +286,23 @@ def test_left_to_inductor(name):
     result = fused_graph(function, *shapes, dtypes=dtypes)
     assert result.fused == 0
     assert [node.target for node in result.graph.nodes] == [node.target for node in before.nodes]
+
+
+def test_float32_streams():
+    """As autocast has them. Where Inductor's reduction reads the stream anyway, its bf16 norm is the less to read."""
+
+    def block(x, y, w):
+        stream = x + y
+        norm = stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + 1e-6) * w
+        return quantize(norm.to(BF16), "mxfp8"), stream
+
+    assert fused_graph(block, FLAT, FLAT, ROW, dtypes=(F32, BF16, F32)).fused == 0
+    for dtypes in ((BF16, F32), (F32, BF16), (F32, F32)):
+        product = fused_graph(lambda x, y: quantize((x * y).to(BF16), ONE_LEVEL), FLAT, FLAT, dtypes=dtypes)
+        first = product.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)[0].args[0][0]
+        assert product.fused == 1 and first.name == ("y_1" if dtypes == (F32, BF16) else "x_1")
+    kept = fused_graph(lambda x: (quantize((y := F.relu(x)).to(BF16), "mxfp8"), y), FLAT, dtypes=(F32,), lowered=True)
+    assert kept.fused == 1 and kept.launches[0].args["stored_1_ptr"].dtype == F32
 
 
 @pytest.mark.parametrize("switch", ["emulate_precision_casts", "use_fast_math", "eager_numerics.division_rounding"])
@@ -241,13 +327,23 @@ def test_the_choice():
         assert fused_graph(lambda x, w: quantize(rms_norm(x, w), "nvfp4"), FLAT, ROW, sm=sm).fused == 1
 
 
+def test_a_result_that_is_kept_for_the_second_kernel():
+    """The amax kernel of a large tensor stores what it computes of two, and the other kernel reads that alone."""
+    large = (4096, 1024)
+    result = fused_graph(lambda x, y: quantize(F.silu(x) * y, "nvfp4"), large, large, sm=100, lowered=True)
+    amax, quantiser = result.launches
+    assert result.fused == 1 and quantiser.args["x_ptr"] is amax.args["stored_1_ptr"]
+    one_level = fused_graph(_gate_into(ONE_LEVEL), large, large, sm=100).graph
+    assert "stored" not in one_level.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)[0].kwargs
+
+
 def test_not_on_the_cpu():
     """There the op is a call of the reference, and Inductor's kernels are C++."""
     assert fused_graph(lambda x: quantize(x * 2.0, "nvfp4"), FLAT, device="cpu").fused == 0
 
 
 def test_residual_stream():
-    """The sum is read by the quantiser where the next sum reads it; the values between have other users and stay."""
+    """The kernel of the norm writes the sum, which the next sum reads."""
 
     def block(x, y, w):
         x = x + y
@@ -255,9 +351,10 @@ def test_residual_stream():
         return x + data.to(BF16)
 
     result = fused_graph(block, FLAT, FLAT, ROW)
-    assert result.fused == 1 and steps_of(result.graph) == ["mul aux0 col2", "mul row1 s0"]
+    assert result.fused == 1 and steps_of(result.graph)[0] == "add aux0 aux2"
     (node,) = result.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
-    assert str(node.args[0][0].target) == "aten.add.Tensor"
+    assert node.kwargs["stored"] == ["s0 bfloat16"]
+    assert left(result.graph) == ["prims.convert_element_type.default", "aten.add.Tensor"]
 
 
 def _gate_into(format):
@@ -290,12 +387,27 @@ def test_both_directions_and_the_others():
     assert fake.fused == 1 and [one.kernel.__name__ for one in fake.launches] == ["tensor_amax", "quantize_rows"]
 
 
+def gradients(d, gate, up):
+    """Of silu(gate) * up, in both directions, as the backward of a gated MLP quantises them."""
+    wide = gate.float()
+    sigmoid = torch.sigmoid(wide)
+    of_gate = (d * up * sigmoid * (1 + wide * (1 - sigmoid))).to(BF16)
+    return quantize_both(of_gate, "mxfp8"), quantize_both(d * F.silu(gate), "mxfp8")
+
+
+def test_both_gradients_of_a_gate():
+    """Each quantiser computes its own."""
+    result = fused_graph(gradients, FLAT, FLAT, FLAT, sm=100, lowered=True)
+    assert result.fused == 2 and not left(result.graph)
+    assert [launch.kernel.__name__ for launch in result.launches] == ["quantize_both"] * 2
+
+
 def quantisers(function, *shapes, **options):
     """The lines of the snapshot of a graph that quantise activations or gradients, after the passes before this one."""
 
     def fuse(graph):
         merge_quantize(graph)
-        fuse_prologue(graph)
+        fuse_prologue.fuse_prologue(graph)
 
     lines = summary(epilogue_graph(function, *shapes, recipe="mxfp8", then=fuse, **options).graph).splitlines()
     found = [line.split(" = fp4compile.")[1] for line in lines if "fp4compile.quantize" in line]
@@ -309,9 +421,7 @@ def llama_mlp(x, norm, w, v, w_down):
 
 def test_snapshot_of_a_llama_mlp():
     """The norm goes into its quantiser; the gate into the product where that writes it, else into its quantiser."""
-    norm = (
-        "quantize_prologue([x_1, norm_1, rsqrt], ['mul aux0 col2', 'mul row1 s0'], torch.bfloat16, quantize, mxfp8, -1"
-    )
+    norm = f"quantize_prologue([x_1, norm_1], {[*RMS, 'mul row1 s4']}, torch.bfloat16, quantize, mxfp8, -1"
     shapes = (512, 1024), (1024,), (2048, 1024), (2048, 1024), (1024, 2048)
     assert quantisers(llama_mlp, *shapes, sm=100) == [
         f"{norm}, layout=swizzled)", "quantize(scaled_mm_epilogue_default, mxfp8, -1, layout=swizzled)",
@@ -320,4 +430,29 @@ def test_snapshot_of_a_llama_mlp():
         f"{norm})",
         "quantize_prologue([scaled_mm_default, scaled_mm_default_1], ['neg aux0', 'exp s0', 'add s1 1.0', "
         "'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize, mxfp8, -1)",
+    ]  # fmt: skip
+
+
+def bert_block(x, w, norm, bias, v_in, v_out):
+    """The norm of a sum, and GELU between two products."""
+    x = F.layer_norm(x + F.linear(x, w), (256,), norm, bias)
+    return F.layer_norm(x + F.linear(F.gelu(F.linear(x, v_in)), v_out), (256,), norm, bias)
+
+
+def test_snapshot_of_a_bert_block():
+    """GELU goes into the product where that writes it. The norm's kernel writes it for the next sum, too."""
+    shapes = (512, 256), (256, 256), (256,), (256,), (1024, 256), (256, 1024)
+    steps = ["mean aux0", "sub aux0 s0", "variance aux0 s0", "add s2 1e-05", "rsqrt s3", "mul s1 s4", "mul s5 row1",
+             "add s6 row2"]  # fmt: skip
+    norm = (
+        f"quantize_prologue([scaled_mm_epilogue_default, norm_1, bias_1], {steps}, torch.bfloat16, quantize, mxfp8, -1"
+    )
+    assert quantisers(bert_block, *shapes, sm=100) == [
+        "quantize(x_1, mxfp8, -1, layout=swizzled)", f"{norm}, layout=swizzled, stored=['s7 bfloat16'])",
+        "quantize(scaled_mm_epilogue_default_1, mxfp8, -1, layout=swizzled)",
+    ]  # fmt: skip
+    assert quantisers(bert_block, *shapes, sm=90) == [
+        "quantize(x_1, mxfp8, -1)", f"{norm}, stored=['s7 bfloat16'])",
+        "quantize_prologue([scaled_mm_default_1], ['mul aux0 0.5', 'mul aux0 0.7071067811865476', 'erf s1', "
+        "'add s2 1.0', 'mul s0 s3'], torch.bfloat16, quantize, mxfp8, -1)",
     ]  # fmt: skip

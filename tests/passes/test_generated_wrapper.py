@@ -32,8 +32,9 @@ from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.targets import Target
 from fp4compile.templates import launch
+from fp4compile.templates.grouped.choose import GroupedChoice
 from fp4compile.templates.quantize import prologue_cost
-from tests.helpers import in_interpreter
+from tests.helpers import in_interpreter, llama
 from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
@@ -128,22 +129,55 @@ def norm_and_product(x, y, scale, w):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows"), [("nvfp4", 300), ("mxfp8", ANY)], ids=["nvfp4", "mxfp8"])
-def test_generated_wrapper_of_a_prologue(recipe, rows, monkeypatch):
+def test_generated_wrapper_of_a_prologue(monkeypatch):
     """The quantiser computes the end of the norm: Inductor's kernel writes the sum and the statistics alone."""
     pretend(monkeypatch, 90)
     monkeypatch.setattr(prologue_cost, "SINCE", 90)
-    shapes = ((rows, 512), (rows, 512), (512,), (512, 512))
-    found = fused_graph(norm_and_product, *shapes, recipe=recipe, paper=nullcontext, fuse=False)
+    shapes = ((300, 512), (300, 512), (512,), (512, 512))
+    found = fused_graph(norm_and_product, *shapes, recipe="nvfp4", paper=nullcontext, fuse=False)
     definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
-    assert len(re.findall(r"def prologue\(aux0, col1, row2\):", definitions)) == (2 if recipe == "nvfp4" else 1)
+    assert len(re.findall(r"def prologue\(aux0, col1, row2\):", definitions)) == 2
     sums, *quantisers = re.findall(r"^ *(triton_per\w+|\w+_amax\w*|quantize_rows\w*)\.run\((.*)\)", calls, re.M)
     statistics, x, y, both, *_ = sums[1].split(", ")
     assert (x, y) == ("x_1", "y_1") and "scale_1" not in sums[1]
     reading = [arguments for _, arguments in quantisers if f"{statistics}, scale_1, -1, -1" in arguments]
-    assert len(reading) == (2 if recipe == "nvfp4" else 1) and all(both in arguments for arguments in reading)
+    assert len(reading) == 2 and all(both in arguments for arguments in reading)
     # The residual is read from where the sums stand, not added again.
     assert sum("y_1" in line for line in calls.splitlines() if ".run(" in line) == 1
+
+
+@pretending
+def test_generated_wrapper_of_a_norm(monkeypatch):
+    """One kernel reads both terms once, and writes codes, scales and the sum, of any number of rows."""
+    pretend(monkeypatch, 90)
+    monkeypatch.setattr(prologue_cost, "SINCE", 90)
+    shapes = ((ANY, 512), (ANY, 512), (512,), (512, 512))
+    found = fused_graph(norm_and_product, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
+    _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    launches = re.findall(r"^ *(\w+)\.run\((.*), stream=", calls, re.M)
+    assert [name for name, _ in launches] == ["quantize_reduced_rows_0", "quantize_rows_1", "triton_poi_fused_0"]
+    (_, norm), _, (_, residual) = launches
+    assert "x_1" in norm and "y_1, scale_1, -1, -1, -1" in norm
+    (stored,) = re.findall(r"-1, -1, -1, (buf\d+), -1, -1", norm)
+    assert stored in residual
+
+
+@pretending
+def test_launches_of_a_llama_block(monkeypatch):
+    """Beside products, attention and weights: both norms and the gate go into the quantisers."""
+    pretend(monkeypatch, 100)
+    names = []
+    for since in (1000, 100):
+        monkeypatch.setattr(prologue_cost, "SINCE", since)
+        found = fused_graph(
+            llama.llama_block, *llama.SHAPES, recipe="float8_rowwise", paper=nullcontext, fuse=False, sm=100
+        )
+        _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+        launches = re.findall(r"^ *(\w+)_\d+\.run\((.*), stream=", calls, re.M)
+        names.append([re.sub("_fused.*", "", name) for name, arguments in launches if "w_" not in arguments])
+    apart, rows, norm = "triton_per", "quantize_scaled_rows", "quantize_reduced_rows"
+    assert names[0] == [apart, rows, rows, apart, rows, "triton_poi", rows, "triton_poi"]
+    assert names[1] == [norm, rows, norm, rows, "triton_poi"]  # the last adds what the library multiplied
 
 
 @pretending
@@ -189,8 +223,9 @@ def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
     assert not re.search(r"copy_\(|clone|gemm_", text)
     passes = re.findall(r"^ *(triton_\w+)\.run\(", text, re.M)
-    # The gate is the quantiser's prologue, unless that would compute it twice, or Inductor rescales what it reads.
-    assert len([name for name in passes if not re.search("zeros|ones", name)]) == (1 if recipe == "mxfp8" else 2)
+    # The gate is the quantiser's prologue, whose first kernel stores it for the second; or Inductor rescales it.
+    ours = 2 if recipe == "float8_rowwise" else 1
+    assert len([name for name in passes if not re.search("zeros|ones", name)]) == ours
     written: set[str] = set()
     products = 0
     for line in text.splitlines():
@@ -202,6 +237,27 @@ def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
         elif re.match(r" *quantize_", line):
             written |= {*re.findall(r"buf\d+", line)}
     assert products == 3
+
+
+@pretending
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_experts_by_the_library(recipe, monkeypatch):
+    """What the quantisers wrote, where they wrote it, goes to the library; its result is cleared where it lies."""
+    pretend(monkeypatch, 100)
+    monkeypatch.setattr("fp4compile.passes.lower.fastest_grouped",
+                        lambda node: GroupedChoice("library_block_scaled", None))  # fmt: skip
+    shapes, dtypes = ((256, 512), (4, 1024, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
+    found = fused_graph(lambda x, w, offs: F.grouped_mm(x, w.transpose(1, 2), offs=offs), *shapes, recipe=recipe,
+                        dtypes=dtypes, paper=nullcontext, fuse=False)  # fmt: skip
+    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
+    assert not re.search(r"copy_\(|clone|gemm_", text)
+    (product,) = re.findall(r"(buf\d+) = torch\.ops\.fp4compile\.scaled_grouped_mm_library\.default\((.*)\)", text)
+    (ends,) = re.findall(r"group_ends_\d+\.run\(offs_1, (buf\d+),", text)
+    assert f" {ends}, 256, torch.bfloat16" in product[1]
+    lines = [line.strip() for line in text.splitlines()]
+    (cleared,) = re.findall(r"clear_ungrouped_rows_\d+\.run\((buf\d+), (buf\d+),", text)
+    assert cleared[1] == ends and any(line.startswith(f"{cleared[0]} = {product[0]}") for line in lines)
+    assert re.search(rf"return \({cleared[0]}, ?\)", text)
 
 
 @pretending
@@ -309,12 +365,14 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
 
 @pretending
 @pytest.mark.parametrize(("recipe", "rows", "expected"), [
-    ("mxfp8", 512, ["dequant_operand"] * 2 + ["gemm_grouped", "gemm_dequant_tiles_grouped"]),
+    ("mxfp8", 1024, ["gemm_grouped"]),  # of values, which the quantisers wrote
+        ("mxfp8", 512, ["gemm_dequant_tiles_grouped"]),
     ("mxfp8", ANY, ["scaled_grouped_mm"]), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"]),
     ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"]),
-], ids=["many", "any", "few", "library"])  # fmt: skip
+], ids=["many", "tile", "any", "few", "library"])  # fmt: skip
 def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
-    """The kernels of many tokens, of any number, of few, and the library's, as the wrapper calls them."""
+    """The kernels of many tokens, of one tile an expert, of any number, of few, and the library's, as the wrapper
+    calls them."""
     pretend(monkeypatch, 90)
 
     def experts(x, w, offs):
@@ -330,4 +388,4 @@ def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")
 def test_in_a_process_of_its_own():
-    in_interpreter.assert_passes(__file__, "FP4COMPILE_PRETENDING")
+    in_interpreter.assert_passes(__file__, variable="FP4COMPILE_PRETENDING")

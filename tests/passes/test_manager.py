@@ -249,7 +249,7 @@ def test_dynamo_compiles_again_for_another_setting(disable, captured):
 def test_both_keys_tell_the_setting(disable):
     def keys():
         joint = JointPasses(named("mxfp8"), (Input("a.weight"),), lambda rows, runs: None)
-        return joint.uuid(), LowerPasses(lambda kept, runs: None).uuid()
+        return joint.uuid(), LowerPasses(lambda *told: None).uuid()
 
     seen = []
     for names in ((), *((name,) for name in SWITCHABLE), ("hoist", "lower")):

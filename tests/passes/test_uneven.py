@@ -377,7 +377,7 @@ def joint(recipe=UNEVEN, inputs=INPUTS, user_passes=()):
 
 
 def lower(user_passes=()):
-    return LowerPasses(lambda kept, runs: None, user_passes).uuid()
+    return LowerPasses(lambda *told: None, user_passes).uuid()
 
 
 class UserPass:

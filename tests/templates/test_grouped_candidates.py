@@ -28,7 +28,7 @@ from fp4compile.templates.grouped.choose import choose
 from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm
 from fp4compile.templates.grouped.problem import call_of, problem_of
 from fp4compile.templates.launch import dry_run, target_of
-from tests.helpers import in_interpreter, ptx_lanes
+from tests.helpers import grouped_library_checks, in_interpreter, ptx_lanes
 from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
 
 if INTERPRETING:
@@ -143,8 +143,31 @@ def test_values_by_the_library(offs, monkeypatch):
     a, b, offs = operands("float8_rowwise", "float8_rowwise", offs, 23, 48, 32)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, 23, BF16)
     call = call_of(on_device(a), on_device(b), on_device(offs), 23, BF16, target_of(on_device(offs).device))
-    got = library.run(call, None).cpu()
+    got = library.run_row_scaled(call, None).cpu()
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
+    assert (difference <= 2.0**-7 * largest).all() and not got[expected.eq(0).all(-1)].any()
+
+
+ROWS, ENDS = 170, (0, 3, 133, 133, 134, 163)  # groups of 0, 3, 130, 0, 1 and 29 rows, then 7 rows of no group
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="a stand-in computes")
+@pytest.mark.parametrize("offs", [ENDS, (-4, 9, 3, 300, 12), (0, 0), (170,)], ids=str)
+@pytest.mark.parametrize(("a", "b", "outer"), [
+    ("nvfp4", "nvfp4", None), ("nvfp4_te", "nvfp4_16x16", torch.tensor(0.37)), ("nvfp4_one_level", "nvfp4", None),
+    ("mxfp8", "mxfp8_32x32", None),
+], ids=["nvfp4", "nvfp4 static", "nvfp4 one-level", "mxfp8"])  # fmt: skip
+def test_values_by_the_block_scaled_library(a, b, outer, offs):
+    """Codes and scales of each group are where the library looks for them; rows of no group are zeros."""
+    a, b, offs = formats.get(a), formats.get(b), torch.tensor(offs, dtype=torch.int32)
+    x, w = torch.randn(ROWS, 224), torch.randn(len(offs), 144, 224)
+    a = Operand(*reference_grouped.quantize_rows(x, Groups.of(offs, ROWS), a, outer, "swizzled", None), a)
+    b = Operand(*reference_grouped.quantize_matrices(w, b, -1, outer, "swizzled", None, False), b)
+    expected = reference_grouped.scaled_grouped_mm(a, b, offs, ROWS, BF16)
+    with grouped_library_checks.Calls(grouped_library_checks.product) as calls:
+        got = library.run_block_scaled(call_of(a, b, offs, ROWS, BF16, target_of(offs.device)), None)
+    assert len(calls.found) == 1 and (got.shape, got.dtype) == (expected.shape, expected.dtype)
     difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
     assert (difference <= 2.0**-7 * largest).all() and not got[expected.eq(0).all(-1)].any()
 
@@ -167,10 +190,20 @@ def launched(rows, groups, n, k):
 
 @pytest.mark.skipif(INTERPRETING, reason="asks for launches")
 @pytest.mark.parametrize(("rows", "kernel"), [(1, "gemm_skinny_grouped"), (64, "gemm_skinny_grouped"),
-                                              (65, "gemm_dequant_tiles_grouped"), (520, "gemm_grouped")])  # fmt: skip
+                                              (65, "gemm_dequant_tiles_grouped"), (1024, "gemm_dequant_tiles_grouped"),
+                                              (1025, "gemm_grouped")])  # fmt: skip
 def test_which_kernel_by_rows(rows, kernel):
-    """Up to 8 rows a group on average are streamed; from 65 on operands are dequantised once."""
+    """Up to 8 rows a group on average are streamed; with more than one tile of 128, operands are dequantised once."""
     assert launched(rows, 8, 2048, 1024)[-1].kernel.__name__ == kernel
+
+
+@pytest.mark.skipif(INTERPRETING, reason="asks for launches")
+def test_launches_of_streamed_weights():
+    """What was measured: more than two rows a group have one stage and 32 rows of B, four programs a multiprocessor."""
+    found = [[launched(rows, 8, 2048, 1024)[-1].constants[name] for name in ("ROWS", "TILES", "WARPS", "STAGES")]
+             for rows in (2, 16, 17, 64)]  # fmt: skip
+    assert found == [[2, 1, 4, 3], [8, 1, 4, 3], [8, 2, 4, 1], [8, 2, 4, 1]]
+    assert launched(64, 8, 2048, 1024)[-1].grid == 4 * 132
 
 
 @pytest.mark.skipif(INTERPRETING, reason="launches nothing")
@@ -196,8 +229,8 @@ def test_in_a_graph(monkeypatch):
         ((4, 32, 8), nvfp4.scale_dtype),
         ((4,), torch.int32),
         ((12,), torch.int64),
-        ((512, 128), fp8),
-        ((512, 4), e8m0),
+        ((1024, 128), fp8),
+        ((1024, 4), e8m0),
         ((4, 256, 128), fp8),
         ((4, 256, 4), e8m0),
     )
@@ -237,6 +270,18 @@ def meta_operands(rows=512, groups=8, n=256, k=512):
     return a, b, meta(groups, dtype=torch.int32)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize("sm", [90, 100])
+def test_machine_code_around_the_library(sm):
+    """What bounds the offsets and clears rows of no group, for as many groups as there can be."""
+    with dry_run(Target(90)) as launches:
+        scaled_grouped_mm(*meta_operands(groups=1023), 512, BF16)
+    for one in launches:
+        compiled = compile_launch(one, sm)
+        assert not compiled.resources.problems
+    assert set(compiled.sass.widths("STG")) == {16}
+
+
 @pytest.mark.skipif(INTERPRETING, reason="runs nothing")
 def test_the_library_gets_what_torch_asks_for():
     """Its meta implementation checks dtypes, layouts, alignment and scales, and raises for others."""
@@ -267,4 +312,4 @@ def test_what_the_library_serves():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no mixed tuples")
 def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)
+    in_interpreter.assert_passes(__file__, "test_grouped_values.py")

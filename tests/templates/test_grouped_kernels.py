@@ -422,7 +422,8 @@ def test_operands_that_do_not_fit():
         ((a, b, meta(4, dtype=torch.int64), 64, out), TypeError, "offs: expected int32"),
         ((a, b, offs, 63, out), ValueError, "rows: expected the 64 rows"),
         ((a, b, offs, 64, torch.int8), ValueError, "out_dtype"),
-        ((Operand(x), Operand(w), offs, 64, out), ValueError, "both are plain"),
+        ((Operand(x), Operand(meta(4, 32, 56)), offs, 64, out), ValueError, "contraction"),
+        ((run, Operand(meta(32, 511)), offs, 64, out), ValueError, "b: expected rows of 64 elements"),
         ((changed(a, outer=meta(3, dtype=torch.float32)), b, offs, 64, out), ValueError, "a_outer: expected"),
         ((changed(a, scales=swizzled.scales[1:]), b, offs, 64, out), ValueError, "a_scales: expected"),
         ((a, meta_operand(meta(4, 32, 64), None, -1, "nvfp4"), offs, 64, out), ValueError, "contraction"),
@@ -501,18 +502,18 @@ def test_quantisers_reach_their_lines(sm):
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 def test_products_compile_ahead():
     """On Hopper. Nothing spills; codes are loaded 16 bytes at a time where groups lie along K as well."""
-    offs, x, w = meta(64, dtype=torch.int32), meta(8192, 4096), meta(64, 1024, 4096)
+    offs, x, w = meta(64, dtype=torch.int32), meta(2**14, 4096), meta(64, 1024, 4096)
     a, b, down = (meta_operand(each, of, dim, "nvfp4_te")
                   for each, of, dim in ((x, offs, -1), (w, None, -1), (x, offs, -2)))  # fmt: skip
     with dry_run(Target(90)) as found:
-        scaled_grouped_mm(a, b, offs, 8192, torch.bfloat16)
-        scaled_grouped_mm(down, down, offs, 8192, torch.bfloat16)
+        scaled_grouped_mm(a, b, offs, 2**14, torch.bfloat16)
+        scaled_grouped_mm(down, down, offs, 2**14, torch.bfloat16)
         few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
         scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
         for groups in (dequant_operand.MOST_GROUPS, dequant_operand.MOST_GROUPS + 1):
-            x, w, offs = meta(2**16, 2048), meta(groups, 1024, 2048), meta(groups, dtype=torch.int32)
+            x, w, offs = meta(2**17, 2048), meta(groups, 1024, 2048), meta(groups, dtype=torch.int32)
             a, b = meta_operand(x, offs, -1, "nvfp4_te"), meta_operand(w, None, -1, "nvfp4_te")
-            scaled_grouped_mm(a, b, offs, 2**16, torch.bfloat16)
+            scaled_grouped_mm(a, b, offs, 2**17, torch.bfloat16)
     many = ["dequant_operand", "dequant_operand", "gemm_grouped"]
     assert [one.kernel.__name__ for one in found] == [
         *many, *many, "gemm_dequant_tiles_grouped", *many, "gemm_dequant_tiles_grouped"

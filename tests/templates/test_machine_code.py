@@ -21,7 +21,7 @@ TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
 
 KERNELS = {
     "quantize_rows", "quantize_scaled_rows", "quantize_both", "quantize_columns", "quantize_squares",
-    "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales",
+    "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales", "sweep_weighted_scales",
 }  # fmt: skip
 
 

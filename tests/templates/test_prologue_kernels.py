@@ -44,15 +44,18 @@ def operands_of(steps, first, row_dtype=BF16):
 
 def check(steps, first, op, format, dim=-1, row_dtype=BF16, **options):
     """The kernels' bits against the op's on the CPU, which is the reference."""
-    operands = operands_of(steps, first, row_dtype)
-    arguments = (steps, first.dtype, op, format, dim)
+    compare(operands_of(steps, first, row_dtype), steps, first.dtype, op, format, dim, **options)
+
+
+def compare(operands, steps, dtype, op, format, dim=-1, **options):
+    arguments = (steps, dtype, op, format, dim)
     expected = torch.ops.fp4compile.quantize_prologue(operands, *arguments, **options)
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     got = ops_prologue.quantize_prologue_cuda([x.to(DEVICE) for x in operands], *arguments, **moved)
     for one, other in zip(got, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         one, other = one.reshape(-1).cpu(), other.reshape(-1)
-        if one.dtype in (F32, F16):  # NaNs are equal whatever their payload
+        if one.dtype in (F32, F16, BF16):  # NaNs are equal whatever their payload
             one, other = one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -86,6 +89,29 @@ def test_forms(steps):
 
 
 @gpu
+def test_float32_operands():
+    """A residual stream in float32, whose norm is rounded to bf16 before it is quantised; its sum is stored."""
+    norm, stored = ["add aux0 aux1", "mul s0 col2", "mul s1 row3"], ["s0 float32", "s2 bfloat16"]
+    for shape in ((3, 41), (2, 2, 48)):
+        generator = torch.Generator().manual_seed(7)
+        wide, column = (torch.randn(size, generator=generator) for size in (shape, (*shape[:-1], 1)))
+        others = [torch.randn(size, generator=generator).bfloat16() for size in (shape, shape[-1:])]
+        wide.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan])
+        for operands in ([wide, others[0], column, others[1]], [others[0], wide, column, others[1]]):
+            for format in ("nvfp4", "mxfp8"):
+                compare(operands, norm, BF16, "quantize", format, stored=stored)
+            compare(operands, norm, F16, "fake_quantize", "nvfp4_rowwise", stored=["s0 float32"])
+    compare([wide, wide], RESIDUAL, F32, "quantize", "mxfp8", stored=["s0 bfloat16"])
+
+
+@gpu
+def test_three_tensors_for_columns():
+    """As the gradient of a gate has them."""
+    check(["mul aux0 aux1", "relu s0", "sub 1.0 aux2", "mul s1 s2"], torch.randn(35, 72).bfloat16(), "quantize_both",
+          "mxfp8")  # fmt: skip
+
+
+@gpu
 def test_training_forms():
     """The Hadamard transform and random bits: of the steps' result, in both directions."""
     first, seed = torch.randn(35, 40).bfloat16(), torch.tensor(3)
@@ -95,12 +121,33 @@ def test_training_forms():
         check(SHIFT, first, "quantize", "nvfp4_te", -2, seed=seed)
 
 
+RESULT, BETWEEN = "s3 bfloat16", "s0 bfloat16"
+
+
+@gpu
+def test_what_is_stored():
+    """Each kernel that reads first writes it, of matrices of any length and nothing beyond."""
+    odd, even, batch = (torch.randn(shape).bfloat16() for shape in ((35, 41), (35, 72), (2, 3, 48)))
+    for first in (odd, even):
+        for stored in ([RESULT], [BETWEEN, RESULT]):
+            for format in ("nvfp4_one_level", "nvfp4", "float8_rowwise"):
+                check(NORM, first[:5].contiguous(), "quantize", format, stored=stored)
+        for format in ("nvfp4_one_level", "nvfp4_rowwise"):
+            check(NORM, first, "quantize", format, -2, stored=[RESULT])
+        for format in ("mxfp8", "nvfp4", "nvfp4_rowwise"):
+            check(NORM, first, "quantize_both", format, stored=[BETWEEN, "s2 float16"])
+    check(NORM, even, "quantize_both", "nvfp4_te", hadamard=True, stored=[RESULT])
+    check(RESIDUAL, batch, "quantize", "nvfp4", layout="swizzled", stored=["s0 bfloat16"])
+    check(RESIDUAL, batch, "quantize_both", "mxfp8", layout="swizzled", stored=["s0 bfloat16"])
+    check(RESIDUAL, batch, "fake_quantize", "nvfp4", stored=["s0 bfloat16"])
+
+
 @gpu
 def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
     """Their programs walk them twice, and compute the steps each time; few of them are shared by programs."""
-    check(NORM, torch.randn(1, 8200).bfloat16(), "quantize", "nvfp4_rowwise")
+    check(NORM, torch.randn(1, 8200).bfloat16(), "quantize", "nvfp4_rowwise", stored=[BETWEEN])
     monkeypatch.setattr(heuristics, "MAX_ROW_ON_CHIP", 1024)
-    check(NORM, torch.randn(2, 16400).bfloat16(), "quantize", "nvfp4_rowwise")
+    check(NORM, torch.randn(2, 16400).bfloat16(), "quantize", "nvfp4_rowwise", stored=[RESULT])
 
 
 @gpu
@@ -117,9 +164,9 @@ def test_one_column_and_one_row_and_none():
 def test_what_no_kernel_reads():
     """Square blocks, float32, and more than a kernel takes: by PyTorch, then quantised."""
     first = torch.randn(32, 64)
-    check(RESIDUAL, first, "quantize", "nvfp4")
+    check(RESIDUAL, first, "quantize", "nvfp4", -2)
     check(RESIDUAL, first.bfloat16(), "quantize", "nvfp4_16x16")
-    check(["mul aux0 aux1", "add s0 aux2"], first.bfloat16(), "quantize_both", "mxfp8")
+    check(["mul aux0 aux1", "add s0 aux2"], first.bfloat16(), "quantize_both", "float8_rowwise")
 
 
 @gpu
@@ -140,21 +187,21 @@ def test_functions(steps, exact):
 
 
 def test_source():
-    steps = Prologue.parse(["add aux0 col1", "mul s0 row2"], BF16)
+    steps = Prologue.parse(["add aux0 col1", "mul s0 row2"], BF16, ["s1 bfloat16", "s0 float16"])
     assert (
-        source(steps, "tile")
+        source(steps, "tile", False)
         == """\
 @triton.jit
 def prologue(aux0, col1, row2):
     s0 = aux0 + col1
     s1 = s0 * row2
-    return s1
+    return s1, s0
 
 
 @triton.jit
 def read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr, ROWS: tl.constexpr, \
 BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr, \
-ISA: tl.constexpr):
+ISA: tl.constexpr, STORES: tl.constexpr):
     first0, second0 = unpack_column_tile((load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, \
 ALIGN, WHOLE),), dtype)
     first1, second1 = col_tile(operands[0], batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, \
@@ -162,9 +209,17 @@ VECTORS, ALIGN, WHOLE)
     first2, second2 = row_tile(operands[1], batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, \
 VECTORS, ALIGN, WHOLE)
     words = ()
+    words1 = ()
     for i in tl.static_range(len(first0)):
-        words = words + (pack(prologue(first0[i], first1[i], first2[i]), prologue(second0[i], second1[i], second2[i]), \
-dtype, ISA),)
+        first_s1, first_s0 = prologue(first0[i], first1[i], first2[i])
+        second_s1, second_s0 = prologue(second0[i], second1[i], second2[i])
+        words = words + (pack(first_s1, second_s1, dtype, ISA),)
+        words1 = words1 + (pack(first_s0, second_s0, tl.float16, ISA),)
+    if STORES:
+        to_tile(operands[5], words, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, \
+ALIGN, WHOLE)
+        to_tile(operands[6], words1, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, \
+ALIGN, WHOLE)
     return inside_tile(words, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, \
 WHOLE)
 """
@@ -177,6 +232,36 @@ def launches(sm, steps, op, format, shape=(1024, 1024), dim=-1, **options):
     with dry_run(Target(sm)) as found:
         ops_prologue.quantize_prologue_cuda(operands, steps, BF16, op, format, dim, **options)
     return found
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_stores_are_of_sixteen_bytes_and_spill_nothing():
+    """A thread stores what it has loaded and computed: nothing goes through shared memory for that."""
+    for sm in (90, 100):
+        (launch,) = launches(sm, RESIDUAL, "quantize", "nvfp4_one_level", stored=["s0 bfloat16"])
+        compiled = _compat.compile_ahead(launch.kernel, launch.args, launch.constants, launch.num_warps, sm)
+        assert spilled_bytes(compiled.asm["cubin"]) == 0 and compiled.metadata.shared == 0
+        assert compiled.asm["ptx"].count("st.global.v4.b32") == 5  # a thread: 32 values, and their codes
+
+
+@pytest.mark.skipif(INTERPRETING, reason="launches nothing")
+@pytest.mark.parametrize("op, format", [("quantize", "nvfp4"), ("quantize_both", "float8_rowwise")])
+def test_the_first_kernel_stores_and_the_second_reads_it(op, format):
+    """Only the result: what was rounded on the way is computed again, so that all kernels see the same values."""
+    first, second = launches(100, NORM, op, format, shape=(128, 128), stored=[BETWEEN, RESULT])
+    assert second.args["x_ptr"] is first.args["stored_2_ptr"] and second.args["operand_1_ptr"] is None
+    assert "prologue" not in second.kernel.fn.__globals__["read_tile"].src
+    first, second = launches(100, NORM, op, format, shape=(128, 128), stored=[BETWEEN])
+    assert first.args["stored_1_ptr"] is not None and second.args["stored_1_ptr"] is None
+    assert "to_tile" not in second.kernel.fn.__globals__["read_tile"].src
+
+
+@pytest.mark.skipif(INTERPRETING, reason="launches nothing")
+def test_what_is_stored_is_read_after_it_is_written():
+    """The second kernel of a small tensor starts while the first one runs, but for what that one stores."""
+    for stored, early in ((None, True), (["s0 bfloat16"], False)):
+        _, second = launches(100, RESIDUAL, "quantize", "nvfp4", shape=(128, 128), stored=stored)
+        assert second.constants["PDL"] is early
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -204,4 +289,4 @@ def test_one_prologue_is_one_kernel():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
 def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)
+    in_interpreter.assert_passes(__file__, "test_norm_kernels.py")

@@ -87,6 +87,47 @@ def load_tile(
 
 
 @triton.jit
+def store_tile(
+    ptr, words, cols, row_mask, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Store words where `load_tile` would load them, by the same threads, and only those that are inside."""
+    vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)
+    groups: tl.constexpr = BLOCKS * BLOCK // (2 * VECTORS * vector)
+    vector_index = load_index(tl.arange(0, VECTORS), 0)
+    group = load_index(tl.arange(0, groups), 2)
+    word = (group * VECTORS + vector_index) * vector + tl.arange(0, vector)[None, None, None, :]
+    words = tl.permute(tl.reshape(words, (ROWS, groups, VECTORS, vector)), (2, 0, 1, 3))
+    store_words(load_index(ptr, 1), restore_axes(words), word, cols, load_index(row_mask, 1), dtype, ALIGN, WHOLE)
+
+
+@triton.jit
+def store_words(ptr, words, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
+    """Store words number `word` from `ptr` on, as `load_words` would load them. WHOLE: nothing needs a mask."""
+    if WHOLE:
+        tl.store(ptr.to(tl.pointer_type(words.dtype), bitcast=True) + word, words)
+    elif ALIGN > 0:
+        mask = row_mask & (word // ALIGN < cols // 2 // ALIGN)
+        tl.store(ptr.to(tl.pointer_type(words.dtype), bitcast=True) + word, words, mask=mask)
+    else:
+        bits: tl.constexpr = dtype.primitive_bitwidth
+        half: tl.constexpr = tl.int16 if bits == 16 else tl.int32
+        ptr = ptr.to(tl.pointer_type(half), bitcast=True) + 2 * word
+        tl.store(ptr, words.to(half), mask=row_mask & (2 * word < cols))
+        tl.store(ptr + 1, (words >> bits).to(half), mask=row_mask & (2 * word + 1 < cols))
+
+
+@triton.jit
+def aligned_row(ptr, row, x_row, ALIGN: tl.constexpr):
+    """Where rows begin whose stride in elements is x_row, written so that the compiler sees how wide it may store."""
+    x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
+    if ALIGN > 0:
+        x_row = x_row // (2 * ALIGN) * (2 * ALIGN)
+    return ptr + row * x_row
+
+
+@triton.jit
 def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr):
     """Store units [ROWS, n] into a matrix with `per_row` units a row: at its rows `row` [ROWS], from unit0 on.
 

@@ -11,7 +11,7 @@ The arithmetic is Inductor's: float32, in the operations that Inductor generates
 import hashlib
 import linecache
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import triton
 import triton.language as tl
@@ -45,6 +45,14 @@ def tanh(x):
         return libdevice.tanh(x)
 
 
+@triton.jit
+def rsqrt(x):
+    if INTERPRETING:
+        return tl.rsqrt(x)
+    else:
+        return libdevice.rsqrt(x)
+
+
 # What Inductor computes (torch._inductor.codegen.triton) of float32 values, by the names of `pointwise.OPERATIONS`.
 _TRITON = {
     "add": "{} + {}",
@@ -59,17 +67,23 @@ _TRITON = {
     "exp": "exp({})",
     "erf": "erf({})",
     "tanh": "tanh({})",
+    "rsqrt": "rsqrt({})",
 }
 
 
 def printed_steps(steps: Sequence[Step]) -> list[str]:
     """The steps as lines of Triton, each an assignment to its `s<i>`."""
-    return [f"s{i} = " + _TRITON[step.operation].format(*map(_printed, step.arguments)) for i, step in enumerate(steps)]
+    return [f"s{i} = {printed_step(step)}" for i, step in enumerate(steps)]
 
 
-def _printed(argument: Argument) -> str:
+def printed_step(step: Step, named: Callable[[str], str] = str) -> str:
+    """A step as an expression of Triton. named: what the values are called there."""
+    return _TRITON[step.operation].format(*(_printed(argument, named) for argument in step.arguments))
+
+
+def _printed(argument: Argument, named: Callable[[str], str]) -> str:
     if isinstance(argument, str):
-        return argument
+        return named(argument)
     return f"({argument!r})" if argument < 0 else repr(argument)
 
 

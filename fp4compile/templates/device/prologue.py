@@ -6,7 +6,8 @@ tile of each operand, compute the steps on pairs of elements, and return the res
 words. So all that a kernel does with words is the same. See `device.pointwise` for the way in which this is done.
 
 Outside of the tensor the words are 0, whatever the steps make of zeros. The arithmetic is that of Inductor, as in an
-epilogue.
+epilogue. What the prologue stores is written by a read whose STORES is set: a kernel that reads a tile twice sets it
+once. The pointers of what is stored come after those of the operands.
 
 The forms of a tile have the arguments of `_ARGUMENTS` in common. batch, rows, cols: the matrix of the batch, and the
 size of each. row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from there on. All
@@ -18,12 +19,18 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from fp4compile.prologue import Prologue
-from fp4compile.templates.device.column_tile import load_column_tile, unpack_column_tile
-from fp4compile.templates.device.elements import pack
-from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words
-from fp4compile.templates.device.pointwise import device_functions, erf, exp, printed_steps, tanh, with_functions
-from fp4compile.templates.device.register_tile import DEPTH, load_register_tile, split_words, tile_index
+from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.templates.device.column_tile import load_column_tile, store_column_tile, unpack_column_tile
+from fp4compile.templates.device.elements import float_bits, pack
+from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
+from fp4compile.templates.device.pointwise import device_functions, erf, exp, printed_steps, rsqrt, tanh, with_functions
+from fp4compile.templates.device.register_tile import (
+    DEPTH,
+    load_register_tile,
+    split_words,
+    store_register_tile,
+    tile_index,
+)
 
 # ---------------------------------------------------------------- tiles of a tensor in memory
 
@@ -32,7 +39,7 @@ from fp4compile.templates.device.register_tile import DEPTH, load_register_tile,
 def read_tile(
     ptr, operands, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr, ISA: tl.constexpr,
+    WHOLE: tl.constexpr, ISA: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """The words of a tile, as `load_tile`."""
     return load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
@@ -42,7 +49,7 @@ def read_tile(
 def read_column_tile(
     ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ISA: tl.constexpr,
+    ISA: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """The words of a column tile, as `load_column_tile`."""
     return load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
@@ -52,13 +59,19 @@ def read_column_tile(
 def read_register_tile(
     ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ISA: tl.constexpr,
+    ISA: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """The words of register tiles, as `load_register_tile`."""
     return load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
 
 
 # ---------------------------------------------------------------- operands: (even columns, odd columns), float32 tuples
+
+
+@triton.constexpr_function
+def vectors_of(vectors, dtype, own):
+    """How many runs of 16 bytes of an operand hold the elements of `vectors` runs of the first: one thread's."""
+    return max(1, vectors * own.primitive_bitwidth // dtype.primitive_bitwidth)
 
 
 @triton.jit
@@ -75,7 +88,8 @@ def aux_tile(
 ):  # fmt: skip
     own: tl.constexpr = ptr.dtype.element_ty
     row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
-    words = load_tile(row_ptr, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+    vectors: tl.constexpr = vectors_of(VECTORS, dtype, own)
+    words = load_tile(row_ptr, cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
     return unpack_column_tile((words,), own)
 
 
@@ -184,6 +198,38 @@ def column_operands(ptr, row, rows, COUNT: tl.constexpr, TIMES: tl.constexpr):
 
 
 @triton.jit
+def to_tile(
+    ptr, words, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    own: tl.constexpr = ptr.dtype.element_ty
+    row_ptr = operand_ptr(ptr, batch, rows, col0, cols) + row.to(tl.int64) * cols
+    vectors: tl.constexpr = vectors_of(VECTORS, dtype, own)
+    store_tile(row_ptr, words[0], cols_left, row < rows, own, ROWS, BLOCKS, BLOCK, vectors, ALIGN, WHOLE)
+
+
+@triton.jit
+def to_column_tile(
+    ptr, words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
+    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    own: tl.constexpr = ptr.dtype.element_ty
+    ptr = operand_ptr(ptr, batch, rows, col0, cols)
+    store_column_tile(ptr, words, row0, rows, cols_left, cols, own, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
+
+
+@triton.jit
+def to_register_tile(
+    ptr, words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    own: tl.constexpr = ptr.dtype.element_ty
+    ptr = operand_ptr(ptr, batch, rows, col0, cols)
+    store_register_tile(ptr, words, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+
+
+@triton.jit
 def inside_tile(
     words, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
@@ -225,14 +271,25 @@ def inside_register_tile(
 
 
 @triton.jit
+def rounded(value, dtype: tl.constexpr, ISA: tl.constexpr):
+    """float32 rounded to a `dtype` of 16 bits, in float32."""
+    bits = float_bits(value, dtype, ISA)
+    if dtype == tl.bfloat16:
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def words_inside(words, word, cols, row_mask, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
-    """Words of two 16-bit elements, number `word` of their rows: 0 beyond `cols` elements and without row_mask."""
+    """Words of two elements, number `word` of their rows: 0 beyond `cols` elements and without row_mask."""
     if WHOLE:
         return words
     elif ALIGN > 0:
         return tl.where(row_mask & (word // ALIGN < cols // 2 // ALIGN), words, 0)
     else:
-        last = tl.where(row_mask & (2 * word < cols), words & 0xFFFF, 0)
+        half: tl.constexpr = words.dtype.primitive_bitwidth // 2
+        last = tl.where(row_mask & (2 * word < cols), words & ((1 << half) - 1), 0)
         return tl.where(row_mask & (2 * word + 1 < cols), words, last)
 
 
@@ -251,24 +308,43 @@ _LOADS = {
 }  # fmt: skip
 
 
-def source(prologue: Prologue, form: str) -> str:
-    """The source of the steps, and of the device function that reads a form of tile."""
+def source(prologue: Prologue, form: str, wide: bool) -> str:
+    """The source of the steps, and of the device function that reads a form of tile.
+
+    wide: whether the first operand is float32 and the result is not. Kernels then take the result for float32, too.
+    """
     kinds = [kind for _, kind in sorted(prologue.kinds.items())]
     names = ", ".join(f"{kind}{i}" for i, kind in enumerate(kinds))
     arguments = _ARGUMENTS[form]
     parameters = ", ".join(
         f"{name}: tl.constexpr" if name.isupper() or name == "dtype" else name for name in arguments.split(", ")
     )
-    first, second = (", ".join(f"{side}{i}[i]" for i in range(len(kinds))) for side in ("first", "second"))
+    wanted = [prologue.result, *(each for each in prologue.stored if wide or each != prologue.result)]
+    results = [f"s{number}" for number, _ in wanted]
+    words = ["words", *(f"words{i}" for i in range(1, len(wanted)))]
     lines = ["@triton.jit", f"def prologue({names}):"]
     lines += ["    " + line for line in printed_steps(prologue.steps)]
-    lines += [f"    return s{len(prologue.steps) - 1}", "", ""]
-    lines += ["@triton.jit", f"def read_{form}(ptr, operands, {parameters}, ISA: tl.constexpr):"]
+    lines += [f"    return {', '.join(results)}", "", ""]
+    lines += ["@triton.jit", f"def read_{form}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
     lines += [f"    first0, second0 = unpack_column_tile({_LOADS[form]}, dtype)"]
     lines += [f"    first{i}, second{i} = {kind}_{form}(operands[{i - 1}], {arguments})"
               for i, kind in enumerate(kinds) if i]  # fmt: skip
-    lines += ["    words = ()", "    for i in tl.static_range(len(first0)):"]
-    lines += [f"        words = words + (pack(prologue({first}), prologue({second}), dtype, ISA),)"]
+    lines += [f"    {each} = ()" for each in words]
+    lines += ["    for i in tl.static_range(len(first0)):"]
+    for side in ("first", "second"):
+        operands = ", ".join(f"{side}{i}[i]" for i in range(len(kinds)))
+        lines += [f"        {', '.join(f'{side}_{result}' for result in results)} = prologue({operands})"]
+    for each, result, (_, dtype) in zip(words, results, wanted, strict=True):
+        own = f"tl.{str(dtype).removeprefix('torch.')}"
+        both = [f"{side}_{result}" for side in ("first", "second")]
+        if wide and each == "words":
+            both = [f"rounded({side}, {own}, ISA)" for side in both]
+        packed = f"pack({', '.join(both)}, {'dtype' if each == 'words' else own}, ISA)"
+        lines += [f"        {each} = {each} + ({packed},)"]
+    lines += ["    if STORES:"] if prologue.stored else []
+    for place, each in enumerate(prologue.stored, OPERANDS - 1):
+        which = words[wanted.index(each, int(wide))]
+        lines += [f"        to_{form}(operands[{place}], {which}, {arguments})"]
     return "\n".join([*lines, f"    return inside_{form}(words, {arguments})"]) + "\n"
 
 
@@ -276,9 +352,10 @@ def source(prologue: Prologue, form: str) -> str:
 _NAMES = {
     function.__name__: function
     for function in (
-        erf, exp, tanh, pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
+        erf, exp, rsqrt, tanh, pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
         aux_tile, row_tile, col_tile, inside_tile, aux_column_tile, row_column_tile, col_column_tile,
         inside_column_tile, aux_register_tile, row_register_tile, col_register_tile, inside_register_tile,
+        to_tile, to_column_tile, to_register_tile, rounded,
     )
 } | {"triton": triton, "tl": tl}  # fmt: skip
 
@@ -289,7 +366,7 @@ def _reader(text: str, form: str):
 
 
 @cache
-def with_prologue(kernel, prologue: Prologue):
-    """The kernel, which reads the result of these steps in the place of a tensor."""
+def with_prologue(kernel, prologue: Prologue, wide: bool):
+    """The kernel, which reads the result of these steps in the place of a tensor. wide: see `source`."""
     forms = [form for form in _ARGUMENTS if f"read_{form}" in kernel.fn.__globals__]
-    return with_functions(kernel, {f"read_{form}": _reader(source(prologue, form), form) for form in forms})
+    return with_functions(kernel, {f"read_{form}": _reader(source(prologue, form, wide), form) for form in forms})

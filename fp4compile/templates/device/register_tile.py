@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.templates.device.elements import magnitude_bits, max_words, reduce_words, unpack
-from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_words
+from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, aligned_row, load_words, store_words
 
 DEPTH = tl.constexpr(16)
 
@@ -110,6 +110,23 @@ def load_register_tile(
     for i in tl.static_range(DEPTH):
         tile = tile + split_words(tl.permute(loads[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else loads[i])
     return tile
+
+
+@triton.jit
+def store_register_tile(
+    ptr, tile, row0, rows, cols, x_row, dtype: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Store register tiles where `load_register_tile` would load them."""
+    row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
+    word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
+    for i in tl.static_range(DEPTH):
+        of_row = ()
+        for j in tl.static_range(WORDS):
+            of_row = of_row + (tile[i * WORDS + j],)
+        words = stack_tensors(of_row)
+        words = tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words
+        store_words(aligned_row(ptr, row + i, x_row, ALIGN), words, word, cols, row < rows - i, dtype, ALIGN, WHOLE)
 
 
 @triton.jit

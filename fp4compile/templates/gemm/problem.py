@@ -51,7 +51,7 @@ class OperandType:
 
 def block_of(a: OperandType, b: OperandType) -> int:
     """Elements of a block of either operand; without block scales, of a unit of work."""
-    block = max(x.format.block_cols for x in (a, b) if x.format is not None)
+    block = max((x.format.block_cols for x in (a, b) if x.format is not None), default=1)
     return block if block > 1 else 32
 
 
@@ -60,6 +60,8 @@ def compute_of(a: OperandType, b: OperandType) -> str:
     plain = [x.dtype for x in (a, b) if x.format is None]
     if "e8m0" in (a.scale, b.scale):
         return "fp32" if any(dtype != torch.bfloat16 for dtype in plain) else "bf16"
+    if len(set(plain)) > 1:
+        return "fp32"
     return _COMPUTE[plain[0]] if plain else "fp16"
 
 

@@ -244,4 +244,4 @@ def _run(call: GroupedCall, config: BlockScaledConfig) -> torch.Tensor:
     return out
 
 
-CANDIDATE = GroupedCandidate("block_scaled_sm100", "native", _serves, sm100_config, _run)
+CANDIDATE = GroupedCandidate("block_scaled_sm100", "native", _serves, sm100_config, _run, sm100_configs)

@@ -1,7 +1,10 @@
 """Grouped GEMM of 16-bit operands: those of `gemm.dequant_operand`, dequantised once, for many rows.
 
-A tile of a product is multiplied as often as the result has tiles beside it. `dequant_tiles` dequantises it each time;
-here it is read in 16 bits. Outer scales are applied to the sums in float32, before they are rounded.
+An operand that comes as values, with an outer scale of its own, is read as it is (`passes.fake_quantize`).
+
+A tile of an operand is multiplied as often as the result has tiles beside it. `dequant_tiles` dequantises it each time;
+here it is read in 16 bits. Where the matrix of a group is read by a single row tile, or hardly more, that does not pay.
+Outer scales are applied to the sums in float32, before they are rounded.
 
 The grid is persistent. Groups are found on the device, as in `dequant_tiles`. Operands are whole matrices to the Tensor
 Memory Accelerator, so that two descriptors serve all groups:
@@ -26,8 +29,8 @@ from fp4compile.templates.gemm.dequantized import dequantized
 from fp4compile.templates.gemm.problem import OperandType
 from fp4compile.templates.grouped import dequant_tiles
 from fp4compile.templates.grouped.heuristics import (
-    MANY_ROWS,
     GroupedDotConfig,
+    dequantizes_in_memory,
     grouped_dot_config,
     grouped_tiles_config,
 )
@@ -123,18 +126,16 @@ def gemm_grouped(
 def computes(p: GroupedProblem) -> bool:
     """Whether 16 bits hold the operands' values, and TMA copies their rows: those of whole 16 bytes.
 
-    Groups along K are padded where they are quantised, so both operands must be.
+    Groups along K have to be padded, as those are that were quantised.
     """
-    quantised = p.a.format is not None and p.b.format is not None
     linear = _linear(p.a, p.m) and _linear(p.b, p.n)
     whole = statically_true(p.k % 8 == 0) and statically_true(p.k > 0)
-    return p.compute != "fp32" and linear and whole and (quantised or not p.along_k)
+    return p.compute != "fp32" and linear and whole and p.a_padded and p.b_padded
 
 
 def _serves(p: GroupedProblem) -> bool:
-    """Groups that are known to have many rows, on average, and are not too many; GPUs from Ampere to Hopper."""
-    many_rows = p.groups <= MOST_GROUPS and statically_true(p.rows >= MANY_ROWS * p.groups)
-    return 80 <= p.target.sm < 100 and many_rows and computes(p)
+    """Groups of many rows (`dequantizes_in_memory`), and not too many groups; GPUs from Ampere to Hopper."""
+    return 80 <= p.target.sm < 100 and p.groups <= MOST_GROUPS and dequantizes_in_memory(p) and computes(p)
 
 
 def _linear(x: OperandType, rows) -> bool:
@@ -166,4 +167,4 @@ def run(call: GroupedCall, config: GroupedDotConfig) -> torch.Tensor:
     return out
 
 
-CANDIDATE = GroupedCandidate("dequant_operand", "emulated", _serves, grouped_dot_config, run)
+CANDIDATE = GroupedCandidate("dequant_operand", "emulated", _serves, grouped_dot_config, run, dequantizes=True)

@@ -23,13 +23,25 @@ from fp4compile.templates.launch import launch
 
 
 @triton.jit
-def from_column(ptr, scales_ptr, row, padded_tile, ELEMENT: tl.constexpr, SWIZZLED: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to the first elements and scales of a group along K: its first row or, of codes, tile of 128 rows."""
+def from_column(
+    ptr, scales_ptr, row, padded_tile, ELEMENT: tl.constexpr, SWIZZLED: tl.constexpr, BLOCK: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first elements and scales of a group along K: its first row or (PADDED) tile of 128 rows."""
     if ELEMENT == "plain":
-        return ptr + row, scales_ptr
+        return ptr + (padded_tile * 128 if PADDED else row), scales_ptr
     else:
         codes = ptr + padded_tile * (64 * bytes_per_unit(ELEMENT))
         return codes, scales_ptr + padded_tile * (128 // BLOCK // 4 * 512 if SWIZZLED else 128 // BLOCK)
+
+
+@triton.jit
+def columns_of(length, units, ELEMENT: tl.constexpr, PADDED: tl.constexpr):
+    """Units of a group's columns; of a plain operand elements, those of the padding too if PADDED."""
+    if ELEMENT == "plain":
+        return 2 * units if PADDED else length
+    else:
+        return units
 
 
 @triton.jit
@@ -37,9 +49,9 @@ def gemm_dequant_tiles_grouped(
     a_ptr, a_scales_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, offs_ptr, out_ptr, wanted_ptr,
     rows, m, n, units, blocks, a_per_row, b_per_row, b_scales_batch,
     A_ELEMENT: tl.constexpr, A_SCALE: tl.constexpr, A_SQUARE: tl.constexpr, A_SWIZZLED: tl.constexpr,
-    A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
+    A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr, A_PADDED: tl.constexpr,
     B_ELEMENT: tl.constexpr, B_SCALE: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr,
+    B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr, B_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, COMPUTE: tl.constexpr, GROUPS: tl.constexpr, ALONG_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, GROUP_M: tl.constexpr,
     STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
@@ -49,7 +61,7 @@ def gemm_dequant_tiles_grouped(
     a, b: [rows, K] and [GROUPS, n, K], or [m, W] and [n, W]; offs: int32 [GROUPS]. units, blocks, *_per_row, *_ALIGN:
     as in `gemm_dequant_tiles`, of K or W. b_scales_batch: bytes of scales of one matrix of B. *_OUTER "tensor": one
     outer scale; "group": [GROUPS]; "row": of A [rows], or [GROUPS, m]; of B [GROUPS, n].
-    GUARD: do nothing unless the int32 at wanted_ptr is set.
+    *_PADDED: see `GroupedProblem`. GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
     if GUARD:  # noqa: SIM102 (the pointer is read only then)
         if tl.load(wanted_ptr) == 0:
@@ -73,10 +85,12 @@ def gemm_dequant_tiles_grouped(
         units = tl.cdiv(length, 128) * 64
         block_cols = tl.cdiv(length, 128) * (128 // BLOCK)
         used_blocks = tl.cdiv(length, BLOCK)
-        a_cols = length if A_ELEMENT == "plain" else units
-        b_cols = length if B_ELEMENT == "plain" else units
-        a_ptr, a_scales_ptr = from_column(a_ptr, a_scales_ptr, first, padded_tile, A_ELEMENT, A_SWIZZLED, BLOCK)
-        b_ptr, b_scales_ptr = from_column(b_ptr, b_scales_ptr, first, padded_tile, B_ELEMENT, B_SWIZZLED, BLOCK)
+        a_cols = columns_of(length, units, A_ELEMENT, A_PADDED)
+        b_cols = columns_of(length, units, B_ELEMENT, B_PADDED)
+        a_ptr, a_scales_ptr = from_column(a_ptr, a_scales_ptr, first, padded_tile, A_ELEMENT, A_SWIZZLED, BLOCK,
+                                          A_PADDED)  # fmt: skip
+        b_ptr, b_scales_ptr = from_column(b_ptr, b_scales_ptr, first, padded_tile, B_ELEMENT, B_SWIZZLED, BLOCK,
+                                          B_PADDED)  # fmt: skip
         tile_row = tile_m * BM
         out_row = group.to(tl.int64) * m
         matrix = group
@@ -150,7 +164,7 @@ def run(
         out if wanted is None else wanted, p.rows, p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block),
         call.a.units_per_row, call.b.units_per_row, call.b.scale_bytes, num_warps=config.num_warps,
         **constants, BLOCK=p.block, COMPUTE=p.compute, GROUPS=p.groups, ALONG_K=p.along_k,
-        GUARD=int(wanted is not None), ISA=p.target.isa,
+        A_PADDED=p.a_padded, B_PADDED=p.b_padded, GUARD=int(wanted is not None), ISA=p.target.isa,
     )  # fmt: skip
     return out
 

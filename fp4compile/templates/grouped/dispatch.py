@@ -15,13 +15,13 @@ from fp4compile.groups import check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
 from fp4compile.templates import scale_sweep
-from fp4compile.templates.grouped.choose import choose
+from fp4compile.templates.grouped.choose import GroupedChoice, choose, named
 from fp4compile.templates.grouped.problem import call_of
 from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
 from fp4compile.templates.grouped.quantize_rows import launch_grouped_rows
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import dispatch as dense
-from fp4compile.templates.quantize.views import empty_outputs, matrices, typed_outputs
+from fp4compile.templates.quantize.views import empty_outputs, empty_values, matrices, typed_outputs
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]  # codes and block scales
 
@@ -37,13 +37,15 @@ def quantize_grouped(
     seed: torch.Tensor | None,
     transform: bool,
     scale_rule: str = "amax",
+    values: bool = False,
 ) -> dense.Quantized:
     """Quantise groups of rows, or without offs each matrix of a batch, by itself.
 
     x: [M, K] whose rows offs cuts in groups, quantised along K (dim -1: `reference_grouped.quantize_rows`) or along the
     rows of each group (dim -2: `quantize_columns`); or, without offs, [G, R, C] (`quantize_matrices`).
     outer: float32 [], None computes one where the format has it. transform: the Hadamard transform, along the rows of
-    groups or matrices. scale_rule: see `reference_scales`; without offs only.
+    groups or matrices. scale_rule: see `reference_scales`; without offs only. values: in the place of codes what these
+    and block scales stand for, `reference.values_of`, and no block scales; of linear scales by the rule "amax".
     On SM100, stochastic rounding is the hardware's: equal in distribution only.
     Raises ValueError or TypeError, naming the argument, where these do not go together.
     """
@@ -51,11 +53,11 @@ def quantize_grouped(
         raise ValueError(f"dim={dim}: a grouped tensor is quantised along dimension -1 or -2")
     layout = layout if fmt.scale is not None else "linear"
     if offs is None:
-        return _quantize_matrices(x, fmt, dim, outer, layout, seed, transform, scale_rule)
+        return _quantize_matrices(x, fmt, dim, outer, layout, seed, transform, scale_rule, values)
     _check_rows(x, offs, fmt, outer)
     offs = offs.contiguous()
     if dim == -2:
-        columns = _empty_columns(x, offs, fmt, layout)
+        columns = _empty_columns(x, offs, fmt, layout, values)
         _, outer = launch_grouped_columns(
             matrices(x), offs, fmt, outer, layout, columns, seed=seed, transform=transform
         )  # fmt: skip
@@ -63,10 +65,10 @@ def quantize_grouped(
     if transform:
         raise ValueError("transform: goes along the rows of groups, dim -2")
     if layout == "linear" and (outer is not None or fmt.outer != "tensor"):
-        return dense.quantize(x, fmt, outer, layout, seed=seed)
-    rows = _empty_rows(x, offs, fmt, layout)
+        return dense.quantize(x, fmt, outer, layout, seed=seed, values=values)
+    rows = _empty_rows(x, offs, fmt, layout, values)
     outer = launch_grouped_rows(matrices(x), offs, fmt, *rows, outer, layout, seed)
-    return *typed_outputs(*rows, x.shape[1], fmt), outer
+    return *_typed_rows(rows, x, fmt), outer
 
 
 def quantize_grouped_both(
@@ -78,31 +80,37 @@ def quantize_grouped_both(
     *,
     seed: torch.Tensor | None,
     transform: bool,
+    values: tuple[bool, bool] = (False, False),
 ) -> tuple[dense.Quantized, dense.Quantized]:
     """`quantize_grouped` along dim -1 and along dim -2, from one read; without offs, of matrices in square blocks.
 
-    Same arguments. Raises ValueError or TypeError, naming the argument, where these do not go together.
+    Same arguments. values: along each; with offs only. Raises ValueError or TypeError, naming the argument, where these
+    do not go together.
     """
     layout = layout if fmt.scale is not None else "linear"
     if offs is None:
         return _quantize_matrices_both(x, fmt, outer, layout, seed)
     _check_rows(x, offs, fmt, outer)
-    rows, columns = _empty_rows(x, offs, fmt, layout), _empty_columns(x, offs, fmt, layout)
+    rows, columns = _empty_rows(x, offs, fmt, layout, values[0]), _empty_columns(x, offs, fmt, layout, values[1])
     along, down = launch_grouped_columns(
         matrices(x), offs.contiguous(), fmt, outer, layout, columns, rows, seed=seed, transform=transform
     )  # fmt: skip
-    return (*typed_outputs(*rows, x.shape[1], fmt), along), (*_typed(columns, fmt), down)
+    return (*_typed_rows(rows, x, fmt), along), (*_typed(columns, fmt), down)
 
 
-def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
+def scaled_grouped_mm(
+    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype, choice: GroupedChoice | None = None
+) -> torch.Tensor:
     """`reference_grouped.scaled_grouped_mm` on the GPU; same arguments and results.
 
-    Raises ValueError or TypeError, naming the argument, for operands, scales or offsets that do not fit, and where both
-    operands are plain.
+    choice: one of `choose.to_time(problem)`; without it the kernel is the one that `choose` names.
+    Raises ValueError or TypeError, naming the argument, for operands, scales or offsets that do not fit.
     """
     call = call_of(a, b, offs, rows, out_dtype, target_of(a.data.device))
     if call.problem.empty:
         return call.empty()
+    if choice is not None:
+        return named(choice.kernel).run(call, choice.config)
     candidate = choose(call.problem)
     return candidate.run(call, candidate.configure(call.problem))
 
@@ -118,8 +126,9 @@ def _check_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, outer: to
 
 
 def _quantize_matrices(
-    x, fmt: BlockFormat, dim: int, outer, layout: str, seed, transform: bool, scale_rule: str = "amax"
-) -> dense.Quantized:
+    x, fmt: BlockFormat, dim: int, outer, layout: str, seed, transform: bool, scale_rule: str = "amax",
+    values: bool = False,
+) -> dense.Quantized:  # fmt: skip
     if x.dim() != 3:
         raise ValueError(f"x: expected three dimensions where there are no offs, got shape {tuple(x.shape)}")
     if scale_rule != "amax":
@@ -128,11 +137,13 @@ def _quantize_matrices(
         each = outer is None and fmt.outer == "tensor"
         return scale_sweep.quantize(x.movedim(dim, -1), fmt, outer, layout, scale_rule, each_matrix=each)
     if (fmt.square and seed is not None) or statically_true(x.numel() == 0):
-        return reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
+        found = reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
+        return reference_grouped.values_of(found, fmt) if values else found
     x, stream = (x, 0) if dim == -1 else (x.transpose(-2, -1), 1)
     return dense.quantize(
-        x, fmt, outer, layout, seed=seed, stream=stream, transform=transform, each_matrix=fmt.outer == "tensor"
-    )
+        x, fmt, outer, layout, seed=seed, stream=stream, transform=transform, each_matrix=fmt.outer == "tensor",
+        values=values,
+    )  # fmt: skip
 
 
 def _quantize_matrices_both(x, fmt: BlockFormat, outer, layout: str, seed) -> tuple[dense.Quantized, dense.Quantized]:
@@ -144,8 +155,13 @@ def _quantize_matrices_both(x, fmt: BlockFormat, outer, layout: str, seed) -> tu
     return dense.quantize_both(x, fmt, outer, layout, each_matrix=fmt.outer == "tensor")
 
 
-def _empty_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: str) -> Outputs:
-    """Uninitialised uint8 tensors for codes and block scales of rows; swizzled scales are those of padded rows."""
+def _empty_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: str, values: bool) -> Outputs:
+    """Uninitialised uint8 tensors for codes and block scales of rows; swizzled scales are those of padded rows.
+
+    values: one of 16-bit floats, and no scales.
+    """
+    if values:
+        return empty_values(x, fmt), None
     data, scales = empty_outputs(x, fmt, "linear")
     if layout == "swizzled":
         rows, blocks = padded_rows(x.shape[0], offs.shape[0]), ceil_div(x.shape[1], fmt.block_cols)
@@ -153,9 +169,11 @@ def _empty_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: s
     return data, scales
 
 
-def _empty_columns(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: str) -> Outputs:
+def _empty_columns(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout: str, values: bool) -> Outputs:
     """The same along the padded rows of groups: [cols, bytes] and [cols, blocks], or flat where swizzled."""
     cols, rows = x.shape[1], padded_rows(x.shape[0], offs.shape[0])
+    if values:
+        return x.new_empty((cols, rows), dtype=fmt.values_dtype), None
     data = x.new_empty((cols, rows // 2 if fmt.packed else rows), dtype=torch.uint8)
     if fmt.scale is None:
         return data, None
@@ -164,7 +182,14 @@ def _empty_columns(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, layout
     return data, x.new_empty(shape, dtype=torch.uint8)
 
 
+def _typed_rows(rows: Outputs, x: torch.Tensor, fmt: BlockFormat) -> Outputs:
+    """The tensors of `_empty_rows` as codes and scales, or as they are where they are values."""
+    return rows if rows[0].is_floating_point() else typed_outputs(*rows, x.shape[1], fmt)
+
+
 def _typed(columns: Outputs, fmt: BlockFormat) -> Outputs:
-    """The tensors of `_empty_columns` as codes and scales."""
+    """The same of `_empty_columns`."""
     data, scales = columns
+    if data.is_floating_point():
+        return columns
     return data.view(fmt.data_dtype), None if scales is None else scales.view(fmt.scale_dtype)

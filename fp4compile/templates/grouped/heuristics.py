@@ -1,4 +1,7 @@
-"""How the grouped kernels are launched. Nothing was timed: tiles are those of the dense kernels, as far as they fit."""
+"""How the grouped kernels are launched, and from how many rows on operands are dequantised in memory.
+
+What was timed says so; other tiles are those of the dense kernels, as far as they fit.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +18,15 @@ from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.quantize.heuristics import ColumnConfig, LaunchConfig, RowConfig, column_config, row_config
 
-MANY_ROWS = 65  # rows of a group, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`)
+# Row tiles of 128 of a group, on average, up to which every tile dequantises the matrix of its group for itself. Groups
+# of unlike sizes have half a tile more each. By arithmetic for an H200, in picoseconds an element of NVFP4 weights: in
+# memory 0.6 to dequantise it, and the larger of 0.5 to read it and 0.4 a tile to multiply; in the main loop 0.8 a tile,
+# at the 316 TFLOP/s of dense products. So it is even at one and a half tiles. `benchmarks.grouped_mm --parts
+# configurations --kernels tiles` times both.
+TILES_IN_REGISTERS = 1
+# Rows of a group along K, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`): these are read
+# by as many tiles as the result has beside each other, however few rows a group has.
+MANY_ROWS = 65
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,16 @@ class GroupedAmaxConfig(LaunchConfig):
     rows: int
     blocks: int
     block: int
+
+
+def dequantizes_in_memory(p: GroupedProblem) -> bool:
+    """Whether groups are known to have so many rows, on average, that operands are dequantised in memory, once."""
+    return statically_true(p.rows >= least_rows_in_memory(p))
+
+
+def least_rows_in_memory(p: GroupedProblem) -> int:
+    """Rows of all groups, from which on that is so."""
+    return MANY_ROWS * p.groups if p.along_k else TILES_IN_REGISTERS * TILE_ROWS * p.groups + 1
 
 
 def grouped_row_config(element: str, block: int, rows, groups: int, padded: bool) -> RowConfig:
@@ -88,11 +109,16 @@ def grouped_skinny_config(p: GroupedProblem, most: Any = SKINNY_ROWS) -> SkinnyC
 
     A step of a warp has 1152 bytes of B for each 16 rows, and 256 for each row of A that exists. With 16 rows of B and
     up to two of A, A is less than half of B, and there are twice as many tiles; with more, 32 rows of B share them.
-    Registers leave room for four programs a multiprocessor.
+    Registers leave room for four programs a multiprocessor. Of these, a single stage each was the fastest on an H200
+    (configurations of benchmarks/grouped_mm.py, four tokens an expert, against two stages): DeepSeek-V3 29.3 us and
+    33.1, Qwen3-30B-A3B 52.1 us and 61.1. Up to four rows of A were not timed.
     """
     most = p.rows if statically_true(p.rows < most) else most
     rows = next((rows for rows in (2, 4) if statically_true(most <= rows)), SKINNY_ROWS)
-    tiles, stages = (1, 3) if rows == 2 or statically_true(p.rows <= 2 * p.groups) else (2, 2)
+    if rows == 2 or statically_true(p.rows <= 2 * p.groups):
+        tiles, stages = 1, 3
+    else:
+        tiles, stages = 2, 1 if rows == SKINNY_ROWS else 2
     return SkinnyConfig(rows, tiles, 4, stages, 1 if rows == SKINNY_ROWS else 2, 4 * p.target.multiprocessors)
 
 

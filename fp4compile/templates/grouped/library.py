@@ -1,24 +1,41 @@
-"""Grouped products that a library computes of the operands as they are quantised: CUTLASS, by `_scaled_grouped_mm`.
+"""Grouped products that a library computes of the operands as they are quantised: CUTLASS, through two ops of torch.
 
-What torch asks of the arguments (GroupedBlas.cpp, ScaledGroupMM.cu, GroupMMCommon.cuh): E4M3 on compute capability 9.0,
-A [M, K] by rows and B [G, K, N] by columns, rows of whole 16 bytes, one float32 scale a row of A and a column of B,
-results in bfloat16, fewer than 1024 groups. Its meta implementation checks the rest.
+`_scaled_grouped_mm`: row scales on Hopper (GroupedBlas.cpp, ScaledGroupMM.cu, GroupMMCommon.cuh). E4M3, A [M, K] by
+rows and B [G, K, N] by columns, rows of whole 16 bytes, one float32 scale a row of A and a column of B, results in
+bfloat16, fewer than 1024 groups. Its meta implementation checks the rest.
 
-It takes offsets as they are, without a bound, and leaves rows of no group as the memory was. So it is given those that
-`groups` makes of them, and these rows are cleared after it. Groups along the contraction stay with `dequant_operand`:
-there the library stops the GPU with an assertion at an empty group.
+`_scaled_grouped_mm_v2`: block scales on SM100, by MSLK's kernels, in builds of torch that have them. What they ask is
+written down in `tests/helpers/grouped_library_checks.py`. Of groups of rows they read what the quantisers write. None
+of it was run on SM100. So in the registry the candidate stands behind the kernel that serves all that it serves:
+nothing comes here but what `max-autotune` has timed on the GPU.
+
+Both take offsets as they are, without a bound, and leave rows of no group as the memory was. So they are given those
+that `groups` makes of them, and these rows are cleared afterwards.
+
+Groups along the contraction stay with the kernels of this package. On Hopper the library stops the GPU with an
+assertion at an empty group. On SM100 it leaves the result of an empty group as the memory was. And it reads scales of
+which each group is swizzled as a matrix of its own: all of its tiles follow each other. The quantisers swizzle all
+groups as one matrix, in which a row of tiles goes on through all groups: the same only up to 128 rows of A and of B.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch.nn.functional import ScalingType, SwizzleType
 
+from fp4compile import _compat
 from fp4compile._compat import statically_true
+from fp4compile.layouts import TILE_COLS, ceil_div
+from fp4compile.operand import Operand
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of
+from fp4compile.templates.gemm.call import KernelOperand
 from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem
 from fp4compile.templates.launch import launch
 
 _MOST_GROUPS = 1023
+# The block-scaled library starts with one program of a thread a group. So many have registers, however many each takes.
+_MOST_GROUPS_BLOCK_SCALED = 256
 
 
 @triton.jit
@@ -37,26 +54,115 @@ def clear_ungrouped_rows(out_ptr, ends_ptr, groups, rows, n, GROUPS: tl.constexp
     clear_rows(out_ptr, end, rows, n, 4, 512)
 
 
-def _serves(p: GroupedProblem) -> bool:
+def _launch_group_ends(call: GroupedCall) -> torch.Tensor:
+    p, ends = call.problem, torch.empty_like(call.offs)
+    launch(group_ends, 1, call.offs, ends, p.groups, p.rows, num_warps=1, GROUPS=triton.next_power_of_2(p.groups))
+    return ends
+
+
+def _clear(out: torch.Tensor, ends: torch.Tensor, p: GroupedProblem) -> torch.Tensor:
+    """out, with zeros in the rows of no group."""
+    launch(clear_ungrouped_rows, p.target.multiprocessors, out, ends, p.groups, p.rows, p.n, num_warps=4,
+           GROUPS=triton.next_power_of_2(p.groups))  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------- row scales
+
+
+def _serves_row_scaled(p: GroupedProblem) -> bool:
     """`float8_rowwise` on Hopper, rows in groups, to bfloat16."""
     formats = all(x.element == "e4m3" and x.scale == "none" and x.outer == "row" for x in (p.a, p.b))
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
-    filled = statically_true(p.rows > 0) and statically_true(p.k > 0) and p.groups <= _MOST_GROUPS
-    return p.target.sm == 90 and formats and not p.along_k and p.out_dtype == torch.bfloat16 and aligned and filled
+    return p.target.sm == 90 and formats and aligned and _rows_to_bfloat16(p) and p.groups <= _MOST_GROUPS
 
 
-def run(call: GroupedCall, config: None) -> torch.Tensor:
+def _rows_to_bfloat16(p: GroupedProblem) -> bool:
+    filled = all(statically_true(size > 0) for size in (p.rows, p.n, p.k))
+    return not p.along_k and p.out_dtype == torch.bfloat16 and filled
+
+
+def run_row_scaled(call: GroupedCall, config: None) -> torch.Tensor:
     """The products of all groups, by the library, between two launches."""
-    p, groups = call.problem, triton.next_power_of_2(call.problem.groups)
-    ends = torch.empty_like(call.offs)
-    launch(group_ends, 1, call.offs, ends, p.groups, p.rows, num_warps=1, GROUPS=groups)
+    p, ends = call.problem, _launch_group_ends(call)
     a, b = (x.data.view(torch.float8_e4m3fn) for x in (call.a, call.b))
     out = torch._scaled_grouped_mm(
         a, b.transpose(-2, -1), call.a.outer.view(p.rows), call.b.outer.view(p.groups, p.n), ends,
         out_dtype=p.out_dtype, use_fast_accum=False,
     )  # fmt: skip
-    launch(clear_ungrouped_rows, p.target.multiprocessors, out, ends, p.groups, p.rows, p.n, num_warps=4, GROUPS=groups)
-    return out
+    return _clear(out, ends, p)
 
 
-CANDIDATE = GroupedCandidate("library_row_scaled", "native", _serves, lambda p: None, run)
+# ---------------------------------------------------------------- block scales
+
+_NVFP4, _MXFP8 = ("e2m1", "e4m3"), ("e4m3", "e8m0")
+_OUTERS = {_NVFP4: {"none", "tensor", "group"}, _MXFP8: {"none"}}
+
+
+def _serves_block_scaled(p: GroupedProblem) -> bool:
+    """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales, rows in groups, to bfloat16, on SM100.
+
+    An outer scale must be one of the whole tensor, or one a group. Square blocks are rows of blocks to the library.
+    Compute capability 10.3 is left out: torch's grouped kernel of row scales was reported to trap there, which ends the
+    process's use of the GPU (pytorch/pytorch#187095), and nothing was found on those of block scales.
+    """
+    kind = p.a.element, p.a.scale
+    if p.target.sm != 100 or kind not in _OUTERS or kind != (p.b.element, p.b.scale):
+        return False
+    outer = {p.a.outer, p.b.outer} <= _OUTERS[kind] and p.a.swizzled and p.b.swizzled
+    # Rows of whole 16 bytes, as codes lie: padded to whole blocks.
+    elements = ceil_div(p.k, p.block) * p.block
+    aligned = statically_true(p.n % 16 == 0) and statically_true(elements % (32 if kind == _NVFP4 else 16) == 0)
+    groups = p.groups <= _MOST_GROUPS_BLOCK_SCALED
+    return outer and aligned and groups and _rows_to_bfloat16(p) and _compat.built_with_mslk()
+
+
+def run_block_scaled(call: GroupedCall, config: None) -> torch.Tensor:
+    """The products of all groups, by the op around the library, between two launches."""
+    p, ends = call.problem, _launch_group_ends(call)
+    out = torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops_grouped`, which calls `block_scaled`
+        *_arguments(call.a), *_arguments(call.b), ends, p.rows, p.out_dtype
+    )  # fmt: skip
+    return _clear(out, ends, p)
+
+
+def _arguments(x: KernelOperand) -> tuple:
+    fmt = x.type.format
+    return x.data.view(fmt.data_dtype), x.scales.view(fmt.scale_dtype), x.outer, fmt.name
+
+
+def block_scaled(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The products of all groups, A [M, K] by rows in groups and B [G, N, K], with swizzled scales -> [M, N].
+
+    ends: int32 [G], as `group_ends` makes them; rows after the last one are left as the memory was. Of outer scales
+    torch takes one a group, of both operands or of none, and multiplies the two on the device.
+    """
+    fmt, groups = a.format, b.data.shape[0]
+    codes = torch.float4_e2m1fn_x2 if fmt.packed else fmt.data_dtype
+    blocks = a.data.shape[1] * (2 if fmt.packed else 1) // fmt.block_cols
+    a_scales, b_scales = a.scales.view(-1, ceil_div(blocks, TILE_COLS) * TILE_COLS), b.scales.view(groups, -1)
+    recipe, swizzle = [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
+    left, right = [a_scales], [b_scales]
+    if fmt.scale == "e4m3":
+        recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        swizzle = [*swizzle, SwizzleType.NO_SWIZZLE]
+        left, right = ([scales, _one_a_group(x, groups)] for scales, x in ((a_scales, a), (b_scales, b)))
+    return F.scaled_grouped_mm(
+        a.data.view(codes), b.data.view(codes).transpose(-2, -1), left, recipe, right, recipe, swizzle, swizzle, None,
+        ends, out_dtype,
+    )  # fmt: skip
+
+
+def _one_a_group(x: Operand, groups: int) -> torch.Tensor:
+    """Outer scales float32 [groups]: up to torch 2.13 a single one is read as if it were so many."""
+    if x.outer is None:
+        return x.data.new_ones(groups, dtype=torch.float32)
+    return x.outer.expand(groups).contiguous()
+
+
+def _candidate(name: str, serves, run) -> GroupedCandidate:
+    return GroupedCandidate(name, "native", serves, lambda p: None, run)
+
+
+ROW_SCALED = _candidate("library_row_scaled", _serves_row_scaled, run_row_scaled)
+BLOCK_SCALED = _candidate("library_block_scaled", _serves_block_scaled, run_block_scaled)

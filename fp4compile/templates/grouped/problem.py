@@ -27,7 +27,8 @@ class GroupedProblem:
     """A product for each group: [rows, k] x [groups, n, k] -> [rows, n] or, along_k, [m, k] x [n, k] -> [groups, m, n].
 
     rows: in all groups and beyond; may be symbolic. m: rows of the result of one product, and of all of them where the
-    groups are rows. k: along_k that of all groups, as quantised operands have it, padded.
+    groups are rows. k: along_k that of all groups, as quantised operands have it, padded. *_padded: along_k, whether
+    the operand's groups are padded: quantised ones are, and plain ones that hold values of such.
     """
 
     a: OperandType
@@ -40,6 +41,8 @@ class GroupedProblem:
     along_k: bool
     out_dtype: torch.dtype
     target: Target
+    a_padded: bool = True
+    b_padded: bool = True
 
     @property
     def block(self) -> int:
@@ -81,13 +84,22 @@ class GroupedCall:
 
 @dataclass(frozen=True)
 class GroupedCandidate:
-    """A kernel that computes the products of all groups in one launch; fields as of `gemm.candidate.Candidate`."""
+    """A kernel that computes the products of all groups in one launch; fields as of `gemm.candidate.Candidate`.
+
+    dequantizes: whether it writes quantised operands to memory in 16 bits first.
+    """
 
     name: str
     tier: str
     serves: Callable[[GroupedProblem], bool]
     configure: Callable[[GroupedProblem], Any]
     run: Callable[[GroupedCall, Any], torch.Tensor]
+    configurations: Callable[[GroupedProblem], tuple] | None = None
+    dequantizes: bool = False
+
+    def to_time(self, problem: GroupedProblem) -> tuple:
+        """The configurations between which only time can decide; at least one."""
+        return (self.configure(problem),) if self.configurations is None else self.configurations(problem)
 
 
 def problem_of(
@@ -98,8 +110,6 @@ def problem_of(
     Raises ValueError or TypeError, naming the argument, for operands, scales, offsets or a dtype that do not fit.
     """
     check_formats(a, b, out_dtype)
-    if a.format is None and b.format is None:
-        raise ValueError("a, b: both are plain, expected at least one that is quantised")
     if a.data.dim() != 2 or b.data.dim() not in (2, 3):
         raise ValueError(f"a, b: expected [M, K] and [G, N, K], or [P, W] and [Q, W]; got shapes {tuple(a.data.shape)} "
                          f"and {tuple(b.data.shape)}")  # fmt: skip
@@ -111,9 +121,13 @@ def problem_of(
     a_outer = (groups, m, 1) if along_k else (m, 1)
     a_type, _, _, a_k = checked_operand("a", a, ((), (groups,), a_outer), None if along_k else padded)
     b_type, _, _, b_k = checked_operand("b", b, ((), (groups,), (groups, n, 1)))
+    # There are always more padded rows than rows. Where groups are rows, nothing is padded along K.
+    a_padded, b_padded = (
+        not along_k or x.format is not None or statically_true(k == padded) for x, k in ((a, a_k), (b, b_k))
+    )
     if along_k:
-        for name, x, k in (("a", a, a_k), ("b", b, b_k)):
-            expected = rows if x.format is None else padded
+        for name, x, k, is_padded in (("a", a, a_k, a_padded), ("b", b, b_k, b_padded)):
+            expected = padded if is_padded else rows
             if k != expected:
                 raise ValueError(f"{name}: expected rows of {expected} elements for {rows} rows of {groups} groups, "
                                  f"got shape {tuple(x.data.shape)}")  # fmt: skip
@@ -126,7 +140,7 @@ def problem_of(
         if a.format is not None and a.format.square:
             raise ValueError(f"a: groups of rows have no square blocks, got format {a.format.name}")
         k = reference.contraction(a_k, a.format, b_k, b.format)
-    return GroupedProblem(a_type, b_type, rows, m, n, k, groups, along_k, out_dtype, target)
+    return GroupedProblem(a_type, b_type, rows, m, n, k, groups, along_k, out_dtype, target, a_padded, b_padded)
 
 
 def call_of(

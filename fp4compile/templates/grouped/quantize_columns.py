@@ -15,6 +15,7 @@ from fp4compile.templates.device.block_scales import make_outer_scales, outer_sc
 from fp4compile.templates.device.column_tile import load_column_tile
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.memory import store_scales, store_units
+from fp4compile.templates.device.values import takes_values
 from fp4compile.templates.grouped.amax import outers_of
 from fp4compile.templates.grouped.heuristics import grouped_column_config
 from fp4compile.templates.grouped.quantize_rows import quantize_row_tile, store_group_outers, store_row_scales
@@ -24,6 +25,7 @@ from fp4compile.templates.quantize.column import (
     interleave_columns,
     read_columns,
     scale_and_encode_columns,
+    store_column_values,
 )
 from fp4compile.templates.quantize.views import Matrices, format_constants, or_placeholder, store_aligns
 
@@ -42,8 +44,8 @@ def launch_grouped_columns(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Launch the kernel of columns and, where `rows` is given, of rows, after that of the amaxes if there are any.
 
-    columns: data [cols, bytes] and scales (linear [cols, blocks], or flat) to fill, uint8. rows: see
-    `launch_grouped_rows`. outer: float32 [], or None. Returns the outer scales of rows and of columns.
+    columns: data [cols, bytes] and scales (linear [cols, blocks], or flat) to fill, uint8; or values without scales, as
+    of rows: see `launch_grouped_rows`. outer: float32 [], or None. Returns the outer scales of rows and of columns.
     """
     groups = offs.shape[0]
     along, down = outers_of(source, offs, fmt, outer, with_rows=rows is not None, transform=transform)
@@ -77,9 +79,10 @@ def quantize_grouped_columns(
 ):  # fmt: skip
     """One tile of 128 padded rows (ROW_TILES blocks) of one group by 2 * WORDS columns.
 
-    x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS]. Codes [cols, padded_rows] go to columns_ptr. Random bits
-    are stream 1. OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": made from the bits at
-    column_amax_ptr, of each group [GROUPS] or of each of its columns [GROUPS, cols], and stored at column_outer_ptr.
+    x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS]. Codes [cols, padded_rows] go to columns_ptr or, if that
+    points to 16-bit floats, their values. Random bits are stream 1.
+    OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": made from the bits at column_amax_ptr, of
+    each group [GROUPS] or of each of its columns [GROUPS, cols], and stored at column_outer_ptr.
     ALONG_ROWS: the tile is quantised as in `quantize_grouped_rows`, too, whose pointers come first.
     """
     before = ()
@@ -139,10 +142,14 @@ def quantize_grouped_columns(
         if SCALE != "none":
             byte = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
             byte = tl.where((tl.arange(0, ROW_TILES) * BLOCK < rows_left)[None, :], byte, 0)
-    store_units(columns_ptr, units, column, block0 * per_block, blocks * per_block, column < cols, 2)
+    if takes_values(columns_ptr.dtype):
+        store_column_values(columns_ptr, units, byte, column, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK, ISA)
+    else:
+        store_units(columns_ptr, units, column, block0 * per_block, blocks * per_block, column < cols, 2)
     if SCALE != "none":
-        store_scales(column_scales_ptr, byte, tile_index * 0, column, block0, cols, blocks, SWIZZLED, 128 // BLOCK)
-        if ALONG_ROWS:
+        if not takes_values(columns_ptr.dtype):
+            store_scales(column_scales_ptr, byte, tile_index * 0, column, block0, cols, blocks, SWIZZLED, 128 // BLOCK)
+        if ALONG_ROWS and not takes_values(data_ptr.dtype):
             row_end = tl.where(group < GROUPS, end, 0)
             store_row_scales(scales_ptr, row_byte, tile_index, col_tile, row0, row_end, cols, BLOCK, SWIZZLED,
                              SCALE_ALIGN)  # fmt: skip

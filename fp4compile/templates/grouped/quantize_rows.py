@@ -15,6 +15,7 @@ from fp4compile.templates.device.block_scales import make_outer_scales, outer_sc
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.memory import load_tile, store_scales
+from fp4compile.templates.device.values import takes_values
 from fp4compile.templates.grouped.amax import outer_of_rows
 from fp4compile.templates.grouped.heuristics import grouped_row_config
 from fp4compile.templates.launch import launch, target_of
@@ -27,14 +28,15 @@ def launch_grouped_rows(
     offs: torch.Tensor,
     fmt: BlockFormat,
     data: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     outer: torch.Tensor | None,
     layout: str,
     seed: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Launch the kernel, after that of the amaxes if there are any; returns the outer scale.
 
-    data [M, bytes], scales (linear [M, blocks], or flat): uint8 to fill. outer: float32 [], or None.
+    data [M, bytes], scales (linear [M, blocks], or flat): uint8 to fill; or 16-bit floats to fill with values, and no
+    scales (`device.values`). outer: float32 [], or None.
     """
     groups = offs.shape[0]
     outers = outer_of_rows(source, offs, fmt, outer)
@@ -48,7 +50,7 @@ def launch_grouped_rows(
         tiles = source.rows // config.rows + groups
     launch(
         quantize_grouped_rows, tiles * ceil_div(blocks, config.blocks),
-        source.tensor, offs, data, scales, *outers.arguments(data), or_placeholder(seed, data),
+        source.tensor, offs, data, or_placeholder(scales, data), *outers.arguments(data), or_placeholder(seed, data),
         source.rows, source.cols, source.row_stride, **constants, GROUPS=groups, SEEDED=seed is not None,
         OUTER=outers.mode, SWIZZLED=swizzled, ALIGN=source.align, **store_aligns(source.cols, fmt),
         ISA=target_of(offs.device).isa, num_warps=config.num_warps, **config.constants,
@@ -120,6 +122,7 @@ def quantize_grouped_rows(
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks of one group. x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
 
+    data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
     OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": made from the bits at amax_ptr, of each
     group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill their scales with
     zeros.
@@ -146,4 +149,5 @@ def quantize_grouped_rows(
         x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
         ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, ALIGN, UNIT_ALIGN, ROWS, BLOCKS, VECTORS, ISA,
     )  # fmt: skip
-    store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK, SWIZZLED, SCALE_ALIGN)
+    if not takes_values(data_ptr.dtype):
+        store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK, SWIZZLED, SCALE_ALIGN)

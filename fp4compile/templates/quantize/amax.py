@@ -55,6 +55,8 @@ def outer_of_matrices(source: Matrices, amax: torch.Tensor) -> Outer:
 
 def tensor_amax_bits(source: Matrices) -> torch.Tensor:
     """Float32 bits of the tensor's amax, 0 of an empty one: int32 [], or [n] partial maxima of a small tensor."""
+    if source.amax_bits is not None:
+        return source.amax_bits
     flat = source.flat()
     source = flat or source
     # The kernel that reads partial maxima has their number as a constant, so no symbolic size will do.
@@ -129,7 +131,7 @@ def columns_amax_bits(
 @triton.jit
 def tensor_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     FLAT: tl.constexpr, PARTIAL: tl.constexpr, MATRICES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
@@ -143,7 +145,8 @@ def tensor_amax(
     if LAUNCH_DEPENDENTS:
         x_ptr = launch_dependents(x_ptr)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     col_tiles = tl.cdiv(cols, BLOCKS * BLOCK).to(tl.int32)
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, col_tiles, ROWS, FLAT, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -151,7 +154,7 @@ def tensor_amax(
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
     words = read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN,
-                      False, ISA)  # fmt: skip
+                      False, ISA, True)  # fmt: skip
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
     if PARTIAL:
         tl.store(amax_ptr + tl.program_id(0), bits)
@@ -164,7 +167,7 @@ def tensor_amax(
 @triton.jit
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, MATRICES: tl.constexpr,
     ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
@@ -178,7 +181,8 @@ def columns_amax(
     pointers.) WHOLE: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False, ISA >= 100)
@@ -187,7 +191,7 @@ def columns_amax(
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     cols_left = tl.minimum(cols - col0, col_count)
     tile = read_column_tile(ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES,
-                            WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
+                            WORDS, ALIGN, WHOLE, ISA, True)  # fmt: skip
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:

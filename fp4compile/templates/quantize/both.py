@@ -387,7 +387,7 @@ def encode_tile(
 @triton.jit
 def quantize_both(
     x_ptr, data_ptr, scales_ptr, columns_ptr, column_scales_ptr, outer_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
@@ -404,7 +404,6 @@ def quantize_both(
     row_count: tl.constexpr = ROW_TILES * DEPTH
     col_count: tl.constexpr = 2 * COL_TILES * WORDS
     rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, OUTER, dtype, ISA)
-
     # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
@@ -418,9 +417,10 @@ def quantize_both(
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
-                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
+                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, True)  # fmt: skip
     initial = after_barrier(tile[0], MIN_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"

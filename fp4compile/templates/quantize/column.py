@@ -24,6 +24,7 @@ from fp4compile.templates.device.memory import store_scales, store_units, tile_o
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.device.prologue import read_column_tile, read_tile
+from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of, outer_of_matrices
 from fp4compile.templates.quantize.heuristics import column_config
@@ -85,7 +86,8 @@ def launch_columns(
 ) -> None:
     """Launch the kernel of columns and, where `rows` is given, of rows.
 
-    columns, rows: (data, scales) to fill, uint8. outers: of the rows and of the columns (`outers_of`).
+    columns, rows: (data, scales) to fill, uint8; or values without scales, see `launch_rows`. outers: of the rows and
+    of the columns (`outers_of`).
     """
     along, down = outers
     constants = format_constants(fmt)
@@ -286,11 +288,24 @@ def scale_and_encode_columns(
 
 
 @triton.jit
+def store_column_values(
+    columns_ptr, units, bytes, column, block0, blocks, mask, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Store what `scale_and_encode_columns` made as 16-bit values: at the columns `column`, from block0 on.
+
+    Codes change lanes on the way, where they are a quarter or half of what is stored.
+    """
+    words = values_of_units(units, bytes, ELEMENT, SCALE, columns_ptr.dtype.element_ty, ISA)
+    store_units(columns_ptr, words, column, block0 * (BLOCK // 2), blocks * (BLOCK // 2), mask, 8)
+
+
+@triton.jit
 def quantize_columns(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
     rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
@@ -300,7 +315,8 @@ def quantize_columns(
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
-    Codes and scales of x transposed go to columns_ptr and column_scales_ptr. ALONG_ROWS: those of x go to data_ptr and
+    Codes and scales of x transposed go to columns_ptr and column_scales_ptr; their values, if it points to 16-bit
+    floats. ALONG_ROWS: those of x go to data_ptr and
     scales_ptr; their random bits are stream 0, those of the columns are STREAM.
     OUTER, PARTIAL_MAXIMA: as in `outer_scales`. Besides, OUTER "row": a decode factor for each column is read at
     column_outer_ptr. OUTER "row amax": it is made from the bits at column_amax_ptr, [batch, cols], and stored at
@@ -310,7 +326,8 @@ def quantize_columns(
     load needs a mask. On SM100 only, where the masks are a tenth of the instructions.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
@@ -328,7 +345,7 @@ def quantize_columns(
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
         words = read_tile(tile_ptr + row.to(tl.int64) * x_row, operands, batch, row, rows, col0, cols, cols_left, dtype,
-                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip
+                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE, ISA, True)  # fmt: skip
         if OUTER == "row amax":
             encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
                                         batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
@@ -342,7 +359,7 @@ def quantize_columns(
                          OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
     tile = read_column_tile(tile_ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK,
-                            ROW_TILES, WORDS, ALIGN, WHOLE, ISA)  # fmt: skip
+                            ROW_TILES, WORDS, ALIGN, WHOLE, ISA, not ALONG_ROWS)  # fmt: skip
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
     column = col0 + tl.arange(0, col_count)
@@ -382,8 +399,13 @@ def quantize_columns(
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
     per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block
-    store_units(columns_ptr, units, batch.to(tl.int64) * cols + column, block0 * per_block, per_column, column < cols,
-                COLUMN_UNIT_ALIGN)  # fmt: skip
+    column_row = batch.to(tl.int64) * cols + column
     if SCALE != "none":
         bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
+    if takes_values(columns_ptr.dtype):
+        store_column_values(columns_ptr, units, bytes, column_row, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK,
+                            ISA)  # fmt: skip
+    else:
+        store_units(columns_ptr, units, column_row, block0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN)
+    if SCALE != "none" and not takes_values(columns_ptr.dtype):
         store_scales(column_scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN)

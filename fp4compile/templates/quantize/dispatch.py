@@ -14,16 +14,17 @@ import torch
 
 from fp4compile import reference
 from fp4compile.formats import BlockFormat
-from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.quantize import both
 from fp4compile.templates.quantize.column import launch_columns, outers_of
 from fp4compile.templates.quantize.dequantize import dequantize
 from fp4compile.templates.quantize.row import launch_rows, launch_scaled_rows
+from fp4compile.templates.quantize.row_on_chip import in_one_launch, launch_reduced_rows, with_statistics
 from fp4compile.templates.quantize.square import launch_squares
 from fp4compile.templates.quantize.views import (
     Matrices,
-    code_pairs,
     empty_outputs,
+    empty_values,
     lies_transposed,
     matrices,
     typed_outputs,
@@ -40,14 +41,16 @@ class Reading:
     """How a quantiser reads x: as it lies in memory, or with a prologue, whose first operand x is.
 
     operands: of the prologue, without the first; contiguous, as that is. down_columns: which direction is quantised.
+    stored: tensors to fill with what the prologue stores, contiguous.
     """
 
     prologue: Prologue | None = None
     operands: tuple[torch.Tensor, ...] = ()
     down_columns: bool = False
+    stored: tuple[torch.Tensor, ...] = ()
 
     def matrices(self, x: torch.Tensor) -> Matrices:
-        return matrices(x, self.prologue, self.operands)
+        return matrices(x, self.prologue, self.operands, self.stored)
 
 
 def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype], by_columns: bool) -> bool:
@@ -55,16 +58,47 @@ def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.
 
     dtypes: of its operands. by_columns: whether the kernel quantises down the columns, too or alone.
 
-    They compute pairs of 16-bit elements. Square blocks are read by a kernel that knows no prologue. A thread of the
-    kernels of columns holds whole blocks: with more operands than two, or with erf, ptxas spills registers.
+    Those of rows compute pairs of elements of any width, the others of 16 bits. Square blocks are read by a kernel that
+    knows no prologue. A thread of the kernels of columns holds whole blocks, and its registers suffice for less
+    (`_fits_columns`). Kernels of rows alone find statistics, of elements of 16 bits.
     """
     tensors = [dtypes[i] for i, kind in prologue.kinds.items() if kind == "aux"]
-    if fmt.square or len(dtypes) > OPERANDS or len(tensors) > (2 if by_columns else 3):
+    stored = [prologue.step_kinds[i] for i, _ in prologue.stored]
+    if len(prologue.stored) > STORED or "row" in stored or ("col" in stored and not prologue.reductions):
         return False
-    if by_columns and any(step.operation == "erf" for step in prologue.steps):
+    if prologue.reductions and (by_columns or not _finds_statistics(prologue, dtypes)):
         return False
-    # The kernels take the dtype of the first operand for that of what they quantise.
-    return dtypes[0] == prologue.dtype and all(dtype.itemsize == 2 for dtype in tensors)
+    if fmt.square or len(dtypes) > OPERANDS or len(tensors) > 3:
+        return False
+    if by_columns and not _fits_columns(fmt, prologue, len(tensors)):
+        return False
+    if by_columns and any(dtype.itemsize != 2 for dtype in (*tensors, *(dtype for _, dtype in prologue.stored))):
+        return False
+    # The kernels take the dtype of the first operand for that of what they quantise, or for one that holds it.
+    return dtypes[0] in (prologue.dtype, torch.float32)
+
+
+def _finds_statistics(prologue: Prologue, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether kernels can find the statistics of a prologue, and others do the rest. dtypes: of the operands."""
+    rest, read = prologue.after_statistics()
+    found = {*prologue.stored, *((i, torch.float32) for i in prologue.statistics)}
+    reads_first = prologue.step_kinds[-1] == "aux" and 0 in read
+    whole = [dtypes[i] for i, kind in prologue.kinds.items() if kind == "aux"]
+    whole += [dtype for i, dtype in prologue.stored if prologue.step_kinds[i] == "aux"]
+    narrow = dtypes[0] == prologue.dtype and all(dtype.itemsize == 2 for dtype in whole)
+    return narrow and reads_first and len(rest.kinds) <= OPERANDS and len(found) <= STORED
+
+
+def _fits_columns(fmt: BlockFormat, prologue: Prologue, tensors: int) -> bool:
+    """Whether the registers of the kernels of columns suffice.
+
+    In other cases ptxas spills for SM100. (For SM90, three tensors spill 8 to 40 bytes in kernels of 8-bit codes.)
+    tensors: how many operands of the tensor's size there are.
+    """
+    computed = {step.operation for step in prologue.steps}
+    if tensors == 3 and (fmt.scale is None or prologue.stored):
+        return False
+    return "erf" not in computed and not (tensors > 1 and prologue.stored and "exp" in computed)
 
 
 def quantize(
@@ -77,6 +111,7 @@ def quantize(
     stream: int = 0,
     transform: bool = False,
     each_matrix: bool = False,
+    values: bool = False,
     reading: Reading | None = None,
 ) -> Quantized:
     """Quantise along the last dimension: `reference.quantize` on the GPU, bit for bit; same arguments and results.
@@ -85,6 +120,8 @@ def quantize(
     but one is contiguous) is read as it lies. The transform needs such a view, and copies x where it is none.
 
     each_matrix: x is [B, R, C], and a dynamic outer scale of a tensor is one of each matrix, [B].
+    values: write what codes and block scales stand for, in 16 bits (`reference.values_of`), and no block scales. Not
+    for stochastic rounding of square blocks.
     reading: with a prologue (`takes_prologue`), whose first operand x is a view of.
     """
     if fmt.square and seed is not None:  # no recipe asks for it
@@ -94,7 +131,7 @@ def quantize(
         return reference.drop_row(row, layout)
     down_columns = transform or (lies_transposed(x) if reading is None else reading.down_columns)
     reading = reading or Reading()
-    data, scales = empty_outputs(x, fmt, layout, down_columns)
+    data, scales = (empty_values(x, fmt), None) if values else empty_outputs(x, fmt, layout, down_columns)
     if fmt.square:
         source = matrices(x.transpose(-2, -1) if down_columns else x)
         outputs = {"columns" if down_columns else "rows": (data, scales)}
@@ -102,13 +139,13 @@ def quantize(
     elif down_columns:
         source = reading.matrices(x.transpose(-2, -1))
         outers = outers_of(source, fmt, outer, with_rows=False, transform=transform, each_matrix=each_matrix)
+        source = source.after(outers[1])
         launch_columns(source, fmt, outers, layout, (data, scales), seed=seed, stream=stream, transform=transform)
         outer = outers[1].result if outers[1].mode == "matrix amax" else _row_shaped(outers[1].result, x)
-    elif fmt.outer == "row" and outer is None:
-        outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        launch_scaled_rows(reading.matrices(x), fmt, data, scales, outer, layout, seed, stream)
     else:
-        outer = launch_rows(reading.matrices(x), fmt, data, scales, outer, layout, seed, stream, each_matrix)
+        outer = _quantize_rows(x, reading, fmt, data, scales, outer, layout, seed, stream, each_matrix)
+    if values:
+        return data, None, outer
     return (*typed_outputs(data, scales, x.shape[-1], fmt), outer)
 
 
@@ -142,6 +179,7 @@ def quantize_both(
         )
     else:
         outers = outers_of(source, fmt, outer, with_rows=True, transform=transform)
+        source = source.after(outers[1])
         if both.serves(source, fmt, outers[0], seeded=seed is not None, transform=transform):
             both.launch_both(source, fmt, outers[0], layout, rows, columns)
         else:
@@ -158,14 +196,36 @@ def fake_quantize(
     Neither codes nor block scales reach memory. x is copied first if its last dimension is not contiguous.
     reading: see `quantize`.
     """
-    source = (reading or Reading()).matrices(x)
-    values = x.new_empty((*x.shape[:-1], 2 * code_pairs(x.shape[-1], fmt)), dtype=torch.float16)
+    values = empty_values(x, fmt)
+    return values, _quantize_rows(x, reading or Reading(), fmt, values, None, outer)
+
+
+def _quantize_rows(
+    x: torch.Tensor,
+    reading: Reading,
+    fmt: BlockFormat,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    outer: torch.Tensor | None,
+    layout: str = "linear",
+    seed: torch.Tensor | None = None,
+    stream: int = 0,
+    each_matrix: bool = False,
+) -> torch.Tensor | None:
+    """Fill data and scales along the rows; returns the outer scale."""
+    source = reading.matrices(x)
+    if source.prologue is not None and source.prologue.reductions:
+        if in_one_launch(source, fmt, outer):
+            found = launch_reduced_rows(source, fmt, data, scales, outer, layout, seed, stream)
+            if outer is not None or found is None:
+                return found
+            return found.view(()) if fmt.outer == "tensor" else found.view(*x.shape[:-1], 1)
+        source = with_statistics(source, fmt, outer)
     if fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        launch_scaled_rows(source, fmt, values, None, outer)
-    else:
-        outer = launch_rows(source, fmt, values, None, outer)
-    return values, outer
+        launch_scaled_rows(source, fmt, data, scales, outer, layout, seed, stream)
+        return outer
+    return launch_rows(source, fmt, data, scales, outer, layout, seed, stream, each_matrix)
 
 
 def _row_shaped(outer: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -14,6 +14,8 @@ PARTIAL_MAXIMA_ELEMENTS = 2**21
 MAX_PARTIAL_MAXIMA = 128
 # The longest row, in elements, that one program holds in its registers.
 MAX_ROW_ON_CHIP = 32768
+# The same where it holds float32 values while it finds statistics: of longer ones ptxas spills registers.
+MAX_REDUCED_ROW_ON_CHIP = 16384
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ class ScaledRowConfig(LaunchConfig):
     vectors: int
     on_chip: int
     parts: int
+
+
+@dataclass(frozen=True)
+class ReducedRowConfig(LaunchConfig):
+    """`quantize_reduced_rows` and `row_statistics`: a program has a row of up to blocks blocks, or walks it."""
+
+    rows: int
+    blocks: int
+    vectors: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,24 @@ def scaled_row_config(element: str, block: int, rows: int, cols: int) -> ScaledR
         num_warps=width // parts // (32 * elements_per_thread), rows=1, blocks=width // block, vectors=vectors,
         on_chip=int(on_chip), parts=parts,
     )  # fmt: skip
+
+
+def reduced_row_config(element: str, block: int, rows: int, cols: int) -> ReducedRowConfig:
+    """For rows whose statistics a kernel finds itself; up to MAX_REDUCED_ROW_ON_CHIP elements, a row is read once.
+
+    rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. Nothing of this was timed.
+    A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16.
+    """
+    width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
+    few = isinstance(rows, int) and rows <= 128
+    elements = max(16 if few or width < 1024 else 32, width // 512)  # at most 16 warps
+    vectors = 4 if element == "e2m1" and elements >= 32 else 2
+    return ReducedRowConfig(num_warps=width // (32 * elements), rows=1, blocks=width // block, vectors=vectors)
+
+
+def fits_on_chip(cols: int) -> bool:
+    """Whether a program holds a row of so many elements, which may be symbolic, while it finds statistics."""
+    return isinstance(cols, int) and cols <= MAX_REDUCED_ROW_ON_CHIP
 
 
 def amax_config(elements: int | None) -> AmaxConfig:

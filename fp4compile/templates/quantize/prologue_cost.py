@@ -11,14 +11,15 @@ import torch
 
 from fp4compile.formats import BlockFormat
 from fp4compile.prologue import Prologue
-from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP
+from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP, fits_on_chip
 
 # Instructions that a GPU issues in the time of a byte from memory: 132 multiprocessors * 128 * 1.75 GHz over 4.3 TB/s
 # on an H200 (copies reach that), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), which stands for all others.
 INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
 # Instructions of an operation on one element, where it is not one. With ROUNDING, for masks, rounding and packing, they
-# give what ptxas makes of a gate and of a norm in `quantize_rows` for SM100, to one instruction.
-INSTRUCTIONS = {"div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "cube": 2}
+# give what ptxas makes of a gate and of a norm in `quantize_rows` for SM100, to one instruction, and one too many for a
+# norm with its statistics.
+INSTRUCTIONS = {"variance": 2, "rsqrt": 3, "div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "cube": 2}
 ROUNDING = 4
 # Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
 AMAX, QUANTIZE = 1, 9
@@ -68,30 +69,57 @@ class Work:
         return 1 if one_read else self.directions
 
 
-def pays(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int) -> bool:
-    """Whether the prologue is expected to take less time in the quantiser's kernels than in a kernel of its own.
+def gain(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int, shared: bool) -> float:
+    """What the prologue is expected to save in the quantiser's kernels, after a kernel of its own; 0 if not for sure.
 
-    False on GPUs before compute capability `SINCE`.
+    0 on GPUs before compute capability `SINCE`.
 
-    dtypes: of the operands. With statistics of rows ("col"), Inductor's kernel reads the operands of the tensor's size
-    anyway, and loses its last store alone. sm: the GPU's compute capability.
+    dtypes: of the operands. sm: the GPU's compute capability. shared: whether a kernel of Inductor's reads the operands
+    of the tensor's size anyway, for statistics of rows or for other results: then it loses its stores alone.
     """
     if sm < SINCE:
-        return False
+        return 0.0
     issued = INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100])
 
     def time(moved: float, instructions: float) -> float:
         return max(moved, instructions / issued)
 
     width = prologue.dtype.itemsize
-    read = sum(dtypes[i].itemsize for i, kind in prologue.kinds.items() if kind == "aux")
-    steps = sum(INSTRUCTIONS.get(step.operation, 1) for step in prologue.steps)
+    read, steps = _read(prologue, dtypes), _instructions(prologue)
     written = 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
     quantize = QUANTIZE * work.directions
-    apart = width if "col" in prologue.kinds.values() else time(read + width, steps)
-    apart += time(width + written, quantize)
-    fused = time(read + written, quantize + work.evaluations * (steps + ROUNDING))
+    stored = sum(dtype.itemsize for i, dtype in prologue.stored if prologue.step_kinds[i] == "aux")
+    produced = stored if prologue.stores_result else stored + width
+    apart = produced if shared else time(read + produced, steps)
+    apart += time(width + written, quantize) + work.amax_read * time(width, AMAX)
+    fused, walked = 0.0, bool(prologue.reductions) and not fits_on_chip(work.cols)
+    if walked:
+        fused = max(prologue.levels) * time(read, steps)
+    if prologue.reductions and (walked or work.amax_read):
+        rest, operands = prologue.after_statistics()
+        last_read, last_steps = _read(rest, [dtypes[i] for i in operands]), _instructions(rest)
+        if walked:
+            read, steps = last_read, last_steps
+    else:
+        last_read, last_steps = read, steps
     if work.amax_read:
-        apart += time(width, AMAX)
-        fused += time(read, AMAX + steps + ROUNDING)
-    return fused < WORTH * apart
+        fused += time(read + stored, AMAX + steps + ROUNDING)
+        if prologue.stores_result:
+            fused += time(width + written, quantize)
+        else:
+            fused += time(last_read + written, quantize + work.evaluations * (last_steps + ROUNDING))
+    else:
+        fused += time(read + stored + written, quantize + work.evaluations * (steps + ROUNDING))
+    return apart - fused if fused < WORTH * apart else 0.0
+
+
+def _read(prologue: Prologue, dtypes: Sequence[torch.dtype]) -> int:
+    """Bytes of the operands that have the tensor's size. dtypes: of these and of all others that come before them."""
+    return sum(dtypes[i].itemsize for i, kind in prologue.kinds.items() if kind == "aux")
+
+
+def _instructions(prologue: Prologue) -> int:
+    """Of the steps, those of single elements and of reductions; what has one result a row counts for nothing."""
+    kinds = prologue.step_kinds
+    steps = (step for i, step in enumerate(prologue.steps) if kinds[i] != "col" or i in prologue.reductions)
+    return sum(INSTRUCTIONS.get(step.operation, 1) for step in steps)

@@ -37,6 +37,7 @@ from fp4compile.templates.device.memory import store_scales, store_units, tile_o
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile
+from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
@@ -62,10 +63,11 @@ def launch_rows(
 ) -> torch.Tensor | None:
     """Launch the row kernel; returns the outer scale.
 
-    data: uint8 to fill with codes, or float16 to fill with codes times block scales; then there are no `scales`.
+    data: uint8 to fill with codes, or 16-bit floats to fill with codes times block scales; then there are no `scales`.
     each_matrix: see `outer_of`.
     """
     outer = outer_of(source, fmt, outer, each_matrix)
+    stores, source = source.stored, source.after(outer)
     constants = format_constants(fmt)
     block = constants["BLOCK"]
     one_outer = outer.mode not in ("row", "matrix amax")
@@ -77,7 +79,9 @@ def launch_rows(
     grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
     target = target_of(source.tensor.device)
     # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
-    dependent = outer.mode == "amax" and outer.amax.dim() == 1 and target.dependent_launch
+    # What the first kernel stores, statistics included, the second one may read before it waits.
+    small = outer.mode == "amax" and outer.amax.dim() == 1 and source.amax_bits is None
+    dependent = small and target.dependent_launch and not stores
     launch(
         source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
         or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
@@ -150,7 +154,7 @@ def encode_and_store(
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
                                   UNIT_ALIGN, ISA)  # fmt: skip
-    if SCALE != "none" and data_ptr.dtype.element_ty != tl.float16:
+    if SCALE != "none" and not takes_values(data_ptr.dtype):
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
 
@@ -164,42 +168,44 @@ def encode_and_store_codes(
     """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; returns the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
-    If data_ptr points to fp16, the values of the codes times their block scales (E4M3) go there.
+    If data_ptr points to 16-bit floats, the values of the codes times their block scales go there (`device.values`).
     STATIC: the outer scale was given, so an infinite element does not show in it.
     """
     half: tl.constexpr = BLOCK // 2
-    fake: tl.constexpr = data_ptr.dtype.element_ty == tl.float16
+    fake: tl.constexpr = takes_values(data_ptr.dtype)
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
     matrix_row = batch.to(tl.int64) * rows + row
+    per_unit: tl.constexpr = 4 if SEEDED and not fake else 1  # pairs of codes in a unit
     if SEEDED:
         block = matrix_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
-        store_units(data_ptr, units, matrix_row, block0 * (half // 4), per_row // 4, row < rows, UNIT_ALIGN // 4)
     elif exact_in_bf16(SCALE, dtype, ISA):
         factor = tl.broadcast_to(factor[:, :, None], words.shape)
         units = tl.reshape(encode_exact_words(words, factor, ELEMENT), (words.shape[0], words.shape[1] * half))
-        store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
     else:
         first, second = unpack(words, dtype)
         if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
             first = infinity_to_nan(first)
             second = infinity_to_nan(second)
         factor = tl.broadcast_to(factor[:, :, None], words.shape)
-        if fake:
+        if fake and SCALE == "e4m3":
             scale = rounding_scale(byte, ISA)
             units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
         else:
             units = encode_pair(first, second, factor, ELEMENT, ISA)
         units = tl.reshape(units, (words.shape[0], words.shape[1] * half))
-        store_units(data_ptr, units, matrix_row, block0 * half, per_row, row < rows, UNIT_ALIGN)
+    if fake and (SEEDED or SCALE != "e4m3"):  # else they are values already
+        units = values_of_units(units, byte, ELEMENT, SCALE, data_ptr.dtype.element_ty, ISA)
+    store_units(data_ptr, units, matrix_row, block0 * (half // per_unit), per_row // per_unit, row < rows,
+                UNIT_ALIGN // per_unit)  # fmt: skip
     return byte
 
 
 @triton.jit
 def quantize_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr,
@@ -208,13 +214,14 @@ def quantize_rows(
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
-    data_ptr: bytes for codes, or fp16 (see `encode_and_store`). FLAT: x is one row, which may have more than 2^31
-    elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for each row;
-    or OUTER "matrix amax": amax_ptr has the amax of each matrix, and outer_ptr takes its decode factor.
+    data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`). FLAT: x is one row, which may have more
+    than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
+    each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, and outer_ptr takes its decode factor.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     program = tl.program_id(0)
@@ -230,7 +237,7 @@ def quantize_rows(
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     words = read_tile(x_row_ptr, operands, batch, row, rows, block0 * BLOCK, cols, cols_left, dtype, ROWS, BLOCKS,
-                      BLOCK, VECTORS, ALIGN, False, ISA)  # fmt: skip
+                      BLOCK, VECTORS, ALIGN, False, ISA, True)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -249,7 +256,7 @@ def quantize_rows(
 @triton.jit
 def quantize_scaled_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
@@ -258,13 +265,14 @@ def quantize_scaled_rows(
 ):  # fmt: skip
     """Whole rows, each with its own dynamic outer scale, whose decode factor is stored at outer_ptr.
 
-    data_ptr: bytes for codes, or fp16 (see `encode_and_store`).
+    data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
     ON_CHIP: the tile holds whole rows and reads them once; otherwise the program walks its rows twice. PARTS > 1 (only
     with ON_CHIP): this many programs share a row. Each finds the amax of the whole row and writes one part of it.
     SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr)
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
+                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
@@ -272,7 +280,7 @@ def quantize_scaled_rows(
 
     if ON_CHIP:
         words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                          ALIGN, False, ISA)  # fmt: skip
+                          ALIGN, False, ISA, PARTS == 1)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
         part_blocks: tl.constexpr = BLOCKS // PARTS
@@ -280,7 +288,7 @@ def quantize_scaled_rows(
         if PARTS > 1:
             cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
             words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
-                              dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA)  # fmt: skip
+                              dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True)  # fmt: skip
             amax = word_amax(words, 2, ISA, dtype)
     else:
         # The last tile covers the padding of swizzled scales.
@@ -290,7 +298,7 @@ def quantize_scaled_rows(
         for tile in range(tiles):
             words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
                               tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
-                              ISA)  # fmt: skip
+                              ISA, True)  # fmt: skip
             rows_amax = tl.maximum(rows_amax, tl.max(word_amax(words, 2, ISA, dtype), 1))
 
     if SCALE == "none":
@@ -313,7 +321,7 @@ def quantize_scaled_rows(
         for tile in range(tiles):
             words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
                               tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
-                              ISA)  # fmt: skip
+                              ISA, False)  # fmt: skip
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
                              dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,

@@ -24,10 +24,11 @@ from fp4compile.templates.device.memory import (
 )
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.register_tile import join_halves
+from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import square_config
-from fp4compile.templates.quantize.views import Matrices, format_constants, store_aligns, tile_grid
+from fp4compile.templates.quantize.views import Matrices, format_constants, or_placeholder, store_aligns, tile_grid
 
 
 def launch_squares(
@@ -36,12 +37,13 @@ def launch_squares(
 ) -> torch.Tensor | None:  # fmt: skip
     """Launch the kernel of square blocks; returns the outer scale.
 
-    rows, columns: (data, scales) to fill for x and for x transposed, uint8; either may be None, not both. each_matrix:
-    see `outer_of`.
+    rows, columns: (data, scales) to fill for x and for x transposed, uint8, or values without scales, see
+    `launch_rows`; either may be None, not both. each_matrix: see `outer_of`.
     """
     outer = outer_of(source, fmt, outer, each_matrix)
     constants = format_constants(fmt)
     config = square_config(fmt.element)
+    rows, columns = (each and (each[0], or_placeholder(each[1], each[0])) for each in (rows, columns))
     wanted = rows or columns
     launch(
         quantize_squares, tile_grid(source, config.row_tiles * constants["BLOCK"], 2 * config.words, layout),
@@ -176,8 +178,12 @@ def quantize_squares(
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
-        store_units(data_ptr, interleave_rows(even_units, odd_units), batch.to(tl.int64) * rows + row,
-                    col0 // 2, tl.cdiv(cols, BLOCK) * half, row < rows, UNIT_ALIGN)  # fmt: skip
+        units = interleave_rows(even_units, odd_units)
+        if takes_values(data_ptr.dtype):
+            units = values_of_units(units, repeat_rows(byte, BLOCK), ELEMENT, SCALE, data_ptr.dtype.element_ty, ISA)
+        store_units(data_ptr, units, batch.to(tl.int64) * rows + row, col0 // 2, tl.cdiv(cols, BLOCK) * half,
+                    row < rows, UNIT_ALIGN)  # fmt: skip
+    if ALONG_ROWS and not takes_values(data_ptr.dtype):
         store_square_scales(scales_ptr, byte, batch, row_tile * ROW_TILES, col0 // BLOCK, rows, cols,
                             BLOCK, SWIZZLED, SCALE_ALIGN)  # fmt: skip
     if ALONG_COLUMNS:
@@ -191,8 +197,12 @@ def quantize_squares(
             first_units = encode_pair(even_first, odd_first, factor, ELEMENT, ISA)
             second_units = encode_pair(even_second, odd_second, factor, ELEMENT, ISA)
         column = col0 + tl.arange(0, col_count)
-        store_units(columns_ptr, interleave_columns(first_units, second_units), batch.to(tl.int64) * cols + column,
-                    row_tile * (ROW_TILES * half), tl.cdiv(rows, BLOCK) * half, column < cols,
-                    COLUMN_UNIT_ALIGN)  # fmt: skip
+        units = interleave_columns(first_units, second_units)
+        if takes_values(columns_ptr.dtype):
+            scales = repeat_rows(tl.trans(byte), BLOCK)
+            units = values_of_units(units, scales, ELEMENT, SCALE, columns_ptr.dtype.element_ty, ISA)
+        store_units(columns_ptr, units, batch.to(tl.int64) * cols + column, row_tile * (ROW_TILES * half),
+                    tl.cdiv(rows, BLOCK) * half, column < cols, COLUMN_UNIT_ALIGN)  # fmt: skip
+    if ALONG_COLUMNS and not takes_values(columns_ptr.dtype):
         store_square_scales(column_scales_ptr, tl.trans(byte), batch, col0 // BLOCK, row_tile * ROW_TILES, cols, rows,
                             BLOCK, SWIZZLED, COLUMN_SCALE_ALIGN)  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from fp4compile._compat import statically_true, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
-from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.device.prologue import with_prologue
 
 
@@ -16,7 +16,8 @@ class Matrices:
     """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements.
 
     prologue: None, or the steps whose result is the tensor; `tensor` is then their first operand, and `operands` are
-    the others. All are contiguous.
+    the others. All are contiguous. stored: what the first kernel that reads the tensor fills with `prologue.stored`.
+    amax_bits: as of `amax.tensor_amax_bits`, if the kernel that found statistics of the prologue has found it, too.
     """
 
     tensor: torch.Tensor
@@ -27,6 +28,8 @@ class Matrices:
     row_stride: int
     prologue: Prologue | None = None
     operands: tuple[torch.Tensor, ...] = ()
+    stored: tuple[torch.Tensor, ...] = ()
+    amax_bits: torch.Tensor | None = None
 
     @property
     def args(self) -> tuple:
@@ -35,12 +38,27 @@ class Matrices:
 
     @property
     def read_args(self) -> tuple:
-        """`args`, and the operands 1, 2, ... of kernels that read by `device.prologue`, as many as there may be."""
-        return *self.args, *self.operands, *[None] * (OPERANDS - 1 - len(self.operands))
+        """`args`, and what kernels take that read by `device.prologue`: operands 1, 2, ..., and what is stored."""
+        absent = [[None] * (OPERANDS - 1 - len(self.operands)), [None] * (STORED - len(self.stored))]
+        return *self.args, *self.operands, *absent[0], *self.stored, *absent[1]
 
     def read_by(self, kernel):
         """A kernel that reads by `device.prologue`, with the prologue in it."""
-        return kernel if self.prologue is None else with_prologue(kernel, self.prologue)
+        if self.prologue is None:
+            return kernel
+        return with_prologue(kernel, self.prologue, self.tensor.dtype != self.prologue.dtype)
+
+    def after(self, outer: "Outer") -> "Matrices":
+        """What the next kernel reads, once outer scales are found: nothing is stored twice.
+
+        If the kernel of the amax has stored the result itself, that is read, and not computed again.
+        """
+        if not (self.stored and outer.computed):
+            return self
+        if self.prologue.stores_result:
+            written = self.stored[self.prologue.stored.index(self.prologue.result)]
+            return replace(self, tensor=written, prologue=None, operands=(), stored=())
+        return replace(self, prologue=replace(self.prologue, stored=()), stored=())
 
     @property
     def numel(self):
@@ -67,15 +85,20 @@ class Matrices:
         if not statically_true(self.rows == 1):
             divisor = power_of_two(self.row_stride, divisor)
         divisor = power_of_two(self.batch_stride, divisor)
-        for each in (self.tensor, *self.operands):
+        for each in (self.tensor, *self.operands, *self.stored):
             divisor = power_of_two(_address(each) // each.element_size(), divisor)
         return divisor // 2
 
 
-def matrices(x: torch.Tensor, prologue: Prologue | None = None, operands: tuple[torch.Tensor, ...] = ()) -> Matrices:
+def matrices(
+    x: torch.Tensor,
+    prologue: Prologue | None = None,
+    operands: tuple[torch.Tensor, ...] = (),
+    stored: tuple[torch.Tensor, ...] = (),
+) -> Matrices:
     """x as matrices whose rows run along its last dimension; copied only where its strides leave no other way.
 
-    prologue, operands: see `Matrices`; x is then contiguous.
+    prologue, operands, stored: see `Matrices`; x is then contiguous.
     """
     if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
         x = x.contiguous()
@@ -84,7 +107,7 @@ def matrices(x: torch.Tensor, prologue: Prologue | None = None, operands: tuple[
     if x.dim() > 3:
         x = x.flatten(0, -3)
     batch_stride = 0 if statically_true(x.shape[0] == 1) else x.stride(0)
-    return Matrices(x, *x.shape, batch_stride, x.stride(1), prologue, operands)
+    return Matrices(x, *x.shape, batch_stride, x.stride(1), prologue, operands, stored)
 
 
 def power_of_two(n, limit: int) -> int:
@@ -128,6 +151,11 @@ def empty_outputs(
     blocks = ceil_div(cols, fmt.block_cols)
     matrix = (swizzled_numel(rows, blocks),) if layout == "swizzled" else (ceil_div(rows, fmt.block[0]), blocks)
     return data, x.new_empty((*batch, *matrix), dtype=torch.uint8)
+
+
+def empty_values(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """Uninitialised 16-bit floats for the values of the codes of x along its last dimension (`fmt.values_dtype`)."""
+    return x.new_empty((*x.shape[:-1], 2 * code_pairs(x.shape[-1], fmt)), dtype=fmt.values_dtype)
 
 
 def typed_outputs(
@@ -207,6 +235,11 @@ class Outer:
     scale: torch.Tensor | None
     amax: torch.Tensor | None
     mode: str
+
+    @property
+    def computed(self) -> bool:
+        """Whether a kernel has read the tensor for them."""
+        return self.mode in ("amax", "row amax", "matrix amax")
 
     @property
     def constants(self) -> dict:

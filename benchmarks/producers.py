@@ -1,0 +1,247 @@
+"""Norm, activation and residual before a quantiser: fused into its kernels, before it, and by torchao's quantisers.
+
+    python -m benchmarks.producers [--parts rows both] [--rows 8192] [--cols 8192] [--out FILE]
+    python -m benchmarks.producers --parts values train decode [--recipes nvfp4_train mxfp8 ...]
+
+Parts. rows: a compiled function makes the bf16 tensor of a linear layer, as a Llama block has it, and quantises it
+along its rows. both: in both directions, as training does. values: along the rows, for a GPU that multiplies the values
+(`fake_quantize`). There is no product in these functions, so all that the device does counts: its time by the profiler,
+in microseconds a call. "fused": with the pass `fuse_prologue`, on GPUs too on which it does nothing otherwise; "-"
+where its model sees no gain. "apart": without the pass. "copy": a device copy that moves as many bytes as one kernel
+would that reads each input once and writes each output once.
+
+train, decode: one Llama-3-8B block of bf16 parameters under recipes, forward and backward of 8192 tokens, or forward of
+one token (a CUDA graph, replayed), with the pass and without; "prologues" counts what was fused.
+
+Most of the time is spent in compiling: 33 small functions for rows, 15 for both, 8 blocks each for train and decode.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._inductor import config as inductor
+
+import fp4compile
+from benchmarks import common, quantize
+from fp4compile.templates.quantize import prologue_cost
+
+PARTS = ("rows", "both", "values", "train", "decode")
+FORMATS = {
+    "rows": ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8"),
+    "both": ("nvfp4", "mxfp8"),
+    "values": ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4"),
+}
+RECIPES = ("nvfp4_train", "mxfp8", "float8_rowwise", "nvfp4")
+PASS = "fuse_prologue"
+
+
+# ---------------------------------------------------------------- producers: of two tensors [M, K] and a weight [K]
+
+
+def rms_norm(x, y, weight):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def add_rms_norm(x, y, weight):
+    """The sum goes on to the next block."""
+    stream = x + y
+    return rms_norm(stream, None, weight), stream
+
+
+def gate(x, y, weight):
+    return F.silu(x) * y
+
+
+PRODUCERS = {"rms_norm": rms_norm, "add, rms_norm": add_rms_norm, "silu, mul": gate}
+
+
+def then(producer: Callable, quantiser: Callable) -> Callable:
+    """x, y, weight -> what the quantiser makes of the producer's result, and other results of the producer's."""
+
+    def function(x, y, weight):
+        value, *others = made if isinstance(made := producer(x, y, weight), tuple) else (made,)
+        return *quantiser(value), *others
+
+    return function
+
+
+def quantiser_of(part: str, format: str) -> Callable:
+    op = {"rows": "quantize", "both": "quantize_both", "values": "fake_quantize"}[part]
+    return lambda value: getattr(torch.ops.fp4compile, op)(value, format)
+
+
+def torchao_of(part: str, format: str) -> Callable | None:
+    """torchao's quantiser; None where it has none, or is not installed."""
+    peers = quantize.torchao_functions()
+    rows, columns, dynamic = (peers.get((case, format)) for case in ("rows", "columns", "two-level, dynamic"))
+    rows = rows or dynamic
+    if part == "rows" and rows is not None:
+        return lambda value: _tensors(rows(value))
+    if part == "both" and rows is not None and columns is not None:
+        return lambda value: (*_tensors(rows(value)), *_tensors(columns(value)))
+    return None
+
+
+def _tensors(made) -> tuple:
+    return tuple(each for each in made if isinstance(each, torch.Tensor))
+
+
+def compiled(function: Callable, device: str, fused: bool | None) -> tuple[Callable, Callable[[], int]]:
+    """The function under the backend, and how many prologues were fused so far. fused: None for Inductor alone."""
+    if fused is None:
+        return torch.compile(function, dynamic=False), lambda: 0
+    with mock.patch.object(fp4compile.config, "disabled_passes", () if fused else (PASS,)):
+        chosen = fp4compile.backend("mxfp8")
+    return torch.compile(function, backend=chosen, dynamic=False), lambda: chosen.report.counts.get(PASS, 0)
+
+
+def producers(part: str, args: argparse.Namespace) -> Iterator[dict]:
+    torch.manual_seed(0)
+    x, y = (torch.randn(args.rows, args.cols, device=args.device).bfloat16() for _ in range(2))
+    weight = torch.randn(args.cols, device=args.device).bfloat16()
+    for name, producer in PRODUCERS.items():
+        for format in FORMATS[part]:
+            times: dict[str, float | None] = {}
+            for column, fused in (("fused us", True), ("apart us", False)):
+                torch._dynamo.reset()
+                call, count = compiled(then(producer, quantiser_of(part, format)), args.device, fused)
+                outputs = call(x, y, weight)
+                no_prologue = fused and count() == 0 and args.device != "cpu"
+                times[column] = None if no_prologue else device_time(partial(call, x, y, weight), args)
+            moved = quantize.nbytes((x,) if producer is rms_norm else (x, y)) + quantize.nbytes(outputs)
+            peer = torchao_of(part, format)
+            if peer is not None:
+                torch._dynamo.reset()
+                call, _ = compiled(then(producer, peer), args.device, None)
+                call(x, y, weight)
+            copy = copy_time(moved, args)
+            best = times["fused us"] or times["apart us"]
+            yield {
+                "producer": name, "quantised": f"{part}, {format}", **times,
+                "torchao us": None if peer is None else device_time(partial(call, x, y, weight), args),
+                "copy us": copy, "over copy": None if copy is None else best / copy,
+            }  # fmt: skip
+
+
+def copy_time(nbytes: int, args: argparse.Namespace) -> float | None:
+    return quantize.copy_time(nbytes, args.repeats) if args.device != "cpu" else None
+
+
+def device_time(call: Callable, args: argparse.Namespace) -> float:
+    """Microseconds of the device in a call; on a CPU, of the call."""
+    call()
+    if args.device == "cpu":
+        return 1e3 * common.step_time(call, args.device)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(args.repeats):
+            call()
+        torch.cuda.synchronize()
+    return sum(event.time_range.elapsed_us() for event in found.events() if _on_device(event)) / args.repeats
+
+
+def _on_device(event) -> bool:
+    """Whether an event is a kernel, a copy or a fill, and no annotation of several."""
+    of_host = getattr(event, "is_user_annotation", False) or event.name.startswith(("##", "Torch-Compiled"))
+    return event.device_type == torch.autograd.DeviceType.CUDA and not of_host
+
+
+# ---------------------------------------------------------------- a block of a model
+
+
+def block_of(args: argparse.Namespace, tokens: int) -> tuple[torch.nn.Module, torch.Tensor, dict]:
+    """A block, its input, and the other arguments of its forward."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    from benchmarks.llama_decode import LLAMA_3_8B, TINY
+
+    shape = LlamaConfig(**(TINY if args.tiny else LLAMA_3_8B), attn_implementation="sdpa")
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        block = LlamaDecoderLayer(shape, 0).bfloat16()
+        x = torch.randn(1, tokens, shape.hidden_size).bfloat16()
+        places = torch.arange(tokens).unsqueeze(0)
+        angles = LlamaRotaryEmbedding(shape)(x, places)
+    return block, x, {"position_embeddings": angles, "position_ids": places}
+
+
+def result(made) -> torch.Tensor:
+    return made[0] if isinstance(made, tuple) else made
+
+
+def blocks(part: str, args: argparse.Namespace) -> Iterator[dict]:
+    measure = {"train": train_time, "decode": decode_time}[part]
+    for recipe in args.recipes:
+        row: dict[str, object] = {"block": part, "recipe": recipe}
+        for column, disabled in (("fused", ()), ("apart", (PASS,))):
+            torch._dynamo.reset()
+            with mock.patch.object(fp4compile.config, "disabled_passes", disabled):
+                chosen = fp4compile.backend(recipe)
+            start = time.perf_counter()
+            row[f"{column} us"] = measure(chosen, args)
+            row[f"{column} s in all"] = time.perf_counter() - start
+            if not disabled:
+                row["prologues"] = chosen.report.counts.get(PASS, 0)
+        yield row | {"apart over fused": row["apart us"] / row["fused us"]}
+
+
+def train_time(backend, args: argparse.Namespace) -> float:
+    """Microseconds of a forward and backward pass."""
+    block, x, others = block_of(args, args.tokens)
+    x.requires_grad_()
+    run, gradient = torch.compile(block, backend=backend, dynamic=False), torch.randn_like(x) / args.tokens
+
+    def step():
+        result(run(x, **others)).backward(gradient)
+
+    for _ in range(2):
+        step()
+    return 1e3 * statistics.median(common.step_time(step, args.device) for _ in range(args.repeats))
+
+
+@torch.no_grad()
+def decode_time(backend, args: argparse.Namespace) -> float:
+    """Microseconds of a forward pass of one token."""
+    block, x, others = block_of(args, 1)
+    run = torch.compile(block.eval(), backend=backend, dynamic=False)
+    run(x, **others)
+    call = partial(run, x, **others)
+    if args.device == "cpu":
+        return 1e3 * common.step_time(call, args.device)
+    return common.graph_time([call] * 10, args.repeats)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["rows", "both"])
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--cols", type=int, default=8192)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of train and decode")
+    parser.add_argument("--tokens", type=int, default=8192, help="of train")
+    parser.add_argument("--tiny", action="store_true", help="train, decode: a narrow model, to try the script")
+    parser.add_argument("--repeats", type=int, default=11)
+    args = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", message=".*quantised nothing")  # there is no product
+    found, seconds = {}, {}
+    # A graph in a cache does not say whether the pass was on for this GPU.
+    with inductor.patch(force_disable_caches=True), mock.patch.object(prologue_cost, "SINCE", 0):
+        for part in args.parts:
+            start = time.perf_counter()
+            found[part] = list((blocks if part in ("train", "decode") else producers)(part, args))
+            seconds[part] = time.perf_counter() - start
+            print(f"{part}: {seconds[part]:.0f} s", flush=True)
+    names = ("rows", "cols", "recipes", "tokens", "tiny", "repeats")
+    common.publish_parts(args, {name: getattr(args, name) for name in names} | {"seconds": seconds}, found)
+
+
+if __name__ == "__main__":
+    main()

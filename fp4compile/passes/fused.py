@@ -1,0 +1,46 @@
+"""Which operations the quantiser of a product computes first, for the report.
+
+`rewrite` names the product on every node that takes the product's place (`name_product`), and `fuse_prologue` the
+operations on the quantiser (`name_operations`). `fused(graph)` puts the two together.
+"""
+
+import operator
+from collections.abc import Iterable
+
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from fp4compile.passes.graph import QUANTIZE_PROLOGUE, RESHAPES
+
+_PRODUCT, _OPERATIONS = "fp4compile_product", "fp4compile_operations"
+
+
+def name_product(product: Node) -> None:
+    """Note on a product its name in the joint graph; nodes that take its metadata have it too."""
+    product.meta[_PRODUCT] = product.name
+
+
+def name_operations(quantise: Node, operations: Iterable[Node]) -> None:
+    """Note on a quantiser with a prologue what it computes, each once: operations as the user's program has them."""
+    quantise.meta[_OPERATIONS] = ", ".join(dict.fromkeys(map(_name, operations)))
+
+
+def _name(operation: Node) -> str:
+    """ "rms_norm" for an operation that comes of `aten._fused_rms_norm.default`."""
+    target = operation.meta.get("original_aten", operation.target)
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    return packet.__name__.removeprefix("_fused").strip("_")
+
+
+def fused(graph: Graph) -> dict[str, str]:
+    """Operations such as "silu, mul", by the names of the products that read the quantiser's results."""
+    found: dict[str, dict[str, None]] = {}
+    for quantise in graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE):
+        waiting = [quantise]
+        for node in waiting:
+            for user in node.users:
+                if user.target is operator.getitem or user.target in RESHAPES:
+                    waiting.append(user)
+                elif _PRODUCT in user.meta and getattr(user.target, "namespace", "") == "fp4compile":
+                    found.setdefault(user.meta[_PRODUCT], {})[quantise.meta[_OPERATIONS]] = None
+    return {product: "; ".join(operations) for product, operations in found.items()}

@@ -1,0 +1,284 @@
+"""Prologues with reductions: whole rows on the chip, and statistics of rows that are too long for it.
+
+`with_row_prologue` makes a copy of a kernel in which `read_row` and `walk_row` mean device functions that `row_source`
+and `walk_source` print from the steps, in the way of `device.prologue`. `read_row` loads a row of each operand once,
+computes all steps, and returns the words of the result. `walk_row` goes through rows tile by tile, once for each
+reduction of what another one gave, and finds the statistics alone. Both store what `Prologue.stored` names.
+
+A step of the whole shape is a pair of tensors [ROWS, BLOCKS, BLOCK / 2] in float32, of the even columns and of the odd
+ones. One of rows is a tensor [ROWS, 1, 1]. The arithmetic is that of Inductor's persistent reductions: float32, a
+variance by its mean. The order of a sum is that of this kernel: even and odd columns, then inside of a block, then over
+blocks. So a sum may differ from Inductor's in its last bits. All that follows has the bits that Inductor's would have,
+were the sum the same.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+
+import triton
+import triton.language as tl
+
+from fp4compile.pointwise import REDUCTIONS, Step
+from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.templates.device.column_tile import unpack_column_tile
+from fp4compile.templates.device.elements import pack
+from fp4compile.templates.device.epilogue import store_rounded
+from fp4compile.templates.device.memory import load_tile
+from fp4compile.templates.device.pointwise import (
+    device_functions,
+    erf,
+    exp,
+    printed_step,
+    rsqrt,
+    tanh,
+    with_functions,
+)
+from fp4compile.templates.device.prologue import aux_tile, col_tile, inside_tile, row_tile, to_tile
+
+# ---------------------------------------------------------------- of a tensor in memory
+
+
+@triton.jit
+def read_row(
+    ptr, operands, batch, row, rows, cols, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
+    WHOLE: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """The words of whole rows. WHOLE: they are as long as the tile is wide."""
+    return load_tile(ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
+
+
+@triton.jit
+def walk_row(
+    ptr, operands, batch, row, rows, cols, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
+    WHOLE: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """The statistics of rows: of a tensor without steps there are none."""
+
+
+@triton.jit
+def halves(tile):
+    """The even and the odd columns of a tile of one tensor each."""
+    return tile[0][0], tile[1][0]
+
+
+# ---------------------------------------------------------------- reductions: [ROWS, BLOCKS, BLOCK / 2] -> [ROWS, 1, 1]
+
+
+@triton.jit
+def replaced_outside(even, odd, cols, ALIGN: tl.constexpr, VALUE: tl.constexpr):
+    """Columns beyond `cols` as VALUE."""
+    half: tl.constexpr = even.shape[2]
+    word = tl.arange(0, even.shape[1])[None, :, None] * half + tl.arange(0, half)[None, None, :]
+    if ALIGN > 0:  # whole vectors are compared, as for loads
+        inside = word // ALIGN < cols // 2 // ALIGN
+        return tl.where(inside, even, VALUE), tl.where(inside, odd, VALUE)
+    else:
+        return tl.where(2 * word < cols, even, VALUE), tl.where(2 * word + 1 < cols, odd, VALUE)
+
+
+@triton.jit
+def row_sum(even, odd, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
+    """INSIDE: what is beyond `cols` columns is 0, or there is nothing."""
+    if not INSIDE:
+        even, odd = replaced_outside(even, odd, cols, ALIGN, 0.0)
+    return tl.sum(tl.sum(even + odd, 2), 1)[:, None, None]
+
+
+@triton.jit
+def row_deviation(even, odd, mean, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
+    """The sum of the squares of differences from the mean. INSIDE: there is nothing beyond `cols` columns."""
+    even = even - mean
+    odd = odd - mean
+    return row_sum(even * even, odd * odd, cols, ALIGN, INSIDE)
+
+
+@triton.jit
+def larger(one, other):
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_amax(even, odd, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
+    """INSIDE: there is nothing beyond `cols` columns."""
+    if not INSIDE:
+        even, odd = replaced_outside(even, odd, cols, ALIGN, float("-inf"))
+    return tl.reduce(tl.reduce(larger(even, odd), 2, larger), 1, larger)[:, None, None]
+
+
+# ---------------------------------------------------------------- stores
+
+
+@triton.jit
+def store_statistic(ptr, value, batch, row, rows, ROWS: tl.constexpr, ISA: tl.constexpr):
+    """Write one result a row, [ROWS, 1, 1], rounded to the type at ptr."""
+    store_rounded(ptr, batch.to(tl.int64) * rows + row, tl.reshape(value, (ROWS,)), row < rows, ISA)
+
+
+# ---------------------------------------------------------------- printed
+
+_CONSTANTS = "ROWS, BLOCKS, BLOCK, VECTORS, ALIGN"
+_PARAMETERS = ("ptr, operands, batch, row, rows, cols, dtype: tl.constexpr, ROWS: tl.constexpr, "
+               "BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr, "
+               "WHOLE: tl.constexpr, ISA: tl.constexpr")  # fmt: skip
+_REDUCE = {"sum": "row_sum", "mean": "row_sum", "variance": "row_deviation", "amax": "row_amax"}
+_MEANS = ("mean", "variance")  # sums that are divided by the number of columns at the end
+assert set(_REDUCE) == set(REDUCTIONS)
+
+
+def row_source(prologue: Prologue) -> str:
+    """The source of `read_row`."""
+    last = f"s{len(prologue.steps) - 1}"
+    lines = ["left = BLOCKS * BLOCK if WHOLE else cols"]
+    lines += _loads(prologue, prologue.kinds, "0")
+    for i, step in enumerate(prologue.steps):
+        if step.operation in REDUCTIONS:
+            lines += [f"s{i} = {_reduced(prologue, step)}", *_mean(i, step)]
+        else:
+            lines += _step(prologue, i)
+    lines += _stores(prologue, prologue.stored)
+    lines += [
+        f"words = pack({last}_even, {last}_odd, dtype, ISA)",
+        "if not WHOLE:",
+        f"    words = inside_tile((words,), batch, row, rows, 0, cols, left, dtype, {_CONSTANTS}, False)",
+        "return words",
+    ]
+    return _function("read_row", lines)
+
+
+def walk_source(prologue: Prologue) -> str:
+    """The source of `walk_row`: one loop for the reductions of each level, which need the results of those below."""
+    columns = [i for i, kind in prologue.kinds.items() if kind == "col"]
+    lines = ["width: tl.constexpr = BLOCKS * BLOCK", *_loads(prologue, columns, "0")]
+    for level in range(1, max(prologue.levels) + 1):
+        found = [i for i in prologue.reductions if prologue.levels[i] == level]
+        lines += [f"s{i} = tl.full((ROWS, 1, 1), {_start(prologue.steps[i])}, tl.float32)" for i in found]
+        lines += ["for tile in range(tl.cdiv(cols, width)):"]
+        lines += ["    " + line for line in _walked(prologue, found)]
+        lines += [line for i in found for line in _mean(i, prologue.steps[i])]
+        rows = (i for i, kind in enumerate(prologue.step_kinds) if kind == "col" and prologue.levels[i] == level)
+        lines += [line for i in rows if i not in found for line in _step(prologue, i)]
+    return _function("walk_row", lines + _stores(prologue, prologue.stored))
+
+
+def _walked(prologue: Prologue, reductions: list[int]) -> list[str]:
+    """One step of a loop: the reductions of a tile, added to those of the tiles before."""
+    roots = [int(x[1:]) for i in reductions for x in prologue.steps[i].arguments if isinstance(x, str) and x[0] == "s"]
+    needed = prologue.needed(roots, ("aux", "row"))
+    names = {x for i in (*needed, *reductions) for x in prologue.steps[i].arguments if isinstance(x, str)}
+    read = [i for i, kind in prologue.kinds.items() if kind != "col" and f"{kind}{i}" in names]
+    lines = ["col0 = tile * width", "left = tl.minimum(cols - col0, width)", *_loads(prologue, read, "col0")]
+    lines += [line for i in needed for line in _step(prologue, i)]
+    for i in reductions:
+        step = prologue.steps[i]
+        tile = _reduced(prologue, step)
+        lines += [f"s{i} = larger(s{i}, {tile})" if step.operation == "amax" else f"s{i} = s{i} + {tile}"]
+    return lines
+
+
+def _loads(prologue: Prologue, operands: Iterable[int], col0: str) -> list[str]:
+    lines = []
+    for i in sorted(operands):
+        kind = prologue.kinds[i]
+        name, ptr = f"{kind}{i}", "ptr" if i == 0 else f"operands[{i - 1}]"
+        if i == 0 and col0 != "0":
+            ptr = f"{ptr} + {col0}"
+        where = f"batch, row, rows, {col0}, cols, left, dtype, {_CONSTANTS}, False"
+        if i == 0:
+            loaded = f"unpack_column_tile((load_tile({ptr}, left, row < rows, dtype, {_CONSTANTS}),), dtype)"
+        else:
+            loaded = f"{kind}_tile({ptr}, {where})"
+        if kind == "col":  # a row has one
+            loaded = loaded.replace(" left,", " cols,")
+            lines += [f"{name}, _ = halves({loaded})"]
+        else:
+            lines += [f"{name}_even, {name}_odd = halves({loaded})"]
+    return lines
+
+
+def _step(prologue: Prologue, number: int) -> list[str]:
+    """The lines of a step that reduces nothing."""
+    step, name = prologue.steps[number], f"s{number}"
+    if prologue.step_kinds[number] == "col":
+        return [f"{name} = {printed_step(step)}"]
+    return [f"{name}_{side} = {printed_step(step, lambda x, side=side: _half(prologue, x, side))}" for side in _SIDES]
+
+
+_SIDES = ("even", "odd")
+
+
+def _half(prologue: Prologue, name: str, side: str) -> str:
+    """What a value is called among the even or the odd columns."""
+    return name if prologue.kind_of(name, prologue.step_kinds) == "col" else f"{name}_{side}"
+
+
+def _start(step: Step) -> str:
+    return 'float("-inf")' if step.operation == "amax" else "0.0"
+
+
+def _reduced(prologue: Prologue, step: Step) -> str:
+    name, *others = step.arguments
+    halves = [_half(prologue, name, side) for side in _SIDES]
+    inside = "True" if step.operation in ("sum", "mean") and _vanishes(prologue, name) else "WHOLE"
+    return f"{_REDUCE[step.operation]}({', '.join([*halves, *others])}, left, ALIGN, {inside})"
+
+
+# Of zeros, and of these and numbers, they make 0.
+_VANISHING = ("add", "sub", "neg", "relu", "square", "cube", "mul", "erf", "tanh")
+
+
+def _vanishes(prologue: Prologue, name: str) -> bool:
+    """Whether a value is 0 beyond the columns of its rows, where operands are. (Those of rows are not.)"""
+    if name[0] != "s":
+        return not name.startswith("col")
+    step = prologue.steps[int(name[1:])]
+    names = [x for x in step.arguments if isinstance(x, str)]
+    numbers = len(names) < len(step.arguments)
+    return step.operation in ("mul",) * numbers + _VANISHING * (not numbers) and all(
+        _vanishes(prologue, x) for x in names
+    )
+
+
+def _mean(number: int, step: Step) -> list[str]:
+    return [f"s{number} = s{number} / cols"] if step.operation in _MEANS else []
+
+
+def _stores(prologue: Prologue, stored: Iterable[tuple]) -> list[str]:
+    lines = []
+    for place, (i, _) in enumerate(stored):
+        if prologue.step_kinds[i] == "col":
+            lines += [f"store_statistic(operands[{OPERANDS - 1 + place}], s{i}, batch, row, rows, ROWS, ISA)"]
+        else:
+            ptr = f"operands[{OPERANDS - 1 + place}]"
+            lines += [f"to_tile({ptr}, (pack(s{i}_even, s{i}_odd, {ptr}.dtype.element_ty, ISA),), batch, row, rows, 0, "
+                      f"cols, left, dtype, {_CONSTANTS}, False)"]  # fmt: skip
+    return lines
+
+
+def _function(name: str, lines: list[str]) -> str:
+    return "\n".join(["@triton.jit", f"def {name}({_PARAMETERS}):", *("    " + line for line in lines)]) + "\n"
+
+
+# What a printed function may use.
+_NAMES = {
+    function.__name__: function
+    for function in (
+        erf, exp, rsqrt, tanh, pack, unpack_column_tile, load_tile, aux_tile, row_tile, col_tile, inside_tile,
+        halves, row_sum, row_deviation, row_amax, larger, to_tile, store_statistic,
+    )
+} | {"triton": triton, "tl": tl}  # fmt: skip
+_PRINTED = {"read_row": row_source, "walk_row": walk_source}
+
+
+@cache
+def _device_function(text: str, name: str):
+    return device_functions(text, _NAMES)[name]
+
+
+@cache
+def with_row_prologue(kernel, prologue: Prologue):
+    """The kernel, which reads rows of the result of these steps, or walks them."""
+    functions = {name: _device_function(source(prologue), name)
+                 for name, source in _PRINTED.items() if name in kernel.fn.__globals__}  # fmt: skip
+    return with_functions(kernel, functions)

@@ -1,0 +1,135 @@
+"""The values of codes that a quantiser has just made, to be stored in their place: 16 bits, without the outer scale.
+
+See `formats.BlockFormat.values_dtype` for why 16 bits hold them. The quantisers are short of instructions, not of
+bandwidth. So E2M1 elements with E4M3 scales, and E4M3 elements with E8M0 scales, become floats by moving bits, and are
+multiplied two at a time: three instructions an element.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4compile.templates.device.block_scales import decode_scale
+from fp4compile.templates.device.dequantize import repeat_scales
+from fp4compile.templates.device.elements import decode_pair, pack, rounding_scale
+
+
+@triton.constexpr_function
+def takes_values(ptr_dtype):
+    """Whether what a quantiser writes to are floats, not the bytes of codes."""
+    return ptr_dtype.element_ty.primitive_bitwidth == 16
+
+
+@triton.constexpr_function
+def quick(element, scale, isa):
+    """Whether there is PTX for the codes of a format."""
+    return isa > 0 and (element, scale) in (("e2m1", "e4m3"), ("e4m3", "e8m0"))
+
+
+def _e2m1_ptx(scales: int) -> str:
+    """PTX for eight E2M1 codes in a register, as 4 words of two float16: operands $0 to $3; codes $4, scales from $5.
+
+    With its magnitude at bit 9 and its sign at bit 15, a code is a float16 2^14 times too small.
+    """
+    both = "lop3.b32 {0}, {0}, {1}, 0x0E0E0E0E, 0xE4; and.b32 {0}, {0}, 0x8E8E8E8E;"  # the shifted magnitude, the sign
+    spread = "shr.b32 u, $4, 3; " + both.format("u", "$4")  # the second code of each byte
+    spread += " shl.b32 t, $4, 4; shr.b32 v, t, 3; " + both.format("v", "t")
+    words = "".join(
+        f" prmt.b32 t, v, u, 0x{4 + i}{i}{i}{i}; and.b32 t, t, 0xFF00FF00; mul.rn.f16x2 t, t, m;"
+        f" mul.rn.f16x2 ${i}, t, ${5 + i % scales};"
+        for i in range(4)
+    )
+    return "{ .reg .b32 t, u, v, m; mov.b32 m, 0x74007400; " + spread + words + " }"
+
+
+def _e4m3_ptx(scales: int) -> str:
+    """PTX for four E4M3 codes in a register, as 2 words of two bfloat16: operands $0 and $1; codes $2, scales from $3.
+
+    With its magnitude at bit 4 and its sign at bit 15, a code is a bfloat16 2^120 times too small. (A code of NaN is
+    not: its block has the scale NaN.)
+    """
+    words = "".join(
+        f" prmt.b32 t, $2, 0, 0x{2 * i + 1}4{2 * i}4; shr.b32 u, t, 4; and.b32 u, u, 0x07F007F0;"
+        f" lop3.b32 t, t, 0x80008000, u, 0xEA; fma.rn.bf16x2 t, t, m, z; fma.rn.bf16x2 ${i}, t, ${3 + i % scales}, z;"
+        for i in range(2)
+    )
+    return "{ .reg .b32 t, u, m, z; mov.b32 m, 0x7B807B80; mov.b32 z, 0x80008000;" + words + " }"
+
+
+_E2M1, _E2M1_BYTES = tl.constexpr(_e2m1_ptx(1)), tl.constexpr(_e2m1_ptx(4))
+_E4M3, _E4M3_PAIRS = tl.constexpr(_e4m3_ptx(1)), tl.constexpr(_e4m3_ptx(2))
+
+
+@triton.jit
+def values_of_units(units, byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
+    """Codes [rows, n], two or more in an integer, and scale bytes [rows, blocks] -> words [rows, m] of two values."""
+    if quick(ELEMENT, SCALE, ISA):
+        units = halves(units)
+        scale = rounding_scale(byte, ISA) if SCALE == "e4m3" else _bf16_scale(byte)
+        scale = repeat_scales(scale, units.shape[1] // byte.shape[1])
+        return _quick_values(units, scale, ELEMENT)
+    else:
+        pairs = split_units(units, 8 if ELEMENT == "e2m1" else 16)
+        first, second = decode_pair(pairs, ELEMENT, ISA)
+        scale = repeat_scales(decode_scale(byte, SCALE, ISA), pairs.shape[1] // byte.shape[1])
+        return pack(first * scale, second * scale, dtype, ISA)
+
+
+@triton.jit
+def _bf16_scale(byte):
+    """E8M0 scale bytes (int32) -> their values, as bf16 twice."""
+    bits = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _quick_values(units, scale, ELEMENT: tl.constexpr):
+    """int32 units, or units of two codes, times the scales of each -> words."""
+    if units.dtype != tl.int32:
+        if ELEMENT == "e2m1":
+            return tl.inline_asm_elementwise(
+                _E2M1_BYTES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [units, scale], dtype=tl.int32, is_pure=True, pack=4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                _E4M3_PAIRS, "=&r,=&r,r,r,r", [units, scale], dtype=tl.int32, is_pure=True, pack=2
+            )
+    elif ELEMENT == "e2m1":
+        word0, word1, word2, word3 = tl.inline_asm_elementwise(
+            _E2M1, "=&r,=&r,=&r,=&r,r,r", [units, scale], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+        return tl.reshape(words, (units.shape[0], units.shape[1] * 4))
+    else:
+        word0, word1 = tl.inline_asm_elementwise(
+            _E4M3, "=&r,=&r,r,r", [units, scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+        return tl.reshape(tl.join(word0, word1), (units.shape[0], units.shape[1] * 2))
+
+
+@triton.jit
+def halves(units):
+    """int64 units [rows, n] -> int32 units [rows, 2 * n]; others as they are.
+
+    By a broadcast, before which Triton moves units to the lanes that store their values.
+    """
+    if units.dtype == tl.int64:
+        low = units.to(tl.int32)[:, :, None]
+        high = (units >> 32).to(tl.int32)[:, :, None]
+        both = tl.where((tl.arange(0, 2) == 0)[None, None, :], low, high)
+        return tl.reshape(both, (units.shape[0], units.shape[1] * 2))
+    else:
+        return units
+
+
+@triton.jit
+def split_units(units, BITS: tl.constexpr):
+    """Integers [rows, n] -> the runs of so many bits that they consist of, uint8 or uint16, lowest first."""
+    count: tl.constexpr = units.dtype.primitive_bitwidth // BITS
+    part_type: tl.constexpr = tl.uint8 if BITS == 8 else tl.uint16
+    if count == 1:
+        return units.to(part_type)
+    else:
+        shift = (BITS * tl.arange(0, count)).to(units.dtype)
+        parts = (units[:, :, None] >> shift[None, None, :]).to(part_type)
+        return tl.reshape(parts, (units.shape[0], units.shape[1] * count))

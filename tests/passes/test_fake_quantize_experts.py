@@ -1,0 +1,287 @@
+"""Which quantises of experts become `fake_quantize_grouped`, what is launched then, and that no value changes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+import fp4compile
+from fp4compile.passes.fake_quantize import fake_quantize
+from fp4compile.passes.find import find
+from fp4compile.passes.gemm import Input
+from fp4compile.passes.graph import (
+    FAKE_QUANTIZE_GROUPED,
+    FAKE_QUANTIZE_GROUPED_BOTH,
+    SCALED_GROUPED_MM,
+    grouped_problem,
+)
+from fp4compile.passes.lower import lower
+from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.passes.plan import plan
+from fp4compile.passes.rewrite import rewrite
+from fp4compile.recipe import named
+from fp4compile.targets import Target
+from fp4compile.templates.grouped.choose import choose
+from fp4compile.templates.launch import dry_run
+
+ops = torch.ops.fp4compile
+BF16 = torch.bfloat16
+M, G, N, K = 600, 2, 48, 64  # 300 tokens an expert
+SHAPES = {"x": (M, K), "w": (G, N, K), "dy": (M, N)}
+
+
+def scaled(quantised, fmt, first=0):
+    """The operand that three of the results are."""
+    data, scales, outer = quantised[first : first + 3]
+    return data, scales if scales.numel() else None, outer if outer.numel() else None, fmt
+
+
+def product(a, b, offs, x):
+    return ops.scaled_grouped_mm(*a, *b, offs, x.shape[0], BF16)
+
+
+def forward(fmt="nvfp4", quantize=None, **options):
+    """The forward product; quantize: of the weights."""
+
+    def function(x, w, dy, offs):
+        weights = ops.quantize_grouped(w, None, fmt) if quantize is None else quantize(w, fmt)
+        return product(scaled(ops.quantize_grouped(x, offs, fmt, **options), fmt), scaled(weights, fmt), offs, x)
+
+    return function
+
+
+def saved_columns(x, w, dy, offs):
+    """A forward graph that saves codes for the weight gradient."""
+    both = ops.quantize_grouped_both(x, offs, "nvfp4_te", hadamard=True)
+    weights = ops.quantize_grouped(w, None, "nvfp4_16x16")
+    return product(scaled(both, "nvfp4_te"), scaled(weights, "nvfp4_16x16"), offs, x), *both[3:]
+
+
+def backward(fmt="nvfp4", weights=None, **options):
+    """Both gradients; the activation's codes are there."""
+
+    def function(x, w, dy, offs):
+        saved = ops.quantize_grouped(x, offs, fmt, -2, hadamard=options.get("hadamard", False))
+        if "seeded" in options:
+            seed = torch.ones((), dtype=torch.int64, device=x.device)
+            both = ops.quantize_grouped_both(dy, offs, fmt, seed=seed, hadamard=True)
+        else:
+            both = ops.quantize_grouped_both(dy, offs, fmt)
+        apart = fmt != "nvfp4" and fmt != "mxfp8"
+        down = scaled((*both[3:5], both[5] if apart else both[2]), fmt)
+        other = weights or fmt
+        dx = product(scaled(both, fmt), scaled(ops.quantize_grouped(w, None, other, -2), other), offs, x)
+        return dx, product(down, scaled(saved, fmt), offs, x), saved[0]
+
+    return function
+
+
+def rows_kept(x, w, dy, offs):
+    both, saved = ops.quantize_grouped_both(dy, offs, "mxfp8"), ops.quantize_grouped(x, offs, "mxfp8", -2)
+    return product(scaled(both, "mxfp8", 3), scaled(saved, "mxfp8"), offs, x), both[0], both[1], saved[1]
+
+
+def given(x, w, dy, offs):
+    outer = torch.full((), 0.01, device=x.device)
+    a = (*ops.quantize_grouped(x, offs, "nvfp4", outer=outer)[:2], outer, "nvfp4")
+    return product(a, (*ops.quantize(w, "nvfp4", outer=outer)[:2], outer, "nvfp4"), offs, x)
+
+
+def outer_kept(x, w, dy, offs):
+    a, b = ops.quantize_grouped(x, offs, "nvfp4"), ops.quantize_grouped(w, None, "nvfp4")
+    return product(scaled(a, "nvfp4"), scaled(b, "nvfp4"), offs, x), a[2] * 2
+
+
+def codes_kept(x, w, dy, offs):
+    a, b = ops.quantize_grouped(x, offs, "nvfp4"), ops.quantize_grouped(w, None, "nvfp4")
+    return product(scaled(a, "nvfp4"), scaled(b, "nvfp4"), offs, x), a[0], b[1]
+
+
+def others_scales(x, w, dy, offs):
+    a, other = ops.quantize_grouped(x, offs, "nvfp4"), ops.quantize_grouped(x + 1, offs, "nvfp4")
+    b = ops.quantize_grouped(w, None, "nvfp4")
+    return product((a[0], other[1], a[2], "nvfp4"), scaled(b, "nvfp4"), offs, x), b[0]
+
+
+def both_operands(x, w, dy, offs):
+    a = scaled(ops.quantize_grouped(x, offs, "nvfp4", -2), "nvfp4")
+    return product(a, a, offs, x)
+
+
+def weight_only(x, w, dy, offs):
+    return product((x, None, None, None), scaled(ops.quantize_grouped(w, None, "nvfp4"), "nvfp4"), offs, x)
+
+
+def one_outer_scale(x, w, dy, offs):
+    """Of all matrices together; the tokens are values all the same."""
+    return forward(quantize=lambda w, fmt: ops.quantize(w, fmt))(x, w, dy, offs)
+
+
+def swept(w, fmt):
+    return ops.quantize_grouped(w, None, fmt, scale_rule="mse")
+
+
+CASES = {  # (function, how many become values of one dimension, of both)
+    "forward": (forward(), 2, 0), "te": (forward("nvfp4_te"), 2, 0), "rowwise": (forward("nvfp4_rowwise"), 2, 0),
+    "mx": (forward("mxfp8", ops.quantize), 2, 0), "mxfp4": (forward("mxfp4"), 2, 0), "given": (given, 2, 0),
+    "outer kept": (outer_kept, 2, 0), "saved columns": (saved_columns, 1, 1), "backward": (backward(), 1, 1),
+    "backward mx": (backward("mxfp8"), 1, 1),
+    "trained": (backward("nvfp4_te", "nvfp4_16x16", hadamard=True, seeded=True), 1, 1), "rows kept": (rows_kept, 0, 1),
+    "swept": (forward(quantize=swept), 1, 0), "swizzled": (forward(layout="swizzled"), 0, 0),
+    "codes kept": (codes_kept, 0, 0), "others' scales": (others_scales, 0, 0), "both operands": (both_operands, 0, 0),
+    "weight-only": (weight_only, 0, 0), "float8": (forward("float8_rowwise", ops.quantize), 0, 0),
+}  # fmt: skip
+
+
+def traced(function, rows=M, dtype=BF16):
+    """The graph on fake CUDA tensors. rows: None for any number."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, dry_run(Target(90)):
+        if rows is None:
+            symbol = mode.shape_env.create_symbol(M, ConstantSource("s"), DimDynamic.DYNAMIC)
+            rows = mode.shape_env.create_symintnode(symbol, hint=M)
+        shapes = {name: (rows, *shape[1:]) if shape[0] == M else shape for name, shape in SHAPES.items()}
+        tensors = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes.values()]
+        return make_fx(function)(*tensors, torch.empty(G, dtype=torch.int32, device="cuda"))
+
+
+def replaced(module, sm=90):
+    """How many quantises have become values of one dimension, and of two."""
+    with dry_run(Target(sm)):
+        count = fake_quantize(module.graph)
+    module.graph.lint()
+    module.recompile()
+    found = [len(module.graph.find_nodes(op="call_function", target=target))
+             for target in (FAKE_QUANTIZE_GROUPED, FAKE_QUANTIZE_GROUPED_BOTH)]  # fmt: skip
+    assert sum(found) == count
+    return tuple(found)
+
+
+def on_the_cpu(module):
+    for node in module.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))
+    module.recompile()
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).to(BF16) for shape in SHAPES.values()]
+    return torch.utils._pytree.tree_leaves(module(*tensors, torch.tensor([170, 590], dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_ones(name):
+    """By the reference, the graph computes the bits that it did before; the kernels are those of before as well."""
+    function, *counts = CASES[name]
+    module = traced(function)
+    expected = on_the_cpu(module)
+    assert replaced(module) == tuple(counts)
+    for got, right in zip(on_the_cpu(module), expected, strict=True):
+        assert got.dtype == right.dtype and torch.equal(got.view(torch.uint8), right.view(torch.uint8))
+    if any(counts):
+        with dry_run(Target(90)):
+            for node in module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM):
+                assert choose(grouped_problem(node)).name == "dequant_operand"
+
+
+@pytest.mark.parametrize(("rows", "sm", "dtype", "counts"), [
+    (M, 80, BF16, (2, 0)), (M, 100, BF16, (0, 0)), (M, 120, BF16, (0, 0)), (256, 90, BF16, (0, 0)),
+    (257, 90, BF16, (2, 0)), (None, 90, BF16, (0, 0)), (M, 90, torch.float16, (2, 0)), (M, 90, torch.float32, (0, 0)),
+])  # fmt: skip
+def test_where(rows, sm, dtype, counts):
+    """Where the kernel dequantises in memory, for every number of rows; 16 bits hold no MX values of float32."""
+    assert replaced(traced(forward("mxfp8", ops.quantize), rows, dtype), sm) == counts
+    assert replaced(traced(forward("nvfp4"), rows, dtype), sm) == ((2, 0) if dtype == torch.float32 else counts)
+
+
+def test_the_cpu_is_left_alone():
+    tensors = [torch.randn(shape).to(BF16) for shape in SHAPES.values()]
+    graph = make_fx(forward(), tracing_mode="fake")(*tensors, torch.tensor([170, 590], dtype=torch.int32)).graph
+    assert fake_quantize(graph) == 0
+
+
+def launched(function):
+    """Names of the launches that a graph is lowered to."""
+    module = traced(function)
+    replaced(module)
+    mode = next(iter(module.graph.nodes)).meta["val"].fake_mode
+    with mode, enable_python_dispatcher(), dry_run(Target(90)) as found:
+        lower(module.graph)
+    return [one.kernel.__name__ for one in found]
+
+
+def test_launches_of_gradients():
+    """Of the operands, codes that were saved alone are dequantised."""
+    launches = launched(backward("mxfp8"))
+    assert launches.count("dequant_operand") == 1 and launches.count("gemm_grouped") == 2
+    assert launches.count("gemm_dequant_tiles_grouped") == 1  # of the saved codes, should their scales be too small
+    assert launches.count("quantize_grouped_columns") == 2
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_train"])
+def test_launches_of_a_recipe(recipe):
+    inputs = (Input(), Input("w"), Input())
+    with FakeTensorMode(), dry_run(Target(90)) as launches:
+        x, w = (torch.empty(shape, device="cuda", dtype=BF16) for shape in ((4096, 512), (4, 1024, 512)))
+        offs = torch.empty(4, device="cuda", dtype=torch.int32)
+        graph = make_fx(lambda x, w, offs: F.grouped_mm(x, w.mT, offs=offs))(x, w, offs).graph
+        for index, placeholder in enumerate(graph.find_nodes(op="placeholder")):
+            placeholder.meta["desc"] = SimpleNamespace(idx=index)
+        rewrite(graph, plan(find(graph, inputs), named(recipe), inputs))
+        merge_quantize(graph)
+        assert fake_quantize(graph) == 2
+        lower(graph)
+    names = [one.kernel.__name__ for one in launches]
+    assert names[-1] == "gemm_grouped" and "dequant_operand" not in names
+    stored = [one.args["data_ptr"].dtype for one in launches if one.kernel.__name__.startswith("quantize")]
+    assert set(stored) == {torch.bfloat16 if recipe == "mxfp8" else torch.float16}
+
+
+def test_errors():
+    x, offs = torch.randn(8, 32), torch.tensor([8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="format: 16 bits hold"):
+        ops.fake_quantize_grouped(x, offs, "mxfp8")
+    with pytest.raises(ValueError, match="format: 16 bits hold"):
+        ops.fake_quantize_grouped_both(x.bfloat16(), offs, "float8_rowwise", "both")
+    with pytest.raises(ValueError, match="values"):
+        ops.fake_quantize_grouped_both(x.bfloat16(), offs, "mxfp8", "neither")
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4_train"])
+def test_compiled(recipe, monkeypatch):
+    """The bits of quantise, dequantise and multiply one after the other, forward and backward; uneven groups."""
+    weight = torch.nn.Parameter(torch.randn(4, 256, 512, device="cuda", dtype=BF16))
+    x, dy = (torch.randn(1200, n, device="cuda", dtype=BF16) for n in (512, 256))
+    offs = torch.tensor([0, 700, 711, 1190], device="cuda", dtype=torch.int32)
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x, offs):
+            return F.grouped_mm(x, self.weight.mT, offs=offs)
+
+    def run():
+        torch._dynamo.reset()
+        backend = fp4compile.backend(recipe, strict=True)
+        tokens = x.clone().requires_grad_()
+        torch.manual_seed(0)  # of stochastic rounding
+        y = torch.compile(Experts(), backend=backend)(tokens, offs)
+        found = y, *torch.autograd.grad(y, (tokens, weight), dy)
+        return found, backend.report.counts["fake_quantize"]
+
+    got, count = run()
+    assert count == 4
+    monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        expected, count = run()
+    assert count == 0
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))

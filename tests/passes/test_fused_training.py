@@ -1,0 +1,69 @@
+"""Prologues in training, end to end on the CPU: the pass runs as if tensors lay on a GPU, the op is its reference."""
+
+import torch
+from torch._inductor import config
+
+import fp4compile
+from fp4compile.passes import fuse_prologue, graph, manager
+from fp4compile.targets import Target
+from fp4compile.templates.quantize import prologue_cost
+from tests.helpers.graphs import summary
+
+
+class GatedMLP(torch.nn.Module):
+    """A gate of operations that all libraries compute alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        gate = self.gate(x)
+        return x + self.down((gate * gate + 1) * self.up(x))
+
+
+def trained(fused, monkeypatch):
+    """(result and gradients, report, lines of the quantisers in each graph) of one step."""
+    graphs = []
+    torch.manual_seed(0)
+    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
+    for module in (fuse_prologue, graph):
+        monkeypatch.setattr(module, "target_of", lambda device: Target(100))
+    monkeypatch.setattr(prologue_cost, "SINCE", 0)
+    seen = manager.fused
+    monkeypatch.setattr(manager, "fused", lambda one: graphs.append(graph_lines(one)) or seen(one))
+    torch._dynamo.reset()
+    model, x = GatedMLP().bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
+    backend = fp4compile.backend("mxfp8")
+    with config.patch(force_disable_caches=True):
+        y = torch.compile(model, backend=backend)(x)
+        y.backward(torch.randn(32, 64).bfloat16())
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], backend.report, graphs
+
+
+def graph_lines(one):
+    lines = summary(one).splitlines()
+    found = [line.split("fp4compile.")[1] for line in lines if "fp4compile.quantize" in line]
+    return [line for line in found if not line.startswith("quantize(")]  # but those of weights
+
+
+def test_a_step_is_what_it_is_without(monkeypatch):
+    """To the last bit, the report says what was fused, and each gradient is quantised where it is computed."""
+    expected, *_ = trained(False, monkeypatch)
+    found, report, graphs = trained(True, monkeypatch)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    told = {f"{row.module} {row.product}": row.fused for row in report.rows if row.fused}
+    assert told == dict.fromkeys(("down fprop", "up dgrad", "up wgrad", "gate dgrad", "gate wgrad"), "mul, add")
+    assert "fused" in str(report).splitlines()[0]
+    both = "torch.bfloat16, quantize_both, mxfp8)"
+    assert graphs == [
+        ["quantize_both(primals_2, mxfp8)",
+         "quantize_prologue([scaled_mm_default, scaled_mm_default_1], "
+         f"['mul aux0 aux0', 'add s0 1.0', 'mul s1 aux1'], {both}"],
+        ["quantize_both(tangents_1, mxfp8)",
+         "quantize_prologue([scaled_mm_default_4, scaled_mm_default], "
+         f"['mul aux1 aux1', 'add s0 1.0', 'mul aux0 s1'], {both}",
+         "quantize_prologue([scaled_mm_default_4, scaled_mm_default_1, scaled_mm_default], "
+         f"['mul aux0 aux1', 'mul s0 aux2', 'add s1 s1'], {both}"],
+    ]  # fmt: skip

@@ -1,0 +1,193 @@
+"""Quantisers that find the statistics of rows themselves: the kernels against the reference, bit for bit.
+
+A sum depends on its order, and these kernels have their own (`device.row_prologue`). So the statistics that a kernel
+stores are held to a float64 sum within the rounding of float32, and all else to the reference of the steps after those
+very statistics, to the last bit. Where every sum is exact, no statistic is taken from the kernel.
+
+As in test_quantize_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
+"""
+
+import pytest
+import torch
+
+from fp4compile import _compat, formats, ops_prologue
+from fp4compile.pointwise import evaluate
+from fp4compile.prologue import Prologue, apply
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
+from fp4compile.templates.quantize import heuristics
+from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
+from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, spilled_bytes
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FORMATS = ("nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise")
+quantize_prologue = torch.ops.fp4compile.quantize_prologue
+
+RMS = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3", "mul row1 s4"]
+GEMMA = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3", "add row1 1.0", "mul s4 s5"]
+RESIDUAL = ["add aux0 aux1", "square s0", "mean s1", "add s2 1e-06", "rsqrt s3", "mul s0 s4", "mul s5 row2"]
+LAYER = ["mean aux0", "sub aux0 s0", "variance aux0 s0", "add s2 1e-05", "rsqrt s3", "mul s1 s4", "mul s5 row1",
+         "add s6 row2"]  # fmt: skip
+MAXIMUM = ["amax aux0", "sub aux0 s0", "sum s1", "div s1 s2"]
+CENTRED = ["mean aux0", "amax aux0", "sub aux0 s0", "add s2 s1"]  # exact where the sum is
+STEPS = {"rms": RMS, "gemma": GEMMA, "residual": RESIDUAL, "layer": LAYER, "maximum": MAXIMUM}
+
+
+def operands_of(steps, first):
+    """Operands for the steps, of which `first` is one."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"aux": first.shape, "row": first.shape[-1:], "col": (*first.shape[:-1], 1)}
+    kinds = Prologue.parse(steps, first.dtype).kinds
+    return [first] + [torch.randn(shapes[kinds[i]], generator=generator).to(first.dtype) for i in range(1, len(kinds))]
+
+
+def run(operands, steps, op, format, stored=(), **options):
+    """What the kernels return, on the CPU."""
+    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    found = ops_prologue.quantize_prologue_cuda(
+        [x.to(DEVICE) for x in operands], steps, operands[0].dtype, op, format, stored=list(stored), **moved
+    )
+    return [x.cpu() for x in found]
+
+
+def assert_same_bits(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        if one.dtype in (BF16, F16, F32):  # NaNs are equal whatever their payload
+            one, other = (x.float().nan_to_num(nan=7.0) for x in (one, other))
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def check(steps, first, format, op="quantize", stored=(), **options):
+    """Kernels against references: the statistics, then all that follows from these."""
+    operands, prologue = operands_of(steps, first), Prologue.parse(steps, first.dtype, stored)
+    written = [*stored, *(f"s{i} float32" for i in prologue.statistics)]
+    got = run(operands, steps, op, format, written, **options)
+    count = len(got) - len(written)
+    quantised, kept, statistics = got[:count], got[count : count + len(stored)], got[count + len(stored) :]
+    for one, other in zip(statistics, exact_statistics(prologue, operands), strict=True):
+        # Float32 sums of float32 terms; a mean of both signs is as wrong as its largest term.
+        limit = 1e-6 * (other.abs() + (steps is LAYER) * first.double().abs().amax(-1, keepdim=True))
+        assert (((one - other).abs() <= limit) | (one == other) | (one.isnan() & other.isnan())).all()
+    rest, read = prologue.after_statistics()
+    value, whole = apply(rest, [*(operands[i] for i in read), *statistics])
+    assert_same_bits(quantised, getattr(torch.ops.fp4compile, op)(value, format, **options))
+    found = dict(zip(prologue.statistics, statistics, strict=True))
+    expected = iter(whole)
+    for one, (i, dtype) in zip(kept, prologue.stored, strict=True):
+        assert_same_bits([one], [next(expected) if prologue.step_kinds[i] == "aux" else found[i].to(dtype)])
+
+
+def exact_statistics(prologue, operands):
+    """In float64, but for what overflows in float32."""
+    wide = {f"{kind}{i}": operands[i].float().double() for i, kind in prologue.kinds.items()}
+    narrow = {name: value.float() for name, value in wide.items()}
+    exact, rounded = evaluate(prologue.steps, wide), evaluate(prologue.steps, narrow)
+    return [torch.where(rounded[i].isfinite(), exact[i], rounded[i].double()) for i in prologue.statistics]
+
+
+@gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_hard_inputs(format):
+    """NaN, infinities, zeros and ties, in the statistics and in what follows."""
+    block = formats.get(format).block_cols if formats.get(format).block else 16
+    check(RMS, torch.cat([hard_input(name, (1, 96), BF16, block) for name in NAMES]), format)
+    check(LAYER, torch.cat([hard_input(name, (1, 96), BF16, block) for name in NON_FINITE]), format)
+
+
+@gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_and_shapes(name):
+    """Rows that fill a tile and others; of any length; several matrices."""
+    steps = STEPS[name]
+    odd, even, whole, batch = (torch.randn(shape).bfloat16() for shape in ((3, 41), (3, 72), (2, 512), (2, 3, 48)))
+    check(steps, even, "nvfp4_rowwise")
+    check(steps, odd, "nvfp4")
+    check(steps, odd, "mxfp8")
+    check(steps, whole, "float8_rowwise")
+    check(steps, batch.half(), "nvfp4")
+
+
+@gpu
+def test_swizzled_scales():
+    """Of several matrices, whose padding the programs beyond their rows fill."""
+    check(LAYER, torch.randn(2, 3, 48).bfloat16(), "mxfp8", layout="swizzled")
+    check(LAYER, torch.randn(3, 48).half(), "nvfp4_rowwise", layout="swizzled")
+
+
+@gpu
+def test_exact_sums():
+    """Of small integers, whose sums are exact in any order: nothing is taken from the kernels."""
+    first = torch.randint(-8, 9, (5, 128)).bfloat16()
+    for format in FORMATS:
+        for tensor in (first, first[:, :64] - 9.0):
+            arguments = ([tensor], CENTRED, BF16, "quantize", format)
+            expected = quantize_prologue(*arguments, stored=["s0 float32", "s3 bfloat16"])
+            assert_same_bits(run([tensor], CENTRED, "quantize", format, ["s0 float32", "s3 bfloat16"]), expected)
+
+
+@gpu
+def test_programs_beyond_the_rows(monkeypatch):
+    """They have an amax of 0, though of zeros the steps make more than of these rows, and write it."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 2**30, **options))
+    first, steps = torch.randint(-9, -6, (3, 512)).bfloat16(), ["mean aux0", "mul s0 0.5", "add aux0 8.0", "add s2 s1"]
+    expected = quantize_prologue([first], steps, BF16, "quantize", "nvfp4")
+    assert_same_bits(run([first], steps, "quantize", "nvfp4"), expected)
+
+
+@gpu
+def test_what_is_stored():
+    """The residual stream, the norm and statistics, by the kernel that finds these; the next one reads the norm."""
+    batch, odd = torch.randn(2, 3, 48).bfloat16(), torch.randn(3, 41).bfloat16()
+    for format in FORMATS:
+        check(RESIDUAL, batch, format, stored=["s0 bfloat16", "s6 bfloat16"])
+    check(RESIDUAL, batch.half(), "nvfp4", stored=["s0 float16", "s4 bfloat16"])
+    check(RESIDUAL, odd, "nvfp4", stored=["s6 bfloat16", "s4 bfloat16"])
+
+
+@gpu
+def test_other_ways_to_quantise():
+    """A given outer scale, random bits, values in the place of codes."""
+    batch = torch.randn(2, 3, 64).bfloat16()
+    for format in ("nvfp4", "nvfp4_rowwise"):
+        check(RMS, batch, format, "fake_quantize")
+        check(RMS, batch, format, outer=torch.tensor(0.25))
+    check(RMS, batch, "nvfp4_rowwise", outer=torch.rand(2, 3, 1) + 0.5)
+    if INTERPRETING:  # on SM100 random bits are the hardware's
+        check(RMS, batch, "nvfp4_rowwise", seed=torch.tensor(3))
+        check(RMS, batch, "nvfp4_te", seed=torch.tensor(3))
+
+
+@gpu
+def test_few_rows_and_many():
+    """One row, which has the scale of the tensor; no row; more rows than an amax has partial maxima."""
+    for rows, cols in ((1, 32), (0, 32), (3, 1), (1, 1)):
+        for format in ("nvfp4", "mxfp8"):
+            check(RMS, torch.randn(rows, cols).bfloat16(), format)
+    check(RMS, torch.randn(130, 32).bfloat16(), "nvfp4")
+
+
+@gpu
+@pytest.mark.parametrize("name", ["residual", "layer", "maximum"])
+def test_rows_that_do_not_fit_on_the_chip(name, monkeypatch):
+    """They are walked for statistics, once for each that another one needs."""
+    monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 1024)
+    first = torch.randn(2, 4136).bfloat16()
+    check(STEPS[name], first, "nvfp4_rowwise")
+    check(STEPS[name], first, "nvfp4", stored=["s0 bfloat16"] if name == "residual" else [])
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+@pytest.mark.parametrize(("sm", "steps", "format"), [
+    (100, RESIDUAL, "nvfp4_one_level"), (100, LAYER, "nvfp4_rowwise"), (100, RMS, "nvfp4"), (90, LAYER, "mxfp8"),
+], ids=["100-residual", "100-layer", "100-two-levels", "90-layer"])  # fmt: skip
+def test_compiles_ahead(sm, steps, format):
+    """Rows of the longest kind that fits on the chip spill no register."""
+    length = heuristics.MAX_REDUCED_ROW_ON_CHIP
+    operands = [torch.empty_like(x, device="meta") for x in operands_of(steps, torch.empty(256, 16, dtype=BF16))]
+    operands = [x.new_empty((*x.shape[:-1], length)) for x in operands]
+    with dry_run(Target(sm)) as found:
+        ops_prologue.quantize_prologue_cuda(operands, steps, BF16, "quantize", format, layout="swizzled")
+    launch = found[0]
+    compiled = _compat.compile_ahead(launch.kernel, launch.args, launch.constants, launch.num_warps, sm)
+    assert spilled_bytes(compiled.asm["cubin"]) == 0
