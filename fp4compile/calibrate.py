@@ -31,8 +31,8 @@ def calibrate(
 
     A scale is the decode factor amax / 2688 of all activations of a layer, those of all experts included; what is
     larger than that amax saturates. Not measured are layers that the recipe leaves alone, or whose activations it does
-    not scale so. A layer without a scale computes it when it runs, and the report says so. That becomes of a layer that
-    saw zeros alone, and, with a warning, of one that also ran where nothing is captured.
+    not scale so. A layer whose activations were all zero gets no scale; nor does one that also ran outside of the
+    captured graphs, and a warning names it. A layer without a scale computes it when it runs, and the report says so.
 
     model: a module, its method `generate` or another callable, compiled or not; it runs uncompiled, and without
         gradients.
