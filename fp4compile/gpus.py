@@ -44,7 +44,7 @@ class Gpu:
     source: str
     fp8: float | None = None
     fp4: float | None = None
-    bf16_share: float = 0.74
+    bf16_share: float = 0.75
     fp8_share: float = 0.71
     fp4_share: float = 0.6
     memory_share: float = 0.88

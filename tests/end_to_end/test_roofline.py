@@ -166,7 +166,29 @@ def test_whole_tiles_in_whole_turns():
     assert flops("fprop", 200, 128, 64, experts=Experts(200)) == tile * 64 * 2 * 132  # one tile each at least
     assert flops("dgrad", 100, 64, 133 * 128, experts=Experts(1, "batch")) == tile * 64 * 2 * 132
     assert flops("wgrad", 8000, 128, 17 * 128, experts=Experts(8)) == tile * 1000 * 2 * 132  # 8 * 17 tiles
+    assert flops("fprop", 8, 128, 64, experts=Experts(256)) == tile * 64 * 132  # 8 experts at most have rows
     assert Sizes.of("wgrad", 8000, 128, 64, None).flops(None, 132) == 2 * 8000 * 128 * 64
+    sizes = Sizes.of("fprop", 16384, 768, 2048, Experts(128))
+    assert sizes.turns((256, 256), 33) == 12 and sizes.flops((256, 256), 33) == 4 * tile * 2048 * 12 * 33
+
+
+def test_what_many_small_groups_cost():
+    """By hand: turns of the programs that stream weights, of tokens by offsets and by index; of FP8 products."""
+
+    def turns_of(recipe, m, n, k, experts):
+        found = predict(recipe, "H200", m, n, k, experts=experts).steps[-1]
+        assert found.seconds == pytest.approx(found.overhead + found.between + max(found.matrix, found.memory))
+        return found.between / roofline_steps.GROUPED[found.name].turn
+
+    for m, experts, turns in (
+        (128, 128, 12),  # one row each: 128 * 48 tiles of 16 columns, 528 at once
+        (512, 128, 6),  # four: 128 * 24 tiles of 8 rows and 32 columns
+        (1024, 128, 9),  # eight, of unlike groups: half a tile of rows more for each expert, 192 * 24
+        (8, 128, 1), (8, Experts(8, "gather"), 1), (128, Experts(128, "gather"), 12),
+    ):  # fmt: skip
+        assert turns_of("nvfp4_weight_only", m, 768, 2048, experts) == pytest.approx(turns), m
+    assert turns_of("float8_rowwise", 16384, 768, 2048, 128) == pytest.approx(12)
+    assert turns_of("float8_rowwise", 16384, 2048, 7168, 8) == pytest.approx(17)
 
 
 def test_a_decode_step_reads_the_weights_of_its_experts():
@@ -184,7 +206,7 @@ def test_steps_of_experts():
         return [step.name for step in predict(recipe, gpu, m, 2048, 7168, **more).steps]
 
     assert steps("nvfp4", "H200", 16384, experts=8) == [
-        "quantise fprop_x, rows", "dequantise fprop_x", "dequantise fprop_w", "dequant_operand"
+        "quantise fprop_x, rows", "dequantise fprop_w", "dequant_operand"
     ]  # fmt: skip
     assert steps("nvfp4", "H200", 8, experts=8)[-2:] == ["dequantise fprop_x", "skinny"]
     assert steps("float8_rowwise", "H200", 16384, experts=8)[-1] == "library_row_scaled"
@@ -220,6 +242,36 @@ def test_symbols_give_the_numbers_of_experts():
     numeric = predict("mxfp8", "H200", *values.values(), train=True, experts=16)
     assert float(symbolic.seconds.subs(values)) == pytest.approx(numeric.seconds, rel=1e-12)
     assert float(symbolic.plain_seconds.subs(values)) == pytest.approx(numeric.plain_seconds, rel=1e-12)
+
+
+def test_the_page_has_the_tiles_and_turns():
+    page = (Path(__file__).parents[2] / "docs" / "roofline.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:`(\w+)`|torch's bf16 product) \| (\d+) x (\d+).*\| ([\d.]+) \|$", page, re.MULTILINE)
+    found = {name or "plain": ((int(height), int(width)), float(us)) for name, height, width, us in rows}
+    assert found.pop("skinny") == ((8, 16), pytest.approx(1e6 * roofline_steps.GROUPED["skinny"].turn))
+    assert found == {
+        name: (kernel.tile, pytest.approx(1e6 * kernel.turn))
+        for name, kernel in roofline_steps.GROUPED.items() if name != "skinny"
+    }  # fmt: skip
+
+
+def test_operands_that_are_written_as_values():
+    """In 16 bits, and not dequantised again; the codes of packed weights and for the weight gradient are kept."""
+    m, n, k, count = 16384, 2048, 7168, 8
+    x, dy, w = m * k, m * n, count * n * k
+    found = predict("mxfp8", "H200", m, n, k, train=True, experts=count)
+    steps = {step.name: step.bytes for step in found.steps if step.name != "dequant_operand"}
+    codes = roofline_steps.stored(formats.get("mxfp8"), k, m, False)
+    assert steps == {
+        "quantise fprop_x, both": 2 * x + 2 * x + codes, "quantise fprop_w, rows": 4 * w,
+        "quantise dgrad_dy, both": 2 * dy + 4 * dy, "quantise dgrad_w, columns": 4 * w,
+        "dequantise wgrad_x": codes + 2 * x,
+    }  # fmt: skip
+    (_, *kept) = predict("mxfp8", "H200", m, n, k, experts=count).steps
+    assert [step.name for step in kept] == ["dequantise fprop_w", "dequant_operand"]
+    few = predict("nvfp4", "H200", 128, n, k, train=True, experts=count)  # 16 rows each: dequantised in the main loop
+    assert not [step for step in few.steps if step.name.startswith("dequantise")]
+    assert {step.name: step.bytes for step in few.steps}["quantise fprop_w, rows"] < 5 * w  # two reads, and codes
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -309,7 +361,7 @@ def test_stored_predictions_are_those_of_the_model():
 
 
 def test_predictions_are_as_near_to_measurements_as_the_issue_asks():
-    """Of all times of a kind, and of those to which nothing was fitted; of kernels of experts in the median less so."""
+    """Of all times of a kind, and of those to which nothing was fitted."""
     kinds = {row["what"]: row for row in comparison.content()["summary"]}
     quantisers = [row for what, row in kinds.items() if what.startswith("quantise kernel")]
     assert kinds["all"]["count"] > 100 and sum(row["count"] for row in quantisers) >= 20 and len(quantisers) == 4
@@ -317,7 +369,22 @@ def test_predictions_are_as_near_to_measurements_as_the_issue_asks():
         assert kinds[what]["count"] >= 20 and kinds[what]["others"] >= 10, what
     for what, row in kinds.items():
         assert row["median error"] < 0.15 and abs(row["largest error"]) < 0.4, what
-        assert row["median of others"] < (0.2 if what == "experts, quantised" else 0.15), what
+        assert row["median of others"] < 0.15, what
+
+
+def test_times_of_kernels_that_are_no_longer_run_are_not_compared():
+    """Decode steps in another number of stages, and tokens that were codes; those of a later run are."""
+    content = comparison.stored()["grouped_mm"]
+    cases = {row["case"] for row in comparison.compared({"grouped_mm": content}, "H200")}
+    left_out = {f"{model}, {case}" for model in comparison.MODELS for case in (
+        "4 each, w4a4", "8 each, weight-only", "nvfp4", "mxfp8", "nvfp4_train")}  # fmt: skip
+    kept = {"DeepSeek-V3, 1 each, w4a4", "Llama-4, 8 each, bf16", "Qwen3-30B-A3B, float8_rowwise"}
+    assert kept < cases and not left_out & cases
+    later = content | {"settings": content["settings"] | {"commit": "later"}}
+    found = {row["case"] for row in comparison.compared({"grouped_mm": later}, "H200")}
+    assert left_out | cases <= found and {commit for commit, _ in comparison.REPLACED} == {
+        content["settings"]["commit"]
+    }
 
 
 def test_the_shares_are_those_of_the_fit():
