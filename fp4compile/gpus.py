@@ -37,7 +37,8 @@ class Gpu:
     share_source: where the shares and the seconds come from.
     devices: the names that torch gives to this GPU, by which `present` finds it.
 
-    Raises ValueError for a figure that is not positive and finite, and for a share above 1.
+    Raises ValueError for a figure that is not positive and finite, and for a share above 1; TypeError for one that is
+    no number.
     """
 
     name: str
