@@ -32,8 +32,11 @@ class Parameter:
     step: float
 
 
+_STEPS = {"launch": 0.05, "turn": 1e-7}
+
+
 def _of_kernel(table: str, kernel: str, *fields: str) -> list[Parameter]:
-    return [Parameter(table, kernel, field, 0.05 if field == "launch" else 0.01) for field in fields]
+    return [Parameter(table, kernel, field, _STEPS.get(field, 0.01)) for field in fields]
 
 
 PARAMETERS = (
@@ -44,8 +47,8 @@ PARAMETERS = (
     *_of_kernel("KERNELS", "library_row_scaled", "memory", "launch"),
     *(Parameter("QUANTISERS", "", field, 0.01) for field in ("columns", "both", "square", "hadamard", "stochastic")),
     Parameter("QUANTISERS", "", "row_amax", 0.1),
-    *_of_kernel("GROUPED", "plain", "memory"), *_of_kernel("GROUPED", "library_row_scaled", "matrix"),
-    *_of_kernel("GROUPED", "skinny", "memory", "launch"),
+    *_of_kernel("GROUPED", "plain", "memory"), *_of_kernel("GROUPED", "library_row_scaled", "turn"),
+    *_of_kernel("GROUPED", "skinny", "memory", "launch", "turn"),
 )  # fmt: skip
 
 
@@ -96,7 +99,7 @@ def fit(files: dict[str, dict], values: dict[Parameter, float]) -> dict[Paramete
             for step in (parameter.step, -parameter.step):
                 value = round(values[parameter] + step, 8)
                 tried = values | {parameter: value}
-                limited = parameter.field not in ("launch", "product_launch", "row_amax") and value > 1
+                limited = parameter.field not in ("launch", "product_launch", "row_amax", "turn") and value > 1
                 if limited or value <= 0 or (found := error(tried, files)) >= best - 1e-6:
                     continue
                 values, best, changed = tried, found, True

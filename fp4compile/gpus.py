@@ -18,6 +18,10 @@ _ASSUMED = f"not measured; the shares of the H200 ({_MEASURED})"
 _ASSUMED_FP4 = f"{_ASSUMED}; FP4 as published for cuBLAS on a B200"
 
 
+_RATES = ("bf16", "fp8", "fp4", "bandwidth", "launch", "product_launch")
+_SHARES = ("bf16_share", "fp8_share", "fp4_share", "memory_share")
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU, as far as predicted times depend on it.
@@ -33,7 +37,8 @@ class Gpu:
     share_source: where the shares and the seconds come from.
     devices: the names that torch gives to this GPU, by which `present` finds it.
 
-    Raises ValueError for a figure that is not positive and finite, and for a share above 1.
+    Raises ValueError for a figure that is not positive and finite, and for a share above 1; TypeError for one that is
+    no number.
     """
 
     name: str
@@ -44,7 +49,7 @@ class Gpu:
     source: str
     fp8: float | None = None
     fp4: float | None = None
-    bf16_share: float = 0.74
+    bf16_share: float = 0.75
     fp8_share: float = 0.71
     fp4_share: float = 0.6
     memory_share: float = 0.88
@@ -54,15 +59,24 @@ class Gpu:
     devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("sm", "multiprocessors", "bf16", "fp8", "fp4", "bandwidth", "launch", "product_launch"):
+        for name in ("sm", "multiprocessors"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: expected a whole number")
+        for name in (*_RATES, *_SHARES):
+            value = getattr(self, name)
+            if (not isinstance(value, int | float) or isinstance(value, bool)) and value is not None:
+                raise TypeError(f"{name}={value!r}: expected a number")
+        for name in ("sm", "multiprocessors", *_RATES):
             value = getattr(self, name)
             if value is None and name in ("fp8", "fp4"):
                 continue
             if value is None or not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value}: must be positive and finite")
-        for name in ("bf16_share", "fp8_share", "fp4_share", "memory_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 and at most 1")
+        for name in _SHARES:
+            value = getattr(self, name)
+            if value is None or not 0 < value <= 1:
+                raise ValueError(f"{name}={value}: must be above 0 and at most 1")
 
     @property
     def target(self) -> Target:

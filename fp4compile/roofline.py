@@ -3,7 +3,8 @@
 Entry: `predict(recipe, gpu, m, n, k)`. A layer multiplies activations [M, K] with a weight [N, K]. It is a list of
 steps, each one or more kernels, and a step takes
 
-    launches * seconds of a launch + max(FLOPs / rate of the matrix units, bytes / rate of the memory)
+    launches * seconds of a launch + turns * seconds of a turn
+        + max(FLOPs / rate of the matrix units, bytes / rate of the memory)
 
 FLOPs are those of whole tiles where a kernel has one tile for all shapes (`roofline_sizes.Sizes.flops`). The recipe
 says which operands are quantised and how, `templates.gemm.choose` (of experts `templates.grouped.choose`) which kernel
@@ -27,6 +28,7 @@ from fp4compile import formats
 from fp4compile.gpus import GPUS, Gpu, named
 from fp4compile.groups import padded_rows
 from fp4compile.layouts import ceil_div, scale_layout
+from fp4compile.ops_grouped import fake_quantizable
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
 from fp4compile.roofline_sizes import Experts, Sizes
@@ -51,6 +53,7 @@ from fp4compile.roofline_steps import (
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.grouped.choose import choose as choose_grouped
+from fp4compile.templates.grouped.heuristics import grouped_skinny_config
 from fp4compile.templates.grouped.problem import GroupedProblem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "layer", "predict", "product"]
@@ -129,12 +132,33 @@ def _layer(
 ) -> Prediction:  # fmt: skip
     """`layer` with everything hashable: a deep model asks for the same layer many times."""
     plain, steps = [], []
+    own, chosen_by = ({name: Sizes.of(name, m, n, k, experts) for name in products} for m, n, k in (sizes, like))
+    chosen = {name: _chosen_for(name, dict(uses), gpu, chosen_by[name]) for name in products}
+    values = frozenset(role for name in products for role in _values(name, dict(uses), chosen[name], packed))
     for name in products:
-        own, chosen_by = (Sizes.of(name, m, n, k, experts) for m, n, k in (sizes, like))
-        maker = _Product(name, dict(uses), gpu, products, packed, own)
+        maker = _Product(name, dict(uses), gpu, products, packed, values, own[name])
         plain.extend(maker.plain())
-        steps.extend(maker.steps(chosen_by))
+        steps.extend(maker.steps(chosen[name]))
     return Prediction(tuple(plain), tuple(steps))
+
+
+def _chosen_for(name: str, uses: Mapping[str, Use], gpu: Gpu, sizes: Sizes) -> "_Chosen | None":
+    """The kernel of a product; None where nothing of it is quantised."""
+    a, b = (uses.get(role) for role in OPERANDS[name])
+    return None if a is None and b is None else _chosen(a, b, gpu, sizes)
+
+
+def _values(name: str, uses: Mapping[str, Use], chosen: "_Chosen | None", packed: bool) -> list[str]:
+    """The operands of experts that quantisers write in 16 bits, as values; see `passes.fake_quantize`.
+
+    Not those whose codes are kept: of packed weights, and of activations for the weight gradient.
+    """
+    if chosen is None or chosen.values is None:
+        return []
+    kept = ("wgrad_x", "fprop_w") if packed else ("wgrad_x",)
+    return [role for role in OPERANDS[name]
+            if role not in kept and fake_quantizable(uses[role].format, torch.bfloat16)
+            and uses[role].format.values_dtype == chosen.values]  # fmt: skip
 
 
 # The operand of an earlier product that holds the same tensor in the other direction.
@@ -145,7 +169,9 @@ _OTHER_DIRECTION = {"wgrad_x": "fprop_x", "wgrad_dy": "dgrad_dy"}
 class _Chosen:
     """The kernel of a product: its name and tier; grouped: whether it is one of `templates.grouped`.
 
-    dequantizes_a: `Choice.dequantizes_a`. outer: of both operands, what of each has an outer scale.
+    dequantizes_a: `Choice.dequantizes_a`. outer: of both operands, what of each has an outer scale. values: the dtype
+    that two quantised operands of groups are dequantised to in memory; None where they are not. tiles: the tile of the
+    result that a program computes, and how many programs there are, of a kernel that streams weights.
     """
 
     kernel: str
@@ -153,6 +179,8 @@ class _Chosen:
     grouped: bool
     dequantizes_a: bool
     outer: tuple[str, str]
+    values: torch.dtype | None = None
+    tiles: tuple[tuple[int, int], int] | None = None
 
     @property
     def shares(self) -> Kernel:
@@ -168,13 +196,14 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class _Product:
-    """One product of a layer. uses, products, packed: as in `layer`."""
+    """One product of a layer. uses, products, packed: as in `layer`. values: `_values` of all products."""
 
     name: str
     uses: dict[str, Use]
     gpu: Gpu
     products: tuple[str, ...]
     packed: bool
+    values: frozenset[str]
     sizes: Sizes
 
     def plain(self) -> list[Step]:
@@ -189,13 +218,12 @@ class _Product:
         launches = GROUPED_LAUNCHES["plain"] if by_offsets else 0
         return [*found, self._multiply(kernel, BF16 * (a + b) * length, rate, "bf16 product", launches)]
 
-    def steps(self, like: Sizes) -> list[Step]:
+    def steps(self, chosen: _Chosen | None) -> list[Step]:
         """Quantising, dequantising, the product, what follows it."""
+        if chosen is None:
+            return self.plain()
         roles = OPERANDS[self.name]
         a, b = (self.uses.get(role) for role in roles)
-        if a is None and b is None:
-            return self.plain()
-        chosen = _chosen(a, b, self.gpu, like)
         native, length = chosen.tier == "native", self.sizes.contraction
         fake = self._fake_quantised(roles[0], a, b, chosen)
         found, operands = [], 0
@@ -204,7 +232,7 @@ class _Product:
             if use is None:
                 operands += plain
                 continue
-            in_16_bits = fake and role == roles[0]
+            in_16_bits = (fake and role == roles[0]) or role in self.values
             found += self._quantise(role, use, lines, native, in_16_bits)
             if self._dequantised(role, chosen) and not in_16_bits:
                 whole = stored(use.format, lines, length, native) + BF16 * lines * length
@@ -212,7 +240,7 @@ class _Product:
                 in_16_bits = True
             operands += plain if in_16_bits else stored(use.format, read, length, native)
         rate = self._rate(a, b, chosen)
-        found.append(self._multiply(chosen.shares, operands, rate, chosen.kernel, chosen.launches))
+        found.append(self._multiply(chosen.shares, operands, rate, chosen.kernel, chosen.launches, chosen.tiles))
         if chosen.kernel == "library_block_scaled" and "tensor" in chosen.outer:
             found.append(self._pass("multiply outer scales", 0, launches=OUTER_SCALES))
         if self._rescaled_apart(chosen):  # float32 sums are written, read and written in 16 bits
@@ -254,18 +282,27 @@ class _Product:
         if merged:
             later = {first: later for later, first in _OTHER_DIRECTION.items()}[role]
             hadamard = self.uses[later].hadamard
-            written += stored(use.format, length, lines, native)
+            written += BF16 * lines * length if later in self.values else stored(use.format, length, lines, native)
         along = BOTH_WAYS if merged else ROWS if role in ("fprop_x", "fprop_w", "dgrad_dy") else COLUMN
         made = quantise_step(role, self.name, use, hadamard, lines * length, written, along, self.gpu)
-        if self.sizes.experts is not None and use.format.outer == "tensor" and not use.static:
+        experts = self.sizes.experts
+        each = experts is not None and experts.grouping != "gather"
+        if each and use.format.outer == "tensor" and not use.static:
             made = replace(made, overhead=made.overhead + self.gpu.launch)  # the amax of each starts at zero
         return [made]
 
-    def _multiply(self, kernel: Kernel, operands: Any, rate: float, name: str, launches: int = 0) -> Step:
-        flops = self.sizes.flops(kernel.tile, self.gpu.multiprocessors)
+    def _multiply(
+        self, kernel: Kernel, operands: Any, rate: float, name: str, launches: int = 0, tiles: tuple | None = None
+    ) -> Step:  # fmt: skip
+        """tiles: see `_Chosen`; by default the kernel's own, as many as the GPU computes at once."""
+        at_once = self.gpu.multiprocessors // kernel.cluster
+        flops = self.sizes.flops(kernel.tile, at_once)
         overhead = self.gpu.product_launch * kernel.launch + launches * self.gpu.launch
+        between: Any = 0.0
+        if kernel.turn and (tiles or kernel.tile):
+            between = kernel.turn * self.sizes.turns(*(tiles or (kernel.tile, at_once)))
         return Step(name, self.name, flops, operands + BF16 * self.sizes.result, rate,
-                    self.gpu.copy_rate * kernel.memory, overhead)  # fmt: skip
+                    self.gpu.copy_rate * kernel.memory, overhead, between)  # fmt: skip
 
     def _rate(self, a: Use | None, b: Use | None, chosen: _Chosen) -> float:
         """FLOP/s: of the codes' matrix units in the native tier, of bf16 in the emulated one."""
@@ -299,16 +336,22 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     by_offsets = experts is not None and experts.grouping == "rows"
     types = _operand_type(a, native, by_offsets), _operand_type(b, native, by_offsets)
     outer = types[0].outer, types[1].outer
-    grouped = None if experts is None or experts.grouping == "batch" else choose_grouped(_grouped(types, sizes, gpu))
-    if grouped is not None and (by_offsets or grouped.name == "skinny"):  # which takes matrices by index, too
-        return _Chosen(grouped.name, grouped.tier, True, False, outer)
+    if experts is not None and experts.grouping != "batch":
+        problem = _grouped(types, sizes, gpu)
+        grouped = choose_grouped(problem)
+        if by_offsets or grouped.name == "skinny":  # which takes matrices by index, too
+            values = problem.compute_dtype if grouped.dequantizes and None not in (a, b) else None
+            tiles = None
+            if grouped.name == "skinny":
+                config = grouped_skinny_config(problem)
+                tiles = (config.rows, 16 * config.tiles), config.grid
+            return _Chosen(grouped.name, grouped.tier, True, False, outer, values, tiles)
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
             ceil_div(rows, sizes.count), contraction)  # fmt: skip
-    problem = Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
-                      experts is not None)  # fmt: skip
-    choice = choose(problem)
+    choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
+                            experts is not None))  # fmt: skip
     return _Chosen(choice.kernel, choice.tier, False, choice.dequantizes_a and experts is None, outer)
 
 

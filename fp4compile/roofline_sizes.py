@@ -80,27 +80,31 @@ class Sizes:
         """Elements of the result."""
         return self.rows * self.columns * (self.count if self.along_k else 1)
 
-    def flops(self, tile: tuple[int, int] | None, multiprocessors: int) -> Any:
-        """Of whole tiles, as many in each turn as there are multiprocessors; of the product alone without a tile.
-
-        Groups of unknown sizes end, on average, in the middle of a tile; each with rows has one at least.
-        """
+    def flops(self, tile: tuple[int, int] | None, at_once: int) -> Any:
+        """Of whole tiles, `at_once` of them in each turn; of the product alone without a tile."""
         if tile is None:
             return 2 * self.rows * self.columns * self.contraction
-        (height, width), contraction = tile, self.contraction
+        contraction = self.contraction / self.count if self.along_k else self.contraction
+        return 2 * tile[0] * tile[1] * contraction * self.turns(tile, at_once) * at_once
+
+    def turns(self, tile: tuple[int, int], at_once: int) -> Any:
+        """How many tiles are computed one after the other, `at_once` of them beside each other.
+
+        Groups of unknown sizes that have rows, as many as there can be, end on average in the middle of a tile; each
+        has one at least.
+        """
+        height, width = tile
         across = ceil_div(self.columns, width)
         if self.along_k:
-            contraction = contraction / self.count
             tiles = self.count * ceil_div(self.rows, height) * across
         elif self.experts is None:
             tiles = ceil_div(self.rows, height) * across
         elif self.experts.grouping == "rows":
-            ends = ceil_div(2 * self.rows + self.count * height, 2 * height)
-            tiles = largest(least(self.count, self.rows), ends) * across
+            groups = least(self.count, self.rows)
+            tiles = largest(groups, ceil_div(2 * self.rows + groups * height, 2 * height)) * across
         else:
             tiles = self.count * ceil_div(ceil_div(self.rows, self.count), height) * across
-        turns = ceil_div(tiles, multiprocessors)
-        return 2 * height * width * contraction * turns * multiprocessors
+        return ceil_div(tiles, at_once)
 
 
 def least(a: Any, b: Any) -> Any:

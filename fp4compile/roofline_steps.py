@@ -22,14 +22,20 @@ class Kernel:
 
     memory: share of a copy's bytes/s. matrix: share of the peak FLOP/s; None takes the library's of the GPU.
     launch: its launch and its pipeline, as a multiple of a library product's.
-    tile: rows and columns of the result that a multiprocessor computes at once. Such a kernel multiplies whole tiles,
-        and as many in each turn as there are multiprocessors. None: tiles follow the shape, and nothing is rounded up.
+    tile: rows and columns of the result that a multiprocessor, or a cluster of them, computes at once. Such a kernel
+        multiplies whole tiles, and as many in each turn as fit on the GPU. None: tiles follow the shape, and nothing is
+        rounded up.
+    cluster: multiprocessors that compute a tile together.
+    turn: seconds between two tiles of a program, in which it neither multiplies nor loads: sums are added up, scaled
+        and stored, and the next tile's matrices are looked up. 0 where this is hidden behind the other tile.
     """
 
     memory: float = 1.0
     matrix: float | None = None
     launch: float = 1.0
     tile: tuple[int, int] | None = None
+    cluster: int = 1
+    turn: float = 0.0
 
 
 # By the name that `choose` gives. `benchmarks/roofline_fit.py` fits the emulated ones to half of
@@ -50,14 +56,17 @@ KERNELS = {
 }
 LIBRARY = Kernel()
 # Of experts: fitted to the DeepSeek-V3 and the Llama-4 of benchmarks/results/grouped_mm_h200.json, with tiles as the
-# kernels have them; torch's of few rows, 64 x 128, are taken to last as long as 128 x 128, which those of the dense
-# product do. "plain" is torch's bf16 kernel (GroupMM.cu): streaming the weights of a decode step, it does not reach
-# what the dense product does, and "dequant_operand" is taken not to either. "skinny": each of its programs looks for
-# its tiles in the offsets first. Kernels that are missing here multiply as they do without groups.
+# kernels have them. "plain" is torch's bf16 kernel (GroupMM.cu): streaming the weights of a decode step, it does not
+# reach what the dense product does, and "dequant_operand" is taken not to either. "library_row_scaled" multiplies at
+# the FP8 share of the dense product, in clusters of 2 x 2 multiprocessors (ScaledGroupMM.cu), with tiles of 128 x 128
+# each; those of few rows, 64 x 128, are taken to last as long. Many small groups have many turns for their FLOPs:
+# between two, its epilogue waits for the sums and descriptors are made for the next group. The turns of "skinny" are
+# those of its launch, `templates.grouped.heuristics`: warps' sums are added up through shared memory. Its programs look
+# for their tiles in the offsets first. Kernels that are missing here multiply as they do without groups.
 GROUPED = {
     "plain": Kernel(memory=0.65, tile=(128, 128)),
-    "library_row_scaled": Kernel(memory=0.66, matrix=0.5, tile=(128, 128)),
-    "skinny": Kernel(memory=0.68, launch=1.7),
+    "library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6),
+    "skinny": Kernel(memory=0.84, launch=1.85, turn=1.8e-6),
     "dequant_operand": Kernel(memory=0.65, tile=(128, 256)),
     "block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),
 }
@@ -111,6 +120,7 @@ class Step:
     flops: floating-point operations of the matrix units, those of whole tiles (`Kernel.tile`); bytes: read and written.
         Numbers, or sympy expressions.
     rate: FLOP/s, and bandwidth: bytes/s, that these kernels are expected to reach. overhead: seconds of the launches.
+    between: seconds between the tiles of a program (`Kernel.turn`).
     """
 
     name: str
@@ -120,6 +130,7 @@ class Step:
     rate: float
     bandwidth: float
     overhead: float
+    between: Any = 0.0
 
     @property
     def matrix(self) -> Any:
@@ -134,7 +145,7 @@ class Step:
     @property
     def seconds(self) -> Any:
         """All of the step."""
-        return self.overhead + largest(self.matrix, self.memory)
+        return self.overhead + self.between + largest(self.matrix, self.memory)
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,7 @@ class Prediction:
         for step in self.steps:
             spent["launches"] += step.overhead
             bound = "matrix" if step.matrix > step.memory else "memory"
-            spent[bound] += max(step.matrix, step.memory)
+            spent[bound] += step.between + max(step.matrix, step.memory)
         return max(spent, key=lambda each: spent[each])
 
     def of_product(self, name: str) -> "Prediction":

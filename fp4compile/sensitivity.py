@@ -17,7 +17,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from fp4compile import batches as sample
 from fp4compile import names
 from fp4compile.explain import run_captured
+from fp4compile.groups import Groups
 from fp4compile.passes.find import parameters_of
+from fp4compile.passes.gemm import Gemm
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.plan import Decision
 from fp4compile.passes.rewrite import insert
@@ -164,7 +166,8 @@ def sensitivity(
     progress: whether a terminal shows a progress bar, where the package tqdm is there.
 
     Compared are the floating-point tensors of the output (a tensor, or tuples, lists, mappings and dataclasses of them,
-    such as the outputs of transformers), all of them as one vector, where the unquantised ones are finite.
+    such as the outputs of transformers), all of them as one vector, where the unquantised ones are finite. Rows that
+    belong to no expert are zeros in both, where PyTorch leaves memory as it was.
 
     Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no such
     tensor, or whose output changes its shapes; what `backend` raises for a bad recipe; TypeError for `batches` that are
@@ -266,21 +269,21 @@ class _Trials:
 class _BothWays(Interpreter):
     """Runs a graph that has the quantised products of all layers beside the original ones.
 
-    inserted: the layer of each node that belongs to quantised products. quantised: the product that may take the place
-    of each original one. holders: the layers whose weight an input is.
+    inserted: the layer of each node that belongs to quantised products. quantised: of each original product its layer,
+    the product that may take its place, and what it is. holders: the layers whose weight an input is.
     """
 
     def __init__(
         self, module: GraphModule, parameters: dict[Node, str], layers: dict[str, list[Decision]], trials: _Trials
     ):
         self.inserted: dict[Node, str] = {}
-        self.quantised: dict[Node, tuple[str, Node]] = {}
+        self.quantised: dict[Node, tuple[str, Node, Gemm]] = {}
         self.holders: dict[Node, set[str]] = {}
         nodes = {name: node for node, name in parameters.items()}
         for layer, decisions in layers.items():
             before = set(module.graph.nodes)
             for decision, product in zip(decisions, insert(module.graph, decisions), strict=True):
-                self.quantised[decision.gemm.node] = layer, product
+                self.quantised[decision.gemm.node] = layer, product, decision.gemm
                 for operand in (decision.gemm.a, decision.gemm.b):
                     if operand is not None and operand.parameter is not None:
                         self.holders.setdefault(nodes[operand.parameter], set()).add(layer)
@@ -296,12 +299,21 @@ class _BothWays(Interpreter):
         for holder in self.holders.get(node, ()):
             self.trials.weights[holder][value.data_ptr()] = value.numel()
         if node in self.quantised:
-            layer, product = self.quantised[node]
+            layer, product, gemm = self.quantised[node]
             other = self.env.pop(product)
+            if gemm.groups == "rows" and gemm.offs is not None:
+                value = _grouped_rows(value, self.env[gemm.offs], -1 if gemm.swapped else -2)
             if layer == self.trials.now:
                 self.trials.of_layer[layer].add([value], [other])
                 return other
         return value
+
+
+def _grouped_rows(value: torch.Tensor, offs: torch.Tensor, dim: int) -> torch.Tensor:
+    """The result of a grouped product, whose rows along `dim` are zeros where they belong to no group."""
+    groups = Groups.of(offs, value.shape[dim])
+    grouped = groups.of_rows < groups.count
+    return torch.where(grouped if dim == -1 else grouped[:, None], value, 0)
 
 
 def _floats(output: Any) -> Iterator[torch.Tensor]:

@@ -8,30 +8,15 @@ from typing import Any
 import sympy
 
 from fp4compile import gpus, roofline
+from fp4compile.cli.roofline_shapes import MODELS, Shape, shapes
 from fp4compile.cli.roofline_times import measured
 from fp4compile.gpus import GPUS, Gpu
 from fp4compile.recipe import DEFAULT, Recipe, recipes, resolve
 
-_POW2 = tuple(2**power for power in range(9, 15))
-_TOKENS = (1, 64, 8192)  # a decode step of one and of many sequences, a prompt; of training the last
-# (layer, out features, in features): the configurations that the models' authors publish. Of DeepSeek-V3 the routed
-# experts are missing: how many of them one GPU has differs from user to user (`roofline.predict(..., experts=8)`).
-_LAYERS = {
-    "llama3-8b": (
-        ("q, o", 4096, 4096), ("k, v", 1024, 4096), ("gate, up", 14336, 4096), ("down", 4096, 14336),
-    ),
-    "llama3-70b": (
-        ("q, o", 8192, 8192), ("k, v", 1024, 8192), ("gate, up", 28672, 8192), ("down", 8192, 28672),
-    ),
-    "dsv3": (
-        ("q_a", 1536, 7168), ("q_b", 24576, 1536), ("kv_a", 576, 7168), ("kv_b", 32768, 512), ("o", 7168, 16384),
-        ("dense gate, up", 18432, 7168), ("dense down", 7168, 18432), ("shared gate, up", 2048, 7168),
-        ("shared down", 7168, 2048),
-    ),
-}  # fmt: skip
-_HEADER = {"layer": "layer", "m": "M", "n": "N", "k": "K", "bf16_us": "bf16, us", "recipe_us": "recipe, us",
-           "gain": "gain", "binds": "bound by", "measured_bf16_us": "measured bf16, us",
-           "measured_recipe_us": "measured recipe, us", "measured_gain": "measured gain"}  # fmt: skip
+_HEADER = {"layer": "layer", "m": "M", "n": "N", "k": "K", "experts": "experts", "rows_each": "M/experts",
+           "bf16_us": "bf16, us", "recipe_us": "recipe, us", "gain": "gain", "binds": "bound by",
+           "measured_bf16_us": "measured bf16, us", "measured_recipe_us": "measured recipe, us",
+           "measured_gain": "measured gain"}  # fmt: skip
 
 
 def add_command(commands: Any) -> None:
@@ -39,7 +24,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("roofline", help="predict times of linear layers, by GPU and recipe")
     parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)}; by default the one that is there")
     parser.add_argument("--recipe", default=DEFAULT, help=f"one of {', '.join(recipes())}, or a .toml file")
-    parser.add_argument("--shapes", default="pow2", help=f"pow2, {', '.join(_LAYERS)}, or one M,N,K")
+    parser.add_argument("--shapes", default="pow2", help=f"pow2, {', '.join(MODELS)}, or one M,N,K")
     parser.add_argument("--train", action="store_true", help="forward and backward; otherwise forward alone")
     parser.add_argument("--measure", action="store_true", help="measure too, on the GPU that is there")
     parser.add_argument("--expressions", action="store_true", help="print the times as expressions in M, N and K")
@@ -52,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the table. Raises ArgumentTypeError for arguments that cannot be used."""
     pyplot = None if args.plot is None else _pyplot()
     try:
-        gpu, recipe, shapes = _gpu(args.gpu), resolve(args.recipe), _shapes(args.shapes, args.train)
+        gpu, recipe, wanted = _gpu(args.gpu), resolve(args.recipe), shapes(args.shapes, args.train)
     except (ValueError, TypeError, OSError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if args.measure and gpu != gpus.present():
@@ -61,12 +46,16 @@ def run(args: argparse.Namespace) -> None:
             "--measure: there is no GPU of the list to measure on" if there is None
             else f"--measure: the GPU that is there is {there.name}, and --gpu is {gpu.name}"
         )  # fmt: skip
-    rows = [_row(label, sizes, recipe, gpu, args.train) for label, *sizes in shapes]
+    rows = [_row(shape, recipe, gpu, args.train) for shape in wanted]
     if args.measure:
-        rows = [row | measured(recipe, (row["m"], row["n"], row["k"]), args.train) for row in rows]
+        rows = [row | measured(recipe, shape, args.train) for row, shape in zip(rows, wanted, strict=True)]
     content = _facts(gpu, recipe, args.train) | {"rows": rows}
     if args.expressions:
-        content["expressions"] = _expressions(recipe, gpu, shapes[0][1:], args.train)
+        of_layers, of_experts = ([shape for shape in wanted if (shape.experts is None) == plain]
+                                 for plain in (True, False))  # fmt: skip
+        content["expressions"] = _expressions(recipe, gpu, of_layers[0], args.train)
+        if of_experts:
+            content["expressions of experts"] = _expressions(recipe, gpu, of_experts[0], args.train)
     print(json.dumps(content, indent=1) if args.json else _text(content, gpu, args.measure))
     if pyplot is not None:
         _plot(pyplot, content, args.plot)
@@ -81,26 +70,11 @@ def _gpu(name: str | None) -> Gpu:
     return there
 
 
-def _shapes(text: str, train: bool) -> list[tuple[str, int, int, int]]:
-    """(layer, M, N, K) of what --shapes says."""
-    if text == "pow2":
-        return [("", size, size, size) for size in _POW2]
-    if text in _LAYERS:
-        tokens = _TOKENS[-1:] if train else _TOKENS
-        return [(label, m, n, k) for m in tokens for label, n, k in _LAYERS[text]]
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--shapes {text!r}: allowed are pow2, {', '.join(_LAYERS)}, or M,N,K, three positive whole "
-                         "numbers")  # fmt: skip
-    m, n, k = map(int, parts)
-    return [("", m, n, k)]
-
-
-def _row(label: str, sizes: list[int], recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
-    m, n, k = sizes
-    found = roofline.predict(recipe, gpu, m, n, k, train=train)
+def _row(shape: Shape, recipe: Recipe, gpu: Gpu, train: bool) -> dict[str, Any]:
+    found = roofline.predict(recipe, gpu, *shape.sizes, train=train, experts=shape.experts)
     return {
-        "layer": label, "m": m, "n": n, "k": k, "bf16_us": 1e6 * found.plain_seconds, "recipe_us": 1e6 * found.seconds,
+        "layer": shape.layer, "m": shape.m, "n": shape.n, "k": shape.k, "experts": shape.experts,
+        "rows_each": shape.rows_each, "bf16_us": 1e6 * found.plain_seconds, "recipe_us": 1e6 * found.seconds,
         "gain": found.gain, "binds": found.binds,
     }  # fmt: skip
 
@@ -110,27 +84,34 @@ def _facts(gpu: Gpu, recipe: Recipe, train: bool) -> dict[str, Any]:
             "source": gpu.source, "share_source": gpu.share_source}  # fmt: skip
 
 
-def _expressions(recipe: Recipe, gpu: Gpu, like: tuple, train: bool) -> dict[str, str]:
+def _expressions(recipe: Recipe, gpu: Gpu, like: Shape, train: bool) -> dict[str, str]:
     """Seconds, by M, N and K, with the kernels of one shape."""
     sizes = sympy.symbols("M N K", integer=True, positive=True)
-    found = roofline.predict(recipe, gpu, *sizes, train=train, like=like)
-    return {"kernels of": "x".join(map(str, like)), "bf16": str(found.plain_seconds), "recipe": str(found.seconds)}
+    found = roofline.predict(recipe, gpu, *sizes, train=train, like=like.sizes, experts=like.experts)
+    of = "x".join(map(str, like.sizes)) + ("" if like.experts is None else f", {like.experts} experts")
+    return {"kernels of": of, "bf16": str(found.plain_seconds), "recipe": str(found.seconds)}
 
 
 def _text(content: dict[str, Any], gpu: Gpu, measure: bool) -> str:
     rows = content["rows"]
-    keys = [key for key in rows[0] if key != "layer" or any(row["layer"] for row in rows)]
+    keys = [key for key in rows[0] if key not in ("layer", "experts", "rows_each") or any(row[key] for row in rows)]
     cells = [[_HEADER[key] for key in keys], *([_cell(key, row[key]) for key in keys] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     kind = "predicted and measured" if measure else "predicted, not measured"
     lines = [f"{content['recipe']} on {gpu.name}, {content['products']}: {kind}"]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     lines += [f"rates: {gpu.source}", f"shares of these that are reached: {gpu.share_source}"]
-    lines += [f"seconds, {name}: {text}" for name, text in content.get("expressions", {}).items()]
+    for which in ("expressions", "expressions of experts"):
+        of = which.removeprefix("expressions")
+        lines += [f"seconds{of}, {name}: {text}" for name, text in content.get(which, {}).items()]
     return "\n".join(lines)
 
 
 def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key == "rows_each":
+        return f"{value:.4g}"
     if isinstance(value, float):
         return f"{value:.2f}" if key.endswith("gain") else f"{value:.1f}"
     return str(value)
@@ -153,7 +134,7 @@ def _pyplot() -> Any:
 def _plot(pyplot: Any, content: dict[str, Any], path: Path) -> None:
     """Gain by shape; measured gains beside the predicted ones where there are any."""
     rows = content["rows"]
-    names = [f"{row['layer']} {row['m']}x{row['n']}x{row['k']}".strip() for row in rows]
+    names = [Shape(*(row[key] for key in ("layer", "m", "n", "k", "experts"))).name for row in rows]
     figure, axes = pyplot.subplots(figsize=(max(6, 0.5 * len(rows)), 5), layout="constrained")
     axes.plot(names, [row["gain"] for row in rows], "o-", label="predicted")
     if "measured_gain" in rows[0]:

@@ -1,7 +1,9 @@
-"""What `roofline --measure` measures: a linear layer in bf16 and as a recipe has it, on the GPU that is there.
+"""What `roofline --measure` measures: a layer in bf16 and as a recipe has it, on the GPU that is there.
 
 Every time is the median of replays of a CUDA graph (`run_times.graph_time`). The layer has several copies with weights
 of their own that run in turns, so that the L2 cache holds none of them, as far as MOST_LAYERS of them are more than it.
+
+Experts have equally many rows each, as far as there are enough: one more or less where they do not divide.
 """
 
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from fp4compile.backend import backend
+from fp4compile.cli.roofline_shapes import Shape
 from fp4compile.cli.run_times import CALLS, NOT_CACHED, graph_time
 from fp4compile.layouts import ceil_div
 from fp4compile.recipe import Recipe, resolve
@@ -17,11 +20,25 @@ from fp4compile.recipe import Recipe, resolve
 MOST_LAYERS = 8  # each is compiled
 
 
-def measured(recipe: Recipe, sizes: tuple[int, int, int], train: bool) -> dict[str, float]:
-    """Microseconds of a layer [m, k] x [n, k] in bf16 and by the recipe, and the quotient."""
-    m, n, k = sizes
-    copies = min(max(1, NOT_CACHED // (2 * n * k)), MOST_LAYERS)
-    layers = [torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+class Experts(torch.nn.Module):
+    """The product of rows, in groups of as many each, with the weight of each expert."""
+
+    def __init__(self, shape: Shape, count: int) -> None:
+        super().__init__()
+        weight = torch.randn(count, shape.n, shape.k, device="cuda", dtype=torch.bfloat16) / shape.k**0.5
+        self.weight = torch.nn.Parameter(weight)
+        ends = [shape.m * (i + 1) // count for i in range(count)]
+        self.register_buffer("offs", torch.tensor(ends, device="cuda", dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offs)
+
+
+def measured(recipe: Recipe, shape: Shape, train: bool) -> dict[str, float]:
+    """Microseconds of a layer in bf16 and by the recipe, and the quotient."""
+    m, n, k = shape.sizes
+    copies = min(max(1, NOT_CACHED // (2 * n * k * (shape.experts or 1))), MOST_LAYERS)
+    layers = [_layer(shape) for _ in range(copies)]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=train)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     if recipe.activation_scale == "static":  # which scale it is takes no time
@@ -34,6 +51,12 @@ def measured(recipe: Recipe, sizes: tuple[int, int, int], train: bool) -> dict[s
             for each in (layers, compiled)
         )
     return {"measured_bf16_us": plain, "measured_recipe_us": quantised, "measured_gain": plain / quantised}
+
+
+def _layer(shape: Shape) -> torch.nn.Module:
+    if shape.experts is not None:
+        return Experts(shape, shape.experts)
+    return torch.nn.Linear(shape.k, shape.n, bias=False, device="cuda", dtype=torch.bfloat16)
 
 
 def _time(calls: list[Callable[[], Any]]) -> float:

@@ -38,7 +38,11 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
         target = names.layer(layer)
         if not target.leaves:
             found.layers[target.name] = state
-    _rename(contents, {name: target.name for name, target in targets.items() if not target.leaves}, found)
+    known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
+    # What the model does not have keeps its name, by which the error that follows tells of it.
+    renamed = {name: target.name if target.name in known else name
+               for name, target in targets.items() if not target.leaves}  # fmt: skip
+    _rename(contents, renamed, found)
     scales = [_put_together(model, experts, contents, found) for experts in _experts(targets)]
     unknown = next(iter(contents.tensors), None)
     if unknown is not None:

@@ -339,6 +339,60 @@ def test_a_layer_without_a_scale_is_dynamic_and_the_report_says_so(monkeypatch, 
         assert torch.equal(fresh(x), y)
 
 
+def test_experts_that_were_never_reached_are_dynamic(monkeypatch, tmp_path):
+    """Not run, or without a token in any batch: dynamic, as the report says; packed, saved and loaded, too."""
+    without_codegen.install(monkeypatch)
+
+    class Experts(torch.nn.Module):
+        is_transposed = False
+
+        def __init__(self):
+            super().__init__()
+            self.up_proj = torch.nn.Parameter(torch.randn(3, 64, 64, dtype=torch.bfloat16) / 8)
+
+        def forward(self, x, offs):
+            return grouped_mm(x, self.up_proj.mT, offs=offs)
+
+    class Routed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Experts() for _ in range(3))
+
+        def forward(self, x, offs, calibrating=False):
+            none = torch.zeros_like(offs) if calibrating else offs
+            x = self.layers[0](x, offs) + self.layers[1](x, none)
+            return x if calibrating else self.layers[2](x, offs)
+
+    model, fresh, x = Routed(), Routed(), torch.randn(12, 64).bfloat16()
+    offs = torch.tensor([4, 4, 12], dtype=torch.int32)
+    options = {"recipe": "nvfp4", "min_m": 1, "min_n": 1, "min_k": 1}
+    recipe = fp4compile.calibrate(model, [(x, offs, True)], options)
+    outer = x.abs().max().item() / 2688
+    assert dict(recipe.static_scales) == {"layers.0.up_proj": pytest.approx(outer)}
+
+    def run(model):
+        torch._dynamo.reset()
+        backend = fp4compile.backend(recipe, strict=True)
+        with torch.no_grad():
+            found = torch.compile(model, backend=backend)(x, offs)
+        return found, {row.module: row.note for row in backend.report.rows}
+
+    def by_hand(x, i):
+        scale = {"outer": torch.tensor(recipe.static_scale("layers.0.up_proj"))} if i == 0 else {}
+        a, b = fp4compile.quantize(x, "nvfp4", offs=offs, **scale), model.layers[i].up_proj.detach()
+        return fp4compile.scaled_grouped_mm(a, fp4compile.quantize(b, "nvfp4", per_matrix=True), offs)
+
+    expected = by_hand(by_hand(x, 0) + by_hand(x, 1), 2)
+    found, notes = run(model)
+    assert torch.equal(found, expected)
+    assert notes == {f"layers.{i}.up_proj": NOT_CALIBRATED if i else None for i in range(3)}
+    fp4compile.pack_(model, recipe)
+    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
+    kept = [layer.up_proj_packed.layer_format.activation_outer for layer in fresh.layers]
+    assert kept == [pytest.approx(outer), None, None] and torch.equal(run(fresh)[0], expected)
+
+
 def test_a_recipe_is_read_from_what_it_was_saved_to(tmp_path):
     recipe = fp4compile.calibrate(torch.nn.Linear(64, 48), [torch.randn(4, 64)])
     odd = 'ein "N\u00e4me"\\ \n\x7f#[x]'

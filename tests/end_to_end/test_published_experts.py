@@ -231,6 +231,20 @@ def test_names_of_experts_in_checkpoints():
         assert [names.target(names.source(name)).name for name in others] == others
 
 
+@pytest.mark.parametrize("count", [2, 7])
+def test_experts_in_odd_shards(count, tmp_path):
+    """Every expert's tensors are in all shards, codes apart from their scales; one shard has no tensor."""
+    tensors = tensors_of(MIXTRAL)
+    shutil.copytree(MIXTRAL, tmp_path / "odd")
+    order = {name: f"part-{i % count}" for i, name in enumerate(sorted(tensors, reverse=True))}
+    sharded(tmp_path / "odd", tensors, order.get, none={})
+    model = loaded(tmp_path / "odd")
+    equal_weights(model, loaded())
+    fp4compile.export_packed(model, tmp_path / "again", max_shard_size=2000)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+
+
 # ---------------------------------------------------------------- what is broken
 
 
@@ -281,6 +295,12 @@ BROKEN = [
     (lambda t: t.update({f"{PLAIN}.1.w2.weight": torch.zeros(16, 16)}), rf"layer '{PLAIN}.1.w2': the file has out and"),
     (lambda t: t.update({f"{PLAIN}.1.w2.weight": torch.ones(32, 16).half()}), rf"{PLAIN}.0.w2' and '{PLAIN}.1.w2' are"),
     (smaller, rf"layer '{FILE}.2.w1': the file has out and in features \(8, 32\), .* the model has \(16, 32\)"),
+    (changed("2.w2.weight", lambda t: t.T), rf"'{FILE}.2.w2.weight_scale': expected shape .* of '{FILE}.2.w2.weight'"),
+    (changed("0.w1.weight_scale", lambda t: t.T), rf"tensor '{FILE}.0.w1.weight_scale': expected shape \(16, 2\)"),
+    (changed("1.w2.weight_scale", lambda t: t.float()), rf"'{FILE}.1.w2.weight_scale': expected torch.float8_e4m3fn"),
+    (changed("1.w2.weight", lambda t: t.view(torch.int8)), rf"tensor '{FILE}.1.w2.weight': expected torch.uint8"),
+    (changed("2.w3.weight_scale_2", lambda t: t.double()), rf"'{FILE}.2.w3.weight_scale_2': expected one float32"),
+    (lambda t: t.update({f"{FILE}.1.w1.weight_shift": torch.ones(1)}), rf"the model has no '{FILE}.1.w1.weight_shift'"),
     (changed("1.w3.weight_scale", with_nan), rf"tensor '{FILE}.1.w3.weight_scale': has scales that are NaN"),
     (changed("1.w3.weight_scale_2", lambda t: 2 * t), rf"layers '{FILE}.1.w1' and '{FILE}.1.w3' have outer scales"),
     (changed("1.w3.weight_scale_2", lambda t: 1 / t), rf"'{FILE}.1.w3.weight_scale_2': .*looks like a divisor"),
@@ -291,14 +311,81 @@ BROKEN = [
 ]  # fmt: skip
 
 
+def cut(folder, tensors):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def configured(**changes):
+    return lambda folder, tensors: configure(folder, **changes)
+
+
+def flipped(folder, tensors):
+    """A bit in the bytes of a file, where a scale lies."""
+    file = folder / "model.safetensors"
+    scales = tensors[f"{FILE}.0.w2.weight_scale"].view(torch.uint8).numpy().tobytes()
+    content = bytearray(file.read_bytes())
+    place = content.index(scales)
+    assert content.count(scales) == 1
+    content[place] ^= 0x80
+    file.write_bytes(content)
+
+
+def sharded(folder, tensors, where, **more):
+    """Tensors in the shards that `where` gives their names, beside what an index says; more: shards with tensors."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    shards = {name: where(name) for name in tensors}
+    for shard in {*shards.values(), *more}:
+        part = {name: tensors[name] for name in tensors if shards[name] == shard}
+        save_file(part | more.get(shard, {}), folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    return shards
+
+
+LOST = f"{FILE}.2.w1.weight_scale"
+
+
+def index_changed(**changes):
+    """Two shards, one of codes and one of scales, and an index that says something else."""
+
+    def corrupt(folder, tensors):
+        shards = sharded(folder, tensors, lambda name: "b" if "scale" in name else "a", empty={})
+        shards |= {LOST: changes["shard"]} if "shard" in changes else {}
+        (folder / "zero").touch()
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": changes.get("map", shards)}))
+
+    return corrupt
+
+
+def in_two_shards(folder, tensors):
+    sharded(folder, tensors, lambda name: "b" if "scale" in name else "a", a={LOST: tensors[LOST]})
+
+
+BROKEN_FILES = [
+    (cut, "not a whole safetensors file"),
+    (flipped, rf"tensor '{FILE}.0.w2.weight_scale': has scales that are NaN or negative"),
+    (configured(quant_algo="NVFP4_AWQ"), "unknown quant_algo 'NVFP4_AWQ'"),
+    (configured(group_size=32), "group_size: expected 16 for nvfp4, got 32"),
+    (index_changed(shard="c"), rf"shard 'c' of tensor '{LOST}' is missing"),
+    (index_changed(shard="a"), rf"tensor '{LOST}' should be in 'a', which does not have it"),
+    (index_changed(shard="empty"), rf"tensor '{LOST}' should be in 'empty', which does not have it"),
+    (index_changed(shard="zero"), "zero: not a whole safetensors file"),
+    (index_changed(shard="./b"), rf"shard './b' of tensor '{LOST}' is not a file of the directory"),
+    (index_changed(map=["a", "b"]), "weight_map does not give a file for each tensor"),
+    (in_two_shards, rf"tensor '{LOST}' is in several files"),
+]  # fmt: skip
+
+
 def test_broken_experts_are_refused_and_change_nothing(tmp_path):
-    folder, model = tmp_path / "broken", fresh_model()
-    shutil.copytree(MIXTRAL, folder)
+    model = fresh_model()
     before = {name: (id(t), t.clone()) for name, t in model.named_parameters()}
-    for corrupt, message in BROKEN:
-        tensors = tensors_of(MIXTRAL)
-        corrupt(tensors)
-        save_file(tensors, folder / "model.safetensors")
+    of_tensors = [(lambda folder, tensors, corrupt=corrupt: corrupt(tensors), message) for corrupt, message in BROKEN]
+    for i, (corrupt, message) in enumerate(of_tensors + BROKEN_FILES):
+        folder, tensors = tmp_path / str(i), tensors_of(MIXTRAL)
+        shutil.copytree(MIXTRAL, folder)
+        corrupt(folder, tensors)
+        if i < len(BROKEN):
+            save_file(tensors, folder / "model.safetensors")
         with pytest.raises(ValueError, match=message) as caught, warnings.catch_warnings(action="error"):
             fp4compile.load_packed(model, folder)
         assert str(folder) in str(caught.value)

@@ -13,6 +13,7 @@ from benchmarks import run_all
 from fp4compile import gpus
 from fp4compile.cli import roofline, roofline_times
 from fp4compile.cli.main import main
+from fp4compile.cli.roofline_shapes import MODELS, Shape
 from fp4compile.recipe import named
 from fp4compile.roofline import predict
 
@@ -22,7 +23,7 @@ def test_the_table(capsys):
     title, header, *rows, rates, shares = capsys.readouterr().out.splitlines()
     assert title == "mxfp8 on B200, fprop: predicted, not measured"
     assert header.split()[:4] == ["layer", "M", "N", "K"] and header.endswith("bound by")
-    assert len(rows) == 12 and rows[-1].split()[:5] == ["down", "8192", "4096", "14336", "582.5"]
+    assert len(rows) == 12 and rows[-1].split()[:5] == ["down", "8192", "4096", "14336", "574.8"]
     assert rates == f"rates: {gpus.GPUS['B200'].source}" and "not measured" in shares
 
 
@@ -35,12 +36,65 @@ def test_json_and_expressions(capsys):
     values = {"M": 64, "N": 1000, "K": 512, "Max": max, "floor": lambda x: x // 1, "__builtins__": {}}
     assert eval(found["expressions"]["recipe"], values) == pytest.approx(expected.seconds)
     assert found["products"] == "fprop, dgrad, wgrad" and found["expressions"]["kernels of"] == "64x1000x512"
+    main(["roofline", "--gpu", "H200", "--shapes", "mixtral-8x7b", "--json", "--expressions"])
+    found = json.loads(capsys.readouterr().out)
+    row, formulas = next(row for row in found["rows"] if row["experts"]), found["expressions of experts"]
+    assert formulas["kernels of"] == "2x28672x4096, 8 experts"
+    values |= {name.upper(): row[name] for name in "mnk"}
+    times = [eval(formulas[name], values) for name in ("bf16", "recipe")]
+    assert times == pytest.approx([row["bf16_us"] / 1e6, row["recipe_us"] / 1e6])
 
 
-@pytest.mark.parametrize("shapes, count", [("pow2", 6), ("llama3-70b", 4), ("dsv3", 9), ("1,2,3", 1)])
-def test_shapes(shapes, count, capsys):
+@pytest.mark.parametrize("shapes, layers, experts", [
+    ("pow2", 6, 0), ("llama3-70b", 4, 0), ("dsv3", 9, 2), ("qwen3-30b-a3b", 3, 2), ("llama4-scout", 4, 2),
+    ("mixtral-8x7b", 2, 2), ("gpt-oss-20b", 3, 2), ("gpt-oss-120b", 3, 2), ("1,2,3", 1, 0),
+])  # fmt: skip
+def test_shapes(shapes, layers, experts, capsys):
     main(["roofline", "--gpu", "B300", "--shapes", shapes, "--train", "--json"])
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == count
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["experts"] is not None for row in rows] == [False] * layers + [True] * experts
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_experts_of_a_model(train, capsys):
+    """A token is a row of each of its experts; what is predicted, and that the table says how many rows they have."""
+    main(["roofline", "--gpu", "H200", "--recipe", "mxfp8", "--shapes", "dsv3", "--json", *["--train"] * train])
+    rows = [row for row in json.loads(capsys.readouterr().out)["rows"] if row["experts"]]
+    steps = [8192] if train else [1, 64, 8192]
+    assert [(row["m"], row["n"], row["k"], row["experts"], row["rows_each"]) for row in rows] == [
+        (tokens * 8, *sizes, 256, tokens * 8 / 256) for tokens in steps for sizes in ((4096, 7168), (7168, 2048))
+    ]
+    for row in rows:
+        expected = predict("mxfp8", "H200", row["m"], row["n"], row["k"], train=train, experts=256)
+        assert (row["gain"], row["binds"]) == (expected.gain, expected.binds)
+        assert row["bf16_us"] == pytest.approx(1e6 * expected.plain_seconds)
+    main(["roofline", "--gpu", "H200", "--shapes", "dsv3", *["--train"] * train])
+    _, header, *table, _, _ = capsys.readouterr().out.splitlines()
+    columns = header.split("  ")
+    assert "experts" in header and "M/experts" in columns
+    cells = next(line for line in table if "experts down" in line and str(8 * steps[-1]) in line).split()
+    assert cells[2:7] == [str(8 * steps[-1]), "7168", "2048", "256", "256"]
+
+
+def test_shapes_are_those_of_transformers():
+    """Of its configurations whose defaults are the published models."""
+    transformers = pytest.importorskip("transformers")
+    scout, deepseek, mixtral, gpt_oss = (getattr(transformers, f"{name}Config")() for name in (
+        "Llama4Text", "DeepseekV3", "Mixtral", "GptOss"))  # fmt: skip
+    for name, config, inner, count in (
+        ("llama4-scout", scout, scout.intermediate_size, scout.num_local_experts),
+        ("dsv3", deepseek, deepseek.moe_intermediate_size, deepseek.n_routed_experts),
+        ("mixtral-8x7b", mixtral, mixtral.intermediate_size, mixtral.num_local_experts),
+        ("gpt-oss-120b", gpt_oss, gpt_oss.intermediate_size, gpt_oss.num_local_experts),
+    ):
+        model, hidden = MODELS[name], config.hidden_size
+        assert (model.count, model.top_k) == (count, config.num_experts_per_tok), name
+        assert model.experts == (("gate_up", 2 * inner, hidden), ("down", hidden, inner)), name
+        attention = {layer: sizes for layer, *sizes in model.layers if layer in ("k, v", "q", "q, o")}
+        if attention:
+            each = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+            rows = {config.num_key_value_heads * each, config.num_attention_heads * each}
+            assert {n for n, _ in attention.values()} == rows and {k for _, k in attention.values()} == {hidden}
 
 
 @pytest.mark.parametrize("options, said", [
@@ -48,7 +102,8 @@ def test_shapes(shapes, count, capsys):
     ([], "--gpu: the GPU of a prediction is needed, one of H100, H200, B200, "),
     (["--gpu", "B200", "--recipe", "nvfp5"], "unknown recipe 'nvfp5'"),
     (["--gpu", "B200", "--recipe", "absent.toml"], "absent.toml"),
-    (["--gpu", "B200", "--shapes", "8,8"], "--shapes '8,8': allowed are pow2, llama3-8b, llama3-70b, dsv3, or M,N,K"),
+    (["--gpu", "B200", "--shapes", "8,8"], "--shapes '8,8': allowed are pow2, llama3-8b, llama3-70b, dsv3, "
+     "qwen3-30b-a3b, llama4-scout, mixtral-8x7b, gpt-oss-20b, gpt-oss-120b, or M,N,K"),
     (["--gpu", "B200", "--shapes", "0,8,8"], "three positive whole numbers"),
     (["--gpu", "B200", "--shapes", "8,8.5,8"], "three positive whole numbers"),
     (["--gpu", "B200", "--measure"], "--measure: there is no GPU of the list to measure on"),
@@ -72,12 +127,12 @@ def test_the_gpu_that_is_there_is_the_default_and_the_one_to_measure_on(capsys, 
     monkeypatch.setattr(roofline, "measured", lambda *arguments: seen.append(arguments) or times)
     main(["roofline", "--measure", "--shapes", "16,32,64"])
     out = capsys.readouterr().out
-    assert seen == [(named("nvfp4"), (16, 32, 64), False)]
+    assert seen == [(named("nvfp4"), Shape("", 16, 32, 64), False)]
     assert "nvfp4 on H200, fprop: predicted and measured" in out and "measured gain" in out and "2.00" in out
 
 
-@pytest.mark.parametrize("train", [False, True])
-def test_what_is_measured(train, monkeypatch):
+@pytest.mark.parametrize("train, experts", [(False, None), (True, None), (False, 3), (True, 3)])
+def test_what_is_measured(train, experts, monkeypatch):
     """Without a GPU: the calls that are timed run the layer, with its gradients in training, and the compiled one."""
     timed = []
 
@@ -85,18 +140,27 @@ def test_what_is_measured(train, monkeypatch):
         timed.append([call() for call in calls[:1]])
         return 10.0 / len(timed)
 
-    for name in ("Linear", "randn"):
+    for name in ("Linear", "randn", "tensor"):
         where = torch.nn if name == "Linear" else torch
         make = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *a, make=make, device, **k: make(*a, **k))
     monkeypatch.setattr(roofline_times, "NOT_CACHED", 1)
     monkeypatch.setattr(roofline_times, "graph_time", graph_time)
     monkeypatch.setattr(roofline_times, "backend", lambda recipe, strict: "eager")
-    found = roofline_times.measured(named("mxfp8"), (4, 64, 32), train)
+    found = roofline_times.measured(named("mxfp8"), Shape("", 4, 64, 32, experts), train)
     assert found == {"measured_bf16_us": 10.0, "measured_recipe_us": 5.0, "measured_gain": 2.0}
     for (result,) in timed:
         shapes = [part.shape for part in result] if train else result.shape
-        assert shapes == ([(4, 32), (64, 32)] if train else (4, 64))
+        weight = (64, 32) if experts is None else (3, 64, 32)
+        assert shapes == ([(4, 32), weight] if train else (4, 64))
+
+
+def test_rows_of_the_experts_that_are_measured(monkeypatch):
+    for name in ("randn", "tensor"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, make=make, device, **k: make(*a, **k))
+    for rows, count, ends in ((8, 4, [2, 4, 6, 8]), (2, 4, [0, 1, 1, 2]), (5, 3, [1, 3, 5])):
+        assert roofline_times.Experts(Shape("", rows, 16, 16, count), count).offs.tolist() == ends
 
 
 def test_nothing_is_compiled_or_packed_while_times_are_taken(monkeypatch):

@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.functional import grouped_mm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4compile
 from fp4compile import reference
@@ -176,6 +178,75 @@ def test_rules_of_a_budget_decide_about_one_layer_each():
     with torch.no_grad():
         report = fp4compile.explain(model, torch.randn(4, 64), recipe=recipe)
     assert [row.module for row in report.rows if row.left == "mxfp4"] == names[:1]
+
+
+# ---------------------------------------------------------------- experts
+
+
+class Experts(torch.nn.Module):
+    """A product of experts; tokens are rows, or columns."""
+
+    def __init__(self, n, k, columns=False):
+        super().__init__()
+        self.columns, self.w = columns, torch.nn.Parameter(torch.randn(3, n, k).bfloat16() / 8)
+
+    def forward(self, x, offs):
+        if self.columns:
+            return grouped_mm(self.w, x.t(), offs=offs).t()
+        return grouped_mm(x, self.w.mT, offs=offs)
+
+
+class Routed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Experts(96, 64), Experts(64, 96, columns=True)])
+        self.last = torch.nn.Linear(64, 48, bias=False).bfloat16()
+
+    def forward(self, x, offs):
+        for layer in self.layers:
+            x = layer(x, offs)
+        return self.last(x)
+
+
+class Uninitialised(TorchDispatchMode):
+    """Grouped products leave something in the tokens of no expert, as they may."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._grouped_mm.default:
+            (found if args[1].dim() == 3 else found.t())[10:] = 1e4
+        return found
+
+
+def test_budget_of_experts(monkeypatch):
+    """Measured as eager calls multiply, tokens of no expert apart; rules leave experts alone or in MXFP8."""
+    without_codegen.install(monkeypatch)
+    model, x, offs = Routed(), torch.randn(12, 64).bfloat16(), torch.tensor([4, 4, 10]).int()
+    recipe = fp4compile.Recipe(fprop_x="nvfp4", fprop_w="nvfp4", min_m=1, min_n=1, min_k=1)
+    with Uninitialised():
+        report = fp4compile.sensitivity(model, [(x, offs)], recipe)
+    first, second = model.layers
+    of_layer = {one.layer: (one.weights, one.output_db) for one in report.layers}
+    for name, layer, tokens in (("layers.0.w", first, x), ("layers.1.w", second, first(x, offs))):
+        a = fp4compile.quantize(tokens[:10], "nvfp4", offs=offs)
+        w = fp4compile.quantize(layer.w.detach(), "nvfp4", per_matrix=True)
+        expected = decibels([layer(tokens, offs)[:10]], [fp4compile.scaled_grouped_mm(a, w, offs)])
+        assert of_layer[name] == (3 * 64 * 96, pytest.approx(expected, abs=0.01))
+    assert all(10 < one.model_db < 40 for one in report.layers) and len(report.layers) == 3
+
+    worst = [one.layer for one in report.layers]
+    for budget, fallback, formats in (({"bf16_share": 1.0}, None, "bfloat16"), ({"sqnr_db": 99.0}, "mxfp8", "mxfp8")):
+        chosen = recipe.with_budget(report, **budget, fallback=fallback)
+        with torch.no_grad():
+            rows = fp4compile.explain(model, x, offs, recipe=chosen).rows
+        assert {row.module: (row.left, row.right) for row in rows} == dict.fromkeys(worst, (formats, formats))
+    alone = recipe.with_budget(report, bf16_share=0.54)  # each layer of experts has 46 % of the elements
+    skipped = [rule.pattern for rule in alone.rules]
+    assert set(skipped) == {next(name for name in worst if name != "last"), "last"}
 
 
 # ---------------------------------------------------------------- what is shown

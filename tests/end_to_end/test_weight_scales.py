@@ -13,6 +13,7 @@ from fp4compile import Recipe
 from fp4compile.passes.graph import QUANTIZE
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.weight_cache import form, packed_weight
+from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 RULES = ("mse", "four_over_six")
@@ -116,6 +117,74 @@ def test_each_expert_has_an_outer_scale_of_its_own():
     for i in range(3):
         one = fp4compile.quantize(model.w[i], "nvfp4", scales="mse")
         assert torch.equal(b.data[i], one.data) and torch.equal(b.outer[i], one.outer)
+
+
+class Routed(torch.nn.Module):
+    """A linear layer, and experts of one wide range, stored as [experts, out, in] or (in_first) [experts, in, out]."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self, in_first):
+            super().__init__()
+            self.is_transposed = in_first
+            w = (torch.randn(3, 48, 64) * torch.tensor([1, 8, 0.1]).view(3, 1, 1)).bfloat16()
+            self.up_proj = torch.nn.Parameter(w.mT.contiguous() if in_first else w)
+
+        def forward(self, x, offs):
+            return F.grouped_mm(x, self.up_proj if self.is_transposed else self.up_proj.mT, offs=offs)
+
+    def __init__(self, in_first):
+        super().__init__()
+        self.up = torch.nn.Linear(80, 64, bias=False).bfloat16()
+        self.experts = self.Experts(in_first)
+
+    def forward(self, x, offs):
+        return self.experts(self.up(x), offs)
+
+
+def routed_by_hand(model, x, offs, a_format, w_format, rule):
+    """Eager calls alone."""
+    up, experts = model.up.weight.detach(), model.experts.up_proj.detach()
+    up = fp4compile.quantize(up, w_format, scales=rule)
+    dim = -2 if model.experts.is_transposed else -1
+    experts = fp4compile.quantize(experts, w_format, dim=dim, per_matrix=True, scales=rule)
+    hidden = fp4compile.scaled_mm(fp4compile.quantize(x, a_format), up, out_dtype=torch.bfloat16)
+    return fp4compile.scaled_grouped_mm(fp4compile.quantize(hidden, a_format, offs=offs), experts, offs)
+
+
+@pytest.mark.parametrize(("formats", "in_first", "rule"), [
+    (("nvfp4", "nvfp4"), True, "four_over_six"), (("nvfp4_te", "nvfp4_16x16"), False, "four_over_six"),
+    (("nvfp4_te", "nvfp4_16x16"), True, "mse"),
+])  # fmt: skip
+@torch.no_grad()
+def test_linear_layers_and_experts_have_the_bits_of_eager_calls_on_every_way(
+    formats, in_first, rule, tmp_path, monkeypatch
+):
+    """From the weight cache, after a change of the weights, packed, and packed and loaded; square blocks too."""
+    without_codegen.install(monkeypatch)
+    model, x, offs = Routed(in_first).eval(), torch.randn(12, 80).bfloat16(), torch.tensor([4, 4, 12]).int()
+    a_format, w_format = formats
+    recipe = Recipe(fprop_x=a_format, fprop_w=w_format, min_m=1, min_n=1, min_k=1, weight_scales=rule)
+
+    def compiled(model):
+        torch._dynamo.reset()
+        return torch.compile(model, backend=fp4compile.backend(recipe, strict=True))
+
+    cached = compiled(model)
+    cached(x, offs)
+    for weight in model.parameters():  # packed anew
+        weight.mul_(1.3)
+    expected = routed_by_hand(model, x, offs, *formats, rule)
+    assert torch.equal(cached(x, offs), expected)
+    assert not torch.equal(expected, routed_by_hand(model, x, offs, *formats, "amax"))
+    packed, fresh = copy.deepcopy(model), Routed(in_first)
+    report = fp4compile.pack_(packed, recipe)
+    assert {row.module: (row.reason, row.weight_scales) for row in report.rows} == {
+        "up": (None, rule), "experts.up_proj": (None, rule)
+    }  # fmt: skip
+    fp4compile.save_packed(packed, tmp_path / "packed.safetensors")
+    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
+    for one in (packed, fresh):
+        assert torch.equal(compiled(one)(x, offs), expected)
 
 
 def test_packed_weights_of_two_rules_are_kept_apart():

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
+from fp4compile import roofline
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.find import find
 from fp4compile.passes.gemm import Input
@@ -33,6 +34,7 @@ from fp4compile.templates.launch import dry_run
 ops = torch.ops.fp4compile
 BF16 = torch.bfloat16
 M, G, N, K = 600, 2, 48, 64  # 300 tokens an expert
+BACKWARD = ("dgrad", "wgrad")
 SHAPES = {"x": (M, K), "w": (G, N, K), "dy": (M, N)}
 
 
@@ -238,6 +240,19 @@ def test_launches_of_a_recipe(recipe):
     assert names[-1] == "gemm_grouped" and "dequant_operand" not in names
     stored = [one.args["data_ptr"].dtype for one in launches if one.kernel.__name__.startswith("quantize")]
     assert set(stored) == {torch.bfloat16 if recipe == "mxfp8" else torch.float16}
+
+
+@pytest.mark.parametrize(("name", "recipe", "products"), [
+    ("forward", "nvfp4", ("fprop",)), ("saved columns", "nvfp4_train", ("fprop",)), ("backward", "nvfp4", BACKWARD),
+    ("trained", "nvfp4_train", BACKWARD),
+])  # fmt: skip
+def test_predicted_passes_are_those_that_are_launched(name, recipe, products):
+    """How often operands are dequantised in memory, by the model of times and by the graph."""
+    predicted = roofline.predict(recipe, "H200", M, N, K, train=True, experts=G)
+    steps = [step.name for product in products for step in predicted.of_product(product).steps]
+    launches = launched(CASES[name][0])
+    assert launches.count("dequant_operand") == sum(step.startswith("dequantise") for step in steps)
+    assert launches.count("gemm_grouped") == steps.count("dequant_operand") == len(products)
 
 
 def test_errors():

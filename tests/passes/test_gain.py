@@ -162,13 +162,25 @@ def test_experts_are_predicted(gpu, recipe, grad):
     assert list(report.gains().values()) == pytest.approx([expected.gain])
 
 
-def test_experts_that_lose_are_left_alone():
-    (row,) = of_experts({"recipe": "nvfp4", "min_gain": 1.05, "target": "H200"}, "H200").rows
-    gain = roofline.predict("nvfp4", "H200", 8192, 2048, 1024, experts=16).gain
-    assert row.reason == f"predicted gain {gain:.2f} on H200 is below min_gain=1.05" and gain < 1.05
-    assert row.seconds == row.plain_seconds
-    (row,) = of_experts({"recipe": "nvfp4", "min_gain": 1.05, "target": "H200"}, "H200", tokens=64).rows
+@pytest.mark.parametrize("grad", [False, True])
+def test_experts_that_lose_are_left_alone(grad):
+    judged = {"recipe": "nvfp4", "min_gain": 1.05, "target": "H200"}
+    rows = of_experts(judged, "H200", grad).rows
+    gain = roofline.predict("nvfp4", "H200", 8192, 2048, 1024, experts=16, train=grad).gain
+    reason = f"predicted gain {gain:.2f} on H200 is below min_gain=1.05"
+    assert gain < 1.05 and [row.reason for row in rows] == [reason] * (3 if grad else 1)
+    assert all(row.seconds == row.plain_seconds for row in rows)
+    (row,) = of_experts(judged, "H200", tokens=64).rows
     assert row.reason is None
+
+
+def test_experts_are_judged_in_every_form():
+    with torch.no_grad():
+        for least, left_alone in ((100.0, 9), (0.01, 0)):
+            recipe = recipe_of("nvfp4").replace(min_gain=least, target="H200")
+            rows = fp4compile.explain(Around(Forms(False)), tokens(), recipe=recipe, gpu="H200").rows
+            assert [row.reason is not None for row in rows] == [left_alone == 9] * 9
+            assert sum("is below min_gain=100" in (row.reason or "") for row in rows) == left_alone
 
 
 def test_packed_experts_are_predicted_as_those_that_the_cache_packs():
