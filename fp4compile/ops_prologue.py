@@ -65,7 +65,7 @@ def quantize_prologue_cuda(
     reading = Reading(steps, tuple(others), down_columns, written, first)
     if not steps.several:
         return [*_of(op, "_cuda", first, format, dim, outer, layout, seed, hadamard, reading=reading), *written]
-    # The results are a batch, as the kernels see them: each output is one tensor, of which each result has its own part.
+    # The kernels see the results as a batch: each output is one tensor, of which each result has its own part.
     batch, dim = first.expand(len(steps.several), *first.shape), -2 if down_columns else -1
     together = _of(op, "_cuda", batch, format, dim, outer, layout, seed, hadamard, reading=reading)
     return [*(_part(output, i) for i in range(len(steps.several)) for output in together), *written]

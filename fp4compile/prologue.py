@@ -81,6 +81,8 @@ class Prologue:
         for number in self.several:
             if not 0 <= number < len(self.steps) or "aux" not in self.operands_of(number).values():
                 raise ValueError(f"results: expected steps whose results have the shape of the whole, got {number}")
+        if unneeded := {number for number, _ in self.stored} - {*self.needed(self.several)}:
+            raise ValueError(f"stored: expected steps that a result needs, got {sorted(unneeded)}")
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
@@ -205,6 +207,24 @@ def _stored(text: str) -> tuple[int, torch.dtype]:
     if match is None:
         raise ValueError(f"stored: expected a step and a floating-point dtype, as 's3 bfloat16', got {text!r}")
     return int(match[1]), getattr(torch, match[2])
+
+
+def together(prologues: Sequence[Prologue], numbers: Sequence[Sequence[int]]) -> tuple[Prologue, list[list[int]]]:
+    """(a prologue with the results of several, which have one each, what the number of each step of each is in it).
+
+    numbers: what the number of each operand of each is in it.
+    """
+    steps: dict[Step, int] = {}
+    places = []
+    for prologue, operands in zip(prologues, numbers, strict=True):
+        names = {f"{kind}{i}": f"{kind}{operands[i]}" for i, kind in prologue.kinds.items()}
+        for i, step in enumerate(prologue.steps):
+            renamed = Step(step.operation, tuple(names[x] if isinstance(x, str) else x for x in step.arguments))
+            names[f"s{i}"] = f"s{steps.setdefault(renamed, len(steps))}"
+        places.append([int(names[f"s{i}"][1:]) for i in range(len(prologue.steps))])
+    stored = {(own[i], dtype): None for each, own in zip(prologues, places, strict=True) for i, dtype in each.stored}
+    results = tuple(own[-1] for own in places)
+    return Prologue(tuple(steps), prologues[0].dtype, tuple(stored), results), places
 
 
 def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -346,7 +346,7 @@ def source(prologue: Prologue, form: str, wide: bool) -> str:
         own = prologue.stored_with(number)
         stored = [(place, each) for place, each in enumerate(prologue.stored) if each in own]
         texts.append(_of_result(f"_{i}", prologue, form, wide, prologue.needed([number]), prologue.operands_of(number),
-                                (number, prologue.dtype), stored))  # fmt: skip
+                                (number, prologue.dtype), stored, turned=i % 2 == 1))  # fmt: skip
         condition = "if matrix == 0" if i == 0 else f"elif matrix == {i}" if i + 1 < len(prologue.several) else "else"
         branches += [f"    {condition}:"]
         branches += [f"        words = read_{form}_{i}(ptr, operands, {arguments}, ISA, STORES)"]
@@ -365,9 +365,12 @@ def _arguments(form: str) -> tuple[str, str]:
 
 def _of_result(
     suffix: str, prologue: Prologue, form: str, wide: bool, numbers: Iterable[int], operands: Mapping[int, str],
-    result: tuple[int, torch.dtype], stored: Sequence[tuple[int, tuple[int, torch.dtype]]],
+    result: tuple[int, torch.dtype], stored: Sequence[tuple[int, tuple[int, torch.dtype]]], turned: bool = False,
 ) -> str:  # fmt: skip
-    """The source of one result: suffix of its functions, its steps and operands, what is stored besides and where."""
+    """The source of one result: suffix of its functions, its steps and operands, what is stored besides and where.
+
+    turned: whether the operands are loaded in reverse.
+    """
     kinds = sorted(operands.items())
     names = ", ".join(f"{kind}{i}" for i, kind in kinds)
     arguments, parameters = _arguments(form)
@@ -379,7 +382,8 @@ def _of_result(
     lines += [f"    return {', '.join(results)}", "", ""]
     lines += ["@triton.jit"]
     lines += [f"def read_{form}{suffix}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
-    for i, kind in kinds:
+    # Loads of two results in one order would be moved out of their branches, and take the registers of both.
+    for i, kind in reversed(kinds) if turned else kinds:
         load = f"{kind}_{form}(operands[{i - 1}], {arguments})" if i else f"unpack_column_tile({_LOADS[form]}, dtype)"
         lines += [f"    first{i}, second{i} = {load}"]
     lines += [f"    {each} = ()" for each in words]

@@ -92,7 +92,8 @@ def matrices_amax_bits(source: Matrices) -> torch.Tensor:
     bits = torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device)
     launch(
         source.read_by(tensor_amax), _amax_grid(source, config), source.tensor, bits, *source.read_args,
-        FLAT=flat is not None, PARTIAL=False, MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
+        FLAT=flat is not None, PARTIAL=False, MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align,
+        ISA=target_of(source.tensor.device).isa,
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return bits
@@ -180,8 +181,8 @@ def columns_amax(
 
     TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
     amax of all columns or (MATRICES) of those of each matrix, [batch]. ROWS (with EACH): each row's amax as well,
-    without the transform, [batch, rows + cols]. PLAIN: the amax of x (or each matrix) without the transform comes before
-    the others.
+    without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform (or of each matrix) comes
+    before the others.
     (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
     pointers.) WHOLE: as in `quantize_columns`.
     """

@@ -60,7 +60,9 @@ from fp4compile.templates.quantize.views import (
 def serves(source: Matrices, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
     """Whether the kernel quantises such a tensor in both directions."""
     dtype = source.tensor.dtype
-    quick_outer = outer.mode in ("tensor", "amax", "matrix amax") and fmt.contract == "torchao" and dtype == torch.bfloat16
+    quick_outer = (
+        outer.mode in ("tensor", "amax", "matrix amax") and fmt.contract == "torchao" and dtype == torch.bfloat16
+    )
     one_read = quick_outer or (outer.mode == "none" and dtype.itemsize == 2)
     return one_read and not seeded and not transform
 

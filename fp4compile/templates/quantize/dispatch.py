@@ -93,8 +93,8 @@ def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.
 def takes_several(fmt: BlockFormat, op: str, layout: str, shape: Sequence) -> bool:
     """Whether the kernels write several results of a prologue, of that shape, at once.
 
-    op, layout: as in the op `quantize_prologue`. A result is one matrix, for the kernels see the results as a batch. What belongs
-    to one lies in a tensor of all: wherever it begins, products may expect that 16 bytes are aligned.
+    op, layout: as in the op `quantize_prologue`. A result is one matrix, for the kernels see the results as a batch.
+    What belongs to one lies in a tensor of all: wherever it begins, products may expect that 16 bytes are aligned.
     """
     if len(shape) != 2:
         return False

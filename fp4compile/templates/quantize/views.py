@@ -16,7 +16,8 @@ class Matrices:
     """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements.
 
     prologue: None, or the steps whose result is the tensor; `tensor` is then their first operand, and `operands` are
-    the others. All are contiguous. The matrices of a batch are its results where there are several. stored: what the first kernel that reads the tensor fills with `prologue.stored`.
+    the others. All are contiguous. If it has several results, these are the matrices of the batch. stored: what the
+    first kernel that reads the tensor fills with `prologue.stored`.
     amax_bits: as of `amax.tensor_amax_bits`, if the kernel that found statistics of the prologue has found it, too.
     """
 
