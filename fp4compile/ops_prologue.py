@@ -73,7 +73,7 @@ def quantize_prologue_cuda(
 
 def _part(output: torch.Tensor, i: int) -> torch.Tensor:
     """What belongs to one of several results; what a format has not is [0] for all."""
-    return output.new_empty(0) if output.dim() == 1 and statically_true(output.shape[0] == 0) else output[i]
+    return output.new_empty(0) if output.dim() == 1 and statically_true(output.shape[0] == 0) else output.select(0, i)
 
 
 @torch.library.register_fake("fp4compile::quantize_prologue", lib=LIBRARY)
@@ -95,7 +95,7 @@ def _empty_stored(prologue: Prologue, first: torch.Tensor) -> tuple[torch.Tensor
 
 def _of_each(op, suffix, values, format, dim, outer, layout, seed, hadamard):
     """What the op returns of one value and, where there are several, of the others, each with its own seed."""
-    seeds = [seed] if len(values) == 1 else [None if seed is None else seed[i] for i in range(len(values))]
+    seeds = [seed] if len(values) == 1 else [None if seed is None else seed.select(0, i) for i in range(len(values))]
     for value, own in zip(values, seeds, strict=True):
         yield from _of(op, suffix, value, format, dim, outer, layout, own, hadamard)
 
