@@ -12,6 +12,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
 from fp4compile import _compat, formats, ops_prologue
+from fp4compile.machine_code.sass import disassemble
 from fp4compile.prologue import Prologue
 from fp4compile.targets import Target
 from fp4compile.templates.device.prologue import source
@@ -291,6 +292,20 @@ def test_stores_are_of_sixteen_bytes_and_spill_nothing():
         compiled = _compat.compile_ahead(launch.kernel, launch.args, launch.constants, launch.num_warps, sm)
         assert spilled_bytes(compiled.asm["cubin"]) == 0 and compiled.metadata.shared == 0
         assert compiled.asm["ptx"].count("st.global.v4.b32") == 5  # a thread: 32 values, and their codes
+
+
+@pytest.mark.skipif(INTERPRETING, reason="compiles")
+def test_two_results_take_the_registers_of_one():
+    """What both load is loaded in each branch: loads that stood before it would be held with those of one branch."""
+    sigmoid = ["sigmoid aux1", "mul aux1 s0", "mul aux0 s1", "sub 1.0 s0", "mul aux1 s3", "add s4 1.0"]
+    steps, seed = (
+        [*sigmoid, "mul aux0 aux2", "mul s6 s0", "mul s7 s5"],
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+    )
+    amax, last = launches(100, steps, "quantize_both", "nvfp4_te", hadamard=True, seed=seed, results=[2, 8])
+    assert last.grid == 2 * launches(100, ["mul aux0 aux1"], "quantize_both", "nvfp4_te", hadamard=True)[-1].grid
+    compiled = _compat.compile_ahead(amax.kernel, amax.args, amax.constants, amax.num_warps, 100)
+    assert disassemble(compiled.asm["cubin"]).registers < 220 and spilled_bytes(compiled.asm["cubin"]) == 0
 
 
 @pytest.mark.skipif(INTERPRETING, reason="launches nothing")

@@ -39,6 +39,7 @@ from fp4compile.templates.device.register_tile import (
     block_amaxes_along_row,
     block_amaxes_down_column,
     join_halves,
+    join_to_int64,
     repeat_along_row,
     repeat_down_column,
     stack_tensors,
@@ -60,9 +61,8 @@ from fp4compile.templates.quantize.views import (
 def serves(source: Matrices, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
     """Whether the kernel quantises such a tensor in both directions."""
     dtype = source.tensor.dtype
-    quick_outer = (
-        outer.mode in ("tensor", "amax", "matrix amax") and fmt.contract == "torchao" and dtype == torch.bfloat16
-    )
+    dynamic = outer.mode in ("amax", "matrix amax")
+    quick_outer = (dynamic or outer.mode == "tensor") and fmt.contract == "torchao" and dtype == torch.bfloat16
     one_read = quick_outer or (outer.mode == "none" and dtype.itemsize == 2)
     return one_read and not seeded and not transform
 
@@ -144,15 +144,6 @@ def scales_of_pairs(
         all_bytes = all_bytes + (scale_bytes,)
         factors = factors + (factor0, factor1)
     return all_bytes, factors
-
-
-@triton.jit
-def join_to_int64(runs):
-    """An even number of int32 tensors -> half as many int64 tensors, each of two neighbours."""
-    units = ()
-    for i in tl.static_range(0, len(runs), 2):
-        units = units + ((runs[i].to(tl.int64) & 0xFFFFFFFF) | (runs[i + 1].to(tl.int64) << 32),)
-    return units
 
 
 @triton.jit
