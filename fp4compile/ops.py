@@ -93,14 +93,16 @@ def quantize_cuda(
         return _quantize_swept(scale_sweep.quantize, x, format, dim, outer, layout, seed, hadamard, scale_rule)
     from fp4compile.templates.quantize import dispatch as kernels  # here, so that the CPU needs no Triton
 
-    implementation = kernels.quantize if reading is None else partial(kernels.quantize, reading=reading)
-    return _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard)
+    if reading is None:
+        return _quantize_by(kernels.quantize, x, format, dim, outer, layout, seed, hadamard)
+    implementation = partial(kernels.quantize, reading=reading)
+    return _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard, reading.seeds)
 
 
-def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard):
+def _quantize_by(implementation, x, format, dim, outer, layout, seed, hadamard, seeds=()):
     fmt = formats.get(format)
     check_layout(layout)
-    check_training(fmt, seed, hadamard)
+    check_training(fmt, seed, hadamard, seeds)
     stream = _stream(x, dim)
     data, scales, computed = implementation(
         x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=hadamard
@@ -140,12 +142,13 @@ def check_scale_rule(fmt: BlockFormat, rule: str, seed: torch.Tensor | None, had
         raise ValueError(f"scale_rule={rule!r}: is for weights, which are rounded to nearest and not transformed")
 
 
-def check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool) -> None:
+def check_training(fmt: BlockFormat, seed: torch.Tensor | None, hadamard: bool, seeds: tuple = ()) -> None:
+    """Raises ValueError where a format knows no such rounding or transform. seeds: the shape that a seed has."""
     if seed is not None:
         if not fmt.packed:
             raise ValueError(f"seed: stochastic rounding is defined for E2M1 elements, format {fmt.name} has others")
-        if seed.dtype != torch.int64 or seed.dim():
-            raise ValueError(f"seed: expected int64 of shape (), got {seed.dtype} of shape {tuple(seed.shape)}")
+        if seed.dtype != torch.int64 or tuple(seed.shape) != seeds:
+            raise ValueError(f"seed: expected int64 of shape {seeds}, got {seed.dtype} of shape {tuple(seed.shape)}")
     if hadamard and (fmt.scale != "e4m3" or fmt.square):
         raise ValueError(f"hadamard: the transform goes with NVFP4 blocks of 1x16, format {fmt.name} has others")
 
@@ -199,7 +202,7 @@ def quantize_both_cuda(x, format, *, outer=None, layout="linear", seed=None, had
 
     _check_both(format, x, outer, hadamard)
     check_layout(layout)
-    check_training(formats.get(format), seed, hadamard)
+    check_training(formats.get(format), seed, hadamard, () if reading is None else reading.seeds)
     fmt = formats.get(format)
     rows, columns = kernels.quantize_both(x, fmt, outer, layout, seed=seed, transform=hadamard, reading=reading)
     # Where both have the same outer scale, an op may not return it twice.

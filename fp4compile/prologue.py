@@ -10,6 +10,9 @@ results. `Prologue.after_statistics` takes these apart from what follows.
 Results of steps that something else needs are stored besides, each rounded to a dtype of its own. Later steps compute
 with what was not rounded, as they do where Inductor computes them in one kernel.
 
+A prologue may have several results, each of which is quantised: those of the steps that `several` names. A step that
+more than one result needs is computed for each.
+
 `apply` is the reference. `templates.device.prologue` prints the same steps as Triton device functions.
 """
 
@@ -32,21 +35,26 @@ KINDS = "aux|row|col"
 
 @dataclass(frozen=True)
 class Prologue:
-    """The steps before a quantiser, in order; the result of the last one is quantised.
+    """The steps before a quantiser, in order; the result of the last one is quantised, or those of `several`.
 
-    dtype: what that result is rounded to first, as if it had been stored.
+    dtype: what such a result is rounded to first, as if it had been stored.
     stored: numbers of the steps whose results are stored, and the dtype that each is rounded to. They have the shape of
         the whole result, or one element for each row.
+    several: numbers of the steps whose results are quantised, two or more, each by itself; () where the last one is.
     """
 
     steps: tuple[Step, ...]
     dtype: torch.dtype
     stored: tuple[tuple[int, torch.dtype], ...] = ()
+    several: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, steps: Sequence[str], dtype: torch.dtype, stored: Sequence[str] = ()) -> "Prologue":
+    def parse(
+        cls, steps: Sequence[str], dtype: torch.dtype, stored: Sequence[str] = (), results: Sequence[int] = ()
+    ) -> "Prologue":
         """The prologue of what the op carries. Raises ValueError for what is none."""
-        found = cls(parse(steps, "prologue", rf"(?:{KINDS})\d+", reducing=True), dtype, tuple(map(_stored, stored)))
+        parsed = parse(steps, "prologue", rf"(?:{KINDS})\d+", reducing=True)
+        found = cls(parsed, dtype, tuple(map(_stored, stored)), tuple(results))
         if not found.steps or found.kinds.get(0) != "aux" or sorted(found.kinds) != list(range(len(found.kinds))):
             raise ValueError(
                 f"prologue: expected steps that read aux0 and operands 1, 2, ... without a gap, got {steps}"
@@ -60,7 +68,21 @@ class Prologue:
             kinds = [isinstance(x, str) and found.kind_of(x, found.step_kinds) for x in found.steps[i].arguments]
             if kinds not in (["aux"], ["aux", "col"]):
                 raise ValueError(f"prologue: {found.steps[i]}: expected what has the shape of the whole, got {kinds}")
+        found._check_several()
         return found
+
+    def _check_several(self) -> None:
+        if not self.several:
+            return
+        if len(set(self.several)) != len(self.several) or len(self.several) < 2:
+            raise ValueError(f"results: expected two different steps or more, got {list(self.several)}")
+        if self.reductions:
+            raise ValueError(f"results: expected none beside steps that reduce rows, got {list(self.several)}")
+        for number in self.several:
+            if not 0 <= number < len(self.steps) or "aux" not in self.operands_of(number).values():
+                raise ValueError(f"results: expected steps whose results have the shape of the whole, got {number}")
+        if unneeded := {number for number, _ in self.stored} - {*self.needed(self.several)}:
+            raise ValueError(f"stored: expected steps that a result needs, got {sorted(unneeded)}")
 
     def strings(self) -> list[str]:
         """The steps as the op carries them; `parse` reads them."""
@@ -71,13 +93,28 @@ class Prologue:
         return [f"s{number} {str(dtype).removeprefix('torch.')}" for number, dtype in self.stored]
 
     @property
+    def results(self) -> tuple[int, ...]:
+        """Numbers of the steps whose results are quantised."""
+        return self.several or (len(self.steps) - 1,)
+
+    @property
     def result(self) -> tuple[int, torch.dtype]:
-        """What is quantised, as an entry of `stored`."""
+        """What is quantised, as an entry of `stored`, where there are not several."""
         return len(self.steps) - 1, self.dtype
 
     @property
     def stores_result(self) -> bool:
-        return self.result in self.stored
+        """Whether a later kernel can read what it quantises; of several, each kernel computes them."""
+        return not self.several and self.result in self.stored
+
+    def stored_with(self, number: int) -> list[tuple[int, torch.dtype]]:
+        """What is stored beside one of several results: what is computed for it, and for no result before it."""
+        before = self.needed(self.several[: self.several.index(number)])
+        return [each for each in self.stored if each[0] in self.needed([number]) and each[0] not in before]
+
+    def operands_of(self, number: int) -> dict[int, str]:
+        """The operands that one of several results needs, as `kinds` has them."""
+        return operand_kinds([self.steps[i] for i in self.needed([number])], KINDS)
 
     @cached_property
     def kinds(self) -> dict[int, str]:
@@ -172,8 +209,26 @@ def _stored(text: str) -> tuple[int, torch.dtype]:
     return int(match[1]), getattr(torch, match[2])
 
 
-def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The reference: all steps in float32; the result rounded to `prologue.dtype`, and what is stored besides.
+def together(prologues: Sequence[Prologue], numbers: Sequence[Sequence[int]]) -> tuple[Prologue, list[list[int]]]:
+    """(a prologue with the results of several, which have one each, what the number of each step of each is in it).
+
+    numbers: what the number of each operand of each is in it.
+    """
+    steps: dict[Step, int] = {}
+    places = []
+    for prologue, operands in zip(prologues, numbers, strict=True):
+        names = {f"{kind}{i}": f"{kind}{operands[i]}" for i, kind in prologue.kinds.items()}
+        for i, step in enumerate(prologue.steps):
+            renamed = Step(step.operation, tuple(names[x] if isinstance(x, str) else x for x in step.arguments))
+            names[f"s{i}"] = f"s{steps.setdefault(renamed, len(steps))}"
+        places.append([int(names[f"s{i}"][1:]) for i in range(len(prologue.steps))])
+    stored = {(own[i], dtype): None for each, own in zip(prologues, places, strict=True) for i, dtype in each.stored}
+    results = tuple(own[-1] for own in places)
+    return Prologue(tuple(steps), prologues[0].dtype, tuple(stored), results), places
+
+
+def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The reference: all steps in float32; the results rounded to `prologue.dtype`, and what is stored besides.
 
     operands: aux0 [..., M, N], and others of as many elements as `Prologue.shape_of` says.
     """
@@ -185,4 +240,4 @@ def apply(prologue: Prologue, operands: Sequence[torch.Tensor]) -> tuple[torch.T
     stored = [
         results[number].to(dtype, copy=True, memory_format=torch.contiguous_format) for number, dtype in prologue.stored
     ]
-    return results[-1].to(prologue.dtype).broadcast_to(shape), stored
+    return [results[number].to(prologue.dtype).broadcast_to(shape) for number in prologue.results], stored

@@ -117,6 +117,15 @@ def after_steps(
     return kernels.quantize(x, fmt, layout=layout, reading=reading)
 
 
+def after_gradients(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, trained: bool = False) -> Any:
+    """Both gradients of the inputs of a gate, of which x is the gradient, in both directions."""
+    prologue = Prologue.parse(_GRADIENTS, x.dtype, (), _RESULTS)
+    reading = kernels.Reading(prologue, (torch.ones_like(x), torch.ones_like(x)), first=x)
+    seed = torch.zeros(2, dtype=torch.int64, device=x.device) if trained else None
+    both = x.expand(2, *x.shape)
+    return kernels.quantize_both(both, fmt, layout=layout, seed=seed, transform=trained, reading=reading)
+
+
 def _offs(x: torch.Tensor) -> torch.Tensor:
     """Offsets of any groups: of meta tensors nobody reads them."""
     return torch.empty(GROUPS, dtype=torch.int32, device=x.device)
@@ -231,7 +240,13 @@ _SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3"
 _KEPT = ("s0 bfloat16", "s4 float32")
 _LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1",
                "add s6 row2")  # fmt: skip
+# The gradients of y and of x in silu(x) * y, as AOTAutograd has them: of the product's gradient, x and y.
+_GRADIENTS = ("neg aux1", "exp s0", "add s1 1.0", "div aux1 s2", "mul aux0 s3", "mul aux0 aux2", "sigmoid aux1",
+              "mul s5 s6", "sub 1.0 s6", "mul aux1 s8", "add s9 1.0", "mul s7 s10")  # fmt: skip
+_RESULTS = (4, 11)
 PROLOGUE_CONFIGURATIONS = (
+    *(Configuration("gradients of a gate", name, after_gradients) for name in ("mxfp8", "nvfp4")),
+    Configuration("gradients of a gate, transform, seed", "nvfp4_te", partial(after_gradients, trained=True)),
     Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=_GATE)),
     Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
     # Statistics included: of a Llama block, without and with the residual stream; of rows that are walked.

@@ -104,6 +104,12 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_rows", "rows of a gate", "nvfp4_one_level"): 489,
     ("tensor_amax", "rows of a norm", "nvfp4"): 156,
     ("quantize_rows", "rows of a norm", "nvfp4"): 247,
+    # Two results, in two directions each: 16 elements of each tensor become 64 codes.
+    ("quantize_both", "gradients of a gate", "mxfp8"): 1116,
+    ("tensor_amax", "gradients of a gate", "nvfp4"): 828,
+    ("quantize_both", "gradients of a gate", "nvfp4"): 1142,
+    ("columns_amax", "gradients of a gate, transform, seed", "nvfp4_te"): 897,
+    ("quantize_columns", "gradients of a gate, transform, seed", "nvfp4_te"): 2177,
     # With their statistics, in float32: squares, sums, products and weights besides.
     ("quantize_reduced_rows", "a norm", "nvfp4_one_level"): 254,
     ("quantize_reduced_rows", "a norm", "nvfp4_rowwise"): 278,

@@ -5,7 +5,7 @@ operations on the quantiser (`name_operations`). `fused(graph)` puts the two tog
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
@@ -25,6 +25,20 @@ def name_operations(quantise: Node, operations: Iterable[Node]) -> None:
     quantise.meta[_OPERATIONS] = ", ".join(dict.fromkeys(map(_name, operations)))
 
 
+def name_results(quantise: Node, apart: Sequence[Node]) -> None:
+    """Note on a quantiser with several results what it computes for each, as nodes with one result have it."""
+    quantise.meta[_OPERATIONS] = tuple(node.meta[_OPERATIONS] for node in apart)
+
+
+def _operations(quantise: Node, number: int) -> str:
+    """What a quantiser computes for one of its outputs."""
+    named = quantise.meta[_OPERATIONS]
+    if isinstance(named, str):
+        return named
+    own = (len(quantise.meta["val"]) - len(quantise.kwargs.get("stored") or ())) // len(named)
+    return named[min(number // own, len(named) - 1)]
+
+
 def _name(operation: Node) -> str:
     """ "rms_norm" for an operation that comes of `aten._fused_rms_norm.default`."""
     target = operation.meta.get("original_aten", operation.target)
@@ -36,11 +50,11 @@ def fused(graph: Graph) -> dict[str, str]:
     """Operations such as "silu, mul", by the names of the products that read the quantiser's results."""
     found: dict[str, dict[str, None]] = {}
     for quantise in graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE):
-        waiting = [quantise]
-        for node in waiting:
+        waiting = [(output, _operations(quantise, output.args[1])) for output in quantise.users]
+        for node, operations in waiting:
             for user in node.users:
                 if user.target is operator.getitem or user.target in RESHAPES:
-                    waiting.append(user)
+                    waiting.append((user, operations))
                 elif _PRODUCT in user.meta and getattr(user.target, "namespace", "") == "fp4compile":
-                    found.setdefault(user.meta[_PRODUCT], {})[quantise.meta[_OPERATIONS]] = None
+                    found.setdefault(user.meta[_PRODUCT], {})[operations] = None
     return {product: "; ".join(operations) for product, operations in found.items()}

@@ -35,6 +35,7 @@ from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.passes.pair_prologues import pair_prologues
 from fp4compile.passes.plan import Decision, Treatment, plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
@@ -53,6 +54,7 @@ FUSING = (
     Pass("fake_quantize", fake_quantize),  # before the fusing passes: these see the operands that it leaves
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("fuse_prologue", fuse_prologue),  # what a product can write itself, a quantiser need not compute
+    Pass("pair_prologues", pair_prologues),
 )
 LOWERING = (
     Pass("fuse_horizontal", fuse_horizontal),  # moves nodes, which is only allowed while no memory is written over

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4compile.prologue import Prologue, apply
+from fp4compile.prologue import Prologue, apply, together
 
 BF16, F32 = torch.bfloat16, torch.float32
 GATE = ["neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1"]
@@ -15,9 +15,9 @@ quantize_prologue = torch.ops.fp4compile.quantize_prologue
 def test_reference():
     """All in float32, one rounding at the end; columns and rows are told by their names, whatever the shape."""
     x, y, column, row = torch.randn(2, 3, 3), torch.randn(6, 3), torch.randn(6, 1), torch.randn(3)
-    gate, _ = apply(Prologue.parse(GATE, BF16), [x.bfloat16(), y.bfloat16()])
+    (gate,), _ = apply(Prologue.parse(GATE, BF16), [x.bfloat16(), y.bfloat16()])
     assert torch.equal(gate, (F.silu(x.bfloat16().float()) * y.bfloat16().float().view(2, 3, 3)).bfloat16())
-    assert torch.equal(apply(Prologue.parse(NORM, F32), [x, column, row])[0], x * column.view(2, 3, 1) * row)
+    assert torch.equal(apply(Prologue.parse(NORM, F32), [x, column, row])[0][0], x * column.view(2, 3, 1) * row)
     assert Prologue.parse(NORM, BF16).strings() == NORM
 
 
@@ -25,7 +25,7 @@ def test_reference():
 def test_the_op_on_the_cpu(op):
     x, column, row = torch.randn(8, 64, dtype=BF16), torch.randn(8, 1), torch.randn(64, dtype=BF16)
     got = quantize_prologue([x, column, row], NORM, BF16, op, "nvfp4")
-    value, _ = apply(Prologue.parse(NORM, BF16), [x, column, row])
+    (value,), _ = apply(Prologue.parse(NORM, BF16), [x, column, row])
     for one, other in zip(got, getattr(torch.ops.fp4compile, op)(value, "nvfp4"), strict=True):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     checks = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
@@ -46,6 +46,62 @@ def test_what_is_stored_comes_last(op):
     torch.library.opcheck(quantize_prologue.default, arguments, options, test_utils=checks)
 
 
+# Both gradients of a product of two values, of which one is shifted: these, and the gradient of the product.
+GRADIENTS, RESULTS = ["add aux1 1.0", "mul aux0 s0", "mul aux0 aux2"], [1, 2]
+
+
+@pytest.mark.parametrize(("op", "format", "options"), [
+    ("quantize", "nvfp4", {"dim": -2}), ("quantize_both", "nvfp4_te", {"hadamard": True}),
+    ("fake_quantize", "nvfp4", {}),
+], ids=str)  # fmt: skip
+def test_several_results_are_several_ops(op, format, options):
+    """One after the other, each with its own seed; then what is stored."""
+    operands, dim = [torch.randn(16, 64, dtype=BF16) for _ in range(3)], options.get("dim", -1)
+    options = {name: value for name, value in options.items() if name != "dim"}
+    seeds = torch.tensor([7, 9]) if options else None
+    arguments = BF16, op, format, dim
+    asked = {**options, "seed": seeds, "results": RESULTS, "stored": ["s0 bfloat16"]}
+    *got, shifted = quantize_prologue(operands, GRADIENTS, *arguments, **asked)
+    assert torch.equal(shifted, operands[1] + 1)
+    expected = []
+    for i, (steps, read) in enumerate(((["add aux1 1.0", "mul aux0 s0"], (0, 1)), (["mul aux0 aux1"], (0, 2)))):
+        own = {**options, "seed": None if seeds is None else seeds[i]}
+        expected += quantize_prologue([operands[j] for j in read], steps, *arguments, **own)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    checks = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(quantize_prologue.default, (operands, GRADIENTS, *arguments), asked, test_utils=checks)
+
+
+def test_prologues_together():
+    """Equal steps are there once, operands and what is stored by their new numbers."""
+    one = Prologue.parse(["sigmoid aux1", "mul aux0 s0"], BF16, ["s0 bfloat16"])
+    other = Prologue.parse(["sigmoid aux0", "mul s0 aux1", "mul s1 row2"], BF16, ["s0 bfloat16", "s1 float16"])
+    found, places = together((one, other), [[0, 1], [1, 2, 3]])
+    assert found.strings() == ["sigmoid aux1", "mul aux0 s0", "mul s0 aux2", "mul s2 row3"]
+    assert (found.several, places) == ((1, 3), [[0, 1], [0, 2, 3]])
+    assert found.stored_strings() == ["s0 bfloat16", "s2 float16"]
+    assert found.stored_with(1) == [(0, BF16)] and found.stored_with(3) == [(2, torch.float16)]
+    assert found.operands_of(1) == {0: "aux", 1: "aux"} and not found.stores_result
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"results": [1]}, "results: expected two different steps or more"),
+    ({"results": [1, 1]}, "results: expected two different steps or more"),
+    ({"results": [1, 3]}, "results: expected steps whose results have the shape of the whole, got 3"),
+    ({"results": [1, -1]}, "results: expected steps whose results have the shape of the whole, got -1"),
+    ({"results": [0, 1], "stored": ["s2 bfloat16"]}, r"stored: expected steps that a result needs, got \[2\]"),
+    ({"outer": torch.tensor(1.0)}, "outer: several results have outer scales of their own"),
+    ({"format": "nvfp4_te", "seed": torch.tensor(3)}, r"seed: expected one for each of 2 results, got \(\)"),
+    ({"prologue": ["mean aux0", "sub aux0 s0", "mul aux1 aux2"]}, "results: expected none beside steps that reduce"),
+])  # fmt: skip
+def test_several_results_go_together_with(changes, message):
+    options = {"operands": [torch.randn(16, 64)] * 3, "prologue": GRADIENTS, "dtype": BF16, "op": "quantize",
+               "format": "mxfp8", "results": RESULTS}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        quantize_prologue(**(options | changes))
+
+
 @pytest.mark.parametrize("steps", [
     ["add aux0 aux2", "square s0", "mean s1", "add s2 1e-06", "rsqrt s3", "mul s0 s4", "mul row1 s5"],
     ["mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1"],
@@ -60,11 +116,11 @@ def test_statistics(steps):
     whole = next(i for i, kind in enumerate(Prologue.parse(steps, BF16).step_kinds) if kind == "aux")
     prologue = Prologue.parse(steps, F32, [f"s{i} float32" for i in (whole, *Prologue.parse(steps, F32).statistics)])
     operands = [x, row, y][: len(prologue.kinds)]
-    value, (kept, *statistics) = apply(prologue, operands)
+    (value,), (kept, *statistics) = apply(prologue, operands)
     assert torch.allclose(value, expected, atol=1e-6) and all(each.shape == (2, 3, 1) for each in statistics)
     rest, read = prologue.after_statistics()
     assert not rest.reductions and len(rest.kinds) == len(read) + len(statistics)
-    again, stored = apply(rest, [*(operands[i] for i in read), *statistics])
+    (again,), stored = apply(rest, [*(operands[i] for i in read), *statistics])
     assert torch.equal(again, value) and torch.equal(stored[0], kept)
     checks = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
     arguments, options = (operands, steps, BF16, "quantize", "mxfp8"), {"stored": prologue.stored_strings()}

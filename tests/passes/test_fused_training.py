@@ -4,7 +4,7 @@ import torch
 from torch._inductor import config
 
 import fp4compile
-from fp4compile.passes import fuse_prologue, graph, manager
+from fp4compile.passes import fuse_prologue, graph, manager, pair_prologues
 from fp4compile.targets import Target
 from fp4compile.templates.quantize import prologue_cost
 from tests.helpers.graphs import summary
@@ -27,7 +27,7 @@ def trained(fused, monkeypatch):
     graphs = []
     torch.manual_seed(0)
     monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
-    for module in (fuse_prologue, graph):
+    for module in (fuse_prologue, graph, pair_prologues):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
     monkeypatch.setattr(prologue_cost, "SINCE", 0)
     seen = manager.fused
@@ -48,7 +48,7 @@ def graph_lines(one):
 
 
 def test_a_step_is_what_it_is_without(monkeypatch):
-    """To the last bit, the report says what was fused, and each gradient is quantised where it is computed."""
+    """To the last bit, the report says what was fused, and both gradients are quantised where they are computed."""
     expected, *_ = trained(False, monkeypatch)
     found, report, graphs = trained(True, monkeypatch)
     for one, other in zip(found, expected, strict=True):
@@ -62,8 +62,7 @@ def test_a_step_is_what_it_is_without(monkeypatch):
          "quantize_prologue([scaled_mm_default, scaled_mm_default_1], "
          f"['mul aux0 aux0', 'add s0 1.0', 'mul s1 aux1'], {both}"],
         ["quantize_both(tangents_1, mxfp8)",
-         "quantize_prologue([scaled_mm_default_4, scaled_mm_default], "
-         f"['mul aux1 aux1', 'add s0 1.0', 'mul aux0 s1'], {both}",
-         "quantize_prologue([scaled_mm_default_4, scaled_mm_default_1, scaled_mm_default], "
-         f"['mul aux0 aux1', 'mul s0 aux2', 'add s1 s1'], {both}"],
+         "quantize_prologue([scaled_mm_default_4, scaled_mm_default, scaled_mm_default_1], "
+         "['mul aux1 aux1', 'add s0 1.0', 'mul aux0 s1', 'mul aux0 aux2', 'mul s3 aux1', 'add s4 s4'], "
+         f"{both[:-1]}, results=[2, 5])"],
     ]  # fmt: skip

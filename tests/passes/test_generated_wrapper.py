@@ -30,6 +30,7 @@ from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
+from fp4compile.passes.pair_prologues import pair_prologues
 from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.grouped.choose import GroupedChoice
@@ -62,7 +63,7 @@ def wrapper_of(graph_module, mode):
     """The text for a post-grad graph on fake CUDA tensors, with epilogues and lowered."""
     inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module.recompile()
-    ours = fake_quantize, fuse_epilogue, fuse_prologue, fuse_horizontal, inplace, lower
+    ours = fake_quantize, fuse_epilogue, fuse_prologue, pair_prologues, fuse_horizontal, inplace, lower
     passes = {"post_grad_custom_post_pass": lambda graph: [one(graph) for one in ours]}
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
         post_grad_passes(graph_module, is_inference=True)
@@ -310,6 +311,32 @@ def test_a_gradient_over_the_product(recipe, monkeypatch):
     assert max(map(call.split(", ").count, call.split(", "))) == 2
     sizes = ("(300, 1088), (1088, 1)", "(1, 300, 1088), (326400, 1088, 1)")
     assert sum(text.count(f"empty_strided_cuda({size}, torch.bfloat16)") for size in sizes) == 2
+
+
+@pretending
+def test_two_gradients_are_quantised_by_one_launch(monkeypatch):
+    """Each product reads its half of what the launch wrote, and nothing is copied."""
+
+    def gradients(dy, w, gate, up, v):
+        d = dy @ w
+        return (d * (gate * gate + 1)) @ v, (d * up * gate) @ v
+
+    pretend(monkeypatch, 100)
+    shapes = (256, 512), (512, 1024), (256, 1024), (256, 1024), (1024, 512)
+    found = fused_graph(gradients, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
+    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    (launch,) = (
+        line.split(".run(")[1].split(", ") for line in calls.splitlines() if "gate_1" in line and ".run" in line
+    )
+    data, scales = launch[1:3]
+    assert "up_1" in launch and re.search(rf"{data} = .*\(2, 256, 1024\)", calls)
+    products = [line for line in calls.splitlines() if "_scaled_mm(" in line][1:]
+    for line, half in zip(products, (0, 1), strict=True):
+        assert f"reinterpret_tensor({data}, (256, 1024), (1024, 1), {half * 256 * 1024})" in line
+        assert f"reinterpret_tensor({scales}, (8192, ), (1, ), {half * 8192})" in line
+    assert not re.search(r"triton_\w+\.run|copy_|clone", calls)
+    (order,) = set(re.findall(r"tile_of_one\(program // (\d+)", definitions))  # Inductor wrote what the kernel calls
+    assert order == "2" and "def tile_of_one(" in definitions
 
 
 def attention(x, wq, wk, wv, wo):

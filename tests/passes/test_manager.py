@@ -20,8 +20,8 @@ from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "fuse_prologue", "fuse_horizontal",
-    "inplace", "lower",
+    "rewrite", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "fuse_prologue", "pair_prologues",
+    "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
 POST_GRAD = SWITCHABLE[2:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"

@@ -5,7 +5,7 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from fp4compile.passes import fuse_prologue, graph, manager
+from fp4compile.passes import fuse_prologue, graph, manager, pair_prologues
 from fp4compile.passes.graph import QUANTIZE_PROLOGUE
 from fp4compile.targets import Target
 from fp4compile.templates.quantize import prologue_cost
@@ -29,7 +29,7 @@ def trained(fused, monkeypatch):
     found = []
     torch.manual_seed(0)
     monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
-    for module in (fuse_prologue, graph):
+    for module in (fuse_prologue, graph, pair_prologues):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
     monkeypatch.setattr(prologue_cost, "SINCE", 0)
     seen = manager.fused

@@ -70,7 +70,7 @@ def check(steps, first, format, op="quantize", stored=(), **options):
         limit = 1e-6 * (other.abs() + (steps is LAYER) * first.double().abs().amax(-1, keepdim=True))
         assert (((one - other).abs() <= limit) | (one == other) | (one.isnan() & other.isnan())).all()
     rest, read = prologue.after_statistics()
-    value, whole = apply(rest, [*(operands[i] for i in read), *statistics])
+    (value,), whole = apply(rest, [*(operands[i] for i in read), *statistics])
     assert_same_bits(quantised, getattr(torch.ops.fp4compile, op)(value, format, **options))
     found = dict(zip(prologue.statistics, statistics, strict=True))
     expected = iter(whole)

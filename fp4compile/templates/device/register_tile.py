@@ -226,6 +226,15 @@ def repeat_down_column(values, TIMES: tl.constexpr):
 
 
 @triton.jit
+def join_to_int64(runs):
+    """An even number of int32 tensors -> half as many int64 tensors, each of two neighbours."""
+    units = ()
+    for i in tl.static_range(0, len(runs), 2):
+        units = units + ((runs[i].to(tl.int64) & 0xFFFFFFFF) | (runs[i + 1].to(tl.int64) << 32),)
+    return units
+
+
+@triton.jit
 def join_halves(one, other):
     """Two words -> (the word of their lower halves, the word of their upper halves)."""
     return (one & 0xFFFF) | (other << 16), ((one >> 16) & 0xFFFF) | (other & -65536)

@@ -42,7 +42,7 @@ def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, eac
         return Outer(outer, outer, "tensor" if outer.dim() == 0 else "row")
     if fmt.outer is None:
         return Outer(None, None, "none")
-    if each_matrix:
+    if each_matrix or source.several:
         return outer_of_matrices(source, matrices_amax_bits(source))
     bits = tensor_amax_bits(source)
     return Outer(source.tensor.new_empty(1, dtype=torch.float32), bits, "amax")
@@ -83,14 +83,17 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
 
 def matrices_amax_bits(source: Matrices) -> torch.Tensor:
     """Float32 bits of the amax of each matrix, int32 [batch]."""
-    if statically_true(source.row_stride == source.cols):  # a matrix is one row
-        numel = source.rows * source.cols
+    flat = source.flat() if source.several else None
+    if flat is None and source.prologue is None and statically_true(source.row_stride == source.cols):
+        numel = source.rows * source.cols  # a matrix is one row
         source = replace(source, rows=1, cols=numel, row_stride=numel)
-    config = amax_config(None)
+    source = flat or source
+    config = amax_config(None) if source.prologue is None or flat else amax_of_rows_config(source.cols)
     bits = torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device)
     launch(
-        tensor_amax, _amax_grid(source, config), source.tensor, bits, *source.read_args, FLAT=False, PARTIAL=False,
-        MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align, ISA=target_of(source.tensor.device).isa,
+        source.read_by(tensor_amax), _amax_grid(source, config), source.tensor, bits, *source.read_args,
+        FLAT=flat is not None, PARTIAL=False, MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align,
+        ISA=target_of(source.tensor.device).isa,
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return bits
@@ -107,12 +110,14 @@ def columns_amax_bits(
 
     each: an amax for each column, [batch * cols]; otherwise one of all columns, [1], or (each_matrix) one of the
     columns of each matrix, [batch].
-    rows: what to find besides, of the tensor without the transform. "all": its one amax, which comes first, [1 + ...].
+    rows: what to find besides, of the tensor without the transform. "all": its one amax, which comes first, [1 + ...];
+    of each matrix, before that of its columns, [batch * 2].
     "each" (only with `each`): an amax for each row; every matrix has its rows before its columns, [batch * (rows +
     cols)].
     """
     lanes = source.cols + (source.rows if rows == "each" else 0)
-    count = (source.batch * lanes if each else source.batch if each_matrix else 1) + int(rows == "all")
+    plain = int(rows == "all")
+    count = source.batch * (1 + plain) if each_matrix else (source.batch * lanes if each else 1) + plain
     bits = torch.zeros(count, dtype=torch.int32, device=source.tensor.device)
     config = column_amax_config()
     height, width = config.row_tiles * config.block, 2 * config.words
@@ -120,7 +125,7 @@ def columns_amax_bits(
     isa = target_of(source.tensor.device).isa
     launch(
         source.read_by(columns_amax), grid, source.tensor, bits, *source.read_args,
-        PLAIN=rows == "all", ROWS=rows == "each", TRANSFORM=transform, EACH=each, MATRICES=each_matrix,
+        PLAIN=plain == 1, ROWS=rows == "each", TRANSFORM=transform, EACH=each, MATRICES=each_matrix,
         ALIGN=source.align,
         WHOLE=isa >= 100 and whole_tiles(source, height, width, "linear"), ISA=isa, num_warps=config.num_warps,
         **config.constants,
@@ -176,7 +181,8 @@ def columns_amax(
 
     TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
     amax of all columns or (MATRICES) of those of each matrix, [batch]. ROWS (with EACH): each row's amax as well,
-    without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform comes before the others.
+    without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform (or of each matrix) comes
+    before the others.
     (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
     pointers.) WHOLE: as in `quantize_columns`.
     """
@@ -192,6 +198,8 @@ def columns_amax(
     cols_left = tl.minimum(cols - col0, col_count)
     tile = read_column_tile(ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES,
                             WORDS, ALIGN, WHOLE, ISA, True)  # fmt: skip
+    if MATRICES:
+        amax_ptr += batch * 2 if PLAIN else batch
     if PLAIN or not TRANSFORM:
         plain_first, plain_second = column_tile_amax(tile, ISA, dtype)
     if PLAIN:
@@ -214,8 +222,6 @@ def columns_amax(
         at = column_amax_ptr + col0 + column
         tl.atomic_max(at, bits, mask=column < cols_left, sem="relaxed")
     else:
-        if MATRICES:
-            column_amax_ptr += batch
         tl.atomic_max(column_amax_ptr, tl.max(tl.max(tl.maximum(first_amax, second_amax), 1), 0), sem="relaxed")
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats import BlockFormat
-from fp4compile.templates.device.block_scales import block_scale, outer_scales
+from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, encode_runs, magnitude_bits, unpack
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
@@ -39,6 +39,7 @@ from fp4compile.templates.device.register_tile import (
     block_amaxes_along_row,
     block_amaxes_down_column,
     join_halves,
+    join_to_int64,
     repeat_along_row,
     repeat_down_column,
     stack_tensors,
@@ -60,7 +61,8 @@ from fp4compile.templates.quantize.views import (
 def serves(source: Matrices, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
     """Whether the kernel quantises such a tensor in both directions."""
     dtype = source.tensor.dtype
-    quick_outer = outer.mode in ("tensor", "amax") and fmt.contract == "torchao" and dtype == torch.bfloat16
+    dynamic = outer.mode in ("amax", "matrix amax")
+    quick_outer = (dynamic or outer.mode == "tensor") and fmt.contract == "torchao" and dtype == torch.bfloat16
     one_read = quick_outer or (outer.mode == "none" and dtype.itemsize == 2)
     return one_read and not seeded and not transform
 
@@ -142,15 +144,6 @@ def scales_of_pairs(
         all_bytes = all_bytes + (scale_bytes,)
         factors = factors + (factor0, factor1)
     return all_bytes, factors
-
-
-@triton.jit
-def join_to_int64(runs):
-    """An even number of int32 tensors -> half as many int64 tensors, each of two neighbours."""
-    units = ()
-    for i in tl.static_range(0, len(runs), 2):
-        units = units + ((runs[i].to(tl.int64) & 0xFFFFFFFF) | (runs[i + 1].to(tl.int64) << 32),)
-    return units
 
 
 @triton.jit
@@ -397,8 +390,8 @@ def quantize_both(
     """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
     x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales go to data_ptr and scales_ptr, those of x.T to
-    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same.
-    WHOLE: tiles divide each matrix, so nothing needs a mask.
+    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same. OUTER
+    "matrix amax": as in `quantize_rows`. WHOLE: tiles divide each matrix, so nothing needs a mask.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * DEPTH
@@ -409,7 +402,7 @@ def quantize_both(
     padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
     col_tiles = tl.cdiv(padded_cols, col_count)
     program = tl.program_id(0)
-    if OUTER == "amax":
+    if OUTER == "amax" or OUTER == "matrix amax":
         # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
     batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, row_count, False, False)
@@ -422,7 +415,11 @@ def quantize_both(
     tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
                               dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, True)  # fmt: skip
     initial = after_barrier(tile[0], MIN_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
-    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
+    if OUTER == "matrix amax":
+        encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
+                                           SCALE, CONTRACT, ISA)  # fmt: skip
+    else:
+        encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     clamp: tl.constexpr = rounding == "fp16" and SCALE == "e4m3" or rounding == "bounded" and OUTER == "tensor"
     limit = CLAMP_LIMIT if OUTER == "none" else packed_clamp_limit(decode)
     encode_tile(tile, initial, limit, encode, decode, data_ptr, scales_ptr, columns_ptr, column_scales_ptr,

@@ -23,7 +23,7 @@ from fp4compile.templates.device.elements import encode_run, encode_runs, infini
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
-from fp4compile.templates.device.prologue import read_column_tile, read_tile
+from fp4compile.templates.device.prologue import read_column_tile, read_tile, seed_of
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of, outer_of_matrices
@@ -47,7 +47,7 @@ def outers_of(
 ) -> tuple[Outer, Outer]:  # fmt: skip
     """The outer scales along the rows and down the columns; they differ where they are dynamic and depend on either.
 
-    each_matrix (not with_rows): see `outer_of`.
+    each_matrix: see `outer_of`.
 
     With a scale of its own for each row or column, the mode is "row amax" and the shapes are [batch * rows] (no tensor
     unless with_rows) and [batch * cols].
@@ -59,12 +59,13 @@ def outers_of(
         along = x.new_empty(source.batch * source.rows, dtype=torch.float32) if with_rows else None
         return Outer(along, amax, "row amax"), Outer(down, amax, "row amax")
     if outer is None and fmt.outer == "tensor" and transform:
+        each_matrix = each_matrix or source.several
         amax = columns_amax_bits(
             source, rows="all" if with_rows else None, transform=True, each=False, each_matrix=each_matrix
         )
-        if each_matrix:
-            both = outer_of_matrices(source, amax)
-            return both, both
+        if each_matrix:  # with rows, the amaxes of rows and columns are pairs
+            along, down = (outer_of_matrices(source, amax) for _ in range(2))
+            return along, down
         first, last = (amax.narrow(0, 0, 1), amax.narrow(0, 1, 1)) if with_rows else (amax, amax)
         along, down = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
         return Outer(along, first, "amax"), Outer(down, last, "amax")
@@ -321,8 +322,9 @@ def quantize_columns(
     OUTER, PARTIAL_MAXIMA: as in `outer_scales`. Besides, OUTER "row": a decode factor for each column is read at
     column_outer_ptr. OUTER "row amax": it is made from the bits at column_amax_ptr, [batch, cols], and stored at
     column_outer_ptr; with ALONG_ROWS the bits of rows and columns are [batch, rows + cols], and the decode factors of
-    the rows are stored at outer_ptr. OUTER "matrix amax" (not with ALONG_ROWS): each matrix has an amax at
-    column_amax_ptr, and its decode factor is stored at column_outer_ptr. WHOLE: tiles divide each matrix, so that no
+    the rows are stored at outer_ptr. OUTER "matrix amax": each matrix has an amax at column_amax_ptr, and its decode
+    factor is stored at column_outer_ptr; with ALONG_ROWS and TRANSFORM two amaxes, of the rows before of the columns,
+    and the decode factor of the rows is stored at outer_ptr. WHOLE: tiles divide each matrix, so that no
     load needs a mask. On SM100 only, where the masks are a tenth of the instructions.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -331,6 +333,7 @@ def quantize_columns(
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
+    amaxes: tl.constexpr = 2 if ALONG_ROWS and TRANSFORM else 1  # of a matrix
 
     # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
@@ -341,6 +344,8 @@ def quantize_columns(
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
     tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
+    first_tile = (row_tile == 0) & (col_tile == 0)
+    seed_ptr, drawn = seed_of(seed_ptr, batch)
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
@@ -352,11 +357,14 @@ def quantize_columns(
                                         SCALE, CONTRACT, ISA)  # fmt: skip
             encode = encode[:, None]
             decode = decode[:, None]
+        elif OUTER == "matrix amax":
+            encode, decode = make_outer_scales(amax_ptr + batch * amaxes, outer_ptr, batch, True, first_tile,
+                                               SCALE, CONTRACT, ISA)  # fmt: skip
         else:
             encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
         encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
-                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
 
     tile = read_column_tile(tile_ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK,
                             ROW_TILES, WORDS, ALIGN, WHOLE, ISA, not ALONG_ROWS)  # fmt: skip
@@ -380,7 +388,7 @@ def quantize_columns(
     else:
         if OUTER == "matrix amax":
             encode, decode = make_outer_scales(
-                column_amax_ptr + batch, column_outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
+                column_amax_ptr + (batch * amaxes + (amaxes - 1)), column_outer_ptr, batch, True, first_tile,
                 SCALE, CONTRACT, ISA,
             )  # fmt: skip
         else:
@@ -390,7 +398,7 @@ def quantize_columns(
 
     blocks = tl.cdiv(rows, BLOCK)
     block0 = row_tile * ROW_TILES
-    even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
+    even_column = drawn.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
     units, first_byte, second_byte = scale_and_encode_columns(
         tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM, SCALE == "none" and OUTER == "row", SEEDED,

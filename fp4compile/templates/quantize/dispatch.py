@@ -8,12 +8,14 @@ it; `heuristics` has the tile sizes and `views` what the launches share.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fp4compile import reference
+from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat
+from fp4compile.layouts import ceil_div
 from fp4compile.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.quantize import both
 from fp4compile.templates.quantize.column import launch_columns, outers_of
@@ -23,6 +25,8 @@ from fp4compile.templates.quantize.row_on_chip import in_one_launch, launch_redu
 from fp4compile.templates.quantize.square import launch_squares
 from fp4compile.templates.quantize.views import (
     Matrices,
+    Outer,
+    code_pairs,
     empty_outputs,
     empty_values,
     lies_transposed,
@@ -30,7 +34,7 @@ from fp4compile.templates.quantize.views import (
     typed_outputs,
 )
 
-__all__ = ["Reading", "dequantize", "fake_quantize", "quantize", "quantize_both", "takes_prologue"]
+__all__ = ["Reading", "dequantize", "fake_quantize", "quantize", "quantize_both", "takes_prologue", "takes_several"]
 
 # data, block scales and outer scale, as `reference.quantize` returns them
 Quantized = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -41,16 +45,24 @@ class Reading:
     """How a quantiser reads x: as it lies in memory, or with a prologue, whose first operand x is.
 
     operands: of the prologue, without the first; contiguous, as that is. down_columns: which direction is quantised.
-    stored: tensors to fill with what the prologue stores, contiguous.
+    stored: tensors to fill with what the prologue stores, contiguous. first: the first operand as it lies in memory.
+    Where the prologue has several results, x stands for a batch of these: [results, rows, cols] of it.
     """
 
     prologue: Prologue | None = None
     operands: tuple[torch.Tensor, ...] = ()
     down_columns: bool = False
     stored: tuple[torch.Tensor, ...] = ()
+    first: torch.Tensor | None = None
 
     def matrices(self, x: torch.Tensor) -> Matrices:
-        return matrices(x, self.prologue, self.operands, self.stored)
+        found = matrices(x, self.prologue, self.operands, self.stored)
+        return found if not found.several else replace(found, tensor=self.first, batch_stride=0)
+
+    @property
+    def seeds(self) -> tuple:
+        """The shape of a seed."""
+        return (len(self.prologue.several),) if self.prologue is not None and self.prologue.several else ()
 
 
 def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype], by_columns: bool) -> bool:
@@ -76,6 +88,26 @@ def takes_prologue(fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.
         return False
     # The kernels take the dtype of the first operand for that of what they quantise, or for one that holds it.
     return dtypes[0] in (prologue.dtype, torch.float32)
+
+
+def takes_several(fmt: BlockFormat, op: str, layout: str, shape: Sequence) -> bool:
+    """Whether the kernels write several results of a prologue, of that shape, at once.
+
+    op, layout: as in the op `quantize_prologue`. A result is one matrix, for the kernels see the results as a batch.
+    What belongs to one lies in a tensor of all: wherever it begins, products may expect that 16 bytes are aligned.
+    """
+    if len(shape) != 2:
+        return False
+    rows, cols = shape
+    directions = [(rows, cols), (cols, rows)] if op == "quantize_both" else [(rows, cols)]
+    if op == "fake_quantize":
+        sizes = [rows * code_pairs(cols, fmt) * 2 * fmt.values_dtype.itemsize]
+    else:
+        sizes = [n * code_pairs(k, fmt) * (1 if fmt.packed else 2) for n, k in directions]
+        if fmt.scale is not None and layout == "linear":  # tiles of swizzled scales are of 512 bytes
+            sizes += [n * ceil_div(k, fmt.block_cols) for n, k in directions]
+    sizes += [n * 4 for n, _ in directions if fmt.outer == "row"]
+    return all(statically_true(size % 16 == 0) for size in sizes)
 
 
 def _finds_statistics(prologue: Prologue, dtypes: Sequence[torch.dtype]) -> bool:
@@ -141,7 +173,7 @@ def quantize(
         outers = outers_of(source, fmt, outer, with_rows=False, transform=transform, each_matrix=each_matrix)
         source = source.after(outers[1])
         launch_columns(source, fmt, outers, layout, (data, scales), seed=seed, stream=stream, transform=transform)
-        outer = outers[1].result if outers[1].mode == "matrix amax" else _row_shaped(outers[1].result, x)
+        outer = _shaped(outers[1], x)
     else:
         outer = _quantize_rows(x, reading, fmt, data, scales, outer, layout, seed, stream, each_matrix)
     if values:
@@ -184,7 +216,7 @@ def quantize_both(
             both.launch_both(source, fmt, outers[0], layout, rows, columns)
         else:
             launch_columns(source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=transform)
-        outer, column_outer = _row_shaped(outers[0].result, x), _row_shaped(outers[1].result, transposed)
+        outer, column_outer = _shaped(outers[0], x), _shaped(outers[1], transposed)
     return (*typed_outputs(*rows, x.shape[-1], fmt), outer), (*typed_outputs(*columns, x.shape[-2], fmt), column_outer)
 
 
@@ -228,6 +260,8 @@ def _quantize_rows(
     return launch_rows(source, fmt, data, scales, outer, layout, seed, stream, each_matrix)
 
 
-def _row_shaped(outer: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """Outer scales of the rows of x, of any shape, as [..., R, 1]; None or the scale of a tensor as it is."""
-    return outer if outer is None or outer.dim() == 0 else outer.view(*x.shape[:-1], 1)
+def _shaped(outer: Outer, x: torch.Tensor) -> torch.Tensor | None:
+    """Outer scales of the rows of x, of any shape, as [..., R, 1]; None or those of tensors as they are."""
+    found = outer.result
+    per_tensor = found is None or found.dim() == 0 or outer.mode == "matrix amax"
+    return found if per_tensor else found.view(*x.shape[:-1], 1)

@@ -79,22 +79,29 @@ def gain(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int,
     """
     if sm < SINCE:
         return 0.0
-    issued = INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100])
-
-    def time(moved: float, instructions: float) -> float:
-        return max(moved, instructions / issued)
-
     width = prologue.dtype.itemsize
     read, steps = _read(prologue, dtypes), _instructions(prologue)
-    written = 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
-    quantize = QUANTIZE * work.directions
-    stored = sum(dtype.itemsize for i, dtype in prologue.stored if prologue.step_kinds[i] == "aux")
+    stored = _stored(prologue)
     produced = stored if prologue.stores_result else stored + width
-    apart = produced if shared else time(read + produced, steps)
-    apart += time(width + written, quantize) + work.amax_read * time(width, AMAX)
+    apart = produced if shared else _time(sm, read + produced, steps)
+    apart += _time(sm, width + _written(work), QUANTIZE * work.directions)
+    apart += work.amax_read * _time(sm, width, AMAX)
+    fused = fused_time(prologue, dtypes, work, sm)
+    return apart - fused if fused < WORTH * apart else 0.0
+
+
+def fused_time(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int) -> float:
+    """What the quantiser's kernels are expected to cost with a prologue; see `gain`.
+
+    Of several results, those of all: their programs read one tile after the other, so that each operand comes from
+    memory once.
+    """
+    results = len(prologue.results)
+    read, steps, stored = _read(prologue, dtypes), _instructions(prologue), _stored(prologue)
+    written, quantize = results * _written(work), results * QUANTIZE * work.directions
     fused, walked = 0.0, bool(prologue.reductions) and not fits_on_chip(work.cols)
     if walked:
-        fused = max(prologue.levels) * time(read, steps)
+        fused = max(prologue.levels) * _time(sm, read, steps)
     if prologue.reductions and (walked or work.amax_read):
         rest, operands = prologue.after_statistics()
         last_read, last_steps = _read(rest, [dtypes[i] for i in operands]), _instructions(rest)
@@ -103,14 +110,26 @@ def gain(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int,
     else:
         last_read, last_steps = read, steps
     if work.amax_read:
-        fused += time(read + stored, AMAX + steps + ROUNDING)
+        fused += _time(sm, read + stored, steps + results * (AMAX + ROUNDING))
         if prologue.stores_result:
-            fused += time(width + written, quantize)
-        else:
-            fused += time(last_read + written, quantize + work.evaluations * (last_steps + ROUNDING))
-    else:
-        fused += time(read + stored + written, quantize + work.evaluations * (steps + ROUNDING))
-    return apart - fused if fused < WORTH * apart else 0.0
+            return fused + _time(sm, prologue.dtype.itemsize + written, quantize)
+        return fused + _time(
+            sm, last_read + written, quantize + work.evaluations * (last_steps + results * ROUNDING)
+        )  # fmt: skip
+    return fused + _time(sm, read + stored + written, quantize + work.evaluations * (steps + results * ROUNDING))
+
+
+def _time(sm: int, moved: float, instructions: float) -> float:
+    """The longer of the time for bytes and the time for instructions, in bytes."""
+    return max(moved, instructions / INSTRUCTIONS_PER_BYTE.get(sm, INSTRUCTIONS_PER_BYTE[100]))
+
+
+def _written(work: Work) -> float:
+    return 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
+
+
+def _stored(prologue: Prologue) -> int:
+    return sum(dtype.itemsize for i, dtype in prologue.stored if prologue.step_kinds[i] == "aux")
 
 
 def _read(prologue: Prologue, dtypes: Sequence[torch.dtype]) -> int:
@@ -119,7 +138,12 @@ def _read(prologue: Prologue, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def _instructions(prologue: Prologue) -> int:
-    """Of the steps, those of single elements and of reductions; what has one result a row counts for nothing."""
-    kinds = prologue.step_kinds
-    steps = (step for i, step in enumerate(prologue.steps) if kinds[i] != "col" or i in prologue.reductions)
+    """Of the steps, those of single elements and of reductions; what has one result a row counts for nothing.
+
+    Each of several results has all that it needs.
+    """
+    kinds, steps = prologue.step_kinds, [*enumerate(prologue.steps)]
+    if prologue.several:
+        steps = [steps[i] for number in prologue.several for i in prologue.needed([number])]
+    steps = (step for i, step in steps if kinds[i] != "col" or i in prologue.reductions)
     return sum(INSTRUCTIONS.get(step.operation, 1) for step in steps)

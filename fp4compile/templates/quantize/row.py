@@ -36,7 +36,7 @@ from fp4compile.templates.device.elements import (
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
-from fp4compile.templates.device.prologue import read_tile
+from fp4compile.templates.device.prologue import read_tile, seed_of
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
@@ -70,7 +70,7 @@ def launch_rows(
     stores, source = source.stored, source.after(outer)
     constants = format_constants(fmt)
     block = constants["BLOCK"]
-    one_outer = outer.mode not in ("row", "matrix amax")
+    one_outer = outer.mode != "row" and (outer.mode != "matrix amax" or source.several)
     whole_blocks = statically_true(source.cols % block == 0)
     flat = source.flat() if layout == "linear" and one_outer and whole_blocks else None
     source = flat or source
@@ -148,12 +148,12 @@ def encode_and_store(
     words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None,
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`."""
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
-                                  UNIT_ALIGN, ISA)  # fmt: skip
+                                  UNIT_ALIGN, ISA, drawn)  # fmt: skip
     if SCALE != "none" and not takes_values(data_ptr.dtype):
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
@@ -163,13 +163,14 @@ def encode_and_store_codes(
     words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr,
+    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None,
 ):  # fmt: skip
     """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; returns the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
     If data_ptr points to 16-bit floats, the values of the codes times their block scales go there (`device.values`).
-    STATIC: the outer scale was given, so an infinite element does not show in it.
+    STATIC: the outer scale was given, so an infinite element does not show in it. drawn: the matrix by whose place in
+    the tensor random words are drawn, if that is not `batch`.
     """
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
@@ -178,7 +179,8 @@ def encode_and_store_codes(
     matrix_row = batch.to(tl.int64) * rows + row
     per_unit: tl.constexpr = 4 if SEEDED and not fake else 1  # pairs of codes in a unit
     if SEEDED:
-        block = matrix_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
+        drawn_row = matrix_row if drawn is None else drawn.to(tl.int64) * rows + row
+        block = drawn_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
     elif exact_in_bf16(SCALE, dtype, ISA):
         factor = tl.broadcast_to(factor[:, :, None], words.shape)
@@ -225,7 +227,7 @@ def quantize_rows(
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
     program = tl.program_id(0)
-    if OUTER == "amax":
+    if OUTER == "amax" or OUTER == "matrix amax":
         # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
     col_tiles = tl.cdiv(padded_cols, BLOCKS * BLOCK)
@@ -248,9 +250,10 @@ def quantize_rows(
     elif OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
                                            SCALE, CONTRACT, ISA)  # fmt: skip
+    seed_ptr, drawn = seed_of(seed_ptr, batch)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
-                     OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                     OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
 
 
 @triton.jit
@@ -313,10 +316,11 @@ def quantize_scaled_rows(
     else:
         encode = encode[:, None]
         decode = decode[:, None]
+    seed_ptr, drawn = seed_of(seed_ptr, batch)
     if ON_CHIP:
         encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
                          dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                         SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                         SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
     else:
         for tile in range(tiles):
             words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
@@ -325,4 +329,4 @@ def quantize_scaled_rows(
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
                              dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                             SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                             SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip

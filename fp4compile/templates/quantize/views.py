@@ -16,7 +16,8 @@ class Matrices:
     """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements.
 
     prologue: None, or the steps whose result is the tensor; `tensor` is then their first operand, and `operands` are
-    the others. All are contiguous. stored: what the first kernel that reads the tensor fills with `prologue.stored`.
+    the others. All are contiguous. If it has several results, these are the matrices of the batch. stored: what the
+    first kernel that reads the tensor fills with `prologue.stored`.
     amax_bits: as of `amax.tensor_amax_bits`, if the kernel that found statistics of the prologue has found it, too.
     """
 
@@ -61,13 +62,23 @@ class Matrices:
         return replace(self, prologue=replace(self.prologue, stored=()), stored=())
 
     @property
+    def several(self) -> bool:
+        """Whether the matrices are results of one prologue."""
+        return self.prologue is not None and bool(self.prologue.several)
+
+    @property
     def numel(self):
         return self.batch * self.rows * self.cols
 
     def flat(self) -> "Matrices | None":
-        """The same elements as one row; None if they do not lie that way in memory, or an operand has no such row."""
+        """The same elements as one row; None if they do not lie that way in memory, or an operand has no such row.
+
+        Of several results, as one row each.
+        """
         if self.prologue is not None and set(self.prologue.kinds.values()) != {"aux"}:
             return None
+        if self.several:
+            return replace(self, rows=1, cols=self.rows * self.cols, row_stride=0)
         one_matrix = statically_true(self.batch == 1) or statically_true(self.batch_stride == self.rows * self.cols)
         one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)
         if not (one_matrix and one_row):
