@@ -23,7 +23,7 @@ from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.device.column_tile import load_column_tile, store_column_tile, unpack_column_tile
 from fp4compile.templates.device.elements import float_bits, pack
 from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
-from fp4compile.templates.device.pointwise import device_functions, erf, exp, printed_steps, rsqrt, tanh, with_functions
+from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     load_register_tile,
@@ -322,8 +322,8 @@ def source(prologue: Prologue, form: str, wide: bool) -> str:
     wanted = [prologue.result, *(each for each in prologue.stored if wide or each != prologue.result)]
     results = [f"s{number}" for number, _ in wanted]
     words = ["words", *(f"words{i}" for i in range(1, len(wanted)))]
-    lines = ["@triton.jit", f"def prologue({names}):"]
-    lines += ["    " + line for line in printed_steps(prologue.steps)]
+    lines = ["@triton.jit", f"def prologue({names}, ISA: tl.constexpr):"]
+    lines += [f"    s{i} = {printed_step(prologue.steps, i)}" for i in range(len(prologue.steps))]
     lines += [f"    return {', '.join(results)}", "", ""]
     lines += ["@triton.jit", f"def read_{form}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
     lines += [f"    first0, second0 = unpack_column_tile({_LOADS[form]}, dtype)"]
@@ -333,7 +333,7 @@ def source(prologue: Prologue, form: str, wide: bool) -> str:
     lines += ["    for i in tl.static_range(len(first0)):"]
     for side in ("first", "second"):
         operands = ", ".join(f"{side}{i}[i]" for i in range(len(kinds)))
-        lines += [f"        {', '.join(f'{side}_{result}' for result in results)} = prologue({operands})"]
+        lines += [f"        {', '.join(f'{side}_{result}' for result in results)} = prologue({operands}, ISA)"]
     for each, result, (_, dtype) in zip(words, results, wanted, strict=True):
         own = f"tl.{str(dtype).removeprefix('torch.')}"
         both = [f"{side}_{result}" for side in ("first", "second")]
@@ -352,12 +352,12 @@ def source(prologue: Prologue, form: str, wide: bool) -> str:
 _NAMES = {
     function.__name__: function
     for function in (
-        erf, exp, rsqrt, tanh, pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
+        pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
         aux_tile, row_tile, col_tile, inside_tile, aux_column_tile, row_column_tile, col_column_tile,
         inside_column_tile, aux_register_tile, row_register_tile, col_register_tile, inside_register_tile,
         to_tile, to_column_tile, to_register_tile, rounded,
     )
-} | {"triton": triton, "tl": tl}  # fmt: skip
+} | {"triton": triton, "tl": tl, **CALLED}  # fmt: skip
 
 
 @cache

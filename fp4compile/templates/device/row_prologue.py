@@ -18,21 +18,13 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from fp4compile.pointwise import REDUCTIONS, Step
+from fp4compile.pointwise import REDUCTIONS, ROUNDINGS, Step
 from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.device.column_tile import unpack_column_tile
-from fp4compile.templates.device.elements import pack
+from fp4compile.templates.device.elements import pack, unpack
 from fp4compile.templates.device.epilogue import store_rounded
 from fp4compile.templates.device.memory import load_tile
-from fp4compile.templates.device.pointwise import (
-    device_functions,
-    erf,
-    exp,
-    printed_step,
-    rsqrt,
-    tanh,
-    with_functions,
-)
+from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
 from fp4compile.templates.device.prologue import aux_tile, col_tile, inside_tile, row_tile, to_tile
 
 # ---------------------------------------------------------------- of a tensor in memory
@@ -40,17 +32,18 @@ from fp4compile.templates.device.prologue import aux_tile, col_tile, inside_tile
 
 @triton.jit
 def read_row(
-    ptr, operands, batch, row, rows, cols, dtype: tl.constexpr,
+    ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The words of whole rows. WHOLE: they are as long as the tile is wide."""
-    return load_tile(ptr, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
+    """The words of whole rows of a matrix, which begin x_row elements apart. WHOLE: they are as long as the tile is wide.
+    """
+    return load_tile(ptr + row.to(tl.int64) * x_row, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
 
 
 @triton.jit
 def walk_row(
-    ptr, operands, batch, row, rows, cols, dtype: tl.constexpr,
+    ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +112,7 @@ def store_statistic(ptr, value, batch, row, rows, ROWS: tl.constexpr, ISA: tl.co
 # ---------------------------------------------------------------- printed
 
 _CONSTANTS = "ROWS, BLOCKS, BLOCK, VECTORS, ALIGN"
-_PARAMETERS = ("ptr, operands, batch, row, rows, cols, dtype: tl.constexpr, ROWS: tl.constexpr, "
+_PARAMETERS = ("ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr, ROWS: tl.constexpr, "
                "BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr, "
                "WHOLE: tl.constexpr, ISA: tl.constexpr")  # fmt: skip
 _REDUCE = {"sum": "row_sum", "mean": "row_sum", "variance": "row_deviation", "amax": "row_amax"}
@@ -130,11 +123,12 @@ assert set(_REDUCE) == set(REDUCTIONS)
 def row_source(prologue: Prologue) -> str:
     """The source of `read_row`."""
     last = f"s{len(prologue.steps) - 1}"
-    lines = ["left = BLOCKS * BLOCK if WHOLE else cols"]
-    lines += _loads(prologue, prologue.kinds, "0")
+    # Beyond the last row a program reads that row: whole rows need no masks then.
+    lines = ["left = BLOCKS * BLOCK if WHOLE else cols", "read = tl.minimum(row, rows - 1) if WHOLE else row"]
+    lines += _loads(prologue, prologue.kinds, "0", "read", "WHOLE")
     for i, step in enumerate(prologue.steps):
         if step.operation in REDUCTIONS:
-            lines += [f"s{i} = {_reduced(prologue, step)}", *_mean(i, step)]
+            lines += [f"s{i} = {_reduced(prologue, step)}", *_mean(i, step, "left")]
         else:
             lines += _step(prologue, i)
     lines += _stores(prologue, prologue.stored)
@@ -150,13 +144,13 @@ def row_source(prologue: Prologue) -> str:
 def walk_source(prologue: Prologue) -> str:
     """The source of `walk_row`: one loop for the reductions of each level, which need the results of those below."""
     columns = [i for i, kind in prologue.kinds.items() if kind == "col"]
-    lines = ["width: tl.constexpr = BLOCKS * BLOCK", *_loads(prologue, columns, "0")]
+    lines = ["width: tl.constexpr = BLOCKS * BLOCK", *_loads(prologue, columns, "0", "row", "False")]
     for level in range(1, max(prologue.levels) + 1):
         found = [i for i in prologue.reductions if prologue.levels[i] == level]
         lines += [f"s{i} = tl.full((ROWS, 1, 1), {_start(prologue.steps[i])}, tl.float32)" for i in found]
         lines += ["for tile in range(tl.cdiv(cols, width)):"]
         lines += ["    " + line for line in _walked(prologue, found)]
-        lines += [line for i in found for line in _mean(i, prologue.steps[i])]
+        lines += [line for i in found for line in _mean(i, prologue.steps[i], "cols")]
         rows = (i for i, kind in enumerate(prologue.step_kinds) if kind == "col" and prologue.levels[i] == level)
         lines += [line for i in rows if i not in found for line in _step(prologue, i)]
     return _function("walk_row", lines + _stores(prologue, prologue.stored))
@@ -168,7 +162,7 @@ def _walked(prologue: Prologue, reductions: list[int]) -> list[str]:
     needed = prologue.needed(roots, ("aux", "row"))
     names = {x for i in (*needed, *reductions) for x in prologue.steps[i].arguments if isinstance(x, str)}
     read = [i for i, kind in prologue.kinds.items() if kind != "col" and f"{kind}{i}" in names]
-    lines = ["col0 = tile * width", "left = tl.minimum(cols - col0, width)", *_loads(prologue, read, "col0")]
+    lines = ["col0 = tile * width", "left = tl.minimum(cols - col0, width)", *_loads(prologue, read, "col0", "row", "False")]
     lines += [line for i in needed for line in _step(prologue, i)]
     for i in reductions:
         step = prologue.steps[i]
@@ -177,16 +171,17 @@ def _walked(prologue: Prologue, reductions: list[int]) -> list[str]:
     return lines
 
 
-def _loads(prologue: Prologue, operands: Iterable[int], col0: str) -> list[str]:
+def _loads(prologue: Prologue, operands: Iterable[int], col0: str, row: str, whole: str) -> list[str]:
+    """col0: the first column. row: the rows. whole: whether nothing needs a mask."""
     lines = []
     for i in sorted(operands):
         kind = prologue.kinds[i]
         name, ptr = f"{kind}{i}", "ptr" if i == 0 else f"operands[{i - 1}]"
-        if i == 0 and col0 != "0":
-            ptr = f"{ptr} + {col0}"
-        where = f"batch, row, rows, {col0}, cols, left, dtype, {_CONSTANTS}, False"
+        where = f"batch, {row}, rows, {col0}, cols, left, dtype, {_CONSTANTS}, {whole}"
         if i == 0:
-            loaded = f"unpack_column_tile((load_tile({ptr}, left, row < rows, dtype, {_CONSTANTS}),), dtype)"
+            ptr = f"ptr + ({row}.to(tl.int64) * x_row + {col0})"
+            loaded = f"load_tile({ptr}, left, {row} < rows, dtype, {_CONSTANTS}, {whole})"
+            loaded = f"unpack_column_tile(({loaded},), dtype)"
         else:
             loaded = f"{kind}_tile({ptr}, {where})"
         if kind == "col":  # a row has one
@@ -201,8 +196,12 @@ def _step(prologue: Prologue, number: int) -> list[str]:
     """The lines of a step that reduces nothing."""
     step, name = prologue.steps[number], f"s{number}"
     if prologue.step_kinds[number] == "col":
-        return [f"{name} = {printed_step(step)}"]
-    return [f"{name}_{side} = {printed_step(step, lambda x, side=side: _half(prologue, x, side))}" for side in _SIDES]
+        return [f"{name} = {printed_step(prologue.steps, number)}"]
+    if step.operation in ROUNDINGS:  # two elements at a time, into the words that may be stored as well
+        halves, dtype = (_half(prologue, step.arguments[0], side) for side in _SIDES), f"tl.{step.operation}"
+        return [f"{name}_even, {name}_odd = unpack(pack({', '.join(halves)}, {dtype}, ISA), {dtype})"]
+    return [f"{name}_{side} = {printed_step(prologue.steps, number, lambda x, side=side: _half(prologue, x, side))}"
+            for side in _SIDES]  # fmt: skip
 
 
 _SIDES = ("even", "odd")
@@ -240,8 +239,8 @@ def _vanishes(prologue: Prologue, name: str) -> bool:
     )
 
 
-def _mean(number: int, step: Step) -> list[str]:
-    return [f"s{number} = s{number} / cols"] if step.operation in _MEANS else []
+def _mean(number: int, step: Step, length: str) -> list[str]:
+    return [f"s{number} = s{number} / {length}"] if step.operation in _MEANS else []
 
 
 def _stores(prologue: Prologue, stored: Iterable[tuple]) -> list[str]:
@@ -264,10 +263,10 @@ def _function(name: str, lines: list[str]) -> str:
 _NAMES = {
     function.__name__: function
     for function in (
-        erf, exp, rsqrt, tanh, pack, unpack_column_tile, load_tile, aux_tile, row_tile, col_tile, inside_tile,
+        pack, unpack, unpack_column_tile, load_tile, aux_tile, row_tile, col_tile, inside_tile,
         halves, row_sum, row_deviation, row_amax, larger, to_tile, store_statistic,
     )
-} | {"triton": triton, "tl": tl}  # fmt: skip
+} | {"triton": triton, "tl": tl, **CALLED}  # fmt: skip
 _PRINTED = {"read_row": row_source, "walk_row": walk_source}
 
 

@@ -96,8 +96,9 @@ def gain(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int,
     if walked:
         fused = max(prologue.levels) * time(read, steps)
     if prologue.reductions and (walked or work.amax_read):
-        rest, operands = prologue.after_statistics()
-        last_read, last_steps = _read(rest, [dtypes[i] for i in operands]), _instructions(rest)
+        rest, operands = prologue.after_statistics(stored=not walked)
+        tensors = [*dtypes, *(dtype for _, dtype in prologue.stored)]
+        last_read, last_steps = _read(rest, [tensors[i] for i in operands]), _instructions(rest)
         if walked:
             read, steps = last_read, last_steps
     else:

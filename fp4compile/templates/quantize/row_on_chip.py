@@ -15,6 +15,7 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import ceil_div
+from fp4compile.prologue import Prologue
 from fp4compile.templates.device.block_scales import encode_scale, float8_outer, outer_from_amax, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
@@ -62,7 +63,7 @@ def launch_reduced_rows(
         with_row_prologue(quantize_reduced_rows, source.prologue), source.batch * ceil_div(rows, config.rows),
         source.tensor, data, or_placeholder(scales, data), or_placeholder(outer, data), or_placeholder(seed, data),
         *source.read_args, **format_constants(fmt), SEEDED=seed is not None, STREAM=stream, OUTER=mode,
-        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        BATCHED=not statically_true(source.batch == 1), SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
         **_common(source, fmt, config),
     )  # fmt: skip
     return outer
@@ -77,18 +78,17 @@ def in_one_launch(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None
 def with_statistics(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> Matrices:
     """The source without its reductions: the statistics are found, and the amax if an outer scale is made from it.
 
-    What the prologue stores is stored; of rows that do not fit on the chip only what has one element a row.
+    What the prologue stores is stored, and may be read again; of rows that do not fit on the chip only what has one
+    element a row.
     """
     on_chip, prologue = fits_on_chip(source.cols), source.prologue
-    rest, read = prologue.after_statistics()
     finding, found = _finding(source, whole=on_chip)
-    operands = (source.tensor, *source.operands)
-    after = replace(source, prologue=rest, operands=(*(operands[i] for i in read[1:]), *found))
     if not on_chip:
         _launch_statistics(walked_statistics, finding, fmt, ON_CHIP=False)
         whole = [tensor for tensor, (i, _) in zip(source.stored, prologue.stored, strict=True)
                  if prologue.step_kinds[i] == "aux"]  # fmt: skip
-        return replace(after, stored=tuple(whole))
+        rest, read = prologue.after_statistics()
+        return _reading(replace(source, stored=tuple(whole)), rest, read, found)
     amax, partial = None, False
     if outer is None and fmt.outer == "tensor":
         amax, partial = _empty_amax(source)
@@ -97,7 +97,17 @@ def with_statistics(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | No
     if prologue.stores_result:  # then it is read, and not computed again
         tensor = source.stored[prologue.stored.index(prologue.result)]
         return replace(source, tensor=tensor, prologue=None, operands=(), stored=(), amax_bits=amax)
-    return replace(after, prologue=replace(rest, stored=()), stored=(), amax_bits=amax)
+    rest, read = prologue.after_statistics(stored=True)
+    return replace(_reading(source, rest, read, found), stored=(), amax_bits=amax)
+
+
+def _reading(source: Matrices, rest: Prologue, read: tuple[int, ...], found: tuple[torch.Tensor, ...]) -> Matrices:
+    """The source by what follows the statistics `found`; rest, read: of `Prologue.after_statistics`."""
+    tensors = (source.tensor, *source.operands, *source.stored)
+    first, *others = (tensors[i] for i in read)
+    if read[0]:  # contiguous, as all that is stored
+        source = replace(source, batch_stride=source.rows * source.cols, row_stride=source.cols)
+    return replace(source, tensor=first, prologue=rest, operands=(*others, *found))
 
 
 def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tensor, ...]]:
@@ -122,8 +132,8 @@ def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tenso
 def _empty_amax(source: Matrices) -> tuple[torch.Tensor, bool]:
     """(int32 to be filled with the bits of the amax, whether with those of each row), as `amax.tensor_amax_bits`."""
     rows, device = source.batch * source.rows, source.tensor.device
-    if isinstance(rows, int) and rows <= MAX_PARTIAL_MAXIMA:
-        return torch.empty(1 << (max(rows, 1) - 1).bit_length(), dtype=torch.int32, device=device), True
+    if isinstance(rows, int) and 0 < rows <= MAX_PARTIAL_MAXIMA:
+        return torch.empty(1 << (rows - 1).bit_length(), dtype=torch.int32, device=device), True
     return torch.zeros((), dtype=torch.int32, device=device), False
 
 
@@ -154,24 +164,29 @@ def quantize_reduced_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of what a prologue with reductions makes of x and its operands.
 
     data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER: "none"; "tensor" or "row": outer_ptr has a
-    decode factor of all rows, or one of each; "find": outer_ptr takes that of each row. WHOLE: rows are as long as the
-    tile is wide.
+    decode factor of all rows, or one of each; "find": outer_ptr takes that of each row. BATCHED: there may be several
+    matrices. WHOLE: rows are as long as the tile is wide.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    batch, row_tile, _ = tile_of(tl.program_id(0), padded_rows, 1, ROWS, False, ISA >= 100)
+    program = tl.program_id(0)
+    if BATCHED:
+        batch, row_tile, _ = tile_of(program, padded_rows, 1, ROWS, False, ISA >= 100)
+    else:
+        batch = program * 0
+        row_tile = program
     row = row_tile * ROWS + tl.arange(0, ROWS)
-    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
-    words = read_row(x_row_ptr, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE,
+    x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
+    words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE,
                      ISA)  # fmt: skip
     amax = word_amax(words, 2, ISA, dtype)
     encode, decode = outer_scales(OUTER, outer_ptr, outer_ptr, 1, CONTRACT, ISA)
@@ -213,7 +228,7 @@ def row_statistics(
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    words = read_row(x_ptr + row.to(tl.int64) * x_row, operands, tl.program_id(0) * 0, row, rows, cols, dtype, ROWS,
+    words = read_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, dtype, ROWS,
                      BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip
     if AMAX:
         bits = tl.max(tl.where(row < rows, tl.max(word_amax(words, 2, ISA, dtype), 1), 0), 0)
@@ -234,5 +249,5 @@ def walked_statistics(
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    walk_row(x_ptr + row.to(tl.int64) * x_row, operands, tl.program_id(0) * 0, row, rows, cols, x_ptr.dtype.element_ty,
+    walk_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, x_ptr.dtype.element_ty,
              ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip
