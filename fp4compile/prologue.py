@@ -153,7 +153,9 @@ class Prologue:
         read = tuple(i for i, kind in sorted(self.kinds.items()) if f"{kind}{i}" in names)
         read = (*(len(self.kinds) + place for i, place in again.items() if f"s{i}" in names), *read)
         renamed = {f"{self.kinds[i]}{i}": f"{self.kinds[i]}{place}" for place, i in enumerate(read) if i in self.kinds}
-        renamed |= {f"s{i}": f"aux{read.index(len(self.kinds) + place)}" for i, place in again.items() if f"s{i}" in names}
+        renamed |= {
+            f"s{i}": f"aux{read.index(len(self.kinds) + place)}" for i, place in again.items() if f"s{i}" in names
+        }
         renamed |= {f"s{i}": f"col{len(read) + place}" for place, i in enumerate(self.statistics)}
         renamed |= {f"s{i}": f"s{place}" for place, i in enumerate(after)}
         steps = tuple(self.steps[i].renamed(renamed) for i in after)
@@ -186,9 +188,7 @@ class Prologue:
             if readers.get(i):
                 places[f"s{i} again"] = f"s{len(steps)}"
                 steps.append(Step(str(self.dtype).removeprefix("torch."), (places[f"s{i}"],)))
-        return Prologue(
-            tuple(steps), self.dtype, tuple((int(places[f"s{i}"][1:]), dtype) for i, dtype in self.stored)
-        )
+        return Prologue(tuple(steps), self.dtype, tuple((int(places[f"s{i}"][1:]), dtype) for i, dtype in self.stored))
 
     def _read_in_a_loop_after(self, number: int) -> set[int]:
         """Numbers of the steps that read what Inductor stores in its first loop over rows, in another loop.

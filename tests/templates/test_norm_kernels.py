@@ -26,11 +26,13 @@ quantize_prologue = torch.ops.fp4compile.quantize_prologue
 RMS = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3", "mul row1 s4"]
 GEMMA = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3", "add row1 1.0", "mul s4 s5"]
 RESIDUAL = ["add aux0 aux1", "square s0", "mean s1", "add s2 1e-06", "rsqrt s3", "mul s0 s4", "mul s5 row2"]
+# As rows that Inductor walks: what follows the statistics takes the sum as it was stored.
+SUM = ["add aux0 aux1", "bfloat16 s0", "square s0", "mean s2", "add s3 1e-06", "rsqrt s4", "mul s1 s5", "mul s6 row2"]
 LAYER = ["mean aux0", "sub aux0 s0", "variance aux0 s0", "add s2 1e-05", "rsqrt s3", "mul s1 s4", "mul s5 row1",
          "add s6 row2"]  # fmt: skip
 MAXIMUM = ["amax aux0", "sub aux0 s0", "sum s1", "div s1 s2"]
 CENTRED = ["mean aux0", "amax aux0", "sub aux0 s0", "add s2 s1"]  # exact where the sum is
-STEPS = {"rms": RMS, "gemma": GEMMA, "residual": RESIDUAL, "layer": LAYER, "maximum": MAXIMUM}
+STEPS = {"rms": RMS, "gemma": GEMMA, "residual": RESIDUAL, "sum": SUM, "layer": LAYER, "maximum": MAXIMUM}
 
 
 def operands_of(steps, first):
@@ -141,6 +143,8 @@ def test_what_is_stored():
     batch, odd = torch.randn(2, 3, 48).bfloat16(), torch.randn(3, 41).bfloat16()
     for format in FORMATS:
         check(RESIDUAL, batch, format, stored=["s0 bfloat16", "s6 bfloat16"])
+        check(SUM, batch, format, stored=["s0 bfloat16"])
+    check(SUM, torch.randn(2, 512).bfloat16(), "nvfp4", stored=["s0 bfloat16", "s5 bfloat16"])
     check(RESIDUAL, batch.half(), "nvfp4", stored=["s0 float16", "s4 bfloat16"])
     check(RESIDUAL, odd, "nvfp4", stored=["s6 bfloat16", "s4 bfloat16"])
 
@@ -168,13 +172,13 @@ def test_few_rows_and_many():
 
 
 @gpu
-@pytest.mark.parametrize("name", ["residual", "layer", "maximum"])
+@pytest.mark.parametrize("name", ["sum", "layer", "maximum"])
 def test_rows_that_do_not_fit_on_the_chip(name, monkeypatch):
     """They are walked for statistics, once for each that another one needs."""
     monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 1024)
     first = torch.randn(2, 4136).bfloat16()
     check(STEPS[name], first, "nvfp4_rowwise")
-    check(STEPS[name], first, "nvfp4", stored=["s0 bfloat16"] if name == "residual" else [])
+    check(STEPS[name], first, "nvfp4", stored=["s0 bfloat16"] if name == "sum" else [])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")

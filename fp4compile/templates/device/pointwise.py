@@ -140,10 +140,7 @@ _TRITON = {
 }
 _OF_PAIRS = {"sub": "sub({}, {}, ISA)", "mul": "mul({}, {}, ISA)"}
 # What printed functions call.
-CALLED = {
-    function.__name__: function
-    for function in (bfloat16, erf, exp, float16, rsqrt, tanh, sub, mul, quotient)
-}
+CALLED = {function.__name__: function for function in (bfloat16, erf, exp, float16, rsqrt, tanh, sub, mul, quotient)}
 
 
 def printed_steps(steps: Sequence[Step]) -> list[str]:

@@ -36,8 +36,7 @@ def read_row(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The words of whole rows of a matrix, which begin x_row elements apart. WHOLE: they are as long as the tile is wide.
-    """
+    """The words of whole rows, which begin x_row elements apart. WHOLE: they are as long as the tile is wide."""
     return load_tile(ptr + row.to(tl.int64) * x_row, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN)
 
 
@@ -162,7 +161,11 @@ def _walked(prologue: Prologue, reductions: list[int]) -> list[str]:
     needed = prologue.needed(roots, ("aux", "row"))
     names = {x for i in (*needed, *reductions) for x in prologue.steps[i].arguments if isinstance(x, str)}
     read = [i for i, kind in prologue.kinds.items() if kind != "col" and f"{kind}{i}" in names]
-    lines = ["col0 = tile * width", "left = tl.minimum(cols - col0, width)", *_loads(prologue, read, "col0", "row", "False")]
+    lines = [
+        "col0 = tile * width",
+        "left = tl.minimum(cols - col0, width)",
+        *_loads(prologue, read, "col0", "row", "False"),
+    ]
     lines += [line for i in needed for line in _step(prologue, i)]
     for i in reductions:
         step = prologue.steps[i]

@@ -147,15 +147,17 @@ def scaled_row_config(element: str, block: int, rows: int, cols: int) -> ScaledR
     )  # fmt: skip
 
 
-def reduced_row_config(element: str, block: int, rows: int, cols: int) -> ReducedRowConfig:
+def reduced_row_config(element: str, block: int, rows: int, cols: int, outer: bool = False) -> ReducedRowConfig:
     """For rows whose statistics a kernel finds itself; up to MAX_REDUCED_ROW_ON_CHIP elements, a row is read once.
 
     rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. Nothing of this was timed.
-    A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16.
+    A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
+    a kernel of E2M1 codes makes an outer scale. That is the same work in each thread, so a thread then has 64.
     """
     width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
     few = isinstance(rows, int) and rows <= 128
-    elements = max(16 if few or width < 1024 else 32, width // 512)  # at most 16 warps
+    elements = 16 if few or width < 1024 else 64 if outer and element == "e2m1" and width >= 2048 else 32
+    elements = max(elements, width // 512)  # at most 16 warps
     vectors = 4 if element == "e2m1" and elements >= 32 else 2
     return ReducedRowConfig(num_warps=width // (32 * elements), rows=1, blocks=width // block, vectors=vectors)
 

@@ -2,8 +2,9 @@
 
 A program has a row on the chip. It reads it once, finds the statistics, and quantises the result; so a norm and its
 quantiser are one launch and one read. A dynamic outer scale of the whole tensor needs the amax of all rows first, and
-rows that are too long for the chip are read twice. There `row_statistics` finds the statistics (and the amax), and the
-kernels of other prologues do the rest, with the statistics among their operands.
+rows that are too long for the chip are read twice. There `row_statistics` finds the statistics (and the amax). What
+follows them has the statistics among its operands, and no reductions. The same kernel quantises it where rows fill its
+tile, else the kernels of other prologues.
 """
 
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
 from fp4compile.templates.device.row_prologue import read_row, walk_row, with_row_prologue
 from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import (
     MAX_PARTIAL_MAXIMA,
     ReducedRowConfig,
@@ -30,6 +32,7 @@ from fp4compile.templates.quantize.heuristics import (
 from fp4compile.templates.quantize.row import encode_and_store
 from fp4compile.templates.quantize.views import (
     Matrices,
+    Outer,
     format_constants,
     or_placeholder,
     padded_scale_shape,
@@ -47,26 +50,32 @@ def launch_reduced_rows(
     seed: torch.Tensor | None = None,
     stream: int = 0,
 ) -> torch.Tensor | None:
-    """Quantise rows in one launch, if `in_one_launch`; returns the outer scale.
+    """Quantise whole rows, if `in_one_launch` or `after_first_launch`; returns the outer scale.
 
     data, scales: as for `row.launch_rows`. outer: the outer scale that is given, of the tensor or of each row. Without
-    it the kernel finds the decode factor of each row, if the format has any: float32 [batch, rows, 1].
+    it the kernel makes that of the tensor, if its amax is there; or it finds the decode factor of each row, if the
+    format has any: float32 [batch, rows, 1].
     """
-    config = _config(source, fmt)
+    config = _config(source, fmt, outer=fmt.outer is not None)
     rows, _ = padded_scale_shape(source.rows, 0, layout)
-    mode = "none" if fmt.outer is None else "find"
-    if outer is not None:
-        mode = "tensor" if outer.dim() == 0 else "row"
-    elif mode == "find":
-        outer = source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32)
+    if outer is None and fmt.outer is not None and source.amax_bits is None:
+        outers = Outer(source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32), None, "find")
+    else:
+        outers = outer_of(source, fmt, outer)
     launch(
         with_row_prologue(quantize_reduced_rows, source.prologue), source.batch * ceil_div(rows, config.rows),
-        source.tensor, data, or_placeholder(scales, data), or_placeholder(outer, data), or_placeholder(seed, data),
-        *source.read_args, **format_constants(fmt), SEEDED=seed is not None, STREAM=stream, OUTER=mode,
-        BATCHED=not statically_true(source.batch == 1), SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        **_common(source, fmt, config),
+        source.tensor, data, or_placeholder(scales, data), *outers.arguments(data), or_placeholder(seed, data),
+        *source.read_args, **format_constants(fmt), SEEDED=seed is not None, STREAM=stream, **outers.constants,
+        BATCHED=not statically_true(source.batch == 1), SWIZZLED=layout == "swizzled", ALIGN=source.align,
+        **store_aligns(source.cols, fmt), **_common(source, fmt, config),
     )  # fmt: skip
-    return outer
+    return outers.result
+
+
+def after_first_launch(source: Matrices, fmt: BlockFormat) -> bool:
+    """Whether `launch_reduced_rows` quantises what `with_statistics` returns: an amax was found, rows fill a tile."""
+    fills = fits_on_chip(source.cols) and source.cols == _config(source, fmt).blocks * format_constants(fmt)["BLOCK"]
+    return source.prologue is not None and source.amax_bits is not None and fills
 
 
 def in_one_launch(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> bool:
@@ -147,9 +156,9 @@ def _launch_statistics(kernel, source: Matrices, fmt: BlockFormat, *amax: torch.
     )  # fmt: skip
 
 
-def _config(source: Matrices, fmt: BlockFormat) -> ReducedRowConfig:
+def _config(source: Matrices, fmt: BlockFormat, outer: bool = False) -> ReducedRowConfig:
     block = format_constants(fmt)["BLOCK"]
-    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols)
+    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, outer)
 
 
 def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
@@ -161,24 +170,27 @@ def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dic
 
 @triton.jit
 def quantize_reduced_rows(
-    x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
+    x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
+    BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows of what a prologue with reductions makes of x and its operands.
+    """Whole rows of what a prologue with reductions makes of x and its operands, or one without after it.
 
-    data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER: "none"; "tensor" or "row": outer_ptr has a
-    decode factor of all rows, or one of each; "find": outer_ptr takes that of each row. BATCHED: there may be several
-    matrices. WHOLE: rows are as long as the tile is wide.
+    data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or
+    OUTER "row": outer_ptr has a decode factor of each row; or "find": outer_ptr takes that of each row.
+    BATCHED: there may be several matrices. WHOLE: rows are as long as the tile is wide.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     program = tl.program_id(0)
+    if OUTER == "amax":  # the first kernel has left the last rows in the cache
+        program = tl.num_programs(0) - 1 - program
     if BATCHED:
         batch, row_tile, _ = tile_of(program, padded_rows, 1, ROWS, False, ISA >= 100)
     else:
@@ -186,10 +198,10 @@ def quantize_reduced_rows(
         row_tile = program
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
-    words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE,
-                     ISA)  # fmt: skip
+    words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
+                     WHOLE, ISA)  # fmt: skip
     amax = word_amax(words, 2, ISA, dtype)
-    encode, decode = outer_scales(OUTER, outer_ptr, outer_ptr, 1, CONTRACT, ISA)
+    encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     if OUTER == "find" or OUTER == "row":
         outer_row_ptr = outer_ptr + batch.to(tl.int64) * rows + row
         if OUTER == "row":
