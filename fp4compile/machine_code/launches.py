@@ -244,6 +244,8 @@ PROLOGUE_CONFIGURATIONS = (
         for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
     ),
     Configuration("a layer norm", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM)),
+    # In five tiles.
+    Configuration("a norm of 5120", "nvfp4_one_level", partial(after_steps, steps=_RMS_NORM), shape=(SIZE, 5120)),
     Configuration("a norm of long rows", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM), shape=(SIZE, 2**16)),
 )
 

@@ -7,6 +7,8 @@ very statistics, to the last bit. Where every sum is exact, no statistic is take
 As in test_quantize_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from fp4compile.pointwise import evaluate
 from fp4compile.prologue import Prologue, apply
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import heuristics
+from fp4compile.templates.quantize import heuristics, row_on_chip
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, spilled_bytes
 
@@ -169,6 +171,30 @@ def test_few_rows_and_many():
         for format in ("nvfp4", "mxfp8"):
             check(RMS, torch.randn(rows, cols).bfloat16(), format)
     check(RMS, torch.randn(130, 32).bfloat16(), "nvfp4")
+
+
+@gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_in_several_tiles(name, monkeypatch):
+    """As rows are whose length is far from a power of two: the last tile whole or not, with words that end inside."""
+    three = heuristics.ReducedRowConfig(num_warps=1, rows=1, blocks=4, vectors=2, pieces=3)
+    monkeypatch.setattr(row_on_chip, "reduced_row_config", lambda element, block, *sizes: replace(
+        three, blocks=128 // block))  # fmt: skip
+    stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
+    for cols, format in ((384, "nvfp4"), (296, "nvfp4_rowwise"), (301, "mxfp8"), (320, "nvfp4")):
+        check(STEPS[name], torch.randn(3, cols).bfloat16(), format, stored=stored)
+
+
+def test_lengths_that_take_several_tiles():
+    """As few elements beyond the row as three or five tiles leave; few rows have one tile."""
+    lengths = 3072, 5120, 6144, 11008, 12288, 2880
+    widths = [3072, 5120, 6144, 12288, 12288, 3072]
+    for length, width in zip(lengths, widths, strict=True):
+        config = heuristics.reduced_row_config("e2m1", 16, 8192, length)
+        assert config.pieces in (3, 5) and config.pieces * config.blocks * 16 == width
+        assert heuristics.reduced_row_config("e2m1", 16, 64, length).pieces == 1
+    for length in (512, 4096, 4000, 7168, 8192, 15000, 16384, 2**16):
+        assert heuristics.reduced_row_config("e2m1", 16, 8192, length).pieces == 1
 
 
 @gpu

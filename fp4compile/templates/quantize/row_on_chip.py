@@ -63,9 +63,10 @@ def launch_reduced_rows(
     else:
         outers = outer_of(source, fmt, outer)
     launch(
-        with_row_prologue(quantize_reduced_rows, source.prologue), source.batch * ceil_div(rows, config.rows),
-        source.tensor, data, or_placeholder(scales, data), *outers.arguments(data), or_placeholder(seed, data),
-        *source.read_args, **format_constants(fmt), SEEDED=seed is not None, STREAM=stream, **outers.constants,
+        with_row_prologue(quantize_reduced_rows, source.prologue, config.pieces),
+        source.batch * ceil_div(rows, config.rows), source.tensor, data, or_placeholder(scales, data),
+        *outers.arguments(data), or_placeholder(seed, data), *source.read_args, **format_constants(fmt),
+        SEEDED=seed is not None, STREAM=stream, **outers.constants,
         BATCHED=not statically_true(source.batch == 1), SWIZZLED=layout == "swizzled", ALIGN=source.align,
         **store_aligns(source.cols, fmt), **_common(source, fmt, config),
     )  # fmt: skip
@@ -74,8 +75,10 @@ def launch_reduced_rows(
 
 def after_first_launch(source: Matrices, fmt: BlockFormat) -> bool:
     """Whether `launch_reduced_rows` quantises what `with_statistics` returns: an amax was found, rows fill a tile."""
-    fills = fits_on_chip(source.cols) and source.cols == _config(source, fmt).blocks * format_constants(fmt)["BLOCK"]
-    return source.prologue is not None and source.amax_bits is not None and fills
+    if source.prologue is None or source.amax_bits is None:
+        return False
+    config = _config(source, fmt, outer=True)
+    return source.cols == config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
 
 
 def in_one_launch(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> bool:
@@ -151,19 +154,21 @@ def _launch_statistics(kernel, source: Matrices, fmt: BlockFormat, *amax: torch.
     config, block = _config(source, fmt), format_constants(fmt)["BLOCK"]
     programs = amax[0].numel() if constants.get("PARTIAL") else ceil_div(source.rows, config.rows)
     launch(
-        with_row_prologue(kernel, source.prologue), programs, source.tensor, *amax, *source.read_args, BLOCK=block,
-        **constants, ALIGN=source.align, **_common(source, fmt, config),
+        with_row_prologue(kernel, source.prologue, config.pieces), programs, source.tensor, *amax, *source.read_args,
+        BLOCK=block, **constants, ALIGN=source.align, **_common(source, fmt, config),
     )  # fmt: skip
 
 
 def _config(source: Matrices, fmt: BlockFormat, outer: bool = False) -> ReducedRowConfig:
     block = format_constants(fmt)["BLOCK"]
-    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, outer)
+    # A variance keeps all elements for a second sum, and registers do not suffice for many of them.
+    several = not any(step.operation == "variance" for step in source.prologue.steps)
+    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, outer, several)
 
 
 def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
     """The constants that all of these kernels take, and warps."""
-    width = config.blocks * format_constants(fmt)["BLOCK"]
+    width = config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
     return {"WHOLE": source.align > 0 and statically_true(source.cols == width), **config.constants,
             "ISA": target_of(source.tensor.device).isa, "num_warps": config.num_warps}  # fmt: skip
 
@@ -176,7 +181,7 @@ def quantize_reduced_rows(
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Whole rows of what a prologue with reductions makes of x and its operands, or one without after it.
 
@@ -200,7 +205,9 @@ def quantize_reduced_rows(
     x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
     words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
                      WHOLE, ISA)  # fmt: skip
-    amax = word_amax(words, 2, ISA, dtype)
+    amaxes = ()
+    for i in tl.static_range(PIECES):
+        amaxes = amaxes + (word_amax(words[i], 2, ISA, dtype),)
     encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
     if OUTER == "find" or OUTER == "row":
         outer_row_ptr = outer_ptr + batch.to(tl.int64) * rows + row
@@ -208,6 +215,9 @@ def quantize_reduced_rows(
             decode = tl.load(outer_row_ptr, mask=row < rows, other=1.0)
             encode = encode_scale(decode, ISA)
         else:
+            amax = amaxes[0]
+            for i in tl.static_range(1, PIECES):
+                amax = tl.maximum(amax, amaxes[i])
             if SCALE == "none":
                 encode, decode = float8_outer(tl.max(amax, 1), ISA)
             else:
@@ -219,9 +229,10 @@ def quantize_reduced_rows(
         else:
             encode = encode[:, None]
             decode = decode[:, None]
-    encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, 0, rows, cols,
-                     dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", OUTER != "find", SEEDED, STREAM,
-                     SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+    for i in tl.static_range(PIECES):
+        encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
+                         rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", OUTER != "find", SEEDED,
+                         STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
 
 @triton.jit
@@ -229,7 +240,8 @@ def row_statistics(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     AMAX: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Store what a prologue with reductions stores of whole rows, each read once.
 
@@ -243,7 +255,10 @@ def row_statistics(
     words = read_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, dtype, ROWS,
                      BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip
     if AMAX:
-        bits = tl.max(tl.where(row < rows, tl.max(word_amax(words, 2, ISA, dtype), 1), 0), 0)
+        amax = word_amax(words[0], 2, ISA, dtype)
+        for i in tl.static_range(1, PIECES):
+            amax = tl.maximum(amax, word_amax(words[i], 2, ISA, dtype))
+        bits = tl.max(tl.where(row < rows, tl.max(amax, 1), 0), 0)
         if PARTIAL:
             tl.store(amax_ptr + tl.program_id(0), bits)
         else:
@@ -255,7 +270,8 @@ def walked_statistics(
     x_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ALIGN: tl.constexpr, WHOLE: tl.constexpr, ON_CHIP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Store what a prologue with reductions stores of rows that are walked. ON_CHIP: False."""
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
