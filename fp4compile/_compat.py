@@ -81,6 +81,15 @@ def pointwise_by_default() -> bool:
     return config.triton.codegen_upcast_to_fp32 and not library
 
 
+def walks_rows(cols: Any) -> bool:
+    """Whether Inductor's Triton kernels that reduce rows of so many elements walk them in loops.
+
+    Otherwise a kernel holds a row. The limit is that of `InductorChoices.should_use_persistent_reduction`.
+    """
+    limit = 1024 * (16 if config.triton.multi_kernel else 1)
+    return not (config.triton.persistent_reductions and statically_true(cols <= limit))
+
+
 @contextmanager
 def scratch_memory(device: torch.device) -> Iterator[None]:
     """Let Triton take the memory that a launch asks for (for descriptors) from torch, unless the user has said where.

@@ -30,7 +30,11 @@ OPERATIONS: dict[str, Callable] = {
     "erf": torch.erf,
     "tanh": torch.tanh,
     "rsqrt": torch.rsqrt,
+    "bfloat16": lambda x: x.bfloat16().to(x.dtype),
+    "float16": lambda x: x.half().to(x.dtype),
 }
+# Those that round to a dtype of that name.
+ROUNDINGS = ("bfloat16", "float16")
 _ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "variance": 2}  # all others take one argument
 
 
@@ -43,6 +47,10 @@ class Step:
 
     def __str__(self) -> str:
         return " ".join((self.operation, *map(str, self.arguments)))
+
+    def renamed(self, names: Mapping[str, str]) -> "Step":
+        """The same operation on other values; names: of those that are called otherwise."""
+        return Step(self.operation, tuple(names.get(x, x) if isinstance(x, str) else x for x in self.arguments))
 
 
 # Operations on rows of float32 tensors, each with one result a row, [..., 1]. The second argument of a variance is the

@@ -149,13 +149,18 @@ class Prologue:
             found.append(below + (step.operation in REDUCTIONS))
         return found
 
-    def needed(self, roots: Iterable[int], among: Container[str] = KINDS.split("|")) -> list[int]:
-        """Numbers of the steps of these kinds that some steps need, themselves included; in order."""
+    def needed(
+        self, roots: Iterable[int], among: Container[str] = KINDS.split("|"), given: Container[int] = ()
+    ) -> list[int]:
+        """Numbers of the steps of these kinds that some steps need, themselves included; in order.
+
+        given: those that are there already.
+        """
         found: set[int] = set()
         waiting = list(roots)
         while waiting:
             i = waiting.pop()
-            if i not in found and self.step_kinds[i] in among:
+            if i not in found and i not in given and self.step_kinds[i] in among:
                 found.add(i)
                 waiting += [int(x[1:]) for x in self.steps[i].arguments if isinstance(x, str) and x[0] == "s"]
         return sorted(found)
@@ -172,22 +177,71 @@ class Prologue:
         whole = [i for i, _ in self.stored if self.step_kinds[i] == "aux"]
         return self.needed([len(self.steps) - 1, *whole], ("aux", "row"))
 
-    def after_statistics(self) -> tuple["Prologue", tuple[int, ...]]:
+    def after_statistics(self, stored: bool = False) -> tuple["Prologue", tuple[int, ...]]:
         """(what follows the statistics, numbers of the operands that it still reads).
 
         Its operands are those, in their order, then the statistics. It stores what has the shape of the whole.
+        stored: whether that is in memory by then. What a step rounds as it was stored is read there, and comes first
+        among the operands. Its numbers follow those of this prologue's operands, in the order of `stored`.
         """
-        names = {x for i in self._after for x in self.steps[i].arguments if isinstance(x, str)}
+        again = self._stored_roundings() if stored else {}
+        after = self.needed([len(self.steps) - 1], ("aux", "row"), again) if stored else self._after
+        names = {x for i in after for x in self.steps[i].arguments if isinstance(x, str)}
         read = tuple(i for i, kind in sorted(self.kinds.items()) if f"{kind}{i}" in names)
-        renamed = {f"{self.kinds[i]}{i}": f"{self.kinds[i]}{place}" for place, i in enumerate(read)}
+        read = (*(len(self.kinds) + place for i, place in again.items() if f"s{i}" in names), *read)
+        renamed = {f"{self.kinds[i]}{i}": f"{self.kinds[i]}{place}" for place, i in enumerate(read) if i in self.kinds}
+        renamed |= {
+            f"s{i}": f"aux{read.index(len(self.kinds) + place)}" for i, place in again.items() if f"s{i}" in names
+        }
         renamed |= {f"s{i}": f"col{len(read) + place}" for place, i in enumerate(self.statistics)}
-        renamed |= {f"s{i}": f"s{place}" for place, i in enumerate(self._after)}
-        steps = (
-            Step(step.operation, tuple(renamed[x] if isinstance(x, str) else x for x in step.arguments))
-            for step in (self.steps[i] for i in self._after)
-        )
-        stored = tuple((self._after.index(i), dtype) for i, dtype in self.stored if self.step_kinds[i] == "aux")
-        return Prologue(tuple(steps), self.dtype, stored), read
+        renamed |= {f"s{i}": f"s{place}" for place, i in enumerate(after)}
+        steps = tuple(self.steps[i].renamed(renamed) for i in after)
+        whole = () if stored else tuple(
+            (after.index(i), dtype) for i, dtype in self.stored if self.step_kinds[i] == "aux"
+        )  # fmt: skip
+        return Prologue(steps, self.dtype, whole), read
+
+    def _stored_roundings(self) -> dict[int, int]:
+        """Numbers of the steps that round a result as it is stored -> its place in `stored`."""
+        places = {f"{str(dtype).removeprefix('torch.')} s{i}": place for place, (i, dtype) in enumerate(self.stored)}
+        return {i: places[str(step)] for i, step in enumerate(self.steps) if str(step) in places}
+
+    def as_walked(self) -> "Prologue":
+        """The same with steps that round what a loop reads again that one before has stored.
+
+        Reductions take a result as it is computed, in the loop that stores it; the steps after them take it as it was
+        stored. Left alone is what is stored in another dtype than that of the result, or in several, and what both a
+        reduction and later steps depend on by a step in between, which Inductor computes in both loops.
+        """
+        numbers = [i for i, _ in self.stored]
+        readers = {i: self._read_in_a_loop_after(i) for i, dtype in self.stored
+                   if dtype == self.dtype and dtype.itemsize == 2 and numbers.count(i) == 1}  # fmt: skip
+        steps: list[Step] = []
+        places: dict[str, str] = {}  # what a result is called in the new steps: by those that come later, and by others
+        for i, step in enumerate(self.steps):
+            late = {f"s{j}": places[f"s{j} again"] for j, found in readers.items() if i in found}
+            steps.append(step.renamed(places | late))
+            places[f"s{i}"] = f"s{len(steps) - 1}"
+            if readers.get(i):
+                places[f"s{i} again"] = f"s{len(steps)}"
+                steps.append(Step(str(self.dtype).removeprefix("torch."), (places[f"s{i}"],)))
+        return Prologue(tuple(steps), self.dtype, tuple((int(places[f"s{i}"][1:]), dtype) for i, dtype in self.stored))
+
+    def _read_in_a_loop_after(self, number: int) -> set[int]:
+        """Numbers of the steps that read what Inductor stores in its first loop over rows, in another loop.
+
+        None where a step of the first loop that depends on it is also read in another.
+        """
+        if self.levels[number] or self.step_kinds[number] != "aux":
+            return set()
+        first = {number}
+        for i, step in enumerate(self.steps):
+            if not self.levels[i] and any(f"s{j}" in step.arguments for j in first):
+                first.add(i)
+        late = {j: {i for i, step in enumerate(self.steps)
+                    if self.levels[i] and step.operation not in REDUCTIONS and f"s{j}" in step.arguments}
+                for j in first}  # fmt: skip
+        return set() if any(late[j] for j in first - {number}) else late[number]
 
     def shape_of(self, number: int, shape: Sequence) -> tuple:
         """The shape of an operand of a result of that shape [..., M, N], as broadcasting has it."""

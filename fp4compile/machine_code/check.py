@@ -208,8 +208,9 @@ def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...
     # weighted scale sweep computes for so long that its loads and stores do not matter.
     weighted = found.kernel == "sweep_weighted_scales"
     narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns") and not weighted
-    # A thread of the scale sweep holds one block, of which there are eight bytes of codes.
-    narrow_stores = found.stores < (8 if found.kernel == "sweep_scales" else 16) and not weighted
+    # A thread of the scale sweep, or of rows in several tiles, holds one block of each: eight bytes of codes.
+    one_block = found.kernel == "sweep_scales" or launched.constants.get("PIECES", 1) > 1
+    narrow_stores = found.stores < (8 if one_block else 16) and not weighted
     if narrow_loads or (narrow_stores and not found.kernel.endswith(("_amax", "_statistics"))):
         problems.append("no 16-byte global accesses")
     if found.sm >= 100 and found.instructions > found.line:

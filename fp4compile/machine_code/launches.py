@@ -108,7 +108,7 @@ def after_steps(
     x: torch.Tensor, fmt: formats.BlockFormat, layout: str, steps: tuple[str, ...], stored: tuple[str, ...] = ()
 ) -> Any:
     """Rows of what the steps of a prologue make of x and of other operands, which stand for any; stored: as the op."""
-    prologue = Prologue.parse(steps, x.dtype, stored)
+    prologue = Prologue.parse(steps, x.dtype, stored).as_walked()
     others = [x.new_ones(prologue.shape_of(i, x.shape), dtype=torch.float32 if kind == "col" else x.dtype)
               for i, kind in sorted(prologue.kinds.items()) if i]  # fmt: skip
     shapes = prologue.stored_shapes(x.shape)
@@ -259,6 +259,8 @@ PROLOGUE_CONFIGURATIONS = (
         for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
     ),
     Configuration("a layer norm", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM)),
+    # In five tiles.
+    Configuration("a norm of 5120", "nvfp4_one_level", partial(after_steps, steps=_RMS_NORM), shape=(SIZE, 5120)),
     Configuration("a norm of long rows", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM), shape=(SIZE, 2**16)),
 )
 

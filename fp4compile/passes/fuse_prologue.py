@@ -237,7 +237,8 @@ class _Chain:
         stored = {(numbers[node], dtype): None for node, dtype in self.stored}
         if self.keeps:
             stored[len(numbers) - 1, self.value.dtype] = None
-        return Prologue(tuple(steps), self.value.dtype, tuple(stored))
+        found = Prologue(tuple(steps), self.value.dtype, tuple(stored))
+        return found.as_walked() if _compat.walks_rows(self.value.shape[-1]) else found
 
     @cached_property
     def stored(self) -> dict[tuple[Node, torch.dtype], dict[Node, list[Node]]]:

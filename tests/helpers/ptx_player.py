@@ -146,7 +146,12 @@ def play(ptx: str, outputs: int, inputs: list[np.ndarray], reciprocal_error: int
         if not line.strip():
             continue
         op, rest = line.strip().split(" ", 1)
+        wanted = None
+        if op[0] == "@":
+            wanted = registers[op[1:]]
+            op, rest = rest.split(" ", 1)
         into, *args = [word.strip() for word in rest.split(",")]
+        before = registers.get(into)
         with np.errstate(all="ignore"):
             if op in ("mov.b32", "mov.b64") and into[0] == "<":
                 size = {"mov.b64": 32, "mov.b32": 16}[op]
@@ -163,6 +168,8 @@ def play(ptx: str, outputs: int, inputs: list[np.ndarray], reciprocal_error: int
                 registers[into] = _reciprocal(single(args[0]), reciprocal_error)
             else:
                 registers[into] = _step(op, args, get, single)
+            if wanted is not None:
+                registers[into] = np.where(wanted, registers[into], before)
     return [registers[f"${i}"] for i in range(outputs)]
 
 
@@ -180,8 +187,8 @@ def _reciprocal(value, error):
 
 def _convert(op, args, get, single):
     """The conversions. (Of two, the upper one comes first.)"""
-    if op == "cvt.rn.f16x2.f32":
-        return pack_f16(np.stack([single(args[1]), single(args[0])], -1))
+    if op in ("cvt.rn.f16x2.f32", "cvt.rn.bf16x2.f32"):
+        return (pack_f16 if ".f16x2" in op else pack_bf16)(np.stack([single(args[1]), single(args[0])], -1))
     if op == "cvt.u32.u16":
         return get(args[0]) & U32(0xFFFF)
     if op == "cvt.f32.f16":
@@ -217,6 +224,8 @@ def _step(op, args, get, single):
         return get(args[0])
     if op == "rcp.rn.f32":
         return (1 / single(args[0])).astype(F32).view(U32)
+    if op == "setp.gt.f32":
+        return single(args[0]) > single(args[1])
     if base == "cvt":
         return _convert(op, args, get, single)
     if base == "shl":
@@ -252,7 +261,10 @@ def _step(op, args, get, single):
         return fma32(*map(single, args)).view(U32)
     if op.endswith(".f32x2"):
         a, b, *c = (f32x2(get(arg).astype(U64)) for arg in args)
-        pairs = fma32(a, b, *c) if c else fma32(np.ones_like(a), a, b if base == "add" else -b)
+        if base == "mul":
+            pairs = (a * b).astype(F32)
+        else:
+            pairs = fma32(a, b, *c) if c else fma32(np.ones_like(a), a, b if base == "add" else -b)
         return np.ascontiguousarray(pairs).view(U64)[..., 0]
     if op in ("fma.rn.bf16x2", "mul.rn.bf16x2"):
         a, b, *c = (bf16(get(arg)).astype(np.float64) for arg in args)

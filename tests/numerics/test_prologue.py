@@ -127,6 +127,36 @@ def test_statistics(steps):
     torch.library.opcheck(quantize_prologue.default, arguments, options, test_utils=checks)
 
 
+WALKED = ["add aux0 aux1", "bfloat16 s0", "square s0", "mean s2", "rsqrt s3", "mul s1 s4", "mul s5 row2"]
+
+
+def test_what_a_loop_reads_again():
+    """The steps after the statistics take a stored sum as it was stored, and the statistics as it was computed."""
+    steps = ["add aux0 aux1", "square s0", "mean s1", "rsqrt s2", "mul s0 s3", "mul s4 row2"]
+    prologue = Prologue.parse(steps, BF16, ["s0 bfloat16", "s3 float32"])
+    walked = prologue.as_walked()
+    assert walked.strings() == WALKED and walked.stored_strings() == ["s0 bfloat16", "s4 float32"]
+    operands = [torch.randn(4, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16), torch.randn(64, dtype=BF16)]
+    value, (total, rstd) = apply(walked, operands)
+    wide = operands[0].float() + operands[1].float()
+    assert torch.equal(rstd, wide.square().mean(-1, keepdim=True).rsqrt()) and torch.equal(total, wide.bfloat16())
+    assert torch.equal(value, (total.float() * rstd * operands[2].float()).bfloat16())
+    rest, read = walked.after_statistics(stored=True)  # neither term is read again, nothing is rounded again
+    assert rest.strings() == ["mul aux0 col2", "mul s0 row1"] and read == (3, 2) and rest.stored == ()
+    assert torch.equal(apply(rest, [total, operands[2], rstd])[0], value)
+
+
+@pytest.mark.parametrize(("steps", "stored"), [
+    (["add aux0 aux1", "square s0", "mean s1", "mul s0 s2"], ["s0 float32"]),
+    (["add aux0 aux1", "square s0", "mean s1", "mul s0 s2"], ["s0 bfloat16", "s0 float16"]),
+    (["add aux0 aux1", "mul s0 2.0", "square s1", "mean s2", "mul s1 s3"], ["s0 bfloat16"]),
+    (["mean aux0", "sub aux0 s0", "mul s1 2.0"], ["s1 bfloat16"]), (GATE, ["s3 bfloat16"]),
+], ids=["float32", "two dtypes", "a step in between", "after statistics", "no statistics"])  # fmt: skip
+def test_what_no_loop_reads_again(steps, stored):
+    prologue = Prologue.parse(steps, BF16, stored)
+    assert prologue.as_walked() == prologue
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"op": "dequantize"}, "op: expected one of quantize"), ({"dtype": torch.int32}, "dtype: expected one of"),
     ({"op": "fake_quantize", "layout": "swizzled"}, "op: fake_quantize takes no layout"),

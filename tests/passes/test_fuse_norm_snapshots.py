@@ -205,13 +205,28 @@ def test_what_the_backward_needs_is_stored(recipe, rows):
     assert recipe == "mxfp8" or (last.kernel.__name__, last.args["operand_1_ptr"]) == ("quantize_rows", None)
 
 
-@pytest.mark.parametrize(("recipe", "rows", "kernel"), [
-    ("mxfp8", 64, ONE), ("nvfp4_rowwise", 8, ONE), ("nvfp4", 8, FIRST), ("nvfp4", 1, ONE),
+@pytest.mark.parametrize(("length", "rounded"), [(1024, False), (2048, True)])
+def test_the_residual_stream_is_read_as_inductor_reads_it(length, rounded):
+    """Of longer rows than a kernel of Inductor's holds, a second loop reads the stream from memory."""
+
+    def stream_too(x, y, scale, w):
+        stream = x + y
+        return F.linear(llama_norm(stream, scale), w), stream
+
+    shapes = (256, length), (256, length), (length,), (64, length)
+    found = Graph(stream_too, *shapes, recipe="nvfp4", sm=100)
+    assert ("bfloat16 s0" in found.prologues[0].args[1]) == rounded and found.finding
+    last = found.result.launches[-1].kernel.__name__
+    assert last == ONE
+
+
+@pytest.mark.parametrize(("recipe", "rows", "kernels"), [
+    ("mxfp8", 64, [ONE]), ("nvfp4_rowwise", 8, [ONE]), ("nvfp4", 8, [FIRST, ONE]), ("nvfp4", 1, [ONE]),
 ])  # fmt: skip
-def test_decoding(recipe, rows, kernel):
+def test_decoding(recipe, rows, kernels):
     """One launch, but for an amax of several rows; a single one has the outer scale of the tensor."""
     found = Graph(FORMS["llama"], (rows, 512), *SHAPES[1:], recipe=recipe, sm=100)
-    assert found.left == [] and found.finding == [kernel]
+    assert found.left == [] and found.finding == kernels
 
 
 def test_long_rows():

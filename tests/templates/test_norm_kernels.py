@@ -7,6 +7,8 @@ very statistics, to the last bit. Where every sum is exact, no statistic is take
 As in test_quantize_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from fp4compile.pointwise import evaluate
 from fp4compile.prologue import Prologue, apply
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import heuristics
+from fp4compile.templates.quantize import heuristics, row_on_chip
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
 from tests.helpers.kernels import DEVICE, INTERPRETING, gpu, spilled_bytes
 
@@ -26,11 +28,13 @@ quantize_prologue = torch.ops.fp4compile.quantize_prologue
 RMS = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3", "mul row1 s4"]
 GEMMA = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3", "add row1 1.0", "mul s4 s5"]
 RESIDUAL = ["add aux0 aux1", "square s0", "mean s1", "add s2 1e-06", "rsqrt s3", "mul s0 s4", "mul s5 row2"]
+# As rows that Inductor walks: what follows the statistics takes the sum as it was stored.
+SUM = ["add aux0 aux1", "bfloat16 s0", "square s0", "mean s2", "add s3 1e-06", "rsqrt s4", "mul s1 s5", "mul s6 row2"]
 LAYER = ["mean aux0", "sub aux0 s0", "variance aux0 s0", "add s2 1e-05", "rsqrt s3", "mul s1 s4", "mul s5 row1",
          "add s6 row2"]  # fmt: skip
 MAXIMUM = ["amax aux0", "sub aux0 s0", "sum s1", "div s1 s2"]
 CENTRED = ["mean aux0", "amax aux0", "sub aux0 s0", "add s2 s1"]  # exact where the sum is
-STEPS = {"rms": RMS, "gemma": GEMMA, "residual": RESIDUAL, "layer": LAYER, "maximum": MAXIMUM}
+STEPS = {"rms": RMS, "gemma": GEMMA, "residual": RESIDUAL, "sum": SUM, "layer": LAYER, "maximum": MAXIMUM}
 
 
 def operands_of(steps, first):
@@ -141,6 +145,8 @@ def test_what_is_stored():
     batch, odd = torch.randn(2, 3, 48).bfloat16(), torch.randn(3, 41).bfloat16()
     for format in FORMATS:
         check(RESIDUAL, batch, format, stored=["s0 bfloat16", "s6 bfloat16"])
+        check(SUM, batch, format, stored=["s0 bfloat16"])
+    check(SUM, torch.randn(2, 512).bfloat16(), "nvfp4", stored=["s0 bfloat16", "s5 bfloat16"])
     check(RESIDUAL, batch.half(), "nvfp4", stored=["s0 float16", "s4 bfloat16"])
     check(RESIDUAL, odd, "nvfp4", stored=["s6 bfloat16", "s4 bfloat16"])
 
@@ -168,13 +174,37 @@ def test_few_rows_and_many():
 
 
 @gpu
-@pytest.mark.parametrize("name", ["residual", "layer", "maximum"])
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_in_several_tiles(name, monkeypatch):
+    """As rows are whose length is far from a power of two: the last tile whole or not, with words that end inside."""
+    three = heuristics.ReducedRowConfig(num_warps=1, rows=1, blocks=4, vectors=2, pieces=3)
+    monkeypatch.setattr(row_on_chip, "reduced_row_config", lambda element, block, *sizes: replace(
+        three, blocks=128 // block))  # fmt: skip
+    stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
+    for cols, format in ((384, "nvfp4"), (296, "nvfp4_rowwise"), (301, "mxfp8"), (320, "nvfp4")):
+        check(STEPS[name], torch.randn(3, cols).bfloat16(), format, stored=stored)
+
+
+def test_lengths_that_take_several_tiles():
+    """As few elements beyond the row as three or five tiles leave; few rows have one tile."""
+    lengths = 3072, 5120, 6144, 11008, 12288, 2880
+    widths = [3072, 5120, 6144, 12288, 12288, 3072]
+    for length, width in zip(lengths, widths, strict=True):
+        config = heuristics.reduced_row_config("e2m1", 16, 8192, length)
+        assert config.pieces in (3, 5) and config.pieces * config.blocks * 16 == width
+        assert heuristics.reduced_row_config("e2m1", 16, 64, length).pieces == 1
+    for length in (512, 4096, 4000, 7168, 8192, 15000, 16384, 2**16):
+        assert heuristics.reduced_row_config("e2m1", 16, 8192, length).pieces == 1
+
+
+@gpu
+@pytest.mark.parametrize("name", ["sum", "layer", "maximum"])
 def test_rows_that_do_not_fit_on_the_chip(name, monkeypatch):
     """They are walked for statistics, once for each that another one needs."""
     monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 1024)
     first = torch.randn(2, 4136).bfloat16()
     check(STEPS[name], first, "nvfp4_rowwise")
-    check(STEPS[name], first, "nvfp4", stored=["s0 bfloat16"] if name == "residual" else [])
+    check(STEPS[name], first, "nvfp4", stored=["s0 bfloat16"] if name == "sum" else [])
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")

@@ -244,9 +244,9 @@ def test_source():
         source(steps, "tile", False)
         == """\
 @triton.jit
-def prologue(aux0, col1, row2):
+def prologue(aux0, col1, row2, ISA: tl.constexpr):
     s0 = aux0 + col1
-    s1 = s0 * row2
+    s1 = mul(s0, row2, ISA)
     return s1, s0
 
 
@@ -263,8 +263,8 @@ VECTORS, ALIGN, WHOLE)
     words = ()
     words1 = ()
     for i in tl.static_range(len(first0)):
-        first_s1, first_s0 = prologue(first0[i], first1[i], first2[i])
-        second_s1, second_s0 = prologue(second0[i], second1[i], second2[i])
+        first_s1, first_s0 = prologue(first0[i], first1[i], first2[i], ISA)
+        second_s1, second_s0 = prologue(second0[i], second1[i], second2[i], ISA)
         words = words + (pack(first_s1, second_s1, dtype, ISA),)
         words1 = words1 + (pack(first_s0, second_s0, tl.float16, ISA),)
     if STORES:

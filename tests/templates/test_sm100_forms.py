@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fp4compile import reference
-from fp4compile.templates.device import column_tile, packed_encoding, philox, quick_scales
+from fp4compile.templates.device import column_tile, packed_encoding, philox, pointwise, quick_scales
 from tests.helpers.ptx_player import e2m1_stochastic, play
 
 EVERY = np.arange(2**16, dtype=np.uint32) << 16  # the bits of every bfloat16 number, as float32
@@ -79,6 +79,30 @@ def test_a_word_rounds_four_elements():
     columns = play(packed_encoding._PACKED_RUNS_STOCHASTIC.value, 2, [*values.T, *same, *words.T])
     np.testing.assert_array_equal(unpacked(columns[0]), first)
     np.testing.assert_array_equal(unpacked(columns[1]), e2m1_stochastic(values[:, 8:] * factors[1], noise[:, 8:]))
+
+
+def test_arithmetic_of_pairs():
+    """Of any numbers, two of each operand at a time."""
+    x = some_floats()
+    y = np.random.default_rng(2).permutation(x)
+    for ptx, operation in ((pointwise._SUB, np.subtract), (pointwise._MUL, np.multiply)):
+        first, second = play(ptx.value, 2, [x[::2], x[1::2], y[::2], y[1::2]])
+        np.testing.assert_array_equal(np.stack([first, second], 1).ravel().view(np.float32), operation(x, y))
+
+
+def test_quotients():
+    """By divisors of 1 and more: as near as `div.full` is, also where their reciprocal is no normal number."""
+    divisors = np.float32([1, 1 + 2.0**-23, 3, 1e30, 2.0**126, 1.1 * 2.0**126, 2.0**127, 3.4e38, np.inf, np.nan])
+    for divisor in divisors:
+        x = some_floats()
+        (found,) = play(pointwise._QUOTIENT.value, 1, [x, np.full_like(x, divisor)])
+        exact = x.astype(np.float64) / divisor
+        with np.errstate(over="ignore"):
+            expected = exact.astype(np.float32)
+        near = np.abs(found.view(np.float32) - exact) <= 2.5e-7 * np.abs(exact) + 1.5e-45
+        assert (
+            near | (found.view(np.float32) == expected) | np.isnan(expected) & np.isnan(found.view(np.float32))
+        ).all()
 
 
 def scale_factor(byte):

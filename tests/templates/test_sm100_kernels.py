@@ -16,6 +16,7 @@ from fp4compile import formats, reference
 from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.ptx_player import e2m1_stochastic, play
+from tests.templates import test_norm_kernels as norms
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,7 +26,7 @@ if INTERPRETING:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from fp4compile.templates.device import block_scales
-    from fp4compile.templates.quantize import amax, both, column, row, square
+    from fp4compile.templates.quantize import amax, both, column, row, row_on_chip, square
     from fp4compile.templates.quantize import dispatch as kernels
 
     _portable_round = block_scales.e4m3_round
@@ -76,7 +77,7 @@ def on_sm100(monkeypatch):
     if not INTERPRETING:
         return
     target = SimpleNamespace(isa=100, dependent_launch=False)
-    for module in (amax, both, column, row, square):
+    for module in (amax, both, column, row, row_on_chip, square):
         monkeypatch.setattr(module, "target_of", lambda device: target)
     monkeypatch.setattr(block_scales, "e4m3_round", _e4m3_round)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
@@ -168,6 +169,17 @@ def test_stochastic_rounding(format, shape):
     assert_same(columns, reference.quantize(x.mT, fmt, seed=seed, stream=1, transform=transform))
     alone = kernels.quantize(x.mT, fmt, seed=seed, stream=1)
     assert_same(alone, reference.quantize(x.mT, fmt, seed=seed, stream=1))
+
+
+@interpreted
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise"])
+def test_norms(format):
+    """Rows that fill a tile and others, a sum that is stored, and a layer norm, whose bias is added."""
+    names = ["randn", "signed_zeros", "zeros", *["one_nan"] * (format != "nvfp4")]  # else all of the tensor is NaN
+    for cols in (512, 72):
+        x = torch.cat([hard_input(name, (1, cols), torch.bfloat16) for name in names])
+        norms.check(norms.SUM, x, format, stored=["s0 bfloat16"])
+        norms.check(norms.LAYER, x, format)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

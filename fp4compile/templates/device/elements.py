@@ -65,8 +65,13 @@ def pack(first, second, dtype: tl.constexpr, ISA: tl.constexpr):
     if dtype == tl.float32:
         low = float_bits(first, dtype, ISA).to(tl.int64) & 0xFFFFFFFF
         return low | (float_bits(second, dtype, ISA).to(tl.int64) << 32)
-    else:
+    elif ISA == 0:
         return float_bits(first, dtype, ISA) | (float_bits(second, dtype, ISA) << 16)
+    else:  # ptxas makes two slow conversions of `float_bits`
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == tl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;",
+            "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

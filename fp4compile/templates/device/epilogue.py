@@ -19,7 +19,7 @@ import triton.language as tl
 
 from fp4compile.epilogue import Epilogue
 from fp4compile.templates.device.elements import float_bits
-from fp4compile.templates.device.pointwise import device_functions, erf, exp, printed_steps, rsqrt, tanh, with_functions
+from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_steps, with_functions
 from fp4compile.templates.device.register_tile import log2
 
 
@@ -57,7 +57,7 @@ def source(epilogue: Epilogue) -> str:
 
 
 # What a printed function may use.
-_NAMES = {"triton": triton, "tl": tl, "rounded": rounded, "exp": exp, "erf": erf, "tanh": tanh, "rsqrt": rsqrt}
+_NAMES = {"triton": triton, "tl": tl, "rounded": rounded, **CALLED}
 
 
 @cache

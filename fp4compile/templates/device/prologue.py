@@ -29,7 +29,7 @@ from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.device.column_tile import load_column_tile, store_column_tile, unpack_column_tile
 from fp4compile.templates.device.elements import float_bits, pack
 from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
-from fp4compile.templates.device.pointwise import device_functions, erf, exp, printed_step, rsqrt, tanh, with_functions
+from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     load_register_tile,
@@ -377,8 +377,8 @@ def _of_result(
     wanted = [result, *(each for _, each in stored if wide or each != result)]
     results = [f"s{number}" for number, _ in wanted]
     words = ["words", *(f"words{i}" for i in range(1, len(wanted)))]
-    lines = ["@triton.jit", f"def prologue{suffix}({names}):"]
-    lines += [f"    s{i} = {printed_step(prologue.steps[i])}" for i in numbers]
+    lines = ["@triton.jit", f"def prologue{suffix}({names}, ISA: tl.constexpr):"]
+    lines += [f"    s{i} = {printed_step(prologue.steps, i)}" for i in numbers]
     lines += [f"    return {', '.join(results)}", "", ""]
     lines += ["@triton.jit"]
     lines += [f"def read_{form}{suffix}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
@@ -391,7 +391,7 @@ def _of_result(
     lines += [f"    for i in tl.static_range(len(first{whole})):"]
     for side in ("first", "second"):
         values = ", ".join(f"{side}{i}[i]" for i, _ in kinds)
-        lines += [f"        {', '.join(f'{side}_{each}' for each in results)} = prologue{suffix}({values})"]
+        lines += [f"        {', '.join(f'{side}_{each}' for each in results)} = prologue{suffix}({values}, ISA)"]
     for each, name, (_, dtype) in zip(words, results, wanted, strict=True):
         own = f"tl.{str(dtype).removeprefix('torch.')}"
         both = [f"{side}_{name}" for side in ("first", "second")]
@@ -425,12 +425,12 @@ def seed_of(seed_ptr, batch):
 _NAMES = {
     function.__name__: function
     for function in (
-        erf, exp, rsqrt, tanh, pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
+        pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
         aux_tile, row_tile, col_tile, inside_tile, aux_column_tile, row_column_tile, col_column_tile,
         inside_column_tile, aux_register_tile, row_register_tile, col_register_tile, inside_register_tile,
         to_tile, to_column_tile, to_register_tile, rounded, tile_of_one,
     )
-} | {"triton": triton, "tl": tl}  # fmt: skip
+} | {"triton": triton, "tl": tl, **CALLED}  # fmt: skip
 
 
 @cache

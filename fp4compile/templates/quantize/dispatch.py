@@ -21,7 +21,12 @@ from fp4compile.templates.quantize import both
 from fp4compile.templates.quantize.column import launch_columns, outers_of
 from fp4compile.templates.quantize.dequantize import dequantize
 from fp4compile.templates.quantize.row import launch_rows, launch_scaled_rows
-from fp4compile.templates.quantize.row_on_chip import in_one_launch, launch_reduced_rows, with_statistics
+from fp4compile.templates.quantize.row_on_chip import (
+    after_first_launch,
+    in_one_launch,
+    launch_reduced_rows,
+    with_statistics,
+)
 from fp4compile.templates.quantize.square import launch_squares
 from fp4compile.templates.quantize.views import (
     Matrices,
@@ -253,6 +258,8 @@ def _quantize_rows(
                 return found
             return found.view(()) if fmt.outer == "tensor" else found.view(*x.shape[:-1], 1)
         source = with_statistics(source, fmt, outer)
+        if after_first_launch(source, fmt):
+            return launch_reduced_rows(source, fmt, data, scales, outer, layout, seed, stream)
     if fmt.outer == "row" and outer is None:
         outer = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
         launch_scaled_rows(source, fmt, data, scales, outer, layout, seed, stream)
