@@ -137,13 +137,13 @@ def test_what_a_loop_reads_again():
     walked = prologue.as_walked()
     assert walked.strings() == WALKED and walked.stored_strings() == ["s0 bfloat16", "s4 float32"]
     operands = [torch.randn(4, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16), torch.randn(64, dtype=BF16)]
-    value, (total, rstd) = apply(walked, operands)
+    (value,), (total, rstd) = apply(walked, operands)
     wide = operands[0].float() + operands[1].float()
     assert torch.equal(rstd, wide.square().mean(-1, keepdim=True).rsqrt()) and torch.equal(total, wide.bfloat16())
     assert torch.equal(value, (total.float() * rstd * operands[2].float()).bfloat16())
     rest, read = walked.after_statistics(stored=True)  # neither term is read again, nothing is rounded again
     assert rest.strings() == ["mul aux0 col2", "mul s0 row1"] and read == (3, 2) and rest.stored == ()
-    assert torch.equal(apply(rest, [total, operands[2], rstd])[0], value)
+    assert torch.equal(apply(rest, [total, operands[2], rstd])[0][0], value)
 
 
 @pytest.mark.parametrize(("steps", "stored"), [
