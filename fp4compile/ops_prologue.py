@@ -6,7 +6,8 @@
 
 operands: what the steps of `prologue` read (`prologue.Prologue`); the first has the shape of the result. dtype: what
 the result is rounded to before it is quantised. The arguments after `op` are those of that op; those that it does not
-take are left at their defaults. Stored results have the shape of the first operand.
+take are left at their defaults. Stored results have the shape of the first operand. Kernels read operands of that shape
+where they lie if they are slices of the columns of contiguous tensors; of any others they read contiguous copies.
 """
 
 import math
@@ -46,6 +47,7 @@ def quantize_prologue_cuda(
     Where no kernel takes the prologue (`dispatch.takes_prologue`), PyTorch computes it first.
     """
     from fp4compile.templates.quantize.dispatch import Reading, takes_prologue
+    from fp4compile.templates.quantize.views import row_stride
 
     steps = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
     down_columns = op == "quantize" and dim not in (-1, operands[0].dim() - 1)
@@ -53,7 +55,13 @@ def quantize_prologue_cuda(
     if not takes_prologue(formats.get(format), steps, dtypes, down_columns or op == "quantize_both"):
         value, written = apply(steps, operands)
         return [*_of(op, "_cuda", value, format, dim, outer, layout, seed, hadamard), *written]
-    first, *others = (operand.contiguous() for operand in operands)
+    # Kernels of norms know the stride of the first operand alone.
+    apart = [kind == "aux" and not (i and steps.reductions) for i, kind in sorted(steps.kinds.items())]
+    strides = [row_stride(operand) if may else None for operand, may in zip(operands, apart, strict=True)]
+    first, *others = (
+        operand if isinstance(stride, int) and statically_true(operand.shape[-1] == operands[0].shape[-1])
+        else operand.contiguous() for operand, stride in zip(operands, strides, strict=True)
+    )  # fmt: skip
     written = _empty_stored(steps, first)
     reading = Reading(steps, tuple(others), down_columns, written)
     return [*_of(op, "_cuda", first, format, dim, outer, layout, seed, hadamard, reading=reading), *written]

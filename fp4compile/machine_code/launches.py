@@ -117,6 +117,13 @@ def after_steps(
     return kernels.quantize(x, fmt, layout=layout, reading=reading)
 
 
+def of_halves(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, op: str) -> Any:
+    """A gate whose two tensors are the halves of the columns of one that is twice as wide."""
+    gate, up = x.new_empty(x.shape[0], 2 * x.shape[1]).chunk(2, -1)
+    reading = kernels.Reading(Prologue.parse(_GATE, x.dtype), (up,))
+    return getattr(kernels, op)(gate, fmt, layout=layout, reading=reading)
+
+
 def _offs(x: torch.Tensor) -> torch.Tensor:
     """Offsets of any groups: of meta tensors nobody reads them."""
     return torch.empty(GROUPS, dtype=torch.int32, device=x.device)
@@ -233,6 +240,9 @@ _LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub
                "add s6 row2")  # fmt: skip
 PROLOGUE_CONFIGURATIONS = (
     Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=_GATE)),
+    Configuration("rows of halves", "nvfp4_one_level", partial(of_halves, op="quantize")),
+    Configuration("rows of halves", "mxfp8", partial(of_halves, op="quantize")),
+    Configuration("both of halves", "mxfp8", partial(of_halves, op="quantize_both")),
     Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
     # Statistics included: of a Llama block, without and with the residual stream; of rows that are walked.
     *(

@@ -102,6 +102,9 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("dequantize_rows", "dequantize", "mxfp8"): 257,
     # With a prologue: what its steps add is above the budget of its bytes.
     ("quantize_rows", "rows of a gate", "nvfp4_one_level"): 489,
+    ("quantize_rows", "rows of halves", "nvfp4_one_level"): 487,
+    ("quantize_rows", "rows of halves", "mxfp8"): 498,
+    ("quantize_both", "both of halves", "mxfp8"): 549,
     ("tensor_amax", "rows of a norm", "nvfp4"): 156,
     ("quantize_rows", "rows of a norm", "nvfp4"): 247,
     # With their statistics, in float32: squares, sums, products and weights besides.

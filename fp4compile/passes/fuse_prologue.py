@@ -44,6 +44,7 @@ from fp4compile.passes.graph import (
 )
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
 from fp4compile.passes.reductions import reduction_of
+from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.pointwise import REDUCTIONS, Step
 from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.launch import target_of
@@ -144,7 +145,10 @@ class _Chain:
         prologue, work = self.prologue(), self._work()
         if self.keeps and not self._worth_keeping(work):
             return 0.0
-        dtypes = [node.meta["val"].dtype for node in self.ordered()]
+        first, *others = self.ordered()
+        if prologue.reductions and any(slice_of(node) for node in others):  # kernels of norms know one stride
+            return 0.0
+        dtypes = [node.meta["val"].dtype for node in (first, *others)]
         if not takes_prologue(work.fmt, prologue, dtypes, work.by_columns):
             return 0.0
         return gain(prologue, dtypes, work, target_of(self.value.device).sm, self._shared())
@@ -160,7 +164,9 @@ class _Chain:
         step = None if self._ends_at(node, kind) else _operation(node, kind)
         if step is None:
             self.operands[node] = kind
-            return contiguous(value) and (kind != "aux" or self._in_memory(node))
+            if kind != "aux":
+                return contiguous(value)
+            return (contiguous(value) or slice_of(node) is not None) and self._in_memory(memory_of(node))
         self.entered += 1
         if self.entered > MOST_STEPS:
             return False
@@ -191,7 +197,11 @@ class _Chain:
 
         Inductor keeps what such a reader reads, or computes it twice from other tensors.
         """
-        return user is not self.quantise and (user in self._later or not _by_inductor(user))
+        if user is self.quantise or user in self._later:
+            return user is not self.quantise
+        if cuts_columns(user):
+            return any(map(self._needs_memory, user.users))
+        return not _by_inductor(user)
 
     @cached_property
     def _later(self) -> set[Node]:
@@ -352,6 +362,7 @@ def _renamed(node: Node) -> Node:
 
 def _given(node: Node) -> bool:
     """Whether a tensor is given, or the result of a kernel that is not Inductor's."""
+    node = memory_of(node)
     if node.op in ("placeholder", "get_attr"):
         return True
     if node.target is operator.getitem:
@@ -414,13 +425,11 @@ def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None =
 def _fuse(graph: Graph, chain: _Chain) -> None:
     """Put a quantiser with a prologue in the place of one, and take away what nothing needs any more."""
     quantise, prologue = chain.quantise, chain.prologue()
-    first, *others = chain.ordered()
-    replaced = chain.aliases
+    operands, shape, replaced = chain.ordered(), chain.shape(), chain.aliases
     with graph.inserting_before(chain.place):
-        if not same_shape(first.meta["val"].shape, chain.value.shape):
-            first = new_node(graph, aten.reshape.default, (first, chain.shape()), first.meta)
+        read = [in_shape(graph, node, chain.value, shape, slices=bool(i)) for i, node in enumerate(operands)]
         _, *rest = quantise.args
-        arguments = ([first, *others], prologue.strings(), prologue.dtype, _OPS[quantise.target], *rest)
+        arguments = (read, prologue.strings(), prologue.dtype, _OPS[quantise.target], *rest)
         stored = {"stored": prologue.stored_strings()} if prologue.stored else {}
         fused = new_node(graph, QUANTIZE_PROLOGUE, arguments, quantise.meta, **quantise.kwargs, **stored)
         name_operations(fused, chain.operations)
@@ -436,3 +445,5 @@ def _fuse(graph: Graph, chain: _Chain) -> None:
     for node in sorted({*chain.inside, *replaced}, reverse=True):
         if not node.users:
             graph.erase_node(node)
+    for node in sorted(operands):
+        erase_unread(node)

@@ -162,6 +162,27 @@ def test_generated_wrapper_of_a_norm(monkeypatch):
     assert stored in residual
 
 
+def halves_of_a_product(x, w, w_down):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, w_down)
+
+
+@pretending
+@pytest.mark.parametrize("rows", [300, ANY])
+def test_generated_wrapper_of_slices(rows, monkeypatch):
+    """The quantiser reads both halves of the product where they lie: nobody copies them."""
+    pretend(monkeypatch, 90)
+    monkeypatch.setattr(prologue_cost, "SINCE", 90)
+    shapes = (2, rows, 512), (2 * 1032, 512), (512, 1032)
+    found = fused_graph(halves_of_a_product, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
+    _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    assert not re.search(r"triton_poi(?!\w*new_zeros)|copy_|clone", calls)
+    reading = re.findall(r"quantize_rows_\d+\.run\((.*), stream=", calls)
+    half = r"reinterpret_tensor\((buf\d+), \(.*?, 1032\), \(.*?2064, 1\), (\d+)\)"
+    (halves,) = (found for found in (re.findall(half, arguments) for arguments in reading) if found)
+    assert [start for _, start in halves] == ["0", "1032"] and len({buffer for buffer, _ in halves}) == 1
+
+
 @pretending
 def test_launches_of_a_llama_block(monkeypatch):
     """Beside products, attention and weights: both norms and the gate go into the quantisers."""

@@ -11,7 +11,8 @@ once. The pointers of what is stored come after those of the operands.
 
 The forms of a tile have the arguments of `_ARGUMENTS` in common. batch, rows, cols: the matrix of the batch, and the
 size of each. row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from there on. All
-others are those of the form's load. ptr: where the load begins in the first operand. Other operands lie contiguous.
+others are those of the form's load. ptr: where the load begins in the first operand. Other operands lie contiguous, or
+their rows have a distance that is printed in the place of cols (slices of the columns of wider tensors).
 """
 
 from functools import cache
@@ -76,7 +77,7 @@ def vectors_of(vectors, dtype, own):
 
 @triton.jit
 def operand_ptr(ptr, batch, rows, col0, cols):
-    """Where the columns from col0 on of a matrix of a contiguous batch begin."""
+    """Where the columns from col0 on of a matrix of a batch begin, all of whose rows lie `cols` elements apart."""
     return ptr + (batch.to(tl.int64) * rows * cols + col0)
 
 
@@ -298,6 +299,8 @@ def words_inside(words, word, cols, row_mask, ALIGN: tl.constexpr, WHOLE: tl.con
 _TILE = "batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE"
 _COLUMNS = "batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE"
 _REGISTERS = "batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE"
+# (number of an operand, elements from one of its rows to the next)
+RowStrides = tuple[tuple[int, int], ...]
 _ARGUMENTS = {"tile": _TILE, "column_tile": _COLUMNS, "register_tile": _REGISTERS}
 _LOADS = {
     "tile": "(load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE),)",
@@ -308,10 +311,11 @@ _LOADS = {
 }  # fmt: skip
 
 
-def source(prologue: Prologue, form: str, wide: bool) -> str:
+def source(prologue: Prologue, form: str, wide: bool, row_strides: RowStrides = ()) -> str:
     """The source of the steps, and of the device function that reads a form of tile.
 
     wide: whether the first operand is float32 and the result is not. Kernels then take the result for float32, too.
+    row_strides: of other operands whose rows are not contiguous.
     """
     kinds = [kind for _, kind in sorted(prologue.kinds.items())]
     names = ", ".join(f"{kind}{i}" for i, kind in enumerate(kinds))
@@ -327,7 +331,8 @@ def source(prologue: Prologue, form: str, wide: bool) -> str:
     lines += [f"    return {', '.join(results)}", "", ""]
     lines += ["@triton.jit", f"def read_{form}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
     lines += [f"    first0, second0 = unpack_column_tile({_LOADS[form]}, dtype)"]
-    lines += [f"    first{i}, second{i} = {kind}_{form}(operands[{i - 1}], {arguments})"
+    apart = {i: arguments.replace("col0, cols,", f"col0, {stride},") for i, stride in row_strides}
+    lines += [f"    first{i}, second{i} = {kind}_{form}(operands[{i - 1}], {apart.get(i, arguments)})"
               for i, kind in enumerate(kinds) if i]  # fmt: skip
     lines += [f"    {each} = ()" for each in words]
     lines += ["    for i in tl.static_range(len(first0)):"]
@@ -366,7 +371,8 @@ def _reader(text: str, form: str):
 
 
 @cache
-def with_prologue(kernel, prologue: Prologue, wide: bool):
-    """The kernel, which reads the result of these steps in the place of a tensor. wide: see `source`."""
+def with_prologue(kernel, prologue: Prologue, wide: bool, row_strides: RowStrides = ()):
+    """The kernel, which reads the result of these steps in the place of a tensor. wide, row_strides: see `source`."""
     forms = [form for form in _ARGUMENTS if f"read_{form}" in kernel.fn.__globals__]
-    return with_functions(kernel, {f"read_{form}": _reader(source(prologue, form, wide), form) for form in forms})
+    texts = {form: source(prologue, form, wide, row_strides) for form in forms}
+    return with_functions(kernel, {f"read_{form}": _reader(text, form) for form, text in texts.items()})

@@ -40,7 +40,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 class Reading:
     """How a quantiser reads x: as it lies in memory, or with a prologue, whose first operand x is.
 
-    operands: of the prologue, without the first; contiguous, as that is. down_columns: which direction is quantised.
+    operands: of the prologue, without the first; see `Matrices`. down_columns: which direction is quantised.
     stored: tensors to fill with what the prologue stores, contiguous.
     """
 
