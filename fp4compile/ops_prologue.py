@@ -47,7 +47,6 @@ def quantize_prologue_cuda(
     Where no kernel takes the prologue (`dispatch.takes_prologue`), PyTorch computes it first.
     """
     from fp4compile.templates.quantize.dispatch import Reading, takes_prologue
-    from fp4compile.templates.quantize.views import row_stride
 
     steps = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
     down_columns = op == "quantize" and dim not in (-1, operands[0].dim() - 1)
@@ -55,13 +54,7 @@ def quantize_prologue_cuda(
     if not takes_prologue(formats.get(format), steps, dtypes, down_columns or op == "quantize_both"):
         value, written = apply(steps, operands)
         return [*_of(op, "_cuda", value, format, dim, outer, layout, seed, hadamard), *written]
-    # Kernels of norms know the stride of the first operand alone.
-    apart = [kind == "aux" and not (i and steps.reductions) for i, kind in sorted(steps.kinds.items())]
-    strides = [row_stride(operand) if may else None for operand, may in zip(operands, apart, strict=True)]
-    first, *others = (
-        operand if isinstance(stride, int) and statically_true(operand.shape[-1] == operands[0].shape[-1])
-        else operand.contiguous() for operand, stride in zip(operands, strides, strict=True)
-    )  # fmt: skip
+    first, *others = readable(steps, operands)
     written = _empty_stored(steps, first)
     reading = Reading(steps, tuple(others), down_columns, written)
     return [*_of(op, "_cuda", first, format, dim, outer, layout, seed, hadamard, reading=reading), *written]
@@ -75,6 +68,20 @@ def _quantize_prologue_fake(
     found = _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
     first = operands[0]
     return [*_of(op, "", first, format, dim, outer, layout, seed, hadamard), *_empty_stored(found, first)]
+
+
+def readable(prologue: Prologue, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Operands as kernels read them: as they are, or contiguous."""
+    from fp4compile.templates.quantize.views import row_stride
+
+    cols, found = operands[0].shape[-1], []
+    for i, kind in sorted(prologue.kinds.items()):
+        # Kernels of norms know the stride of the first operand alone.
+        strided = kind == "aux" and not (i and prologue.reductions)
+        strided = strided and statically_true(operands[i].shape[-1] == cols)
+        stride = row_stride(operands[i]) if strided else None
+        found.append(operands[i] if isinstance(stride, int) else operands[i].contiguous())
+    return found
 
 
 def _empty_stored(prologue: Prologue, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -96,13 +103,17 @@ def _checked(operands, prologue, dtype, op, dim, layout, seed, hadamard, stored)
     """The prologue. Raises ValueError for arguments that do not go together."""
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
-    if dtype not in ops.FLOAT_DTYPES:
-        raise ValueError(f"dtype: expected one of {ops.FLOAT_DTYPES}, got {dtype}")
     if op == "fake_quantize" and (layout != "linear" or seed is not None or hadamard):
         raise ValueError("op: fake_quantize takes no layout, seed or hadamard")
     if op != "quantize" and dim != -1:
         raise ValueError(f"dim: {op} takes none, got {dim}")
-    found = Prologue.parse(prologue, dtype, stored or ())
+    return check_operands(operands, Prologue.parse(prologue, dtype, stored or ()), dtype)
+
+
+def check_operands(operands: list[torch.Tensor], found: Prologue, dtype: torch.dtype) -> Prologue:
+    """The prologue. Raises ValueError for operands that do not fit it."""
+    if dtype not in ops.FLOAT_DTYPES:
+        raise ValueError(f"dtype: expected one of {ops.FLOAT_DTYPES}, got {dtype}")
     if len(operands) != len(found.kinds):
         raise ValueError(f"operands: expected {len(found.kinds)}, which the prologue reads, got {len(operands)}")
     if operands[0].dim() < 2:

@@ -105,6 +105,12 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_rows", "rows of halves", "nvfp4_one_level"): 487,
     ("quantize_rows", "rows of halves", "mxfp8"): 498,
     ("quantize_both", "both of halves", "mxfp8"): 549,
+    ("grouped_rows_amax", "rows of experts' halves", "nvfp4"): 472,
+    ("quantize_grouped_rows", "rows of experts' halves", "nvfp4"): 562,
+    ("quantize_grouped_rows", "rows of experts' halves", "mxfp8"): 530,
+    ("quantize_grouped_columns", "columns of experts' halves", "mxfp8"): 539,
+    ("quantize_grouped_columns", "both of experts' halves", "mxfp8"): 518,
+    ("quantize_grouped_columns", "both of experts' halves", "nvfp4"): 728,
     ("tensor_amax", "rows of a norm", "nvfp4"): 156,
     ("quantize_rows", "rows of a norm", "nvfp4"): 247,
     # With their statistics, in float32: squares, sums, products and weights besides.

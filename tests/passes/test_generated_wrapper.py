@@ -184,6 +184,26 @@ def test_generated_wrapper_of_slices(rows, monkeypatch):
 
 
 @pretending
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
+def test_generated_wrapper_of_slices_of_experts(recipe, monkeypatch):
+    """The same of the product of all experts; nor does anybody copy the offsets."""
+
+    def experts(x, w, v, offs):
+        gate, up = F.grouped_mm(x, w.transpose(1, 2), offs=offs).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, v.transpose(1, 2), offs=offs)
+
+    pretend(monkeypatch, 100)
+    shapes, dtypes = ((ANY, 512), (4, 1024, 512), (4, 256, 512), (4,)), (*[torch.bfloat16] * 3, torch.int32)
+    found = fused_graph(experts, *shapes, recipe=recipe, dtypes=dtypes, paper=nullcontext, fuse=False)
+    _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    assert not re.search(r"triton_poi(?!\w*new_zeros)|copy_|clone", calls)
+    _, last = re.findall(r"quantize_grouped_rows_\d+\.run\((.*), stream=", calls)
+    halves = re.findall(r"reinterpret_tensor\((buf\d+), \([^()]*512\), \([^()]*1024, 1\), (\d+)\)", last)
+    assert [start for _, start in halves] == ["0", "512"] and len({buffer for buffer, _ in halves}) == 1
+    assert "offs_1" in last
+
+
+@pretending
 def test_launches_of_a_llama_block(monkeypatch):
     """Beside products, attention and weights: both norms and the gate go into the quantisers."""
     pretend(monkeypatch, 100)

@@ -43,6 +43,11 @@ class Matrices:
         absent = [[None] * (OPERANDS - 1 - len(self.operands)), [None] * (STORED - len(self.stored))]
         return *self.args, *self.operands, *absent[0], *self.stored, *absent[1]
 
+    @property
+    def operand_args(self) -> tuple:
+        """Operands 1, 2, ... of the prologue, for kernels of groups: these store nothing of it."""
+        return *self.operands, *[None] * (OPERANDS - 1 - len(self.operands))
+
     def read_by(self, kernel):
         """A kernel that reads by `device.prologue`, with the prologue in it."""
         if self.prologue is None:
