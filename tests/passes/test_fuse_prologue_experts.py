@@ -54,10 +54,8 @@ SILU = "['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], torc
 ROWS, AMAX = "quantize_grouped_rows", "grouped_rows_amax"
 
 
-@pytest.mark.parametrize(("recipe", "rows", "launched"), [
-    ("mxfp8", 2048, [ROWS, ROWS]), ("mxfp8", ANY, [ROWS, ROWS]), ("nvfp4_one_level", ANY, [ROWS, ROWS]),
-])  # fmt: skip
-def test_snapshot_of_experts(recipe, rows, launched):
+@pytest.mark.parametrize(("recipe", "rows"), [("mxfp8", ANY), ("nvfp4_one_level", 2048)])
+def test_snapshot_of_experts(recipe, rows):
     """On SM100 the gate goes into the quantiser of the rows, which reads both halves of the product where they lie."""
     shapes, dtypes = ((rows, 512), (8, 2048, 512), (8, 512, 1024), (8,)), (BF16, BF16, BF16, torch.int32)
     found = Fused(mixtral, *shapes, recipe=recipe, dtypes=dtypes)
@@ -65,7 +63,7 @@ def test_snapshot_of_experts(recipe, rows, launched):
     assert found.lines == [
         f"quantize_grouped_prologue([getitem, getitem_1], {SILU}, quantize_grouped, {recipe}, -1, layout=swizzled)"
     ]
-    assert [name for name in found.launches if "grouped" in name and "gemm" not in name] == launched
+    assert [name for name in found.launches if "grouped" in name and "gemm" not in name] == [ROWS, ROWS]
 
 
 def gated(x, y):

@@ -168,12 +168,11 @@ def halves_of_a_product(x, w, w_down):
 
 
 @pretending
-@pytest.mark.parametrize("rows", [300, ANY])
-def test_generated_wrapper_of_slices(rows, monkeypatch):
+def test_generated_wrapper_of_slices(monkeypatch):
     """The quantiser reads both halves of the product where they lie: nobody copies them."""
     pretend(monkeypatch, 90)
     monkeypatch.setattr(prologue_cost, "SINCE", 90)
-    shapes = (2, rows, 512), (2 * 1032, 512), (512, 1032)
+    shapes = (2, ANY, 512), (2 * 1032, 512), (512, 1032)
     found = fused_graph(halves_of_a_product, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
     _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
     assert not re.search(r"triton_poi(?!\w*new_zeros)|copy_|clone", calls)
@@ -184,8 +183,7 @@ def test_generated_wrapper_of_slices(rows, monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_one_level"])
-def test_generated_wrapper_of_slices_of_experts(recipe, monkeypatch):
+def test_generated_wrapper_of_slices_of_experts(monkeypatch):
     """The same of the product of all experts; nor does anybody copy the offsets."""
 
     def experts(x, w, v, offs):
@@ -194,7 +192,7 @@ def test_generated_wrapper_of_slices_of_experts(recipe, monkeypatch):
 
     pretend(monkeypatch, 100)
     shapes, dtypes = ((ANY, 512), (4, 1024, 512), (4, 256, 512), (4,)), (*[torch.bfloat16] * 3, torch.int32)
-    found = fused_graph(experts, *shapes, recipe=recipe, dtypes=dtypes, paper=nullcontext, fuse=False)
+    found = fused_graph(experts, *shapes, recipe="mxfp8", dtypes=dtypes, paper=nullcontext, fuse=False)
     _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
     assert not re.search(r"triton_poi(?!\w*new_zeros)|copy_|clone", calls)
     _, last = re.findall(r"quantize_grouped_rows_\d+\.run\((.*), stream=", calls)

@@ -139,7 +139,6 @@ def column_slice(x, width, start):
 SLICES = {
     "halves": (80, (160, 80), (160, 0)),
     "odd": (41, (82, 41), (82, 0)),
-    "even width, odd column": (40, (82, 41), (80, 40)),
     "one": (48, None, (97, 48)),
     "other": (40, (90, 48), None),
 }
