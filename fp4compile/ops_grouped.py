@@ -123,14 +123,14 @@ def _quantize_grouped(
 
 @torch.library.impl(LIBRARY, "quantize_grouped", "CUDA")
 def quantize_grouped_cuda(
-    x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax"
+    x, offs, format, dim=-1, *, outer=None, layout="linear", seed=None, hadamard=False, scale_rule="amax", reading=None
 ):
-    """`quantize_grouped` by the Triton kernels; what a graph is lowered to."""
+    """`quantize_grouped` by the Triton kernels; what a graph is lowered to. reading: see `ops_grouped_prologue`."""
     from fp4compile.templates.grouped import dispatch as kernels  # here, so that the CPU needs no Triton
 
     fmt = _checked(x, offs, format, dim, layout, seed, hadamard, scale_rule)
     found = kernels.quantize_grouped(
-        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard, scale_rule=scale_rule
+        x, offs, fmt, dim, outer, layout, seed=seed, transform=hadamard, scale_rule=scale_rule, reading=reading
     )  # fmt: skip
     return _results(x, fmt, outer, *found)
 
@@ -203,18 +203,20 @@ def _quantize_grouped_both(x, offs, format, *, outer=None, layout="linear", seed
 
 
 @torch.library.impl(LIBRARY, "quantize_grouped_both", "CUDA")
-def quantize_grouped_both_cuda(x, offs, format, *, outer=None, layout="linear", seed=None, hadamard=False):
+def quantize_grouped_both_cuda(
+    x, offs, format, *, outer=None, layout="linear", seed=None, hadamard=False, reading=None
+):
     """`quantize_grouped_both` by the Triton kernels: one read of x, and one more for amaxes of dynamic outer scales."""
-    return _both_cuda(x, offs, format, outer, layout, seed, hadamard, (False, False))
+    return _both_cuda(x, offs, format, outer, layout, seed, hadamard, (False, False), reading)
 
 
-def _both_cuda(x, offs, format, outer, layout, seed, hadamard, values: tuple[bool, bool]) -> tuple:
+def _both_cuda(x, offs, format, outer, layout, seed, hadamard, values: tuple[bool, bool], reading) -> tuple:
     """values: along the rows and along the columns, see `fake_quantize_grouped_both`."""
     from fp4compile.templates.grouped import dispatch as kernels
 
     fmt = _check_grouped_both(x, offs, format, outer, layout, seed, hadamard)
     rows, columns = kernels.quantize_grouped_both(
-        x, offs, fmt, outer, layout, seed=seed, transform=hadamard, values=values
+        x, offs, fmt, outer, layout, seed=seed, transform=hadamard, values=values, reading=reading
     )  # fmt: skip
     if not columns_apart(format, hadamard):  # an op may not return one outer scale twice
         columns = (*columns[:2], None)
@@ -253,14 +255,14 @@ def _fake_quantize_grouped(x, offs, format, dim=-1, *, outer=None, seed=None, ha
 
 
 @torch.library.impl(LIBRARY, "fake_quantize_grouped", "CUDA")
-def fake_quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, seed=None, hadamard=False):
+def fake_quantize_grouped_cuda(x, offs, format, dim=-1, *, outer=None, seed=None, hadamard=False, reading=None):
     """`fake_quantize_grouped` by the Triton kernels that quantise; what a graph is lowered to."""
     from fp4compile.templates.grouped import dispatch as kernels
 
     fmt = _fake_quantizable_format(x, format)
     _checked(x, offs, format, dim, "linear", seed, hadamard, "amax")
     values, _, computed = kernels.quantize_grouped(
-        x, offs, fmt, dim, outer, "linear", seed=seed, transform=hadamard, values=True
+        x, offs, fmt, dim, outer, "linear", seed=seed, transform=hadamard, values=True, reading=reading
     )  # fmt: skip
     return values, computed_outer(x, outer, computed)
 
@@ -280,10 +282,10 @@ def _fake_quantize_grouped_both(x, offs, format, values, *, outer=None, seed=Non
 
 
 @torch.library.impl(LIBRARY, "fake_quantize_grouped_both", "CUDA")
-def fake_quantize_grouped_both_cuda(x, offs, format, values, *, outer=None, seed=None, hadamard=False):
+def fake_quantize_grouped_both_cuda(x, offs, format, values, *, outer=None, seed=None, hadamard=False, reading=None):
     """`fake_quantize_grouped_both` by the Triton kernels of `quantize_grouped_both`."""
     _fake_quantizable_format(x, format)
-    return _both_cuda(x, offs, format, outer, "linear", seed, hadamard, _directions(values))
+    return _both_cuda(x, offs, format, outer, "linear", seed, hadamard, _directions(values), reading)
 
 
 @torch.library.register_fake("fp4compile::fake_quantize_grouped_both", lib=LIBRARY)

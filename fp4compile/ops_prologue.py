@@ -7,7 +7,8 @@
 
 operands: what the steps of `prologue` read (`prologue.Prologue`); the first has the shape of the result. dtype: what
 the result is rounded to before it is quantised. The arguments after `op` are those of that op; those that it does not
-take are left at their defaults. Stored results have the shape of the first operand.
+take are left at their defaults. Stored results have the shape of the first operand. Kernels read operands of that shape
+where they lie if they are slices of the columns of contiguous tensors; of any others they read contiguous copies.
 
 results: the steps whose results are quantised, where these are several. Then the op returns what it does of each result
 in turn, and `seed` has a seed for each, [results]. The bits are those of as many ops with a result each.
@@ -60,7 +61,7 @@ def quantize_prologue_cuda(
     if not taken or (steps.several and not takes_several(fmt, op, layout, operands[0].shape)):
         values, written = apply(steps, operands)
         return [*_of_each(op, "_cuda", values, format, dim, outer, layout, seed, hadamard), *written]
-    first, *others = (operand.contiguous() for operand in operands)
+    first, *others = readable(steps, operands)
     written = _empty_stored(steps, first)
     reading = Reading(steps, tuple(others), down_columns, written, first)
     if not steps.several:
@@ -85,6 +86,20 @@ def _quantize_prologue_fake(
     first = operands[0]
     values = [first] * len(found.results)
     return [*_of_each(op, "", values, format, dim, outer, layout, seed, hadamard), *_empty_stored(found, first)]
+
+
+def readable(prologue: Prologue, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Operands as kernels read them: as they are, or contiguous."""
+    from fp4compile.templates.quantize.views import row_stride
+
+    cols, found = operands[0].shape[-1], []
+    for i, kind in sorted(prologue.kinds.items()):
+        # Kernels of norms know the stride of the first operand alone.
+        strided = kind == "aux" and not (i and prologue.reductions)
+        strided = strided and statically_true(operands[i].shape[-1] == cols)
+        stride = row_stride(operands[i]) if strided else None
+        found.append(operands[i] if isinstance(stride, int) else operands[i].contiguous())
+    return found
 
 
 def _empty_stored(prologue: Prologue, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -113,8 +128,6 @@ def _checked(operands, prologue, dtype, op, dim, outer, layout, seed, hadamard, 
     """The prologue. Raises ValueError for arguments that do not go together."""
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
-    if dtype not in ops.FLOAT_DTYPES:
-        raise ValueError(f"dtype: expected one of {ops.FLOAT_DTYPES}, got {dtype}")
     if op == "fake_quantize" and (layout != "linear" or seed is not None or hadamard):
         raise ValueError("op: fake_quantize takes no layout, seed or hadamard")
     if op != "quantize" and dim != -1:
@@ -124,6 +137,13 @@ def _checked(operands, prologue, dtype, op, dim, outer, layout, seed, hadamard, 
         raise ValueError("outer: several results have outer scales of their own, got one that is given")
     if found.several and seed is not None and tuple(seed.shape) != (len(found.several),):
         raise ValueError(f"seed: expected one for each of {len(found.several)} results, got {tuple(seed.shape)}")
+    return check_operands(operands, found, dtype)
+
+
+def check_operands(operands: list[torch.Tensor], found: Prologue, dtype: torch.dtype) -> Prologue:
+    """The prologue. Raises ValueError for operands that do not fit it."""
+    if dtype not in ops.FLOAT_DTYPES:
+        raise ValueError(f"dtype: expected one of {ops.FLOAT_DTYPES}, got {dtype}")
     if len(operands) != len(found.kinds):
         raise ValueError(f"operands: expected {len(found.kinds)}, which the prologue reads, got {len(operands)}")
     if operands[0].dim() < 2:

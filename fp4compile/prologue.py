@@ -13,7 +13,7 @@ with what was not rounded, as they do where Inductor computes them in one kernel
 A prologue may have several results, each of which is quantised: those of the steps that `several` names. A step that
 more than one result needs is computed for each.
 
-`apply` is the reference. `templates.device.prologue` prints the same steps as Triton device functions.
+`apply` is the reference. `templates.device.prologue_source` prints the same steps as Triton device functions.
 """
 
 import re

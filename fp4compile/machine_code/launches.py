@@ -126,6 +126,25 @@ def after_gradients(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, trai
     return kernels.quantize_both(both, fmt, layout=layout, seed=seed, transform=trained, reading=reading)
 
 
+def of_halves(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, op: str) -> Any:
+    """A gate whose two tensors are the halves of the columns of one that is twice as wide."""
+    gate, up = x.new_empty(x.shape[0], 2 * x.shape[1]).chunk(2, -1)
+    reading = kernels.Reading(Prologue.parse(_GATE, x.dtype), (up,))
+    return getattr(kernels, op)(gate, fmt, layout=layout, reading=reading)
+
+
+def of_experts(
+    x: torch.Tensor, fmt: formats.BlockFormat, layout: str, steps: tuple[str, ...], both: bool = False, dim: int = -1
+) -> Any:
+    """The same, of the rows of experts."""
+    gate, up = x.new_empty(x.shape[0], 2 * x.shape[1]).chunk(2, -1)
+    options: dict[str, Any] = {"seed": None, "transform": False}
+    options["reading"] = kernels.Reading(Prologue.parse(steps, x.dtype), (up,))
+    if both:
+        return experts.quantize_grouped_both(gate, _offs(x), fmt, None, layout, **options)
+    return experts.quantize_grouped(gate, _offs(x), fmt, dim, None, layout, **options)
+
+
 def _offs(x: torch.Tensor) -> torch.Tensor:
     """Offsets of any groups: of meta tensors nobody reads them."""
     return torch.empty(GROUPS, dtype=torch.int32, device=x.device)
@@ -234,6 +253,7 @@ GROUPED_CONFIGURATIONS = (
 
 # With a prologue: silu(x) * y, the end of a norm, whose statistics are there, and norms. Their values: tests/templates.
 _GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
+_RELU = ("relu aux0", "mul s0 aux1")
 _NORM = ("mul aux0 col1", "mul s0 row2")
 _RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
 _SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
@@ -248,6 +268,13 @@ PROLOGUE_CONFIGURATIONS = (
     *(Configuration("gradients of a gate", name, after_gradients) for name in ("mxfp8", "nvfp4")),
     Configuration("gradients of a gate, transform, seed", "nvfp4_te", partial(after_gradients, trained=True)),
     Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=_GATE)),
+    Configuration("rows of halves", "nvfp4_one_level", partial(of_halves, op="quantize")),
+    Configuration("rows of halves", "mxfp8", partial(of_halves, op="quantize")),
+    Configuration("both of halves", "mxfp8", partial(of_halves, op="quantize_both")),
+    *(Configuration("rows of experts' halves", name, partial(of_experts, steps=_GATE)) for name in ("nvfp4", "mxfp8")),
+    Configuration("columns of experts' halves", "mxfp8", partial(of_experts, steps=_GATE, dim=-2)),
+    Configuration("both of experts' halves", "mxfp8", partial(of_experts, steps=_RELU, both=True)),
+    Configuration("both of experts' halves", "nvfp4", partial(of_experts, steps=_RELU, both=True)),
     Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
     # Statistics included: of a Llama block, without and with the residual stream; of rows that are walked.
     *(

@@ -102,6 +102,15 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("dequantize_rows", "dequantize", "mxfp8"): 257,
     # With a prologue: what its steps add is above the budget of its bytes.
     ("quantize_rows", "rows of a gate", "nvfp4_one_level"): 418,
+    ("quantize_rows", "rows of halves", "nvfp4_one_level"): 487,
+    ("quantize_rows", "rows of halves", "mxfp8"): 498,
+    ("quantize_both", "both of halves", "mxfp8"): 549,
+    ("grouped_rows_amax", "rows of experts' halves", "nvfp4"): 472,
+    ("quantize_grouped_rows", "rows of experts' halves", "nvfp4"): 562,
+    ("quantize_grouped_rows", "rows of experts' halves", "mxfp8"): 530,
+    ("quantize_grouped_columns", "columns of experts' halves", "mxfp8"): 539,
+    ("quantize_grouped_columns", "both of experts' halves", "mxfp8"): 518,
+    ("quantize_grouped_columns", "both of experts' halves", "nvfp4"): 728,
     ("quantize_rows", "rows of a norm", "nvfp4"): 215,
     # Two results, in two directions each: 16 elements of each tensor become 64 codes.
     ("quantize_both", "gradients of a gate", "mxfp8"): 1038,

@@ -1,5 +1,7 @@
 """Fuse the pointwise operations before a quantiser into its kernel: `quantize` becomes `quantize_prologue`.
 
+Those of experts (`quantize_grouped`) become `quantize_grouped_prologue` (`passes.quantisers`).
+
 Entry: `fuse_prologue(graph)`, on a forward, backward or inference graph after the partitioner. It runs after
 `merge_quantize` and `fake_quantize`, which make the quantisers what they are, and after `fuse_epilogue`: a product that
 can write the result of an activation itself saves more than a quantiser that computes it, so that goes first.
@@ -27,35 +29,28 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
 
-from fp4compile import _compat, formats
+from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.passes.fused import name_operations
 from fp4compile.passes.graph import (
     CAST,
-    FAKE_QUANTIZE,
-    QUANTIZE,
-    QUANTIZE_BOTH,
-    QUANTIZE_PROLOGUE,
     RESHAPES,
     SCALED_MM,
     new_node,
-    quantise_of,
     scaled_mm_of,
 )
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
+from fp4compile.passes.quantisers import call_with_prologue, may_have_prologue, takes_prologue, work_of
 from fp4compile.passes.reductions import reduction_of
+from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.pointwise import REDUCTIONS, Step
 from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.quantize.dispatch import takes_prologue
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
 from fp4compile.templates.quantize.prologue_cost import Work, gain
 
 aten = torch.ops.aten
 
-_OPS = {QUANTIZE: "quantize", QUANTIZE_BOTH: "quantize_both", FAKE_QUANTIZE: "fake_quantize"}
-# What `quantize_prologue` takes besides.
-_OPTIONS = {"outer", "layout", "seed", "hadamard"}
 # What Inductor computes by kernels of its own, besides pointwise operations.
 _REDUCTIONS = (
     aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
@@ -69,15 +64,28 @@ def fuse_prologue(graph: Graph) -> int:
     """Fuse what precedes the quantisers of CUDA tensors into their kernels; returns how many got a prologue."""
     if not _compat.pointwise_by_default():
         return 0
+    _read_sizes_of_operands(graph)
     fused = 0
     for node in _before_writes(graph):
-        if node.target in _OPS and _on_gpu(node.args[0]):
+        if may_have_prologue(node) and _on_gpu(node.args[0]):
             variants = itertools.product((False, True), repeat=3)
             chain = max((_Chain(node, *variant) for variant in variants), key=lambda chain: chain.gain)
             if chain.gain > 0:
                 _fuse(graph, chain)
                 fused += 1
     return fused
+
+
+def _read_sizes_of_operands(graph: Graph) -> None:
+    """Let what reads a size of a result read that of an operand of its shape: the result need not be there for it."""
+    for size in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        source = size.args[0]
+        while source is not None:
+            size.args = (source, *size.args[1:])
+            shape = source.meta["val"].shape
+            operands = source.all_input_nodes if source.target is CAST or _by_inductor(source) else ()
+            alike = (each for each in operands if same_shape(getattr(each.meta["val"], "shape", ()), shape))
+            source = next(alike, None)
 
 
 def _on_gpu(node: Node) -> bool:
@@ -130,8 +138,6 @@ class _Chain:
     @cached_property
     def gain(self) -> float:
         """What fusing is expected to save; 0 where it does not pay or is not possible."""
-        if not _OPTIONS.issuperset(self.quantise.kwargs):
-            return 0.0
         if self.value.dim() < 2 or not contiguous(self.value):
             return 0.0
         if not self._take(self.source, "aux") or not self.operations or len(self.operands) > OPERANDS:
@@ -141,11 +147,14 @@ class _Chain:
             return 0.0
         if not self._served():
             return 0.0
-        prologue, work = self.prologue(), self._work()
+        prologue, work = self.prologue(), work_of(self.quantise)
         if self.keeps and not self._worth_keeping(work):
             return 0.0
-        dtypes = [node.meta["val"].dtype for node in self.ordered()]
-        if not takes_prologue(work.fmt, prologue, dtypes, work.by_columns):
+        first, *others = self.ordered()
+        if prologue.reductions and any(slice_of(node) for node in others):  # kernels of norms know one stride
+            return 0.0
+        dtypes = [node.meta["val"].dtype for node in (first, *others)]
+        if not takes_prologue(self.quantise, work, prologue, dtypes):
             return 0.0
         return gain(prologue, dtypes, work, target_of(self.value.device).sm, self._shared())
 
@@ -160,7 +169,9 @@ class _Chain:
         step = None if self._ends_at(node, kind) else _operation(node, kind)
         if step is None:
             self.operands[node] = kind
-            return contiguous(value) and (kind != "aux" or self._in_memory(node))
+            if kind != "aux":
+                return contiguous(value)
+            return (contiguous(value) or slice_of(node) is not None) and self._in_memory(memory_of(node))
         self.entered += 1
         if self.entered > MOST_STEPS:
             return False
@@ -191,7 +202,11 @@ class _Chain:
 
         Inductor keeps what such a reader reads, or computes it twice from other tensors.
         """
-        return user is not self.quantise and (user in self._later or not _by_inductor(user))
+        if user is self.quantise or user in self._later:
+            return user is not self.quantise
+        if cuts_columns(user):
+            return any(map(self._needs_memory, user.users))
+        return not _by_inductor(user)
 
     @cached_property
     def _later(self) -> set[Node]:
@@ -286,7 +301,8 @@ class _Chain:
     def _inputs(self) -> set[Node]:
         """The nodes that the kernel needs."""
         shape = self.shape() or ()
-        return {*self.operands, *(node for node in (*self.quantise.kwargs.values(), *shape) if isinstance(node, Node))}
+        given = (*self.quantise.args[1:], *self.quantise.kwargs.values(), *shape)
+        return {*self.operands, *(node for node in given if isinstance(node, Node))}
 
     def _feeds(self, node: Node) -> bool:
         """Whether the kernel needs the result of a node."""
@@ -330,14 +346,6 @@ class _Chain:
                 waiting += node.all_input_nodes if node is not self.quantise else [self.source]
         return found
 
-    def _work(self) -> Work:
-        given = {"outer": None, "seed": None, "hadamard": False, **self.quantise.kwargs}
-        columns = self.quantise.target is QUANTIZE and quantise_of(self.quantise).dim != -1
-        return Work(
-            _OPS[self.quantise.target], formats.get(self.quantise.args[1]), columns, given["outer"] is not None,
-            given["hadamard"], given["seed"] is not None, self.value.shape[-1],
-        )  # fmt: skip
-
 
 def _renamed(node: Node) -> Node:
     """What a node has by another shape, with the same rows, or by another dtype."""
@@ -353,6 +361,7 @@ def _renamed(node: Node) -> Node:
 
 def _given(node: Node) -> bool:
     """Whether a tensor is given, or the result of a kernel that is not Inductor's."""
+    node = memory_of(node)
     if node.op in ("placeholder", "get_attr"):
         return True
     if node.target is operator.getitem:
@@ -415,15 +424,12 @@ def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None =
 def _fuse(graph: Graph, chain: _Chain) -> None:
     """Put a quantiser with a prologue in the place of one, and take away what nothing needs any more."""
     quantise, prologue = chain.quantise, chain.prologue()
-    first, *others = chain.ordered()
-    replaced = chain.aliases
+    operands, shape, replaced = chain.ordered(), chain.shape(), chain.aliases
     with graph.inserting_before(chain.place):
-        if not same_shape(first.meta["val"].shape, chain.value.shape):
-            first = new_node(graph, aten.reshape.default, (first, chain.shape()), first.meta)
-        _, *rest = quantise.args
-        arguments = ([first, *others], prologue.strings(), prologue.dtype, _OPS[quantise.target], *rest)
+        read = [in_shape(graph, node, chain.value, shape, slices=bool(i)) for i, node in enumerate(operands)]
+        op, arguments = call_with_prologue(quantise, read, prologue)
         stored = {"stored": prologue.stored_strings()} if prologue.stored else {}
-        fused = new_node(graph, QUANTIZE_PROLOGUE, arguments, quantise.meta, **quantise.kwargs, **stored)
+        fused = new_node(graph, op, arguments, quantise.meta, **quantise.kwargs, **stored)
         name_operations(fused, chain.operations)
         own = len(fused.meta["val"]) - len(prologue.stored)
         for number, aliases in enumerate(chain.stored.values(), own):
@@ -437,3 +443,5 @@ def _fuse(graph: Graph, chain: _Chain) -> None:
     for node in sorted({*chain.inside, *replaced}, reverse=True):
         if not node.users:
             graph.erase_node(node)
+    for node in sorted(operands):
+        erase_unread(node)

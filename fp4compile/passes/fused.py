@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from fp4compile.passes.graph import QUANTIZE_PROLOGUE, RESHAPES
+from fp4compile.passes.graph import QUANTIZE_GROUPED_PROLOGUE, QUANTIZE_PROLOGUE, RESHAPES
 
 _PRODUCT, _OPERATIONS = "fp4compile_product", "fp4compile_operations"
 
@@ -49,7 +49,8 @@ def _name(operation: Node) -> str:
 def fused(graph: Graph) -> dict[str, str]:
     """Operations such as "silu, mul", by the names of the products that read the quantiser's results."""
     found: dict[str, dict[str, None]] = {}
-    for quantise in graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE):
+    ops = QUANTIZE_PROLOGUE, QUANTIZE_GROUPED_PROLOGUE
+    for quantise in (node for op in ops for node in graph.find_nodes(op="call_function", target=op)):
         waiting = [(output, _operations(quantise, output.args[1])) for output in quantise.users]
         for node, operations in waiting:
             for user in node.users:

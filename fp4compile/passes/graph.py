@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 import fp4compile.ops_grouped  # noqa: F401  defines some of the ops below
+import fp4compile.ops_grouped_prologue  # noqa: F401  as above
 import fp4compile.ops_prologue  # noqa: F401  as above
 from fp4compile import formats
 from fp4compile.epilogue import Epilogue
@@ -34,6 +35,7 @@ QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
 QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.quantize_grouped_both.default
 FAKE_QUANTIZE_GROUPED = torch.ops.fp4compile.fake_quantize_grouped.default
 FAKE_QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.fake_quantize_grouped_both.default
+QUANTIZE_GROUPED_PROLOGUE = torch.ops.fp4compile.quantize_grouped_prologue.default
 SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
 SCALED_MM_GATHERED = torch.ops.fp4compile.scaled_mm_gathered.default
 EXPERT_WEIGHTS = torch.ops.fp4compile.expert_weights.default

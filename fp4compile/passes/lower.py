@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from fp4compile import _inductor_patches, ops, ops_grouped, ops_prologue
+from fp4compile import _inductor_patches, ops, ops_grouped, ops_grouped_prologue, ops_prologue
 from fp4compile.passes.autotune import fastest, fastest_grouped
 from fp4compile.passes.graph import (
     FAKE_QUANTIZE,
@@ -31,6 +31,7 @@ from fp4compile.passes.graph import (
     QUANTIZE_BOTH,
     QUANTIZE_GROUPED,
     QUANTIZE_GROUPED_BOTH,
+    QUANTIZE_GROUPED_PROLOGUE,
     QUANTIZE_PROLOGUE,
     SCALED_GROUPED_MM,
     SCALED_MM,
@@ -54,6 +55,7 @@ _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     SCALED_MM_HORIZONTAL: ops.scaled_mm_horizontal_cuda,
     QUANTIZE_GROUPED: ops_grouped.quantize_grouped_cuda,
     QUANTIZE_GROUPED_BOTH: ops_grouped.quantize_grouped_both_cuda,
+    QUANTIZE_GROUPED_PROLOGUE: ops_grouped_prologue.quantize_grouped_prologue_cuda,
     FAKE_QUANTIZE_GROUPED: ops_grouped.fake_quantize_grouped_cuda,
     FAKE_QUANTIZE_GROUPED_BOTH: ops_grouped.fake_quantize_grouped_both_cuda,
     SCALED_GROUPED_MM: ops_grouped.scaled_grouped_mm_cuda,

@@ -14,13 +14,13 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile import formats
 from fp4compile.passes.fused import name_results
 from fp4compile.passes.graph import CAST, QUANTIZE_PROLOGUE, RESHAPES, new_node
+from fp4compile.passes.quantisers import work_of
 from fp4compile.prologue import Prologue, together
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.dispatch import takes_prologue, takes_several
-from fp4compile.templates.quantize.prologue_cost import Work, fused_time
+from fp4compile.templates.quantize.prologue_cost import fused_time
 
 aten = torch.ops.aten
 # What may be moved to an earlier place: it takes no time, or as much there.
@@ -69,7 +69,7 @@ def _pair(graph: Graph, one: Node, other: Node) -> bool:
     paired, places = together(both, numbers)
     if len(set(paired.results)) < 2:  # they are the same
         return False
-    work = _work(one)
+    work = work_of(one)
     first = one.args[0][0].meta["val"]
     dtypes = [node.meta["val"].dtype for node, _ in operands]
     layout = one.kwargs.get("layout", "linear")
@@ -91,18 +91,6 @@ def _pair(graph: Graph, one: Node, other: Node) -> bool:
 def _prologue(node: Node) -> Prologue:
     stored, results = (node.kwargs.get(name) or () for name in ("stored", "results"))
     return Prologue.parse(node.args[1], node.args[2], stored, results)
-
-
-def _work(node: Node) -> Work:
-    """What a quantiser with a prologue does."""
-    operands, _, _, op, fmt, *dim = node.args
-    value = operands[0].meta["val"]
-    columns = op == "quantize" and bool(dim) and dim[0] not in (-1, value.dim() - 1)
-    given = {"outer": None, "seed": None, "hadamard": False, **node.kwargs}
-    return Work(
-        op, formats.get(fmt), columns, given["outer"] is not None, given["hadamard"], given["seed"] is not None,
-        value.shape[-1],
-    )  # fmt: skip
 
 
 def _gather(node: Node, place: Node) -> bool:

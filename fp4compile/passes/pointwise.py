@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from fp4compile import ops
 from fp4compile._compat import statically_true
-from fp4compile.passes.graph import SCALED_MM, SCALED_MM_EPILOGUE
+from fp4compile.passes.graph import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_EPILOGUE, SCALED_MM_GATHERED
 
 aten = torch.ops.aten
 
@@ -21,7 +21,8 @@ _OPERATIONS = {
 _POWERS = {2: "square", 3: "cube"}
 # The results of these are in memory, whoever uses them.
 STORED = (
-    operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
+    operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, SCALED_GROUPED_MM, SCALED_MM_GATHERED, aten._grouped_mm.default,
+    torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
 )  # fmt: skip
 

@@ -35,6 +35,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("operators", (
         "fp4compile.functional", "fp4compile.scale_sweep", "fp4compile.ops", "fp4compile.ops_grouped",
         "fp4compile.ops_prologue",
+        "fp4compile.ops_grouped_prologue",
     )),
     ("templates", ("fp4compile.templates",)),
     ("ground", (

@@ -97,6 +97,14 @@ def flat(value):
     return value.reshape(-1, value.shape[-1])
 
 
+def gated(gate, up):
+    return F.relu(gate) * up
+
+
+def columns(x, *start_stop_step):
+    return torch.ops.aten.slice.Tensor(x, -1, *start_stop_step)
+
+
 SILU = ["neg aux0", "exp s0", "add s1 1.0", "div aux0 s2"]
 RMS = ["square aux0", "mean s0", "add s1 1e-06", "rsqrt s2", "mul aux0 s3"]
 ONE_LEVEL = "nvfp4_one_level"
@@ -118,6 +126,11 @@ FUSED = {
     "of another shape": (lambda x, y: flat(x.float() * 3) - flat(y).view(-1, 128), (SAME, SAME), ONE_LEVEL,
                          ["mul aux0 3.0", "sub s0 aux1"]),
     "residual": (lambda x, y: x + y, (SAME, SAME), "float8_rowwise", ["add aux0 aux1"]),
+    "gate and up of one tensor": (lambda x: gated(*x.chunk(2, -1)), (SAME,), "mxfp8", ["relu aux0", "mul s0 aux1"]),
+    "of other widths": (lambda x, y: gated(x.split([40, 16, 72], -1)[1], y), (SAME, (2, 64, 16)), "mxfp8", None),
+    "slices of slices": (lambda x: gated(columns(columns(x, 16, 48), -16), columns(x, None, 16)), (SAME,), ONE_LEVEL,
+                         ["relu aux0", "mul s0 aux1"]),
+    "a norm of a slice": (lambda x, w: rms_norm(columns(x, 0, 96), w), (SAME, (96,)), "nvfp4_rowwise", None),
 }  # fmt: skip
 
 
@@ -268,8 +281,15 @@ LEFT = {
     "too large a constant": (lambda x: quantize(x * 1e300, "nvfp4"), (FLAT,)),
     "rows of an average": (lambda x, y: quantize(x.mean(0) * y, "nvfp4"), ((2, 64, 128), (1, 1))),
     "square blocks": (lambda x: quantize(x * 2.0, "nvfp4_16x16"), (FLAT,)),
+    "every other column": (lambda x: quantize(gated(columns(x, 0, 128, 2), columns(x, 1, 128, 2)), "nvfp4"), (FLAT,)),
+    "slices of what is computed": (lambda x: quantize(gated(*(x * 2.0).chunk(2, -1)), ONE_LEVEL), (FLAT,)),
+    "slices of heads": (lambda x: quantize(flat(gated(*x.chunk(2, 1))), "nvfp4"), (SAME,)),
+    "slices of any width": (lambda x: quantize(gated(*x.chunk(2, -1)), "nvfp4"), ((64, ANY),)),
+    "a norm of a slice and of another": (lambda x: quantize(rms_norm(*x.chunk(2, -1)), "mxfp8"), (FLAT,)),
     "one dimension": (lambda x: quantize(x * 2.0, "nvfp4"), ((128,),)),
     "erf for columns": (lambda x: quantize_both(F.gelu(x), "mxfp8"), (FLAT,)),
+    "a gate for columns with a scale of the tensor":
+        (lambda x, y, scale: quantize_both(F.silu(x) * y, "nvfp4", outer=scale), (FLAT, FLAT, ()), (BF16, BF16, F32)),
     "three tensors for rows and columns without blocks":
         (lambda x, y, z: quantize_both(x * y + z, "float8_rowwise"), (FLAT, FLAT, FLAT)),
     "three tensors for columns, and kept":
@@ -314,6 +334,8 @@ def test_other_arithmetic_is_left_to_inductor(switch):
 def test_operands_of_other_strides():
     """The kernels read other operands as if they lay like the first."""
     assert [fused_graph(lambda x, y: quantize(x * y, ONE_LEVEL), FLAT, FLAT, turned=t).fused for t in (0, 1)] == [1, 0]
+    halves = [fused_graph(lambda x: quantize(gated(*x.chunk(2, -1)), ONE_LEVEL), FLAT, turned=t) for t in (0, 1)]
+    assert [result.fused for result in halves] == [1, 0]
 
 
 def test_the_choice():
@@ -431,6 +453,24 @@ def test_snapshot_of_a_llama_mlp():
         "quantize_prologue([scaled_mm_default, scaled_mm_default_1], ['neg aux0', 'exp s0', 'add s1 1.0', "
         "'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize, mxfp8, -1)",
     ]  # fmt: skip
+
+
+def phi_mlp(x, norm, w, w_down):
+    """Gate and up are one product, as in Phi-3."""
+    gate, up = F.linear(rms_norm(x, norm), w).chunk(2, -1)
+    return x + F.linear(up * F.silu(gate), w_down)
+
+
+def test_snapshot_of_a_phi_mlp():
+    """No product writes the gate of two halves of its own columns: the quantiser reads both where they lie."""
+    shapes = (2, 256, 1024), (1024,), (4096, 1024), (1024, 2048)
+    for sm, layout in ((100, ", layout=swizzled"), (90, "")):
+        assert quantisers(phi_mlp, *shapes, sm=sm) == [
+            f"quantize_prologue([reshape_default, norm_1], {[*RMS, 'mul row1 s4']}, "
+            f"torch.bfloat16, quantize, mxfp8, -1{layout})",
+            "quantize_prologue([slice_tensor, slice_tensor_1], ['neg aux1', 'exp s0', 'add s1 1.0', 'div aux1 s2', "
+            f"'mul aux0 s3'], torch.bfloat16, quantize, mxfp8, -1{layout})",
+        ]  # fmt: skip
 
 
 def bert_block(x, w, norm, bias, v_in, v_out):

@@ -22,6 +22,18 @@ class GatedMLP(torch.nn.Module):
         return x + self.down((gate * gate + 1) * self.up(x))
 
 
+class FusedGateUp(torch.nn.Module):
+    """The same, with gate and up as one product: halves of its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = torch.nn.Linear(64, 192, bias=False), torch.nn.Linear(96, 64, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x.view(2, 16, 64)).chunk(2, -1)
+        return self.down((gate * gate + 1) * up).view(32, 64)
+
+
 def trained(fused, monkeypatch):
     """(result and gradients, report, lines of the quantisers in each graph) of one step."""
     graphs = []
@@ -33,7 +45,8 @@ def trained(fused, monkeypatch):
     seen = manager.fused
     monkeypatch.setattr(manager, "fused", lambda one: graphs.append(graph_lines(one)) or seen(one))
     torch._dynamo.reset()
-    model, x = GatedMLP().bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
+    model = torch.nn.Sequential(GatedMLP(), FusedGateUp()).bfloat16()
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
     backend = fp4compile.backend("mxfp8")
     with config.patch(force_disable_caches=True):
         y = torch.compile(model, backend=backend)(x)
@@ -54,15 +67,18 @@ def test_a_step_is_what_it_is_without(monkeypatch):
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     told = {f"{row.module} {row.product}": row.fused for row in report.rows if row.fused}
-    assert told == dict.fromkeys(("down fprop", "up dgrad", "up wgrad", "gate dgrad", "gate wgrad"), "mul, add")
+    gated = ("0.down fprop", "0.up dgrad", "0.up wgrad", "0.gate dgrad", "0.gate wgrad", "1.down fprop")
+    assert told == {**dict.fromkeys(gated, "mul, add"), "1.gate_up fprop": "add"}
     assert "fused" in str(report).splitlines()[0]
-    both = "torch.bfloat16, quantize_both, mxfp8)"
+    steps, both = "['mul aux0 aux0', 'add s0 1.0', 'mul s1 aux1']", "torch.bfloat16, quantize_both, mxfp8)"
     assert graphs == [
         ["quantize_both(primals_2, mxfp8)",
-         "quantize_prologue([scaled_mm_default, scaled_mm_default_1], "
-         f"['mul aux0 aux0', 'add s0 1.0', 'mul s1 aux1'], {both}"],
-        ["quantize_both(tangents_1, mxfp8)",
-         "quantize_prologue([scaled_mm_default_4, scaled_mm_default, scaled_mm_default_1], "
+         f"quantize_prologue([scaled_mm_default, scaled_mm_default_1], {steps}, {both}",
+         f"quantize_prologue([primals_2, scaled_mm_default_2], ['add aux0 aux1'], {both}",
+         f"quantize_prologue([slice_tensor, slice_tensor_1], {steps}, {both}"],
+        ["quantize_both(tangents_1, mxfp8)", "quantize_both(view_9, mxfp8)",  # of both halves: Inductor writes it
+         "quantize_both(scaled_mm_default_8, mxfp8)",
+         "quantize_prologue([scaled_mm_default_10, scaled_mm_default, scaled_mm_default_1], "
          "['mul aux1 aux1', 'add s0 1.0', 'mul aux0 s1', 'mul aux0 aux2', 'mul s3 aux1', 'add s4 s4'], "
          f"{both[:-1]}, results=[2, 5])"],
     ]  # fmt: skip

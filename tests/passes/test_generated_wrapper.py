@@ -163,6 +163,45 @@ def test_generated_wrapper_of_a_norm(monkeypatch):
     assert stored in residual
 
 
+def halves_of_a_product(x, w, w_down):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, w_down)
+
+
+@pretending
+def test_generated_wrapper_of_slices(monkeypatch):
+    """The quantiser reads both halves of the product where they lie: nobody copies them."""
+    pretend(monkeypatch, 90)
+    monkeypatch.setattr(prologue_cost, "SINCE", 90)
+    shapes = (2, ANY, 512), (2 * 1032, 512), (512, 1032)
+    found = fused_graph(halves_of_a_product, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
+    _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    assert not re.search(r"triton_poi(?!\w*new_zeros)|copy_|clone", calls)
+    reading = re.findall(r"quantize_rows_\d+\.run\((.*), stream=", calls)
+    half = r"reinterpret_tensor\((buf\d+), \(.*?, 1032\), \(.*?2064, 1\), (\d+)\)"
+    (halves,) = (found for found in (re.findall(half, arguments) for arguments in reading) if found)
+    assert [start for _, start in halves] == ["0", "1032"] and len({buffer for buffer, _ in halves}) == 1
+
+
+@pretending
+def test_generated_wrapper_of_slices_of_experts(monkeypatch):
+    """The same of the product of all experts; nor does anybody copy the offsets."""
+
+    def experts(x, w, v, offs):
+        gate, up = F.grouped_mm(x, w.transpose(1, 2), offs=offs).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, v.transpose(1, 2), offs=offs)
+
+    pretend(monkeypatch, 100)
+    shapes, dtypes = ((ANY, 512), (4, 1024, 512), (4, 256, 512), (4,)), (*[torch.bfloat16] * 3, torch.int32)
+    found = fused_graph(experts, *shapes, recipe="mxfp8", dtypes=dtypes, paper=nullcontext, fuse=False)
+    _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    assert not re.search(r"triton_poi(?!\w*new_zeros)|copy_|clone", calls)
+    _, last = re.findall(r"quantize_grouped_rows_\d+\.run\((.*), stream=", calls)
+    halves = re.findall(r"reinterpret_tensor\((buf\d+), \([^()]*512\), \([^()]*1024, 1\), (\d+)\)", last)
+    assert [start for _, start in halves] == ["0", "512"] and len({buffer for buffer, _ in halves}) == 1
+    assert "offs_1" in last
+
+
 @pretending
 def test_launches_of_a_llama_block(monkeypatch):
     """Beside products, attention and weights: both norms and the gate go into the quantisers."""

@@ -15,7 +15,7 @@ from fp4compile import _compat, formats, ops_prologue
 from fp4compile.machine_code.sass import disassemble
 from fp4compile.prologue import Prologue
 from fp4compile.targets import Target
-from fp4compile.templates.device.prologue import source
+from fp4compile.templates.device.prologue_source import source
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch, heuristics
 from tests.helpers import in_interpreter
@@ -52,7 +52,7 @@ def compare(operands, steps, dtype, op, format, dim=-1, **options):
     arguments = (steps, dtype, op, format, dim)
     expected = torch.ops.fp4compile.quantize_prologue(operands, *arguments, **options)
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    got = ops_prologue.quantize_prologue_cuda([x.to(DEVICE) for x in operands], *arguments, **moved)
+    got = ops_prologue.quantize_prologue_cuda(list(map(on_device, operands)), *arguments, **moved)
     same(got, expected)
 
 
@@ -124,6 +124,62 @@ def test_training_forms():
     if INTERPRETING:  # on SM100 random bits are the hardware's
         check(NORM, first, "quantize_both", "nvfp4_te", hadamard=True, seed=seed)
         check(SHIFT, first, "quantize", "nvfp4_te", -2, seed=seed)
+
+
+def on_device(x):
+    """x there, a slice as a slice."""
+    whole = x if x._base is None else x._base
+    return whole.to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def column_slice(x, width, start):
+    """x as columns of a wider tensor that has NaN beside them, which no kernel may read."""
+    wide = torch.full((*x.shape[:-1], width), torch.nan, dtype=x.dtype)
+    wide.narrow(-1, start, x.shape[-1]).copy_(x)
+    return wide.narrow(-1, start, x.shape[-1])
+
+
+# Columns of an operand, then width and first column of the tensor that each is a slice of; None: it is no slice. Both
+# halves of a product; such that no pair of elements is aligned; of other strides, of which one is aligned to 4 bytes.
+SLICES = {
+    "halves": (80, (160, 80), (160, 0)),
+    "odd": (41, (82, 41), (82, 0)),
+    "one": (48, None, (97, 48)),
+    "other": (40, (90, 48), None),
+}
+
+
+@gpu
+@pytest.mark.parametrize("name", SLICES)
+def test_slices_of_columns(name):
+    """Every kernel reads gate and up of one product where they lie, and stores what it stores as rows of its own."""
+    cols, *places = SLICES[name]
+    steps, stored = ["relu aux0", "mul s0 aux1", "add s1 1.0"], ["s1 bfloat16"]
+    few, many = ([column_slice(x, *place) if place else x for x, place in zip(operands, places, strict=True)]
+                 for operands in (torch.randn(2, *shape, cols).bfloat16() for shape in ((2, 3), (35,))))  # fmt: skip
+    for format in ("nvfp4_one_level", "nvfp4", "nvfp4_rowwise"):
+        compare(few, steps, BF16, "quantize", format)
+    compare(few, steps, BF16, "quantize", "mxfp8", layout="swizzled", stored=stored)
+    compare([few[0].reshape(6, cols), few[1]], steps, BF16, "fake_quantize", "nvfp4_rowwise")
+    few[1][:, 0, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    compare(many, steps, BF16, "quantize", "nvfp4_rowwise", -2)
+    compare(many, steps, BF16, "quantize_both", "mxfp8", stored=stored)
+
+
+@gpu
+def test_other_slices():
+    """Of float32; of rows, which are copied first, as are slices of columns that a norm reads after its first operand.
+
+    Sums of small integers are exact in any order.
+    """
+    wide, narrow = torch.randn(3, 48), torch.randint(-8, 9, (2, 3, 64)).bfloat16()
+    compare([column_slice(wide, 97, 48), wide], RESIDUAL, BF16, "quantize", "mxfp8", stored=["s0 float32"])
+    rows_left_out = torch.randn(2, 5, 64).bfloat16()[:, :3]
+    compare([narrow, rows_left_out], RESIDUAL, BF16, "quantize", "mxfp8")
+    norm, first = ["mean aux0", "sub aux0 s0", "mul s1 aux1"], column_slice(narrow, 200, 8)
+    for operands in ([first, narrow], [narrow, first], [first.transpose(0, 1)[:1].transpose(0, 1), first[:, :1]]):
+        for format in ("nvfp4", "nvfp4_rowwise"):
+            compare(operands, norm, BF16, "quantize", format)
 
 
 RESULT, BETWEEN = "s3 bfloat16", "s0 bfloat16"

@@ -1,35 +1,22 @@
 """What a quantiser reads: a tile of a tensor in memory or, with a prologue, of the result of pointwise operations.
 
-The kernels read their tiles by `read_tile`, `read_column_tile` or `read_register_tile`, which load them.
-`with_prologue` makes a copy of a kernel in which these names mean device functions that `source` prints: they load the
-tile of each operand, compute the steps on pairs of elements, and return the results, rounded to the tensor's dtype, as
-words. So all that a kernel does with words is the same. See `device.pointwise` for the way in which this is done.
+The kernels read their tiles by `read_tile`, `read_column_tile` or `read_register_tile`, which load them. In the copy of
+a kernel that `prologue_source.with_prologue` makes, these names mean printed device functions. The others here are what
+printed functions call: they load the tile of an operand as pairs of float32 tuples, mask the words of a result, and
+store what others need.
 
-Outside of the tensor the words are 0, whatever the steps make of zeros. The arithmetic is that of Inductor, as in an
-epilogue. What the prologue stores is written by a read whose STORES is set: a kernel that reads a tile twice sets it
-once. The pointers of what is stored come after those of the operands.
-
-The forms of a tile have the arguments of `_ARGUMENTS` in common. batch, rows, cols: the matrix of the batch, and the
-size of each. row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from there on. All
-others are those of the form's load. ptr: where the load begins in the first operand. Other operands lie contiguous.
-
-Several results are the matrices of a batch, as a kernel sees them; the operands are one matrix. A program then branches
-to the steps of its own result, so that no thread holds two. `tile_of` and `seed_of` mean printed functions as well:
-programs that follow one another take the same tile of each result, and what they read again comes from the cache.
+The forms of a tile have these arguments in common. batch, rows, cols: the matrix of the batch, and the size of each.
+row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from there on. All others are those
+of the form's load. ptr: where the load begins in the first operand. Other operands lie contiguous, or their rows have a
+distance that is printed in the place of cols (slices of the columns of wider tensors).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 
-from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.device.column_tile import load_column_tile, store_column_tile, unpack_column_tile
-from fp4compile.templates.device.elements import float_bits, pack
+from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
-from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     load_register_tile,
@@ -99,7 +86,7 @@ def vectors_of(vectors, dtype, own):
 
 @triton.jit
 def operand_ptr(ptr, batch, rows, col0, cols):
-    """Where the columns from col0 on of a matrix of a contiguous batch begin."""
+    """Where the columns from col0 on of a matrix of a batch begin, all of whose rows lie `cols` elements apart."""
     return ptr + (batch.to(tl.int64) * rows * cols + col0)
 
 
@@ -314,137 +301,3 @@ def words_inside(words, word, cols, row_mask, ALIGN: tl.constexpr, WHOLE: tl.con
         half: tl.constexpr = words.dtype.primitive_bitwidth // 2
         last = tl.where(row_mask & (2 * word < cols), words & ((1 << half) - 1), 0)
         return tl.where(row_mask & (2 * word + 1 < cols), words, last)
-
-
-# ---------------------------------------------------------------- with a prologue
-
-_TILE = "batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE"
-_COLUMNS = "batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE"
-_REGISTERS = "batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE"
-_ARGUMENTS = {"tile": _TILE, "column_tile": _COLUMNS, "register_tile": _REGISTERS}
-_LOADS = {
-    "tile": "(load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE),)",
-    "column_tile":
-        "load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)",
-    "register_tile":
-        "load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)",
-}  # fmt: skip
-
-
-def source(prologue: Prologue, form: str, wide: bool) -> str:
-    """The source of the steps, and of the device function that reads a form of tile.
-
-    wide: whether the first operand is float32 and the result is not. Kernels then take the result for float32, too.
-    """
-    if not prologue.several:
-        numbers = range(len(prologue.steps))
-        stored = list(enumerate(prologue.stored))
-        return _of_result("", prologue, form, wide, numbers, prologue.kinds, prologue.result, stored)
-    arguments, parameters = _arguments(form)
-    texts, branches = [], []
-    for i, number in enumerate(prologue.several):
-        own = prologue.stored_with(number)
-        stored = [(place, each) for place, each in enumerate(prologue.stored) if each in own]
-        texts.append(_of_result(f"_{i}", prologue, form, wide, prologue.needed([number]), prologue.operands_of(number),
-                                (number, prologue.dtype), stored, turned=i % 2 == 1))  # fmt: skip
-        condition = "if matrix == 0" if i == 0 else f"elif matrix == {i}" if i + 1 < len(prologue.several) else "else"
-        branches += [f"    {condition}:"]
-        branches += [f"        words = read_{form}_{i}(ptr, operands, {arguments}, ISA, STORES)"]
-    lines = ["@triton.jit", f"def read_{form}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):",
-             "    matrix = batch", "    batch = batch * 0"]  # fmt: skip
-    return "\n\n".join([*texts, "\n".join([*lines, *branches, "    return words"]) + "\n"])
-
-
-def _arguments(form: str) -> tuple[str, str]:
-    """What the functions of a form take: as arguments, and as parameters."""
-    arguments = _ARGUMENTS[form]
-    return arguments, ", ".join(
-        f"{name}: tl.constexpr" if name.isupper() or name == "dtype" else name for name in arguments.split(", ")
-    )
-
-
-def _of_result(
-    suffix: str, prologue: Prologue, form: str, wide: bool, numbers: Iterable[int], operands: Mapping[int, str],
-    result: tuple[int, torch.dtype], stored: Sequence[tuple[int, tuple[int, torch.dtype]]], turned: bool = False,
-) -> str:  # fmt: skip
-    """The source of one result: suffix of its functions, its steps and operands, what is stored besides and where.
-
-    turned: whether the operands are loaded in reverse.
-    """
-    kinds = sorted(operands.items())
-    names = ", ".join(f"{kind}{i}" for i, kind in kinds)
-    arguments, parameters = _arguments(form)
-    wanted = [result, *(each for _, each in stored if wide or each != result)]
-    results = [f"s{number}" for number, _ in wanted]
-    words = ["words", *(f"words{i}" for i in range(1, len(wanted)))]
-    lines = ["@triton.jit", f"def prologue{suffix}({names}, ISA: tl.constexpr):"]
-    lines += [f"    s{i} = {printed_step(prologue.steps, i)}" for i in numbers]
-    lines += [f"    return {', '.join(results)}", "", ""]
-    lines += ["@triton.jit"]
-    lines += [f"def read_{form}{suffix}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
-    # Loads of two results in one order would be moved out of their branches, and take the registers of both.
-    for i, kind in reversed(kinds) if turned else kinds:
-        load = f"{kind}_{form}(operands[{i - 1}], {arguments})" if i else f"unpack_column_tile({_LOADS[form]}, dtype)"
-        lines += [f"    first{i}, second{i} = {load}"]
-    lines += [f"    {each} = ()" for each in words]
-    whole = min(i for i, kind in kinds if kind == "aux")
-    lines += [f"    for i in tl.static_range(len(first{whole})):"]
-    for side in ("first", "second"):
-        values = ", ".join(f"{side}{i}[i]" for i, _ in kinds)
-        lines += [f"        {', '.join(f'{side}_{each}' for each in results)} = prologue{suffix}({values}, ISA)"]
-    for each, name, (_, dtype) in zip(words, results, wanted, strict=True):
-        own = f"tl.{str(dtype).removeprefix('torch.')}"
-        both = [f"{side}_{name}" for side in ("first", "second")]
-        if wide and each == "words":
-            both = [f"rounded({side}, {own}, ISA)" for side in both]
-        packed = f"pack({', '.join(both)}, {'dtype' if each == 'words' else own}, ISA)"
-        lines += [f"        {each} = {each} + ({packed},)"]
-    lines += ["    if STORES:"] if stored else []
-    for place, each in stored:
-        which = words[wanted.index(each, int(wide))]
-        lines += [f"        to_{form}(operands[{OPERANDS - 1 + place}], {which}, {arguments})"]
-    return "\n".join([*lines, f"    return inside_{form}(words, {arguments})"]) + "\n"
-
-
-def placing(results: int) -> str:
-    """The source of `tile_of` and `seed_of` of so many results, the result fastest in the order of programs."""
-    return f"""\
-@triton.jit
-def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr, UNSIGNED: tl.constexpr):
-    row_tile, col_tile = tile_of_one(program // {results}, col_tiles, FLAT)
-    return program % {results}, row_tile, col_tile
-
-
-@triton.jit
-def seed_of(seed_ptr, batch):
-    return seed_ptr + batch, batch * 0
-"""
-
-
-# What a printed function may use.
-_NAMES = {
-    function.__name__: function
-    for function in (
-        pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
-        aux_tile, row_tile, col_tile, inside_tile, aux_column_tile, row_column_tile, col_column_tile,
-        inside_column_tile, aux_register_tile, row_register_tile, col_register_tile, inside_register_tile,
-        to_tile, to_column_tile, to_register_tile, rounded, tile_of_one,
-    )
-} | {"triton": triton, "tl": tl, **CALLED}  # fmt: skip
-
-
-@cache
-def _printed(text: str) -> dict[str, object]:
-    return device_functions(text, _NAMES)
-
-
-@cache
-def with_prologue(kernel, prologue: Prologue, wide: bool):
-    """The kernel, which reads the result of these steps in the place of a tensor. wide: see `source`."""
-    read = kernel.fn.__globals__
-    functions = {f"read_{form}": _printed(source(prologue, form, wide))[f"read_{form}"]
-                 for form in _ARGUMENTS if f"read_{form}" in read}  # fmt: skip
-    if prologue.several:
-        placed = _printed(placing(len(prologue.several)))
-        functions |= {name: placed[name] for name in ("tile_of", "seed_of") if name in read}
-    return with_functions(kernel, functions)

@@ -1,8 +1,8 @@
 """Prologues with reductions: whole rows on the chip, and statistics of rows that are too long for it.
 
 `with_row_prologue` makes a copy of a kernel in which `read_row` and `walk_row` mean device functions that `row_source`
-and `walk_source` print from the steps, in the way of `device.prologue`. `read_row` loads a row of each operand once,
-computes all steps, and returns the words of the result. `walk_row` goes through rows tile by tile, once for each
+and `walk_source` print from the steps, in the way of `device.prologue_source`. `read_row` loads a row of each operand
+once, computes all steps, and returns the words of the result. `walk_row` goes through rows tile by tile, once for each
 reduction of what another one gave, and finds the statistics alone. Both store what `Prologue.stored` names.
 
 A step of the whole shape is a pair of tensors [ROWS, BLOCKS, BLOCK / 2] in float32, of the even columns and of the odd

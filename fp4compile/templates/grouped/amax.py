@@ -10,10 +10,10 @@ import triton.language as tl
 
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_ROWS, ceil_div
-from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
+from fp4compile.templates.device.column_tile import column_tile_amax, transform_column_tile
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.memory import load_tile
+from fp4compile.templates.device.prologue import read_column_tile, read_tile
 from fp4compile.templates.grouped.heuristics import grouped_amax_config
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import raise_row_amaxes
@@ -62,10 +62,10 @@ def rows_amax_bits(source: Matrices, offs: torch.Tensor, *, each: bool) -> torch
     bits = torch.zeros(source.rows if each else groups, dtype=torch.int32, device=offs.device)
     config = grouped_amax_config()
     launch(
-        grouped_rows_amax,
+        source.read_by(grouped_rows_amax),
         (source.rows // config.rows + groups) * ceil_div(source.cols, config.blocks * config.block),
-        source.tensor, offs, bits, source.rows, source.cols, source.row_stride, GROUPS=groups, EACH=each,
-        ALIGN=source.align, ISA=target_of(offs.device).isa, num_warps=config.num_warps, **config.constants,
+        source.tensor, offs, bits, source.rows, source.cols, source.row_stride, *source.operand_args, GROUPS=groups,
+        EACH=each, ALIGN=source.align, ISA=target_of(offs.device).isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return bits
 
@@ -83,9 +83,10 @@ def columns_amax_bits(
     bits = torch.zeros(count, dtype=torch.int32, device=offs.device)
     config = column_amax_config()
     launch(
-        grouped_columns_amax, (source.rows // TILE_ROWS + groups) * ceil_div(source.cols, 2 * config.words),
-        source.tensor, offs, bits, source.rows, source.cols, source.row_stride, GROUPS=groups, EACH=each,
-        ALONG_ROWS=with_rows, TRANSFORM=transform, ALIGN=source.align, BLOCK=config.block,
+        source.read_by(grouped_columns_amax),
+        (source.rows // TILE_ROWS + groups) * ceil_div(source.cols, 2 * config.words),
+        source.tensor, offs, bits, source.rows, source.cols, source.row_stride, *source.operand_args, GROUPS=groups,
+        EACH=each, ALONG_ROWS=with_rows, TRANSFORM=transform, ALIGN=source.align, BLOCK=config.block,
         ROW_TILES=TILE_ROWS // config.block, WORDS=config.words, ISA=target_of(offs.device).isa,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -95,6 +96,7 @@ def columns_amax_bits(
 @triton.jit
 def grouped_rows_amax(
     x_ptr, offs_ptr, amax_ptr, rows, cols, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
     GROUPS: tl.constexpr, EACH: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -110,14 +112,15 @@ def grouped_rows_amax(
         number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
     col_tiles = tl.maximum(tl.cdiv(cols, BLOCKS * BLOCK), 1)
     col0 = tl.program_id(0) % col_tiles * (BLOCKS * BLOCK)
     group, start, end, row0 = group_of_tile(before, offs, rows, tl.program_id(0) // col_tiles, ROWS, GROUPS)
     if group < GROUPS:
         row = row0 + tl.arange(0, ROWS)
         cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK)
-        words = load_tile(x_ptr + row.to(tl.int64) * x_row + col0, cols_left, row < end, dtype, ROWS, BLOCKS, BLOCK, 1,
-                          ALIGN)  # fmt: skip
+        words = read_tile(x_ptr + row.to(tl.int64) * x_row + col0, operands, group * 0, row, end, col0, cols, cols_left,
+                          dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN, False, ISA, False)  # fmt: skip
         bits = tl.max(word_amax(words, 2, ISA, dtype), 1)
         if EACH:
             tl.atomic_max(amax_ptr + row, bits, mask=row < end, sem="relaxed")
@@ -128,6 +131,7 @@ def grouped_rows_amax(
 @triton.jit
 def grouped_columns_amax(
     x_ptr, offs_ptr, amax_ptr, rows, cols, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
     GROUPS: tl.constexpr, EACH: tl.constexpr, ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -144,6 +148,7 @@ def grouped_columns_amax(
         number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
     col_count: tl.constexpr = 2 * WORDS
     col_tiles = tl.maximum(tl.cdiv(cols, col_count), 1)
     col0 = tl.program_id(0) % col_tiles * col_count
@@ -152,8 +157,8 @@ def grouped_columns_amax(
     )
     if group < GROUPS:
         cols_left = tl.minimum(cols - col0, col_count)
-        tile = load_column_tile(x_ptr + col0, row0, end, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN,
-                                False)  # fmt: skip
+        tile = read_column_tile(x_ptr + col0, operands, group * 0, row0, end, col0, cols, cols_left, x_row, dtype,
+                                BLOCK, ROW_TILES, WORDS, ALIGN, False, ISA, False)  # fmt: skip
         if ALONG_ROWS:
             if EACH:
                 raise_row_amaxes(amax_ptr, tile, row0, end, dtype, ISA)

@@ -6,6 +6,8 @@ large as any offsets need, and the number of launches does not depend on the num
 `reference_grouped`; products are, up to the order of the float32 sums.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from fp4compile import reference_grouped
@@ -14,6 +16,7 @@ from fp4compile.formats import BlockFormat
 from fp4compile.groups import check_offs, padded_rows
 from fp4compile.layouts import ceil_div, swizzled_numel
 from fp4compile.operand import Operand
+from fp4compile.prologue import Prologue
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.grouped.choose import GroupedChoice, choose, named
 from fp4compile.templates.grouped.problem import call_of
@@ -21,7 +24,7 @@ from fp4compile.templates.grouped.quantize_columns import launch_grouped_columns
 from fp4compile.templates.grouped.quantize_rows import launch_grouped_rows
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize import dispatch as dense
-from fp4compile.templates.quantize.views import empty_outputs, empty_values, matrices, typed_outputs
+from fp4compile.templates.quantize.views import Matrices, empty_outputs, empty_values, typed_outputs
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]  # codes and block scales
 
@@ -38,6 +41,7 @@ def quantize_grouped(
     transform: bool,
     scale_rule: str = "amax",
     values: bool = False,
+    reading: dense.Reading | None = None,
 ) -> dense.Quantized:
     """Quantise groups of rows, or without offs each matrix of a batch, by itself.
 
@@ -46,6 +50,7 @@ def quantize_grouped(
     outer: float32 [], None computes one where the format has it. transform: the Hadamard transform, along the rows of
     groups or matrices. scale_rule: see `reference_scales`; without offs only. values: in the place of codes what these
     and block scales stand for, `reference.values_of`, and no block scales; of linear scales by the rule "amax".
+    reading: with a prologue (`takes_prologue`), whose first operand x is; with offs only.
     On SM100, stochastic rounding is the hardware's: equal in distribution only.
     Raises ValueError or TypeError, naming the argument, where these do not go together.
     """
@@ -59,15 +64,15 @@ def quantize_grouped(
     if dim == -2:
         columns = _empty_columns(x, offs, fmt, layout, values)
         _, outer = launch_grouped_columns(
-            matrices(x), offs, fmt, outer, layout, columns, seed=seed, transform=transform
+            _read(x, reading), offs, fmt, outer, layout, columns, seed=seed, transform=transform
         )  # fmt: skip
         return *_typed(columns, fmt), outer
     if transform:
         raise ValueError("transform: goes along the rows of groups, dim -2")
     if layout == "linear" and (outer is not None or fmt.outer != "tensor"):
-        return dense.quantize(x, fmt, outer, layout, seed=seed, values=values)
+        return dense.quantize(x, fmt, outer, layout, seed=seed, values=values, reading=reading)
     rows = _empty_rows(x, offs, fmt, layout, values)
-    outer = launch_grouped_rows(matrices(x), offs, fmt, *rows, outer, layout, seed)
+    outer = launch_grouped_rows(_read(x, reading), offs, fmt, *rows, outer, layout, seed)
     return *_typed_rows(rows, x, fmt), outer
 
 
@@ -81,11 +86,12 @@ def quantize_grouped_both(
     seed: torch.Tensor | None,
     transform: bool,
     values: tuple[bool, bool] = (False, False),
+    reading: dense.Reading | None = None,
 ) -> tuple[dense.Quantized, dense.Quantized]:
     """`quantize_grouped` along dim -1 and along dim -2, from one read; without offs, of matrices in square blocks.
 
-    Same arguments. values: along each; with offs only. Raises ValueError or TypeError, naming the argument, where these
-    do not go together.
+    Same arguments. values: along each; with offs only, as reading. Raises ValueError or TypeError, naming the argument,
+    where these do not go together.
     """
     layout = layout if fmt.scale is not None else "linear"
     if offs is None:
@@ -93,7 +99,7 @@ def quantize_grouped_both(
     _check_rows(x, offs, fmt, outer)
     rows, columns = _empty_rows(x, offs, fmt, layout, values[0]), _empty_columns(x, offs, fmt, layout, values[1])
     along, down = launch_grouped_columns(
-        matrices(x), offs.contiguous(), fmt, outer, layout, columns, rows, seed=seed, transform=transform
+        _read(x, reading), offs.contiguous(), fmt, outer, layout, columns, rows, seed=seed, transform=transform
     )  # fmt: skip
     return (*_typed_rows(rows, x, fmt), along), (*_typed(columns, fmt), down)
 
@@ -113,6 +119,31 @@ def scaled_grouped_mm(
         return named(choice.kernel).run(call, choice.config)
     candidate = choose(call.problem)
     return candidate.run(call, candidate.configure(call.problem))
+
+
+def takes_prologue(
+    fmt: BlockFormat, prologue: Prologue, dtypes: Sequence[torch.dtype], by_columns: bool, both: bool
+) -> bool:
+    """Whether the kernels of groups read the result of a prologue; as `quantize.dispatch.takes_prologue`.
+
+    They find no statistics and store nothing, because they pass over rows of no group. both: whether rows and columns
+    are quantised, from two reads of a tile. Then functions of many instructions spill registers for SM100, as three
+    tensors do down the columns.
+    """
+    if prologue.reductions or prologue.stored or dtypes[0] != prologue.dtype:
+        return False
+    if both and not {step.operation for step in prologue.steps}.isdisjoint(_LONG):
+        return False
+    if by_columns and list(prologue.kinds.values()).count("aux") > 2:
+        return False
+    return dense.takes_prologue(fmt, prologue, dtypes, by_columns)
+
+
+_LONG = ("exp", "div", "sigmoid", "erf", "tanh")
+
+
+def _read(x: torch.Tensor, reading: dense.Reading | None) -> Matrices:
+    return (reading or dense.Reading()).matrices(x)
 
 
 def _check_rows(x: torch.Tensor, offs: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None) -> None:

@@ -12,9 +12,9 @@ from fp4compile.formats import BlockFormat
 from fp4compile.groups import padded_rows
 from fp4compile.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
-from fp4compile.templates.device.column_tile import load_column_tile
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
 from fp4compile.templates.device.memory import store_scales, store_units
+from fp4compile.templates.device.prologue import read_column_tile, read_tile
 from fp4compile.templates.device.values import takes_values
 from fp4compile.templates.grouped.amax import outers_of
 from fp4compile.templates.grouped.heuristics import grouped_column_config
@@ -57,13 +57,13 @@ def launch_grouped_columns(
     data, scales = columns
     row_data, row_scales = rows or columns
     launch(
-        quantize_grouped_columns, padded // TILE_ROWS * ceil_div(cols, 2 * config.words),
+        source.read_by(quantize_grouped_columns), padded // TILE_ROWS * ceil_div(cols, 2 * config.words),
         source.tensor, offs, row_data, or_placeholder(row_scales, data), *along.arguments(data),
         data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data),
-        source.rows, source.cols, padded, source.row_stride, **constants, GROUPS=groups, ALONG_ROWS=rows is not None,
-        TRANSFORM=transform, SEEDED=seed is not None, OUTER=down.mode, SWIZZLED=layout == "swizzled",
-        ALIGN=source.align, **store_aligns(source.cols, fmt), ISA=target_of(offs.device).isa,
-        num_warps=config.num_warps, **config.constants,
+        source.rows, source.cols, padded, source.row_stride, *source.operand_args, **constants, GROUPS=groups,
+        ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, OUTER=down.mode,
+        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
+        ISA=target_of(offs.device).isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return along.scale, down.scale
 
@@ -72,6 +72,7 @@ def launch_grouped_columns(
 def quantize_grouped_columns(
     x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr, rows, cols, padded_rows, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, OUTER: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
@@ -93,6 +94,7 @@ def quantize_grouped_columns(
         number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     col_tiles = tl.maximum(tl.cdiv(tl.cdiv(cols, 128) * 128 if SWIZZLED else cols, col_count), 1)
@@ -119,14 +121,19 @@ def quantize_grouped_columns(
     byte = tl.zeros((col_count, ROW_TILES), tl.int32)
     row_byte = tl.zeros((row_count, col_count // BLOCK), tl.int32)
     if group < GROUPS:
+        cols_left = tl.minimum(cols - col0, col_count)
         if ALONG_ROWS:
-            row_byte = quantize_row_tile(
-                x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
-                ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, ALIGN, UNIT_ALIGN, row_count, col_count // BLOCK,
-                VECTORS, ISA,
+            row = row0 + tl.arange(0, row_count)
+            words = read_tile(
+                x_ptr + row.to(tl.int64) * x_row + col0, operands, tile_index * 0, row, end, col0, cols, cols_left,
+                dtype, row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, False, ISA, False,
             )  # fmt: skip
-        tile = load_column_tile(x_ptr + col0, row0, end, tl.minimum(cols - col0, col_count), x_row, dtype, BLOCK,
-                                ROW_TILES, WORDS, ALIGN, False)  # fmt: skip
+            row_byte = quantize_row_tile(
+                words, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, dtype,
+                ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, UNIT_ALIGN, ISA,
+            )  # fmt: skip
+        tile = read_column_tile(x_ptr + col0, operands, tile_index * 0, row0, end, col0, cols, cols_left, x_row, dtype,
+                                BLOCK, ROW_TILES, WORDS, ALIGN, False, ISA, False)  # fmt: skip
         first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
         encodes, decodes = outers_of_columns(column_outer_ptr, column_amax_ptr, group, column, cols, OUTER, SCALE,
                                              CONTRACT, ISA)  # fmt: skip

@@ -14,7 +14,8 @@ from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.memory import load_tile, store_scales
+from fp4compile.templates.device.memory import store_scales
+from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.values import takes_values
 from fp4compile.templates.grouped.amax import outer_of_rows
 from fp4compile.templates.grouped.heuristics import grouped_row_config
@@ -49,11 +50,12 @@ def launch_grouped_rows(
     else:
         tiles = source.rows // config.rows + groups
     launch(
-        quantize_grouped_rows, tiles * ceil_div(blocks, config.blocks),
+        source.read_by(quantize_grouped_rows), tiles * ceil_div(blocks, config.blocks),
         source.tensor, offs, data, or_placeholder(scales, data), *outers.arguments(data), or_placeholder(seed, data),
-        source.rows, source.cols, source.row_stride, **constants, GROUPS=groups, SEEDED=seed is not None,
-        OUTER=outers.mode, SWIZZLED=swizzled, ALIGN=source.align, **store_aligns(source.cols, fmt),
-        ISA=target_of(offs.device).isa, num_warps=config.num_warps, **config.constants,
+        source.rows, source.cols, source.row_stride, *source.operand_args, **constants, GROUPS=groups,
+        SEEDED=seed is not None, OUTER=outers.mode, SWIZZLED=swizzled, ALIGN=source.align,
+        **store_aligns(source.cols, fmt), ISA=target_of(offs.device).isa, num_warps=config.num_warps,
+        **config.constants,
     )  # fmt: skip
     return outers.scale
 
@@ -69,18 +71,13 @@ def store_group_outers(amax_ptr, outer_ptr, tile, col_tile, OUTER: tl.constexpr,
 
 @triton.jit
 def quantize_row_tile(
-    x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
+    words, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, dtype: tl.constexpr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, SEEDED: tl.constexpr,
-    OUTER: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    OUTER: tl.constexpr, UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Store the codes of a tile of `quantize_grouped_rows`, from row0 to `end` of a group. Returns its scale bytes."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    row = row0 + tl.arange(0, ROWS)
-    block0 = col_tile * BLOCKS
-    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK)
-    words = load_tile(x_ptr + row.to(tl.int64) * x_row + block0 * BLOCK, cols_left, row < end, dtype, ROWS, BLOCKS,
-                      BLOCK, VECTORS, ALIGN)  # fmt: skip
+    row = row0 + tl.arange(0, words.shape[0])
+    block0 = col_tile * words.shape[1]
     if OUTER == "group amax":
         encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, 0, True, False, SCALE, CONTRACT, ISA)
     elif OUTER == "each amax":
@@ -115,6 +112,7 @@ def store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK: t
 @triton.jit
 def quantize_grouped_rows(
     x_ptr, offs_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr, seed_ptr, rows, cols, x_row,
+    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
@@ -145,9 +143,16 @@ def quantize_grouped_rows(
             byte = tl.zeros((ROWS, BLOCKS), tl.int32)
             store_row_scales(scales_ptr, byte, tile, col_tile, row0, row0, cols, BLOCK, True, SCALE_ALIGN)
         return
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
+    row = row0 + tl.arange(0, ROWS)
+    col0 = col_tile * (BLOCKS * BLOCK)
+    cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK)
+    words = read_tile(x_ptr + row.to(tl.int64) * x_row + col0, operands, tile * 0, row, end, col0, cols, cols_left,
+                      dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False, ISA, False)  # fmt: skip
     byte = quantize_row_tile(
-        x_ptr, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, x_row,
-        ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, ALIGN, UNIT_ALIGN, ROWS, BLOCKS, VECTORS, ISA,
+        words, data_ptr, outer_ptr, amax_ptr, seed_ptr, col_tile, group, row0, end, cols, dtype,
+        ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, UNIT_ALIGN, ISA,
     )  # fmt: skip
     if not takes_values(data_ptr.dtype):
         store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK, SWIZZLED, SCALE_ALIGN)

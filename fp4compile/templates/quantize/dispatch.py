@@ -49,7 +49,7 @@ Quantized = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 class Reading:
     """How a quantiser reads x: as it lies in memory, or with a prologue, whose first operand x is.
 
-    operands: of the prologue, without the first; contiguous, as that is. down_columns: which direction is quantised.
+    operands: of the prologue, without the first; see `Matrices`. down_columns: which direction is quantised.
     stored: tensors to fill with what the prologue stores, contiguous. first: the first operand as it lies in memory.
     Where the prologue has several results, x stands for a batch of these: [results, rows, cols] of it.
     """
@@ -135,7 +135,9 @@ def _fits_columns(fmt: BlockFormat, prologue: Prologue, tensors: int) -> bool:
     computed = {step.operation for step in prologue.steps}
     if tensors == 3 and (fmt.scale is None or prologue.stored):
         return False
-    return "erf" not in computed and not (tensors > 1 and prologue.stored and "exp" in computed)
+    # Gates: with what is stored, and with an outer scale of the tensor beside those of both directions.
+    spills = tensors > 1 and "exp" in computed and (prologue.stored or fmt.outer == "tensor")
+    return "erf" not in computed and not spills
 
 
 def quantize(

@@ -31,10 +31,11 @@ WORTH = 0.95
 
 @dataclass(frozen=True)
 class Work:
-    """What a quantiser does. op: as in the op `quantize_prologue`.
+    """What a quantiser does. op: as in the op `quantize_prologue`, also of groups.
 
     columns: whether it quantises down the columns alone. given: whether the outer scale is given. transform, seeded: as
-    the kernels have it. cols: elements of a row, which may be symbolic.
+    the kernels have it. cols: elements of a row, which may be symbolic. values: in how many directions it writes values
+    of 16 bits. grouped: whether kernels of groups do it.
     """
 
     op: str
@@ -44,6 +45,8 @@ class Work:
     transform: bool
     seeded: bool
     cols: int
+    values: int = 0
+    grouped: bool = False
 
     @property
     def amax_read(self) -> bool:
@@ -51,7 +54,7 @@ class Work:
         if self.given or self.fmt.outer is None:
             return False
         on_chip = isinstance(self.cols, int) and self.cols <= MAX_ROW_ON_CHIP
-        return not (self.fmt.outer == "row" and on_chip and not self.by_columns)
+        return not (self.fmt.outer == "row" and on_chip and not self.by_columns and not self.grouped)
 
     @property
     def by_columns(self) -> bool:
@@ -64,8 +67,8 @@ class Work:
 
     @property
     def evaluations(self) -> int:
-        """How often the last kernel computes the prologue: `quantize_columns` does for each direction."""
-        one_read = self.fmt.outer != "row" and not self.transform and not self.seeded
+        """How often the last kernel computes the prologue: all but `quantize_both` do for each direction."""
+        one_read = not self.grouped and self.fmt.outer != "row" and not self.transform and not self.seeded
         return 1 if one_read else self.directions
 
 
@@ -126,7 +129,8 @@ def _time(sm: int, moved: float, instructions: float) -> float:
 
 
 def _written(work: Work) -> float:
-    return 2 if work.op == "fake_quantize" else work.directions * (0.5 if work.fmt.packed else 1)
+    """Bytes of an element of a result."""
+    return 2 * work.values + (work.directions - work.values) * (0.5 if work.fmt.packed else 1)
 
 
 def _stored(prologue: Prologue) -> int:

@@ -36,6 +36,7 @@ from fp4compile.templates.quantize.views import (
     format_constants,
     or_placeholder,
     padded_scale_shape,
+    row_stride,
     store_aligns,
 )
 
@@ -135,8 +136,8 @@ def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tenso
         if what not in stored:
             stored[what] = source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32)
     finding = replace(
-        source, batch=1, rows=source.batch * source.rows, batch_stride=0, stored=tuple(stored.values()),
-        prologue=replace(prologue, stored=tuple(stored)),
+        source, batch=1, rows=source.batch * source.rows, batch_stride=0, row_stride=row_stride(source.tensor),
+        stored=tuple(stored.values()), prologue=replace(prologue, stored=tuple(stored)),
     )  # fmt: skip
     return finding, tuple(stored[what] for what in statistics)
 

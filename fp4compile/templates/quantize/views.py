@@ -8,7 +8,7 @@ from fp4compile._compat import statically_true, tracing
 from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.prologue import OPERANDS, STORED, Prologue
-from fp4compile.templates.device.prologue import with_prologue
+from fp4compile.templates.device.prologue_source import with_prologue
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Matrices:
     """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements.
 
     prologue: None, or the steps whose result is the tensor; `tensor` is then their first operand, and `operands` are
-    the others. All are contiguous. If it has several results, these are the matrices of the batch. stored: what the
-    first kernel that reads the tensor fills with `prologue.stored`.
+    the others. They are contiguous, but for rows of those of the tensor's size, which may lie apart (`row_stride`).
+    Several results are the matrices of the batch. stored: what the first kernel that reads the tensor fills with
+    `prologue.stored`.
     amax_bits: as of `amax.tensor_amax_bits`, if the kernel that found statistics of the prologue has found it, too.
     """
 
@@ -43,11 +44,28 @@ class Matrices:
         absent = [[None] * (OPERANDS - 1 - len(self.operands)), [None] * (STORED - len(self.stored))]
         return *self.args, *self.operands, *absent[0], *self.stored, *absent[1]
 
+    @property
+    def operand_args(self) -> tuple:
+        """Operands 1, 2, ... of the prologue, for kernels of groups: these store nothing of it."""
+        return *self.operands, *[None] * (OPERANDS - 1 - len(self.operands))
+
     def read_by(self, kernel):
         """A kernel that reads by `device.prologue`, with the prologue in it."""
         if self.prologue is None:
             return kernel
-        return with_prologue(kernel, self.prologue, self.tensor.dtype != self.prologue.dtype)
+        apart = {i: stride for i, stride in self._row_strides.items() if not statically_true(stride == self.cols)}
+        return with_prologue(kernel, self.prologue, self.tensor.dtype != self.prologue.dtype, tuple(apart.items()))
+
+    @property
+    def _row_strides(self) -> dict[int, int]:
+        """Elements from one row to the next of the operands of the tensor's size, without the first one.
+
+        An operand whose last dimension is another one is contiguous.
+        """
+        kinds = {} if self.prologue is None else self.prologue.kinds
+        tensors = {i: each for i, each in enumerate(self.operands, 1) if kinds[i] == "aux"}
+        return {i: row_stride(each) if statically_true(each.shape[-1] == self.cols) else self.cols
+                for i, each in tensors.items()}  # fmt: skip
 
     def after(self, outer: "Outer") -> "Matrices":
         """What the next kernel reads, once outer scales are found: nothing is stored twice.
@@ -77,8 +95,11 @@ class Matrices:
         """
         if self.prologue is not None and set(self.prologue.kinds.values()) != {"aux"}:
             return None
+        if not all(statically_true(stride == self.cols) for stride in self._row_strides.values()):
+            return None
         if self.several:
-            return replace(self, rows=1, cols=self.rows * self.cols, row_stride=0)
+            apart = not statically_true(self.rows == 1) and not statically_true(self.row_stride == self.cols)
+            return None if apart else replace(self, rows=1, cols=self.rows * self.cols, row_stride=0)
         one_matrix = statically_true(self.batch == 1) or statically_true(self.batch_stride == self.rows * self.cols)
         one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)
         if not (one_matrix and one_row):
@@ -95,7 +116,8 @@ class Matrices:
         divisor = power_of_two(self.cols, 16 // size)
         if not statically_true(self.rows == 1):
             divisor = power_of_two(self.row_stride, divisor)
-        divisor = power_of_two(self.batch_stride, divisor)
+        for stride in (self.batch_stride, *self._row_strides.values()):
+            divisor = power_of_two(stride, divisor)
         for each in (self.tensor, *self.operands, *self.stored):
             divisor = power_of_two(_address(each) // each.element_size(), divisor)
         return divisor // 2
@@ -109,7 +131,7 @@ def matrices(
 ) -> Matrices:
     """x as matrices whose rows run along its last dimension; copied only where its strides leave no other way.
 
-    prologue, operands, stored: see `Matrices`; x is then contiguous.
+    prologue, operands, stored: see `Matrices`.
     """
     if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
         x = x.contiguous()
@@ -119,6 +141,25 @@ def matrices(
         x = x.flatten(0, -3)
     batch_stride = 0 if statically_true(x.shape[0] == 1) else x.stride(0)
     return Matrices(x, *x.shape, batch_stride, x.stride(1), prologue, operands, stored)
+
+
+def row_stride(x: torch.Tensor):
+    """Elements from one row of x to the next, the same throughout x; None if they differ, or rows are not contiguous.
+
+    Of a tensor with one row, the length of the row.
+    """
+    if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
+        return None
+    found, rows = None, 1
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if statically_true(size == 1):
+            continue
+        if found is None:
+            found = stride
+        elif not statically_true(stride == found * rows):
+            return None
+        rows = rows * size
+    return x.shape[-1] if found is None else found
 
 
 def power_of_two(n, limit: int) -> int:

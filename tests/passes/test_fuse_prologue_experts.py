@@ -1,0 +1,196 @@
+"""Which pointwise operations go into the kernels that quantise the rows of experts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4compile
+from fp4compile.passes import fuse_prologue, graph, manager
+from fp4compile.passes.graph import QUANTIZE_GROUPED_PROLOGUE
+from fp4compile.passes.lower import lower
+from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.targets import Target
+from fp4compile.templates.quantize import prologue_cost
+from tests.helpers import without_codegen
+from tests.helpers.absent_gpu import ANY, fused_graph
+from tests.helpers.graphs import summary
+
+BF16, F32 = torch.bfloat16, torch.float32
+ops = torch.ops.fp4compile
+
+
+@pytest.fixture(autouse=True)
+def on_any_gpu(monkeypatch):
+    """What the model says, also of GPUs on which the pass does nothing yet."""
+    monkeypatch.setattr(prologue_cost, "SINCE", 0)
+
+
+class Fused:
+    """A function's graph after the pass: its nodes with a prologue, the snapshot's lines, launches."""
+
+    def __init__(self, function, *shapes, fuse=True, **options):
+        self.result = fused_graph(function, *shapes, then=lambda found: self.read(found, fuse), **options)
+        self.launches = [launch.kernel.__name__ for launch in self.result.launches]
+
+    def read(self, found, fuse):
+        merge_quantize(found)
+        self.fused = fuse_prologue.fuse_prologue(found) if fuse else 0
+        found.lint()
+        self.nodes = list(found.find_nodes(op="call_function", target=QUANTIZE_GROUPED_PROLOGUE))
+        self.lines = [line.split(" = fp4compile.")[1] for line in summary(found).splitlines() if "_grouped_p" in line]
+        self.module = torch.fx.GraphModule({}, torch.fx.Graph())
+        self.module.graph.output(self.module.graph.graph_copy(found, {}))
+        self.module.recompile()
+        lower(found)
+
+
+def mixtral(x, w, v, offs):
+    """Experts as transformers computes them: gate and up are one product."""
+    gate, up = F.grouped_mm(x, w.transpose(1, 2), offs=offs).chunk(2, -1)
+    return F.grouped_mm(F.silu(gate) * up, v.transpose(1, 2), offs=offs)
+
+
+SILU = "['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, offs_1"
+ROWS, AMAX = "quantize_grouped_rows", "grouped_rows_amax"
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [("mxfp8", ANY), ("nvfp4_one_level", 2048)])
+def test_snapshot_of_experts(recipe, rows):
+    """On SM100 the gate goes into the quantiser of the rows, which reads both halves of the product where they lie."""
+    shapes, dtypes = ((rows, 512), (8, 2048, 512), (8, 512, 1024), (8,)), (BF16, BF16, BF16, torch.int32)
+    found = Fused(mixtral, *shapes, recipe=recipe, dtypes=dtypes)
+    assert found.fused == 1 and not found.result.mode.shape_env.guards
+    assert found.lines == [
+        f"quantize_grouped_prologue([getitem, getitem_1], {SILU}, quantize_grouped, {recipe}, -1, layout=swizzled)"
+    ]
+    assert [name for name in found.launches if "grouped" in name and "gemm" not in name] == [ROWS, ROWS]
+
+
+def gated(x, y):
+    return F.relu(x) * y
+
+
+def columns(x, y, offs):
+    return ops.quantize_grouped(gated(x, y), offs, "mxfp8", -2)
+
+
+def pair(x, y, offs):
+    value = gated(x, y)
+    return (*ops.quantize_grouped(value, offs, "nvfp4_rowwise"),
+            *ops.quantize_grouped(value, offs, "nvfp4_rowwise", -2))  # fmt: skip
+
+
+def values(x, y, offs):
+    return ops.fake_quantize_grouped(gated(x, y), offs, "nvfp4")
+
+
+def both_values(x, y, offs):
+    return ops.fake_quantize_grouped_both(gated(x, y), offs, "nvfp4_te", "columns", hadamard=True)
+
+
+def routed(x, y, offs):
+    return ops.quantize_grouped((x * y).to(BF16), offs, "nvfp4_one_level")
+
+
+# function, shape of y, launches, the arguments behind the offsets
+EACH = {
+    "columns": (columns, (96, 64), ["quantize_grouped_columns"], ("quantize_grouped", "mxfp8", -2)),
+    "both": (pair, (96, 64), ["grouped_columns_amax", "quantize_grouped_columns"],
+             ("quantize_grouped_both", "nvfp4_rowwise")),
+    "values": (values, (96, 64), [AMAX, ROWS], ("fake_quantize_grouped", "nvfp4")),
+    "both, values": (both_values, (96, 64), ["grouped_columns_amax", "quantize_grouped_columns"],
+                     ("fake_quantize_grouped_both", "nvfp4_te", -1, "columns")),
+    "rows as they are": (routed, (96, 1), ["quantize_rows"], ("quantize_grouped", "nvfp4_one_level")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_quantiser(name, monkeypatch):
+    """Its arguments stay; the graph computes what it did, by the reference, and the kernels read by the prologue."""
+    monkeypatch.setattr(fuse_prologue, "gain", lambda prologue, *_: 1 - len(prologue.stored))
+    function, other, launches, arguments = EACH[name]
+    dtypes = BF16, F32 if other[1] == 1 else BF16, torch.int32
+    found, before = (Fused(function, (96, 64), other, (3,), dtypes=dtypes, sm=90, fuse=fuse) for fuse in (True, False))
+    (node,) = found.nodes
+    assert found.fused == 1 and node.args[4:] == arguments and found.launches == launches
+    assert all("prologue(" in launch.kernel.fn.__globals__[reader].src
+               for launch in found.result.launches
+               for reader in ("read_tile", "read_column_tile") if reader in launch.kernel.fn.__globals__)  # fmt: skip
+    x, y = torch.randn(96, 64).bfloat16(), torch.randn(other).to(dtypes[1])
+    x[3, :2] = torch.tensor([torch.nan, torch.inf])
+    offs = torch.tensor([7, 7, 90], dtype=torch.int32)
+    for one, two in zip(found.module(x, y, offs), before.module(x, y, offs), strict=True):
+        assert one.shape == two.shape and torch.equal(
+            one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)
+        )
+
+
+def matrices(x, y, offs):
+    return ops.quantize_grouped(gated(x, y).view(3, 32, 64), None, "mxfp8")
+
+
+def spills(x, y, offs):
+    return ops.quantize_grouped_both(F.silu(x) * y, offs, "mxfp8")
+
+
+def kept(x, y, offs):
+    value = gated(x, y)
+    return *ops.quantize_grouped(value, offs, "mxfp8"), value
+
+
+def swept(x, y, offs):
+    return ops.quantize_grouped(gated(x, y).view(3, 32, 64), None, "nvfp4_one_level", scale_rule="mse")
+
+
+def norm(x, y, offs):
+    wide = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1)).to(BF16)
+    return ops.quantize_grouped(wide, offs, "nvfp4", -2)
+
+
+@pytest.mark.parametrize("function", [matrices, spills, kept, swept, norm], ids=lambda function: function.__name__)
+def test_left_to_inductor(function, monkeypatch):
+    """Weights; what others read, because rows of no group are not written; statistics."""
+    monkeypatch.setattr(fuse_prologue, "gain", lambda *_: 1)
+    found = Fused(function, (96, 64), (96, 64), (3,), dtypes=(BF16, BF16, torch.int32))
+    steps = [node.args[1] for node in found.nodes]
+    assert steps == ([["mul aux0 col1"]] if function is norm else [])
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(2, 128, 64) / 8)
+        self.down = torch.nn.Parameter(torch.randn(2, 64, 64) / 8)
+
+    def forward(self, x, offs):
+        gate, up = F.grouped_mm(x, self.gate_up.transpose(1, 2), offs=offs).chunk(2, -1)
+        return F.grouped_mm(gated(gate, up), self.down.transpose(1, 2), offs=offs)
+
+
+def trained(fused, monkeypatch):
+    """(result and gradients of one step, report, the quantisers with a prologue of each graph)."""
+    torch.manual_seed(0)
+    found = []
+    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
+    for module in (fuse_prologue, graph):
+        monkeypatch.setattr(module, "target_of", lambda device: Target(100))
+    seen = manager.fused
+    lines = lambda one: [line for line in summary(one).splitlines() if "quantize_grouped_prologue" in line]  # noqa: E731
+    monkeypatch.setattr(manager, "fused", lambda one: found.append(len(lines(one))) or seen(one))
+    without_codegen.install(monkeypatch)
+    torch._dynamo.reset()
+    model, x = Experts().bfloat16(), torch.randn(1024, 64).bfloat16().requires_grad_()
+    backend = fp4compile.backend("mxfp8")
+    y = torch.compile(model, backend=backend)(x, torch.tensor([700, 1000], dtype=torch.int32))
+    y.backward(torch.randn_like(y))
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], backend.report, found
+
+
+def test_a_step_of_experts(monkeypatch):
+    """What it is without, to the last bit: the product is rounded once, here and there. The report tells it."""
+    expected, *_ = trained(False, monkeypatch)
+    found, report, counts = trained(True, monkeypatch)
+    assert counts == [1, 0]
+    assert {f"{row.module} {row.product}": row.fused for row in report.rows if row.fused} == {"down fprop": "relu, mul"}
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
