@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from fp4compile import formats, reference
-from tests.helpers import in_interpreter
+from tests.helpers import in_interpreter, norms
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.ptx_player import e2m1_stochastic, play
-from tests.templates import test_norm_kernels as norms
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
