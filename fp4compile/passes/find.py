@@ -29,7 +29,13 @@ from torch.fx import Graph, GraphModule, Node
 from fp4compile import formats
 from fp4compile._compat import statically_true
 from fp4compile.passes.gemm import Gemm, Input, Operand
-from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
+from fp4compile.passes.gradients import (
+    Part,
+    input_index,
+    is_inner_gradient,
+    parts_of_gradients,
+    tangent_dependent,
+)
 from fp4compile.passes.graph import EXPERT_WEIGHTS
 from fp4compile.passes.grouped import is_grouped, why_unread
 from fp4compile.passes.products import Product, Side, packed_expert, product_of, why_not_packed
@@ -48,10 +54,14 @@ _LEFT_ALONE = {
     aten._scaled_mm.default: "already a scaled product",
 }
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
+_FUSED_LAYER = "torch's fast path of a transformer layer: its products lie inside one operator"
+# The operators that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in the place of their own code.
+_FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
 _PACKED_GRADIENT = "gradient x packed weights: they are dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
+_INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
 )
@@ -160,6 +170,8 @@ class _Scan:
 
     def _forward(self, product: Product) -> Gemm:
         a, b = product.a, product.b
+        if is_inner_gradient(product.node):
+            return _left_alone(product, _INNER_GRADIENT)
         if a.root is not None and b.root is not None:
             return _left_alone(product, "both operands are parameters")
         if a.root is None and b.root is None:
@@ -198,8 +210,8 @@ class _Scan:
     def _in_both_orientations(self) -> dict[Node, Gemm]:
         """The layers whose weight another product multiplies in the other orientation, as left alone.
 
-        A graph of `torch.func.grad` has no tangents, so a dgrad looks like a forward product there. The only sign is
-        that the weight is contracted along its other dimension.
+        A gradient that is taken inside of the graph looks like a forward product where nothing tells whence its nodes
+        come (`is_inner_gradient`). The only sign is that the weight is contracted along its other dimension.
         """
         keys = {layer.weight.key for layer in self.layers}
         return {
@@ -350,6 +362,8 @@ def _unsupported(target: Callable) -> str | None:
     """Why an operator that multiplies matrices is left alone; None for one that does not."""
     if target in _LEFT_ALONE:
         return _LEFT_ALONE[target]
+    if target in _FAST_PATHS:
+        return _FUSED_LAYER
     name = getattr(target, "__name__", "").partition(".")[0]
     if "scaled_dot_product" in name or name == "flex_attention":
         return _FUSED_ATTENTION

@@ -245,18 +245,50 @@ def test_a_broadcast_weight_is_a_layer():
     assert roles(decisions)[0][1:] == ("fprop", FPROP)
 
 
-def test_torch_func_grad_inside():
-    """The graph has no tangents, so nothing tells that the second product is a gradient."""
+INSIDE = "part of a gradient that is taken inside of the graph (torch.func.grad)"
+BOTH_ORIENTATIONS = "its weight is multiplied in both orientations and nothing is a gradient here"
 
-    def function(x):
-        return torch.func.grad(lambda z: F.linear(z, W).square().sum())(x)
 
+V = weight(32, 96)
+
+
+def _deep(z):
+    return F.linear(F.linear(z, W).tanh(), V)
+
+
+# Forward products are layers, those of gradients are not, whatever they look like: in a vjp the second product reads V
+# alone, because nothing needs the layer's output.
+INNER_GRADIENTS = {
+    "grad": (lambda x: torch.func.grad(lambda z: F.linear(z, W).square().sum())(x), 1, 1),
+    "vjp": (lambda x: torch.func.vjp(_deep, x)[1](torch.ones(len(x), 32))[0], 1, 2),
+    "weights": (lambda x: torch.func.grad(lambda w: F.linear(F.linear(x, w).tanh(), V).square().sum())(W), 2, 2),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", INNER_GRADIENTS)
+def test_gradients_that_are_taken_inside(name, trained):
+    function, layers, gradients = INNER_GRADIENTS[name]
+    with torch.set_grad_enabled(trained):
+        run, decisions = rewritten(function, {**UNEVEN, "dgrad_dy": None, "dgrad_w": None}, min_n=1, min_k=1)
+        run(tokens())
+    found = [reason for _, product, reason in roles(decisions) if product != "wgrad"]
+    assert found.count(FPROP) == layers
+    assert found.count(INSIDE) == gradients
+    if not trained:
+        assert len(found) == layers + gradients
+
+
+def test_a_gradient_of_which_nothing_tells_whence_it_comes(monkeypatch):
+    """Then the graph tells nothing, either, but that a weight is there in both orientations."""
+    monkeypatch.setattr("fp4compile.passes.find.is_inner_gradient", lambda node: False)
+    function, *_ = INNER_GRADIENTS["grad"]
     with torch.no_grad():
         run, decisions = rewritten(function, UNEVEN)
         torch.testing.assert_close(run(tokens()), function(tokens()))
     reasons = [reason for _, _, reason in roles(decisions)]
     assert len(reasons) == 2
-    assert all(reason.startswith("its weight is multiplied in both orientations") for reason in reasons)
+    assert all(reason.startswith(BOTH_ORIENTATIONS) for reason in reasons)
 
 
 CASTS = {
