@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
+from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
 from fp4compile.passes.gradients import (
     Part,
@@ -187,6 +188,9 @@ class _Scan:
         weight_is_b = product.weight is b
         root = product.weight.root
         why = why_not_packed(product)
+        if why is None and _is_quantised(root) and product.node.meta["val"].dtype in FLOAT_DTYPES:
+            stored = str(root.meta["val"].dtype).removeprefix("torch.")
+            why = f"its weight is stored as {stored}: it is quantised already"
         if why is not None:
             return replace(_left_alone(product, why), module=module_name(self.parameters[root]))
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
@@ -306,6 +310,12 @@ def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
         if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
             (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)
     return found
+
+
+def _is_quantised(root: Node) -> bool:
+    """Whether a parameter holds codes of another library: integers, or floating-point numbers of 8 bits."""
+    dtype = root.meta["val"].dtype
+    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _left_alone(product: Product, why: str) -> Gemm:

@@ -349,9 +349,9 @@ def test_freezing_says_that_it_quantises_nothing(monkeypatch):
     monkeypatch.setattr(sys.modules["fp4compile.backend"], "compile_fx", lambda gm, *args, **options: gm.forward)
     model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
     backend = fp4compile.backend("mxfp8")
-    with torch._inductor.config.patch(freezing=True), torch.no_grad():
-        with pytest.warns(UserWarning, match="quantised nothing: torch._inductor.config.freezing makes"):
-            out = torch.compile(model, backend=backend)(x)
+    warning = pytest.warns(UserWarning, match="quantised nothing: torch._inductor.config.freezing makes")
+    with torch._inductor.config.patch(freezing=True), torch.no_grad(), warning:
+        out = torch.compile(model, backend=backend)(x)
     assert torch.equal(out, model(x)) and backend.report.rows == []
     without_codegen.install(monkeypatch)
     with torch._inductor.config.patch(freezing=True):

@@ -312,6 +312,24 @@ def test_casts_that_change_values_are_seen_by_the_quantiser(name):
     assert not torch.equal(quantised(w, "fprop_w", 1, formats), quantised(cast(w), "fprop_w", 1, formats))
 
 
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_codes_of_another_library_are_not_quantised_again(stored):
+    """torchao's int8 weight-only layers are of this form; the input's gradient reads the same codes."""
+    codes = Parameter(weight().detach().to(stored), requires_grad=False)
+
+    def function(x):
+        return F.linear(x, codes.to(x.dtype)) * 0.5
+
+    run, decisions = rewritten(function, UNEVEN)
+    x = tokens()
+    torch.testing.assert_close(run(x), function(x))
+    torch.testing.assert_close(*(torch.autograd.grad(f(x).sum(), x)[0] for f in (run, function)))
+    name = str(stored).removeprefix("torch.")
+    assert [reason for *_, reason in roles(decisions)] == [
+        f"its weight is stored as {name}: it is quantised already", INPUT_ONLY,
+    ]  # fmt: skip
+
+
 def test_autocast_multiplies_the_weight_that_it_cast():
     w = weight()
 
