@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from fp4compile import gpus, names
 from fp4compile.gpus import Gpu
 from fp4compile.passes.gain import predicted
+from fp4compile.passes.gradients import is_nested
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import NOTHING_CAPTURED, Report, Row
@@ -114,7 +115,7 @@ def run_captured(
             return _boxed(module.forward if joint else runner(module, known))
 
         def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-            if joint:
+            if joint and not is_nested(graph.graph):
                 runner(graph, known)
             kwargs.pop("static_lifetime_input_indices", None)
             return default_partition(graph, joint_inputs, **kwargs)

@@ -36,6 +36,15 @@ def _index(desc: object) -> int | None:
     return None if desc is None or "Tangent" in type(desc).__name__ else desc.idx
 
 
+def is_nested(graph: Graph) -> bool:
+    """Whether a graph is the body of a region: a branch of `torch.cond`, a `nested_compile_region` and the like.
+
+    AOTAutograd describes the inputs of the whole function and none of a body's.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    return bool(placeholders) and all(node.meta.get("desc") is None for node in placeholders)
+
+
 def tangent_dependent(graph: Graph) -> set[Node]:
     """The nodes that depend on a tangent."""
     found: set[Node] = set()

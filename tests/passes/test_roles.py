@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
+from fp4compile.explain import run_captured
+from fp4compile.passes.manager import JointPasses
+from fp4compile.recipe import resolve
 from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 Linear, Parameter = torch.nn.Linear, torch.nn.Parameter
@@ -484,3 +487,40 @@ def test_parameters_in_nested_regions_are_named():
         run, decisions = rewritten(model, UNEVEN)
         torch.testing.assert_close(run(tokens()), model(tokens()))
     assert roles(decisions) == [("layer", "other", "inside cond: products of nested regions are left alone")] * 2
+
+
+ATTENTION_TOO = UNEVEN | {"attention_a": "mxfp8", "attention_b": "mxfp8"}
+
+
+def test_bodies_of_nested_regions_are_not_rewritten():
+    """Inductor hands them to the joint passes one by one. No input is a parameter there: layers look like attention."""
+    model, seen = torch.nn.Sequential(Linear(64, 64)), []
+
+    def passes(module, known):
+        for graph in (*(body.graph for body in module.children()), module.graph):
+            before = str(graph)
+            JointPasses(resolve(ATTENTION_TOO), known.inputs, lambda rows, runs: seen.extend(rows))(graph)
+            assert str(graph) == before
+        return module.forward
+
+    with torch.no_grad():
+        run_captured(lambda x: torch.cond(x.sum() > 0, model, lambda x: model(-x), (x,)), passes)(tokens())
+    assert [row.reason for row in seen] == ["inside cond: products of nested regions are left alone"] * 2
+
+
+def test_bodies_of_nested_regions_are_not_rewritten_in_training():
+    """AOTAutograd partitions the body that several calls share, and its partitioner runs the joint passes."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Linear(64, 64)
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x):
+            return self.layer(x).tanh()
+
+    model = torch.nn.Sequential(*(Block() for _ in range(2)))
+    report = fp4compile.explain(model, tokens(), recipe=ATTENTION_TOO)
+    assert {row.reason for row in report.rows} == {"inside invoke_subgraph: products of nested regions are left alone"}
+    assert report.graphs == 1
