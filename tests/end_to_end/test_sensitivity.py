@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
         hidden = self.twice(torch.relu(self.twice(x)))
         heads = [head(hidden) for head in self.heads.values()]
         output = torch.where(heads[1] > 0, heads[1], -torch.inf)  # as masked scores are
-        return Output(self.down(hidden), self.unused(hidden).argmax(-1), {"heads": [heads[0] * 3, output]})
+        return Output(self.down(hidden), self.unused(hidden) > 0, {"heads": [heads[0] * 3, output]})
 
 
 def floats(output):

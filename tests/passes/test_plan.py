@@ -268,6 +268,8 @@ SELECTIONS = {
     "softmax": lambda y: y.softmax(-1),
     "topk of sigmoids": lambda y: torch.topk(y.float().sigmoid() + 1.0, 2)[1],
     "sort": lambda y: torch.sort(y, dim=-1, descending=True)[0],
+    "argmax": lambda y: y.argmax(-1),
+    "maximum and its index": lambda y: torch.mul(*y.max(-1)),
 }
 
 
@@ -282,7 +284,8 @@ def test_routers_by_what_their_outputs_become(name):
 
         def forward(self, x):
             y = self.plain(x)
-            return SELECTIONS[name](self.choose(x)).sum() + y.softmax(0).sum() + torch.topk(y[:, :48], 3)[0].sum()
+            no_choice = y.softmax(0).sum() + torch.topk(y[:, :48], 3)[0].sum() + y.max(-1)[0].sum() + y.argmax()
+            return SELECTIONS[name](self.choose(x)).sum() + no_choice
 
     recipe = {"recipe": "mxfp8", "skip_lm_head": False}
     report = fp4compile.explain(Choosing(), torch.randn(8, 64, requires_grad=True), recipe=recipe)
