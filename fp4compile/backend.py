@@ -164,9 +164,9 @@ class Backend:
         before_joint, before_lowering = (
             as_passes(config_patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
         )
-        if not config_patches.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
-            switch = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
-            self._record(known, [], f"{switch} switches off those passes of Inductor that quantise")
+        prevented = _prevented(gm, mode, config_patches)
+        if prevented is not None:
+            self._record(known, [], prevented)
             return compile_fx(gm, example_inputs, config_patches=config_patches)
         told = _Compilation()
         passes = JointPasses(self.recipe, known.inputs, told.joint, before_joint, self.disabled_passes)
@@ -258,6 +258,16 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
     if not isinstance(strict, bool):
         raise TypeError(f"strict: expected a bool, got {type(strict).__name__}")
     return Backend(resolve(recipe, **overrides), strict)
+
+
+def _prevented(gm: GraphModule, mode: str | None, config_patches: dict[str, Any]) -> str | None:
+    """Why nothing of a graph can be quantised under the settings of Inductor; None where something can."""
+    if not config_patches.get("use_joint_graph_passes", getattr(inductor_config, "use_joint_graph_passes", True)):
+        switch = f"mode={mode!r}" if mode == "lite" else "use_joint_graph_passes=False"
+        return f"{switch} switches off those passes of Inductor that quantise"
+    if inductor_config.freezing and next(gm.parameters(), None) is not None:
+        return "torch._inductor.config.freezing makes parameters constants, and no operand is a parameter then"
+    return None
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:

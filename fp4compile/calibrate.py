@@ -47,8 +47,8 @@ def calibrate(
     progress: whether a terminal shows a progress bar, where the package tqdm is there.
 
     Raises ValueError for another recipe or method, for a percentile out of range, for no batches, if the recipe gives
-    no layer a static scale, and if an activation is not finite; TypeError for `batches` that are a single batch and for
-    a percentile that is no number.
+    no layer a static scale, and if an activation is not finite; TypeError for `batches` that are a single batch, a
+    percentile that is no number, and a model that cannot be called.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     if method not in METHODS:

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from fp4compile import gpus, names
 from fp4compile.gpus import Gpu
 from fp4compile.passes.gain import predicted
+from fp4compile.passes.gradients import is_nested
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import NOTHING_CAPTURED, Report, Row
@@ -48,8 +49,8 @@ def explain(
         if it is one of these, and none else. all: whether to print one line for each product, and not equal layers
         together.
 
-    Raises what `backend` raises for a bad recipe, and ValueError for an unknown GPU and if Dynamo captures no graph of
-    the model.
+    Raises what `backend` raises for a bad recipe, ValueError for an unknown GPU and if Dynamo captures no graph of the
+    model, and TypeError for a model that cannot be called.
     """
     chosen = resolve(recipe)
     target = gpus.present() if gpu is None else gpus.named(gpu)
@@ -98,7 +99,11 @@ def run_captured(
 
     Where the model or a part of it is compiled already, the uncompiled original is captured. Of a module's method
     `generate`, the calls of the module are captured, and the loop around them runs as it is: it takes Dynamo long.
+
+    Raises TypeError for a model that cannot be called.
     """
+    if not callable(model):
+        raise TypeError(f"model: expected a module or another callable, got {type(model).__name__}")
     model = model._orig_mod if isinstance(model, OptimizedModule) else model
     owner = getattr(model, "__self__", None)
     root = model if isinstance(model, torch.nn.Module) else owner if isinstance(owner, torch.nn.Module) else None
@@ -110,7 +115,7 @@ def run_captured(
             return _boxed(module.forward if joint else runner(module, known))
 
         def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-            if joint:
+            if joint and not is_nested(graph.graph):
                 runner(graph, known)
             kwargs.pop("static_lifetime_input_indices", None)
             return default_partition(graph, joint_inputs, **kwargs)

@@ -170,8 +170,9 @@ def sensitivity(
     belong to no expert are zeros in both, where PyTorch leaves memory as it was.
 
     Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no such
-    tensor, or whose output changes its shapes; what `backend` raises for a bad recipe; TypeError for `batches` that are
-    a single batch.
+    tensor, or whose output changes its shapes, and where no element of the model's output or of a layer's is finite;
+    what `backend` raises for a bad recipe; TypeError for `batches` that are a single batch, and for a model that cannot
+    be called.
     """
     chosen = resolve(recipe)
     trials = _Trials(model, chosen)
@@ -186,6 +187,9 @@ def sensitivity(
             f"model: recipe {chosen.name!r} quantises nothing of it, or no graph of it was captured; "
             "fp4compile.explain shows which"
         )
+    for layer, own in trials.of_layer.items():
+        own.check(f"the output of layer {layer!r}")
+        trials.of_model[layer].check("the model's output")
     found = [
         LayerSensitivity(layer, sum(trials.weights[layer].values()), own.decibels, trials.of_model[layer].decibels)
         for layer, own in trials.of_layer.items()
@@ -194,10 +198,14 @@ def sensitivity(
 
 
 class _Error:
-    """The power of a signal and of its error, summed over pairs of tensors."""
+    """The power of a signal and of its error, summed over pairs of tensors.
+
+    seen, compared: how many elements there were, and how many of them were finite without an error.
+    """
 
     def __init__(self) -> None:
         self.signal, self.error = 0.0, 0.0
+        self.seen, self.compared = 0, 0
 
     def add(self, expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
         """Add pairs of tensors, where the expected ones are finite."""
@@ -209,6 +217,13 @@ class _Error:
             error = torch.where(finite, other, 0).float() - signal
             self.signal += signal.square().sum(dtype=torch.float64).item()
             self.error += error.square().sum(dtype=torch.float64).item()
+            self.seen += one.numel()
+            self.compared += int(finite.sum().item())
+
+    def check(self, what: str) -> None:
+        """Raise ValueError where nothing could be compared. what: whose tensors these are."""
+        if self.seen and not self.compared:
+            raise ValueError(f"batches: {what} has no finite element, so nothing can be said of its error")
 
     @property
     def decibels(self) -> float:

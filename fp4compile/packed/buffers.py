@@ -69,8 +69,8 @@ class PackedWeight(nn.Module):
         """
         fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
-        if torch.is_autocast_enabled(weight.device.type):
-            weight = weight.to(torch.get_autocast_dtype(weight.device.type))
+        dtype = autocast_dtype(weight.device)
+        weight = weight if dtype is None else weight.to(dtype)
         layout = self.scale_layout_on(weight.device)
         if self.experts is None:
             found = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout, scale_rule=scale_rule)
@@ -178,6 +178,13 @@ class PackedWeight(nn.Module):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing is set: `_misfit` has made sure that the state is this layer's own."""
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts operands to on a device; None where it is off, and on meta, which has none."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 # The integer type of each item size among the buffers.

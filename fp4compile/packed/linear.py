@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from fp4compile import formats
 from fp4compile.ops import FLOAT_DTYPES
-from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight
+from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as the one of weight_norm does.
@@ -103,8 +103,8 @@ class PackedLinear(PackedWeight):
         self._check(input)
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             raise RuntimeError("a packed layer has no gradient: run it under torch.no_grad() or torch.inference_mode()")
-        if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
+        dtype = autocast_dtype(input.device)
+        input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return torch.ops.fp4compile.scaled_mm(
             *self._activation(input), self.layer_format.activation,

@@ -28,8 +28,15 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile import formats
 from fp4compile._compat import statically_true
+from fp4compile.ops import FLOAT_DTYPES
 from fp4compile.passes.gemm import Gemm, Input, Operand
-from fp4compile.passes.gradients import Part, input_index, parts_of_gradients, tangent_dependent
+from fp4compile.passes.gradients import (
+    Part,
+    input_index,
+    is_inner_gradient,
+    parts_of_gradients,
+    tangent_dependent,
+)
 from fp4compile.passes.graph import EXPERT_WEIGHTS
 from fp4compile.passes.grouped import is_grouped, why_unread
 from fp4compile.passes.products import Product, Side, packed_expert, product_of, why_not_packed
@@ -48,10 +55,14 @@ _LEFT_ALONE = {
     aten._scaled_mm.default: "already a scaled product",
 }
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
+_FUSED_LAYER = "torch's fast path of a transformer layer: its products lie inside one operator"
+# The operators that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in the place of their own code.
+_FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
 _PACKED_GRADIENT = "gradient x packed weights: they are dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
+_INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
 _BOTH_ORIENTATIONS = (
     "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
 )
@@ -160,6 +171,8 @@ class _Scan:
 
     def _forward(self, product: Product) -> Gemm:
         a, b = product.a, product.b
+        if is_inner_gradient(product.node):
+            return _left_alone(product, _INNER_GRADIENT)
         if a.root is not None and b.root is not None:
             return _left_alone(product, "both operands are parameters")
         if a.root is None and b.root is None:
@@ -175,6 +188,9 @@ class _Scan:
         weight_is_b = product.weight is b
         root = product.weight.root
         why = why_not_packed(product)
+        if why is None and _is_quantised(root) and product.node.meta["val"].dtype in FLOAT_DTYPES:
+            stored = str(root.meta["val"].dtype).removeprefix("torch.")
+            why = f"its weight is stored as {stored}: it is quantised already"
         if why is not None:
             return replace(_left_alone(product, why), module=module_name(self.parameters[root]))
         roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
@@ -198,8 +214,8 @@ class _Scan:
     def _in_both_orientations(self) -> dict[Node, Gemm]:
         """The layers whose weight another product multiplies in the other orientation, as left alone.
 
-        A graph of `torch.func.grad` has no tangents, so a dgrad looks like a forward product there. The only sign is
-        that the weight is contracted along its other dimension.
+        A gradient that is taken inside of the graph looks like a forward product where nothing tells whence its nodes
+        come (`is_inner_gradient`). The only sign is that the weight is contracted along its other dimension.
         """
         keys = {layer.weight.key for layer in self.layers}
         return {
@@ -296,6 +312,12 @@ def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
     return found
 
 
+def _is_quantised(root: Node) -> bool:
+    """Whether a parameter holds codes of another library: integers, or floating-point numbers of 8 bits."""
+    dtype = root.meta["val"].dtype
+    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
+
+
 def _left_alone(product: Product, why: str) -> Gemm:
     layer = product.sizes
     return Gemm(product.node, "other", _module_of(product.node), dims=layer, layer=layer, unsupported=why)
@@ -350,6 +372,8 @@ def _unsupported(target: Callable) -> str | None:
     """Why an operator that multiplies matrices is left alone; None for one that does not."""
     if target in _LEFT_ALONE:
         return _LEFT_ALONE[target]
+    if target in _FAST_PATHS:
+        return _FUSED_LAYER
     name = getattr(target, "__name__", "").partition(".")[0]
     if "scaled_dot_product" in name or name == "flex_attention":
         return _FUSED_ATTENTION

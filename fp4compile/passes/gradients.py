@@ -1,4 +1,4 @@
-"""Which nodes of a joint graph are gradients, and of which inputs.
+"""Which nodes of a graph are gradients, and of which inputs.
 
 AOTAutograd describes every input and output of a joint graph in the placeholders' and the output's `meta["desc"]`. A
 `GradAOTOutput` tells which output is the gradient of which input. A node is a part of that gradient if its elements
@@ -19,6 +19,9 @@ _GATHERS = {
     aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
     aten.select_backward.default,
 }  # fmt: skip
+# The functions that Dynamo calls there: that of `torch.func`, and `torch.autograd.grad`, which it captures where
+# `torch._dynamo.config.trace_autograd_ops` is set.
+_INNER_BACKWARD = frozenset({"_autograd_grad", "grad"})
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
 
@@ -33,6 +36,15 @@ def _index(desc: object) -> int | None:
     return None if desc is None or "Tangent" in type(desc).__name__ else desc.idx
 
 
+def is_nested(graph: Graph) -> bool:
+    """Whether a graph is the body of a region: a branch of `torch.cond`, a `nested_compile_region` and the like.
+
+    AOTAutograd describes the inputs of the whole function and none of a body's.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    return bool(placeholders) and all(node.meta.get("desc") is None for node in placeholders)
+
+
 def tangent_dependent(graph: Graph) -> set[Node]:
     """The nodes that depend on a tangent."""
     found: set[Node] = set()
@@ -43,6 +55,22 @@ def tangent_dependent(graph: Graph) -> set[Node]:
         elif any(arg in found for arg in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def is_inner_gradient(node: Node) -> bool:
+    """Whether a node was traced while `torch.func.grad`, `vjp` or the like took a gradient inside of the graph.
+
+    No tangent leads to such a node. Dynamo has one call for the whole backward of such a function, and every node that
+    comes of tracing it says so (`meta["from_node"]`).
+    """
+    waiting = list(node.meta.get("from_node") or ())
+    while waiting:
+        source = waiting.pop()
+        # The target is kept as text: "<function grad at 0x...>".
+        if not _INNER_BACKWARD.isdisjoint(str(getattr(source.node_info, "target", "")).split()):
+            return True
+        waiting.extend(source.from_node)
+    return False
 
 
 def _descriptor_name(desc: object) -> str:

@@ -31,6 +31,7 @@ from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fused import fused
 from fp4compile.passes.gemm import Gemm, Input, Operand
+from fp4compile.passes.gradients import is_nested
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
@@ -92,6 +93,8 @@ class JointPasses(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.user_passes:
             user_pass(graph)
+        if is_nested(graph):  # Inductor runs its passes on bodies, too; the graph around them lists their products
+            return
         start = time.perf_counter()
         decisions = analyse(graph, self.recipe, self.inputs)
         if "rewrite" in self.disabled:

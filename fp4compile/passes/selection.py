@@ -1,4 +1,7 @@
-"""Which layers choose among alternatives, as a router does: a top-k, sort or softmax goes over all their outputs."""
+"""Which layers choose among alternatives, as a router does: a top-k, sort, softmax or argmax goes over all their
+outputs."""
+
+import operator
 
 import torch
 from torch.fx import Node
@@ -8,13 +11,14 @@ from fp4compile.passes.views import is_cast, source_of
 
 aten = torch.ops.aten
 
-_SELECTIONS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten._softmax.default, aten._log_softmax.default}
+_SELECTIONS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten._softmax.default, aten._log_softmax.default,
+               aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}  # fmt: skip
 # A layer with more outputs yields features or a vocabulary. Published models have at most a few hundred experts.
 _MOST_CHOICES = 1024
 
 
 def feeds_selection(product: Node, dim: int) -> bool:
-    """Whether a top-k, a sort or a softmax goes over all outputs of a layer, after elementwise operations at most.
+    """Whether one of `_SELECTIONS` goes over all outputs of a layer, after elementwise operations at most.
 
     product: the node of the layer's product. dim: the dimension of its out features.
     """
@@ -34,7 +38,7 @@ def feeds_selection(product: Node, dim: int) -> bool:
 
 
 def _selects(node: Node, choices: int) -> bool:
-    """Whether a node is a top-k, a sort or a softmax over a dimension of `choices` elements."""
+    """Whether a node is one of `_SELECTIONS` over a dimension of `choices` elements."""
     if node.target is aten.amax.default:  # a decomposed softmax: exp(x - amax(x))
         dims = node.args[1] if len(node.args) > 1 else []
         over = [node.args[0].meta["val"].shape[d] for d in dims]
@@ -43,11 +47,20 @@ def _selects(node: Node, choices: int) -> bool:
         )
     if node.target not in _SELECTIONS:
         return False
+    if node.target in (aten.max.dim, aten.min.dim) and not any(_is_index(user) for user in node.users):
+        return False  # the largest value is no choice
     value = node.args[0].meta["val"]
     # topk takes (x, k, dim=-1), the others (x, dim); sort.stable takes dim by name.
     at = 2 if node.target is aten.topk.default else 1
-    dim = node.kwargs.get("dim", node.args[at] if len(node.args) > at else -1)
-    return value.dim() > 0 and value.shape[dim] == choices
+    whole = None if node.target in (aten.argmax.default, aten.argmin.default) else -1
+    dim = node.kwargs.get("dim", node.args[at] if len(node.args) > at else whole)
+    return value.dim() > 0 and dim is not None and value.shape[dim] == choices
+
+
+def _is_index(node: Node) -> bool:
+    """Whether a node takes the indices of a maximum, and more than the maximum's own backward reads them."""
+    indices = node.target is operator.getitem and node.args[1] == 1
+    return indices and any(not user.meta.get("autograd_backward") for user in node.users)
 
 
 def _exponentiated(node: Node) -> bool:

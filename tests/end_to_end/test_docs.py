@@ -227,8 +227,9 @@ def test_reasons_are_found():
     "message",
     [
         "convolution", "no matrix product found", "switches off those passes of Inductor that quantise",
-        "compiled nothing", "no graph of it was captured", "decides for no layer", "a packed layer has no gradient",
-        "from Inductor's cache are gone", "leaves blocks alone by their number, and no name in this graph has one",
+        "freezing makes parameters constants", "compiled nothing", "no graph of it was captured",
+        "decides for no layer", "a packed layer has no gradient", "from Inductor's cache are gone",
+        "leaves blocks alone by their number, and no name in this graph has one",
     ],
 )  # fmt: skip
 def test_messages_are_explained_and_are_in_the_code(message):

@@ -163,6 +163,12 @@ def test_empty_and_meta(recipe):
     assert {name: value[:2] for name, value in contents(empty[0]).items()} == before
     with pytest.raises(NotImplementedError):
         copy.deepcopy(model).to("meta").to("cpu")
+    with torch.device("meta"):
+        packed_there = packed(recipe)
+        assert packed_there(torch.ones(3, 48, dtype=BF16)).shape == (3, 80)
+    loaded = packed_there.to_empty(device="cpu")
+    loaded.load_state_dict(model.state_dict())
+    assert contents(loaded[0]) == contents(model[0])
 
 
 def test_no_codes_are_cast_on_the_way():

@@ -344,6 +344,21 @@ def test_lite_mode_says_that_it_quantises_nothing(by, monkeypatch):
     assert torch.equal(out, model(x)) and len(backend.report.rows) == (by != "configuration")
 
 
+def test_freezing_says_that_it_quantises_nothing(monkeypatch):
+    """Dynamo then makes parameters attributes of the graph. In training it does not."""
+    monkeypatch.setattr(sys.modules["fp4compile.backend"], "compile_fx", lambda gm, *args, **options: gm.forward)
+    model, x = torch.nn.Linear(64, 64), torch.ones(8, 64)
+    backend = fp4compile.backend("mxfp8")
+    warning = pytest.warns(UserWarning, match="quantised nothing: torch._inductor.config.freezing makes")
+    with torch._inductor.config.patch(freezing=True), torch.no_grad(), warning:
+        out = torch.compile(model, backend=backend)(x)
+    assert torch.equal(out, model(x)) and backend.report.rows == []
+    without_codegen.install(monkeypatch)
+    with torch._inductor.config.patch(freezing=True):
+        torch.compile(model, backend=backend)(x)
+    assert [row.product for row in backend.report.rows if row.quantised] == ["fprop", "wgrad"]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_lite_mode_takes_no_rows_of_another_run_from_the_cache(strict, monkeypatch):
     without_codegen.install(monkeypatch)

@@ -37,7 +37,7 @@ class Net(torch.nn.Module):
         hidden = self.twice(torch.relu(self.twice(x)))
         heads = [head(hidden) for head in self.heads.values()]
         output = torch.where(heads[1] > 0, heads[1], -torch.inf)  # as masked scores are
-        return Output(self.down(hidden), self.unused(hidden).argmax(-1), {"heads": [heads[0] * 3, output]})
+        return Output(self.down(hidden), self.unused(hidden) > 0, {"heads": [heads[0] * 3, output]})
 
 
 def floats(output):
@@ -120,6 +120,21 @@ def test_bad_input():
         fp4compile.sensitivity(torch.nn.ReLU(), [x])
     with pytest.raises(ValueError, match="model: its output has no floating-point tensor"):
         fp4compile.sensitivity(lambda x: layer(x).argmax(-1), [x])
+    for measure in (fp4compile.sensitivity, fp4compile.calibrate):
+        with pytest.raises(TypeError, match="model: expected a module or another callable, got str"):
+            measure("layer", [x])
+
+
+def test_what_is_not_finite_is_not_called_exact():
+    """Masked elements are left out. Where no element is left, nothing can be said."""
+    layer, x = torch.nn.Linear(64, 64), torch.randn(4, 64)
+    beyond = torch.full((4, 64), math.inf)
+    masked = fp4compile.sensitivity(lambda x: layer(x).masked_fill(torch.eye(4, 64).bool(), -math.inf), [x])
+    assert 5 < masked.layers[0].model_db < 40
+    with pytest.raises(ValueError, match="batches: the model's output has no finite element"):
+        fp4compile.sensitivity(lambda x: layer(x) * math.nan, [x])
+    with pytest.raises(ValueError, match="batches: the output of layer 'layer' has no finite element"):
+        fp4compile.sensitivity(lambda x: layer(x).tanh(), [beyond])
 
 
 # ---------------------------------------------------------------- budgets

@@ -237,7 +237,7 @@ def strided(d: Draft) -> None:
 
 @kind(0.5)
 def gradient_inside(d: Draft) -> None:
-    """torch.func.grad in a graph without tangents: forward and backward look alike, and are left alone."""
+    """torch.func.grad in a graph without tangents: its forward product is a layer's, its gradient is left alone."""
     x = d.pick()
     if d.train:
         return
@@ -245,10 +245,9 @@ def gradient_inside(d: Draft) -> None:
     layer = d.linear(d.shape(x)[-1], width, bias=False)
     d.layers.pop()
     h, made = result(d, x, d.shape(x)[-1])
-    u = d.name("u")
     d.step("gradient_inside", [x], made,
-           [f"{h} = torch.func.grad(lambda v: (self.{layer}(v) * self.{layer}(v)).sum())({x})"],
-           [f"{u} = F.linear({x}, self.{layer}.weight)", f"{h} = ({u} + {u}) @ self.{layer}.weight"])  # fmt: skip
+           [f"{h} = torch.func.grad(lambda v: self.{layer}(v).square().sum())({x})"],
+           [f"{h} = 2 * q.linear('{layer}', {x}, self.{layer}.weight) @ self.{layer}.weight"])  # fmt: skip
 
 
 @kind(0.6)

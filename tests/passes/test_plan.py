@@ -115,6 +115,7 @@ class Odd(torch.nn.Module):
         super().__init__()
         self.shared = torch.nn.Parameter(torch.randn(64, 64))
         self.conv = torch.nn.Conv1d(64, 64, 3)
+        self.fast = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval()
         self.matrix = torch.nn.Parameter(torch.randn(64, 64))
 
     def forward(self, x):  # [4, 8, 64]
@@ -123,7 +124,7 @@ class Odd(torch.nn.Module):
         c = F.scaled_dot_product_attention(*(x.unflatten(-1, (2, 32)).transpose(1, 2),) * 3).sum()
         d = torch.baddbmm(a, x, a.transpose(1, 2) @ a)
         e = self.matrix @ self.matrix
-        return d + b + c + e.sum()
+        return d + b + c + e.sum() + self.fast(x)
 
 
 def test_everything_else_that_multiplies_has_a_reason():
@@ -134,6 +135,7 @@ def test_everything_else_that_multiplies_has_a_reason():
         "batched product with a parameter",
         "convolution",
         "fused attention: its products lie inside one kernel",
+        "torch's fast path of a transformer layer: its products lie inside one operator",
         "batched product with an added term (baddbmm)",
         "no operand is a parameter, and the recipe leaves attention in high precision",
         "both operands are parameters",
@@ -266,6 +268,8 @@ SELECTIONS = {
     "softmax": lambda y: y.softmax(-1),
     "topk of sigmoids": lambda y: torch.topk(y.float().sigmoid() + 1.0, 2)[1],
     "sort": lambda y: torch.sort(y, dim=-1, descending=True)[0],
+    "argmax": lambda y: y.argmax(-1),
+    "maximum and its index": lambda y: torch.mul(*y.max(-1)),
 }
 
 
@@ -280,7 +284,8 @@ def test_routers_by_what_their_outputs_become(name):
 
         def forward(self, x):
             y = self.plain(x)
-            return SELECTIONS[name](self.choose(x)).sum() + y.softmax(0).sum() + torch.topk(y[:, :48], 3)[0].sum()
+            no_choice = y.softmax(0).sum() + torch.topk(y[:, :48], 3)[0].sum() + y.max(-1)[0].sum() + y.argmax()
+            return SELECTIONS[name](self.choose(x)).sum() + no_choice
 
     recipe = {"recipe": "mxfp8", "skip_lm_head": False}
     report = fp4compile.explain(Choosing(), torch.randn(8, 64, requires_grad=True), recipe=recipe)

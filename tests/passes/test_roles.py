@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
+from fp4compile.explain import run_captured
+from fp4compile.passes.manager import JointPasses
+from fp4compile.recipe import resolve
 from tests.helpers.rewritten import UNEVEN, rewritten, roles
 
 Linear, Parameter = torch.nn.Linear, torch.nn.Parameter
@@ -245,18 +248,50 @@ def test_a_broadcast_weight_is_a_layer():
     assert roles(decisions)[0][1:] == ("fprop", FPROP)
 
 
-def test_torch_func_grad_inside():
-    """The graph has no tangents, so nothing tells that the second product is a gradient."""
+INSIDE = "part of a gradient that is taken inside of the graph (torch.func.grad)"
+BOTH_ORIENTATIONS = "its weight is multiplied in both orientations and nothing is a gradient here"
 
-    def function(x):
-        return torch.func.grad(lambda z: F.linear(z, W).square().sum())(x)
 
+V = weight(32, 96)
+
+
+def _deep(z):
+    return F.linear(F.linear(z, W).tanh(), V)
+
+
+# Forward products are layers, those of gradients are not, whatever they look like: in a vjp the second product reads V
+# alone, because nothing needs the layer's output.
+INNER_GRADIENTS = {
+    "grad": (lambda x: torch.func.grad(lambda z: F.linear(z, W).square().sum())(x), 1, 1),
+    "vjp": (lambda x: torch.func.vjp(_deep, x)[1](torch.ones(len(x), 32))[0], 1, 2),
+    "weights": (lambda x: torch.func.grad(lambda w: F.linear(F.linear(x, w).tanh(), V).square().sum())(W), 2, 2),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", INNER_GRADIENTS)
+def test_gradients_that_are_taken_inside(name, trained):
+    function, layers, gradients = INNER_GRADIENTS[name]
+    with torch.set_grad_enabled(trained):
+        run, decisions = rewritten(function, {**UNEVEN, "dgrad_dy": None, "dgrad_w": None}, min_n=1, min_k=1)
+        run(tokens())
+    found = [reason for _, product, reason in roles(decisions) if product != "wgrad"]
+    assert found.count(FPROP) == layers
+    assert found.count(INSIDE) == gradients
+    if not trained:
+        assert len(found) == layers + gradients
+
+
+def test_a_gradient_of_which_nothing_tells_whence_it_comes(monkeypatch):
+    """Then the graph tells nothing, either, but that a weight is there in both orientations."""
+    monkeypatch.setattr("fp4compile.passes.find.is_inner_gradient", lambda node: False)
+    function, *_ = INNER_GRADIENTS["grad"]
     with torch.no_grad():
         run, decisions = rewritten(function, UNEVEN)
         torch.testing.assert_close(run(tokens()), function(tokens()))
     reasons = [reason for _, _, reason in roles(decisions)]
     assert len(reasons) == 2
-    assert all(reason.startswith("its weight is multiplied in both orientations") for reason in reasons)
+    assert all(reason.startswith(BOTH_ORIENTATIONS) for reason in reasons)
 
 
 CASTS = {
@@ -278,6 +313,24 @@ def test_casts_that_change_values_are_seen_by_the_quantiser(name):
     products = ["dgrad", "fprop"] if name in ("bool", "int32") else ["dgrad", "fprop", "wgrad"]
     assert sorted(entry[1] for entry in found) == products
     assert not torch.equal(quantised(w, "fprop_w", 1, formats), quantised(cast(w), "fprop_w", 1, formats))
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_codes_of_another_library_are_not_quantised_again(stored):
+    """torchao's int8 weight-only layers are of this form; the input's gradient reads the same codes."""
+    codes = Parameter(weight().detach().to(stored), requires_grad=False)
+
+    def function(x):
+        return F.linear(x, codes.to(x.dtype)) * 0.5
+
+    run, decisions = rewritten(function, UNEVEN)
+    x = tokens()
+    torch.testing.assert_close(run(x), function(x))
+    torch.testing.assert_close(*(torch.autograd.grad(f(x).sum(), x)[0] for f in (run, function)))
+    name = str(stored).removeprefix("torch.")
+    assert [reason for *_, reason in roles(decisions)] == [
+        f"its weight is stored as {name}: it is quantised already", INPUT_ONLY,
+    ]  # fmt: skip
 
 
 def test_autocast_multiplies_the_weight_that_it_cast():
@@ -434,3 +487,40 @@ def test_parameters_in_nested_regions_are_named():
         run, decisions = rewritten(model, UNEVEN)
         torch.testing.assert_close(run(tokens()), model(tokens()))
     assert roles(decisions) == [("layer", "other", "inside cond: products of nested regions are left alone")] * 2
+
+
+ATTENTION_TOO = UNEVEN | {"attention_a": "mxfp8", "attention_b": "mxfp8"}
+
+
+def test_bodies_of_nested_regions_are_not_rewritten():
+    """Inductor hands them to the joint passes one by one. No input is a parameter there: layers look like attention."""
+    model, seen = torch.nn.Sequential(Linear(64, 64)), []
+
+    def passes(module, known):
+        for graph in (*(body.graph for body in module.children()), module.graph):
+            before = str(graph)
+            JointPasses(resolve(ATTENTION_TOO), known.inputs, lambda rows, runs: seen.extend(rows))(graph)
+            assert str(graph) == before
+        return module.forward
+
+    with torch.no_grad():
+        run_captured(lambda x: torch.cond(x.sum() > 0, model, lambda x: model(-x), (x,)), passes)(tokens())
+    assert [row.reason for row in seen] == ["inside cond: products of nested regions are left alone"] * 2
+
+
+def test_bodies_of_nested_regions_are_not_rewritten_in_training():
+    """AOTAutograd partitions the body that several calls share, and its partitioner runs the joint passes."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Linear(64, 64)
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x):
+            return self.layer(x).tanh()
+
+    model = torch.nn.Sequential(*(Block() for _ in range(2)))
+    report = fp4compile.explain(model, tokens(), recipe=ATTENTION_TOO)
+    assert {row.reason for row in report.rows} == {"inside invoke_subgraph: products of nested regions are left alone"}
+    assert report.graphs == 1
