@@ -126,11 +126,15 @@ def after_gradients(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, trai
     return kernels.quantize_both(both, fmt, layout=layout, seed=seed, transform=trained, reading=reading)
 
 
-def of_halves(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, op: str) -> Any:
-    """A gate whose two tensors are the halves of the columns of one that is twice as wide."""
+def of_halves(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, op: str, given: bool = False) -> Any:
+    """A gate whose two tensors are the halves of the columns of one that is twice as wide.
+
+    given: whether there is an outer scale.
+    """
     gate, up = x.new_empty(x.shape[0], 2 * x.shape[1]).chunk(2, -1)
     reading = kernels.Reading(Prologue.parse(_GATE, x.dtype), (up,))
-    return getattr(kernels, op)(gate, fmt, layout=layout, reading=reading)
+    outer = x.new_ones((), dtype=torch.float32) if given else None
+    return getattr(kernels, op)(gate, fmt, outer, layout=layout, reading=reading)
 
 
 def of_experts(
@@ -271,6 +275,7 @@ PROLOGUE_CONFIGURATIONS = (
     Configuration("rows of halves", "nvfp4_one_level", partial(of_halves, op="quantize")),
     Configuration("rows of halves", "mxfp8", partial(of_halves, op="quantize")),
     Configuration("both of halves", "mxfp8", partial(of_halves, op="quantize_both")),
+    Configuration("both of halves, given", "nvfp4", partial(of_halves, op="quantize_both", given=True)),
     *(Configuration("rows of experts' halves", name, partial(of_experts, steps=_GATE)) for name in ("nvfp4", "mxfp8")),
     Configuration("columns of experts' halves", "mxfp8", partial(of_experts, steps=_GATE, dim=-2)),
     Configuration("both of experts' halves", "mxfp8", partial(of_experts, steps=_RELU, both=True)),

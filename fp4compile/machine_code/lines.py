@@ -105,6 +105,7 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_rows", "rows of halves", "nvfp4_one_level"): 415,
     ("quantize_rows", "rows of halves", "mxfp8"): 411,
     ("quantize_both", "both of halves", "mxfp8"): 485,
+    ("quantize_both", "both of halves, given", "nvfp4"): 506,
     ("grouped_rows_amax", "rows of experts' halves", "nvfp4"): 387,
     ("quantize_grouped_rows", "rows of experts' halves", "nvfp4"): 474,
     ("quantize_grouped_rows", "rows of experts' halves", "mxfp8"): 450,

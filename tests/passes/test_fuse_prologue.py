@@ -288,8 +288,6 @@ LEFT = {
     "a norm of a slice and of another": (lambda x: quantize(rms_norm(*x.chunk(2, -1)), "mxfp8"), (FLAT,)),
     "one dimension": (lambda x: quantize(x * 2.0, "nvfp4"), ((128,),)),
     "erf for columns": (lambda x: quantize_both(F.gelu(x), "mxfp8"), (FLAT,)),
-    "a gate for columns with a scale of the tensor":
-        (lambda x, y, scale: quantize_both(F.silu(x) * y, "nvfp4", outer=scale), (FLAT, FLAT, ()), (BF16, BF16, F32)),
     "three tensors for rows and columns without blocks":
         (lambda x, y, z: quantize_both(x * y + z, "float8_rowwise"), (FLAT, FLAT, FLAT)),
     "three tensors for columns, and kept":

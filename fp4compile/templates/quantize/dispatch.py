@@ -135,9 +135,7 @@ def _fits_columns(fmt: BlockFormat, prologue: Prologue, tensors: int) -> bool:
     computed = {step.operation for step in prologue.steps}
     if tensors == 3 and (fmt.scale is None or prologue.stored):
         return False
-    # Gates: with what is stored, and with an outer scale of the tensor beside those of both directions.
-    spills = tensors > 1 and "exp" in computed and (prologue.stored or fmt.outer == "tensor")
-    return "erf" not in computed and not spills
+    return "erf" not in computed and not (tensors > 1 and prologue.stored and "exp" in computed)
 
 
 def quantize(
