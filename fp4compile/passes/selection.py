@@ -60,7 +60,7 @@ def _selects(node: Node, choices: int) -> bool:
 def _is_index(node: Node) -> bool:
     """Whether a node takes the indices of a maximum, and more than the maximum's own backward reads them."""
     indices = node.target is operator.getitem and node.args[1] == 1
-    return indices and any(not user.meta.get("autograd_backward") for user in node.users)
+    return indices and any(user.meta.get("partitioner_tag") != "is_backward" for user in node.users)
 
 
 def _exponentiated(node: Node) -> bool:

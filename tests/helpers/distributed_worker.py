@@ -92,7 +92,8 @@ class Run:
     """Training loss of each step, the loss on the first batch after each step, (module, product) of what was quantised,
     and the bytes that one rank keeps between forward and backward.
 
-    freed: whether FSDP2's whole parameters were gone after the forward, and after the backward, of each step.
+    freed: whether FSDP2's whole parameters were gone after the forward, and after the backward, of each step. graphs:
+    how many the backend compiled.
     """
 
     losses: list[float]
@@ -100,6 +101,7 @@ class Run:
     quantised: list[tuple[str, str]] = field(default_factory=list)
     kept: int = 0
     freed: list[bool] = field(default_factory=list)
+    graphs: int = 0
 
 
 # ---------------------------------------------------------------- two processes
@@ -112,7 +114,9 @@ def train(case: Case, rank: int, device) -> Run:
     run = Run([], [])
     dtype = getattr(torch, case.dtype)
     if case.wrapper == "ddp":
-        wrapped = DistributedDataParallel(model.to(dtype))
+        # Buckets that a block fills, so that Dynamo's DDP optimizer splits the graph. The first has no other setting.
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 75_000
+        wrapped = DistributedDataParallel(model.to(dtype), bucket_cap_mb=0.075)
         called, whole = torch.compile(wrapped, backend=backend), []
     else:
         policy = MixedPrecisionPolicy(dtype, torch.float32) if case.dtype != "float32" else MixedPrecisionPolicy()
@@ -135,6 +139,7 @@ def train(case: Case, rank: int, device) -> Run:
         run.losses.append(mean(loss))
         run.evaluated.append(mean(evaluate(called, mine[0])))
     run.quantised = sorted((row.module, row.product) for row in backend.report.quantised)
+    run.graphs = backend.report.graphs
     return run
 
 

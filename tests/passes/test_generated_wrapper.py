@@ -137,7 +137,7 @@ def test_generated_wrapper_of_a_prologue(monkeypatch):
     shapes = ((300, 512), (300, 512), (512,), (512, 512))
     found = fused_graph(norm_and_product, *shapes, recipe="nvfp4", paper=nullcontext, fuse=False)
     definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
-    assert len(re.findall(r"def prologue\(aux0, col1, row2\):", definitions)) == 2
+    assert len(re.findall(r"def prologue\(aux0, col1, row2, ISA: tl\.constexpr\):", definitions)) == 2
     sums, *quantisers = re.findall(r"^ *(triton_per\w+|\w+_amax\w*|quantize_rows\w*)\.run\((.*)\)", calls, re.M)
     statistics, x, y, both, *_ = sums[1].split(", ")
     assert (x, y) == ("x_1", "y_1") and "scale_1" not in sums[1]

@@ -295,4 +295,4 @@ def test_one_epilogue_is_one_kernel():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
 def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)
+    in_interpreter.assert_passes(__file__, "test_skinny_block_scaled.py")

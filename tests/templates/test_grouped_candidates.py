@@ -312,4 +312,4 @@ def test_what_the_library_serves():
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 @pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no mixed tuples")
 def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__, "test_grouped_values.py")
+    in_interpreter.assert_passes(__file__, "test_grouped_values.py", "test_grouped_sm100.py")

@@ -1,7 +1,6 @@
 """The grouped block-scaled kernel: values in Triton's interpreter, machine code for SM100.
 
-The interpreter has to be chosen before Triton is imported: `test_in_the_interpreter` runs this file again in a process
-of its own.
+In Triton's interpreter in the process of test_grouped_candidates.py.
 """
 
 from dataclasses import replace
@@ -28,8 +27,7 @@ from fp4compile.templates.grouped.block_scaled_sm100 import CANDIDATE, sm100_con
 from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
 from fp4compile.templates.grouped.problem import call_of, problem_of
 from fp4compile.templates.launch import target_of
-from tests.helpers import in_interpreter
-from tests.helpers.kernels import INTERPRETING, OLD_TRITON, for_gpus, gpu, on_device
+from tests.helpers.kernels import INTERPRETING, for_gpus, gpu, on_device
 
 BF16 = torch.bfloat16
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="the interpreter stands in for an SM100 GPU")
@@ -231,9 +229,3 @@ def test_machine_code():
     stores = sass.widths("STG")
     assert set(stores) == {4, 16}  # 4: entries of the table
     assert stores.count(16) >= 128 * launched.constants["BN"] * BF16.itemsize / (16 * 32 * launched.num_warps)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fp4compile import formats, reference, reference_scales
-from tests.helpers import in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, hard_input, of_amax
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,8 +119,3 @@ def test_a_large_weight():
             for rule in RULES:
                 check(torch.randn(1024, 4096).to(dtype), name, rule, "swizzled")
         check_weighted(torch.randn(256, 4096).to(dtype), hessians(256))
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)

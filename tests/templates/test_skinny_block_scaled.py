@@ -1,7 +1,6 @@
 """The block-scaled kernel for few rows of A: values in Triton's interpreter, machine code and launches for SM100.
 
-The interpreter has to be chosen before Triton is imported: `test_in_the_interpreter` runs this file again in a process
-of its own.
+In Triton's interpreter in the process of test_epilogue_kernels.py.
 """
 
 import re
@@ -21,10 +20,10 @@ from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.gemm.skinny_block_scaled_sm100 import CANDIDATE
 from fp4compile.templates.launch import dry_run
-from tests.helpers import choices, in_interpreter
+from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
-from tests.helpers.kernels import INTERPRETING, NEW_PTXAS, OLD_TRITON, quantized
+from tests.helpers.kernels import INTERPRETING, NEW_PTXAS, quantized
 
 KERNEL = "gemm_skinny_block_scaled_sm100"
 BF16 = torch.bfloat16
@@ -275,9 +274,3 @@ def test_ragged_sizes_do_not_spill():
     code = _compat.compile_ahead(product.kernel, product.args, product.constants, product.num_warps, 100)
     assert not disassemble(code.asm["cubin"]).local_accesses
     assert "tcgen05.cp" in code.asm["ptx"]
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)

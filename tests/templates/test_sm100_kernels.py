@@ -183,4 +183,4 @@ def test_norms(format):
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
 def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)
+    in_interpreter.assert_passes(__file__, "test_scale_sweep_kernel.py")

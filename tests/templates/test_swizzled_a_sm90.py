@@ -10,7 +10,6 @@ import torch
 
 from fp4compile import formats, reference
 from fp4compile.operand import Operand
-from tests.helpers import in_interpreter
 from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
@@ -121,8 +120,3 @@ def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     for copy in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
         assert re.findall(copy, multiplies["ptx"]) == [str(size)] * 3
     assert swizzle.args["swizzled_a_ptr"].numel() * 2 % size == 0
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__)
