@@ -11,7 +11,9 @@ ifneq ($(words $(VENV)),1)
 $(error VENV=$(VENV): expected a path without spaces)
 endif
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install --disable-pip-version-check --quiet
+PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile
+# pip compiles one file after the other; this takes all cores. What another Python is for does not compile, and need not.
+BYTECODE = $(RUN) -m compileall -qq -j 0 `$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"` || true
 TRITON := 3.9.0
 TORCHAO := 0.18.0
 # A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
@@ -61,12 +63,14 @@ $(INSTALLED): $(SETUP)
 	$(PIP) --constraint constraints.txt torch==2.13.0
 	$(RUN) -c "import triton" 2>/dev/null || $(PIP) triton==$(TRITON)
 	$(PIP) --constraint constraints.txt --editable .
+	$(BYTECODE)
 	touch $@
 
 # torchao is an oracle of the tests only; its dependencies are none that they need.
 $(TESTABLE): $(INSTALLED)
 	$(PIP) --constraint constraints.txt --editable ".[test]"
 	$(PIP) --no-deps torchao==$(TORCHAO)
+	$(BYTECODE)
 	touch $@
 
 $(DOCUMENTABLE): $(INSTALLED)
