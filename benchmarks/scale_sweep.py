@@ -13,7 +13,7 @@ a block are compared by their squared errors in float64. "ties": the errors diff
 them "adjacent": the scales are neighbours. Most others are 1.5 times each other: where one large element makes the
 error, it becomes 6 by one and 4 by the other. "others" has to be 0. "apart, 1e-6": the largest difference.
 
-ModelOpt need not have its dependencies: `pip install --no-deps nvidia-modelopt`.
+ModelOpt need not have its dependencies (`pip install --no-deps nvidia-modelopt`), but for its weighted sweep.
 """
 
 import importlib
@@ -94,6 +94,15 @@ def eager_microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times[2:])  # the first tune and compile
 
 
+def weighted_microseconds(peer: Peer, *arguments: torch.Tensor) -> float | None:
+    """The same of ModelOpt's sweep by a Hessian; None where what this alone needs of its dependencies is missing."""
+    try:
+        return eager_microseconds(lambda: peer.weighted(*arguments))
+    except ImportError as error:
+        print(f"ModelOpt's weighted sweep is not timed: {error}", file=sys.stderr)
+        return None
+
+
 # ---------------------------------------------------------------- times
 
 
@@ -122,7 +131,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, device: str, peer: Peer 
         "plain us": microseconds(lambda: quantized("amax"), device),
         "ModelOpt us": None if peer is None else eager_microseconds(lambda: peer.sweep(w, top)),
         "weighted us": microseconds(lambda: fp4compile.scale_sweep(w, top, hessian), device),
-        "ModelOpt weighted us": None if peer is None else eager_microseconds(lambda: peer.weighted(w, top, hessian)),
+        "ModelOpt weighted us": None if peer is None else weighted_microseconds(peer, w, top, hessian),
     }
     rounded = {name: taken and round(taken, 1) for name, taken in times.items()}
     theirs = times["ModelOpt us"]

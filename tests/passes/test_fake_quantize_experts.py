@@ -291,12 +291,12 @@ def test_compiled(recipe, monkeypatch):
         torch.manual_seed(0)  # of stochastic rounding
         y = torch.compile(Experts(), backend=backend)(tokens, offs)
         found = y, *torch.autograd.grad(y, (tokens, weight), dy)
-        return found, backend.report.counts["fake_quantize"]
+        return found, backend.report.counts.get("fake_quantize")
 
     got, count = run()
     assert count == 4
     monkeypatch.setattr(fp4compile.config, "disabled_passes", ("fake_quantize",))
     with torch._inductor.config.patch(force_disable_caches=True):
         expected, count = run()
-    assert count == 0
+    assert count is None, "a pass that is switched off has no count"
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))

@@ -125,11 +125,12 @@ def test_few_rows_and_many():
 @pytest.mark.parametrize("name", STEPS)
 def test_rows_in_several_tiles(name, monkeypatch):
     """As rows are whose length is far from a power of two: the last tile whole or not, with words that end inside."""
-    three = heuristics.ReducedRowConfig(num_warps=1, rows=1, blocks=4, vectors=2, pieces=3)
+    # Each thread has whole runs of 16 bytes: Triton 3.6 reduces wrongly along lanes that are no neighbours.
+    three = heuristics.ReducedRowConfig(num_warps=1, rows=1, blocks=32, vectors=2, pieces=3)
     monkeypatch.setattr(row_on_chip, "reduced_row_config", lambda element, block, *sizes: replace(
-        three, blocks=128 // block))  # fmt: skip
+        three, blocks=512 // block))  # fmt: skip
     stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
-    for cols, format in ((384, "nvfp4"), (296, "nvfp4_rowwise"), (301, "mxfp8"), (320, "nvfp4")):
+    for cols, format in ((1536, "nvfp4"), (1064, "nvfp4_rowwise"), (1069, "mxfp8"), (1088, "nvfp4")):
         check(STEPS[name], torch.randn(3, cols).bfloat16(), format, stored=stored)
 
 
