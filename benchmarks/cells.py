@@ -318,11 +318,11 @@ def gradient_error(content: dict) -> Cells:
     return [header, *rows]
 
 
-# ---------------------------------------------------------------- experts
+# ---------------------------------------------------------------- columns as a benchmark prints them
 
 
-def grouped_mm(part: str) -> Callable[[dict], Cells]:
-    """The table of one part of benchmarks/grouped_mm.py: its columns as they are."""
+def part_of(part: str) -> Callable[[dict], Cells]:
+    """The table of one part of a file: its columns as they are."""
 
     def cells(content: dict) -> Cells:
         rows = content[part]

@@ -78,6 +78,8 @@ TABLES = {
     "compile_time_llama": Table("compile_time_h200.json", of.compile_time_llama),
     "quantize": Table("quantize_h200.json", of.quantize),
     "quantize_small": Table("quantize_h200.json", of.quantize_small),
+    **{f"producers_{part}": Table("producers_h200.json", of.part_of(part)) for part in ("rows", "both")},
+    **{f"packing_{part}": Table("packing_h200.json", of.part_of(part)) for part in ("rows", "load")},
     "linear": Table("linear_h200.json", of.linear),
     "linear_together": Table("linear_h200.json", of.linear_together),
     "ceilings": Table("ceilings_h200.json", of.ceilings),
@@ -102,7 +104,7 @@ TABLES = {
     "roofline": Table("roofline_h200.json", of.roofline, how="Predicted; measured on"),
     "roofline_training": Table("roofline_h200.json", of.roofline_training, how="Predicted; measured on"),
     **{
-        f"grouped_mm_{part}": Table("grouped_mm_h200.json", of.grouped_mm(part))
+        f"grouped_mm_{part}": Table("grouped_mm_h200.json", of.part_of(part))
         for part in ("decode", "tokens", "weights", "growth", "configurations")
     },
     "qwen3_moe_decode": Table("qwen3_moe_decode_h200.json", of.qwen3_moe_decode),

@@ -184,7 +184,7 @@ def test_grouped_products_on_a_cpu(tmp_path, monkeypatch):
     grouped_mm.main(["--device", "cpu", "--recipes", "mxfp8", *sizes, "--out", str(out)])
     content = json.loads(out.read_text())
     assert content.pop("configurations") == []  # on a GPU only
-    found = {part: cells.grouped_mm(part)(content)[1:] for part in grouped_mm.PARTS if part in content}
+    found = {part: cells.part_of(part)(content)[1:] for part in grouped_mm.PARTS if part in content}
     assert {part: len(rows) for part, rows in found.items()} == {"decode": 4, "tokens": 6, "weights": 9, "growth": 2}
     assert [row[1] for row in found["tokens"]] == ["bf16", "loop", "mxfp8"] * 2
 
