@@ -13,7 +13,8 @@ endif
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile
 # pip compiles one file after the other; this takes all cores. What another Python is for does not compile, and need not.
-BYTECODE = $(RUN) -m compileall -qq -j 0 `$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"` || true
+BYTECODE = $(RUN) -m compileall -qq -j 0 fp4compile tests \
+	`$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"` || true
 TRITON := 3.9.0
 TORCHAO := 0.18.0
 # A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
@@ -24,12 +25,16 @@ TESTABLE := $(VENV)/testable
 DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test quick lint docs setup bench clean
+.PHONY: demo test suite quick lint style types docs setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
 
-test: lint
+# mypy has one process and takes a while: it runs beside the tests.
+test: style
+	$(MAKE) --no-print-directory --jobs=2 types suite
+
+suite: $(TESTABLE)
 	$(RUN) -m pytest $(WORKERS) $(PYTEST)
 
 # For the edit loop: every folder of tests, without what takes more than some seconds (marked `slow`: kernels in
@@ -37,9 +42,13 @@ test: lint
 quick: $(TESTABLE)
 	$(RUN) -m pytest $(WORKERS) -m "not slow and not gpu" $(PYTEST)
 
-lint: $(TESTABLE)
+lint: style types
+
+style: $(TESTABLE)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+types: $(TESTABLE)
 	$(RUN) -m mypy
 
 # The pages of docs/ and the API reference, in build/docs. A warning, of a link that leads nowhere too, is an error.
