@@ -4,9 +4,7 @@ import torch
 from torch._inductor import config
 
 import fp4compile
-from fp4compile.passes import fuse_prologue, graph, manager, pair_prologues
-from fp4compile.targets import Target
-from fp4compile.templates.quantize import prologue_cost
+from tests.helpers import prologues_on_cpu
 from tests.helpers.graphs import summary
 
 
@@ -38,12 +36,7 @@ def trained(fused, monkeypatch):
     """(result and gradients, report, lines of the quantisers in each graph) of one step."""
     graphs = []
     torch.manual_seed(0)
-    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
-    for module in (fuse_prologue, graph, pair_prologues):
-        monkeypatch.setattr(module, "target_of", lambda device: Target(100))
-    monkeypatch.setattr(prologue_cost, "SINCE", 0)
-    seen = manager.fused
-    monkeypatch.setattr(manager, "fused", lambda one: graphs.append(graph_lines(one)) or seen(one))
+    prologues_on_cpu.fuse(monkeypatch, fused, lambda one: graphs.append(graph_lines(one)))
     torch._dynamo.reset()
     model = torch.nn.Sequential(GatedMLP(), FusedGateUp()).bfloat16()
     x = torch.randn(32, 64).bfloat16().requires_grad_()

@@ -5,10 +5,8 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from fp4compile.passes import fuse_prologue, graph, manager, pair_prologues
 from fp4compile.passes.graph import QUANTIZE_PROLOGUE
-from fp4compile.targets import Target
-from fp4compile.templates.quantize import prologue_cost
+from tests.helpers import prologues_on_cpu
 from tests.helpers.llama import llama_norm
 
 
@@ -28,12 +26,7 @@ def trained(fused, monkeypatch):
     """(result and gradients, steps and stored of each quantiser with a prologue) of one step."""
     found = []
     torch.manual_seed(0)
-    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
-    for module in (fuse_prologue, graph, pair_prologues):
-        monkeypatch.setattr(module, "target_of", lambda device: Target(100))
-    monkeypatch.setattr(prologue_cost, "SINCE", 0)
-    seen = manager.fused
-    monkeypatch.setattr(manager, "fused", lambda one: found.extend(_prologues(one)) or seen(one))
+    prologues_on_cpu.fuse(monkeypatch, fused, lambda one: found.extend(_prologues(one)))
     torch._dynamo.reset()
     block = Block().bfloat16()
     x, y = (torch.randint(-4, 5, (32, 64)).bfloat16().requires_grad_() for _ in range(2))

@@ -1,0 +1,15 @@
+"""The passes of prologues on a CPU: they run as if tensors lay on an SM100 GPU, and the ops are their references."""
+
+from fp4compile.passes import fuse_prologue, graph, manager, pair_prologues
+from fp4compile.targets import Target
+from fp4compile.templates.quantize import prologue_cost
+
+
+def fuse(monkeypatch, fused, look):
+    """Let the passes fuse, or leave everything apart; look: called with each graph after them."""
+    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
+    for module in (fuse_prologue, graph, pair_prologues):
+        monkeypatch.setattr(module, "target_of", lambda device: Target(100))
+    monkeypatch.setattr(prologue_cost, "SINCE", 0)
+    seen = manager.fused
+    monkeypatch.setattr(manager, "fused", lambda one: look(one) or seen(one))
