@@ -135,7 +135,9 @@ def operands(x, fmt, of):
 
 
 @gpu
-@pytest.mark.parametrize(("format", "along_k"), [("nvfp4_te", False), ("nvfp4_te", True), ("mxfp8", True)])
+@pytest.mark.parametrize(("format", "along_k"), [
+    ("nvfp4_te", False), ("nvfp4_te", True), ("mxfp8", False), ("mxfp8", True),
+])  # fmt: skip
 def test_products(format, along_k):
     """With values for either operand or both: the bits that codes make, by the kernel that dequantises in memory.
 
@@ -160,6 +162,24 @@ def test_products(format, along_k):
                 got = scaled_grouped_mm(*on_device, here(OFFS), 170, torch.float32).cpu()
             for one in (got, bits):
                 assert ((one - expected).abs() <= 2.0**-18 * expected.abs().amax()).all()
+
+
+@gpu
+@pytest.mark.parametrize(("offs", "row", "again"), [
+    ((0, 3, 163), 163, False), ((0, 3, 163), 162, True), ((5, 40, 9), 40, False), ((5, 40, 9), 39, True),
+])  # fmt: skip
+def test_products_are_computed_again_for_rows_of_groups_alone(offs, row, again, monkeypatch):
+    """Values that bf16 does not hold; in rows of no group, where nothing was written, the memory may have such."""
+    found = []
+    monkeypatch.setattr(dequant_operand.dequant_tiles, "run", lambda *_, wanted: found.append(wanted.item()))
+    offs, fmt = torch.tensor(offs, dtype=torch.int32), formats.get("mxfp8")
+    quantised = [reference_grouped.quantize_rows(torch.randn(170, 40), Groups.of(offs, 170), fmt, None, "linear", None),
+                 reference_grouped.quantize_matrices(torch.randn(3, 17, 40), fmt, -1, None, "linear", None, False)]  # fmt: skip
+    a, b = (Operand(*map(here, parts), fmt) for parts in quantised)
+    a.data.view(torch.uint8)[row, 35], a.scales.view(torch.uint8)[row, 1] = 1, 0
+    call = call_of(a, b, here(offs), 170, torch.float32, target_of(here(offs).device))
+    dequant_operand.run(call, grouped_dot_config(call.problem))
+    assert found == [again]
 
 
 # ---------------------------------------------------------------- device functions

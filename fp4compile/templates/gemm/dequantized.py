@@ -15,17 +15,19 @@ from fp4compile.templates.launch import launch
 
 @triton.jit
 def dequant_operand(
-    data_ptr, scales_ptr, out_ptr, inexact_ptr, rows, blocks, per_row, tiles,
+    data_ptr, scales_ptr, out_ptr, inexact_ptr, offs_ptr, rows, blocks, per_row, tiles,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, ISA: tl.constexpr,
+    GROUPS: tl.constexpr, ALIGN: tl.constexpr, UNITS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROWS x UNITS units of out [rows, 2 * per_row], bf16 or fp16; a row has `tiles` tiles.
+    """UNITS units of a row of out [rows, 2 * per_row], bf16 or fp16; a row has `tiles` tiles of so many.
 
     data: codes [rows, per_row units]; `device.dequantize` says what a unit is. blocks: of BLOCK elements in a row.
     If a value may be inexact in bf16 (MX blocks with scales near 2^-127), the kernel sets the int32 at inexact_ptr.
+    GROUPS: 0, or of how many groups the rows are that end at offs, int32. Rows of no group do not count: nothing has
+    written their codes.
     """
     program = tl.program_id(0)
-    row = program // tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    row = program // tiles + tl.zeros((1, 1), tl.int32)
     unit = program % tiles * UNITS + tl.arange(0, UNITS)[None, :]
     units = load_units(data_ptr, row, unit, rows, per_row, per_row, ELEMENT, ALIGN)
     first, second = decode_pair(units, ELEMENT, ISA)
@@ -39,8 +41,13 @@ def dequant_operand(
         if SCALE == "e8m0":
             # Values below 2^-100 may lose their last places. Which ones do is not worth finding out.
             smallest = tl.minimum(_nonzero(first), _nonzero(second))
-            if tl.min(tl.reshape(smallest, (ROWS * UNITS,)), 0) < 2.0**-100:
-                tl.store(inexact_ptr, 1)
+            if tl.min(tl.reshape(smallest, (UNITS,)), 0) < 2.0**-100:
+                last = rows
+                if GROUPS > 0:
+                    group = tl.arange(0, triton.next_power_of_2(GROUPS))
+                    last = tl.max(tl.load(offs_ptr + group, mask=group < GROUPS, other=0), 0)
+                if program // tiles < last:
+                    tl.store(inexact_ptr, 1)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     word = float_bits(first, dtype, ISA) | (float_bits(second, dtype, ISA) << 16)
     at = row.to(tl.int64) * per_row + unit
@@ -54,10 +61,14 @@ def _nonzero(value):
     return tl.where(value == 0.0, 1.0, tl.abs(value))
 
 
-def dequantized(x: KernelOperand, rows, k, dtype: torch.dtype, target: Target, inexact: torch.Tensor) -> torch.Tensor:
+def dequantized(
+    x: KernelOperand, rows, k, dtype: torch.dtype, target: Target, inexact: torch.Tensor,
+    offs: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """An operand [rows, k] in dtype, without its outer scale; a plain operand as it is.
 
-    inexact: int32 [] that is set where dtype cannot hold a value; for formats that it holds, never written.
+    inexact: int32 [] that is set where dtype cannot hold a value; for formats that it holds, never written. offs: int32,
+    where groups of the rows end; only their rows are looked at then.
     """
     data, fmt = x.data.view(rows, -1), x.type.format
     if fmt is None:
@@ -65,7 +76,8 @@ def dequantized(x: KernelOperand, rows, k, dtype: torch.dtype, target: Target, i
     tiles = ceil_div(x.units_per_row, 2048)
     out = data.new_empty((rows, 2 * x.units_per_row), dtype=dtype)
     block = fmt.block_cols if fmt.block else 32
-    launch(dequant_operand, rows * tiles, data, out if x.scales is None else x.scales, out, inexact, rows,
-           ceil_div(x.k, block), x.units_per_row, tiles, num_warps=4, BLOCK=block, ROWS=1, UNITS=2048,
-           ISA=target.isa, **x.reading(2048))  # fmt: skip
+    launch(dequant_operand, rows * tiles, data, out if x.scales is None else x.scales, out, inexact,
+           inexact if offs is None else offs, rows, ceil_div(x.k, block), x.units_per_row, tiles, num_warps=4,
+           BLOCK=block, GROUPS=0 if offs is None else offs.shape[0], UNITS=2048, ISA=target.isa,
+           **x.reading(2048))  # fmt: skip
     return out.narrow(1, 0, k)
