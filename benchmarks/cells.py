@@ -321,11 +321,11 @@ def gradient_error(content: dict) -> Cells:
 # ---------------------------------------------------------------- columns as a benchmark prints them
 
 
-def part_of(part: str) -> Callable[[dict], Cells]:
-    """The table of one part of a file: its columns as they are."""
+def part_of(part: str, run: str | None = None) -> Callable[[dict], Cells]:
+    """The table of one part of a file: its columns as they are. run: whose content is in the file under that name."""
 
     def cells(content: dict) -> Cells:
-        rows = content[part]
+        rows = (content if run is None else content[run])[part]
         return [list(rows[0]), *([_figure(key, value) for key, value in row.items()] for row in rows)]
 
     return cells

@@ -30,12 +30,6 @@ PICTURE = FILE.with_suffix(".png")
 GPU = "H200"
 FILES = ("linear", "quantize", "ceilings", "grouped_mm")
 _FITTED_MODELS = ("DeepSeek-V3", "Llama-4")
-# Times of `grouped_mm` that say nothing of the code of today, by the commit they are of (its "settings"), part and what
-# was run. Not compared, as nothing is known of what runs in their place:
-# - Decode steps of more than two tokens an expert: packed weights were streamed in two stages, now in one.
-# - Many tokens by recipes whose operands are dequantised in memory: these were codes, and are values now. For experts
-#   of 128 tokens (Qwen3-30B-A3B), weights are dequantised in the main loop now.
-REPLACED = {("fe92c2a", "decode"): ("4 each", "8 each"), ("fe92c2a", "tokens"): ("nvfp4", "mxfp8", "nvfp4_train")}
 
 
 def torchao_gb200(m: Any, n: Any, k: Any, *, dynamic: bool) -> tuple[Any, Any]:
@@ -108,9 +102,7 @@ def _products(content: dict, gpu: str | Gpu) -> Compared:
 
 
 def _experts(content: dict, gpu: str | Gpu) -> Compared:
-    """Decode steps by offsets and by index; many tokens, forward. Quantised ones without those of REPLACED."""
-    commit = content["settings"].get("commit")
-    decode, tokens = (REPLACED.get((commit, part), ()) for part in ("decode", "tokens"))
+    """Decode steps by offsets and by index; many tokens, forward, also those of an earlier run by other recipes."""
     for row in content["decode"]:
         model, how = row["decode"].split(", ")
         shape, fitted = MODELS[model], model in _FITTED_MODELS
@@ -119,12 +111,12 @@ def _experts(content: dict, gpu: str | Gpu) -> Compared:
         sizes = (each if by_index else each * shape.experts, shape.n, shape.k)
         weight_only, both = (predict(name, gpu, *sizes, experts=experts) for name in ("nvfp4_weight_only", "nvfp4"))
         yield "experts in bf16", f"{row['decode']}, bf16", both.plain_seconds, row["bf16 us"], fitted
-        if how not in decode:
-            for what, found in (("weight-only", weight_only), ("w4a4", both)):
-                yield "experts, quantised", f"{row['decode']}, {what}", found.seconds, row[f"{what} us"], fitted
-    for row in content["tokens"]:
+        for what, found in (("weight-only", weight_only), ("w4a4", both)):
+            yield "experts, quantised", f"{row['decode']}, {what}", found.seconds, row[f"{what} us"], fitted
+    earlier = [row for row in content.get("earlier", {}).get("tokens", ()) if row["by"] != "bf16"]
+    for row in [*content["tokens"], *earlier]:
         model, what = row["tokens"].split(", ")
-        if what != "forward" or row["by"] in ("loop", *tokens):
+        if what != "forward" or row["by"] == "loop":
             continue
         shape, plain = MODELS[model], row["by"] == "bf16"
         found = predict("nvfp4" if plain else row["by"], gpu, content["settings"]["tokens"], shape.n, shape.k,
@@ -132,6 +124,14 @@ def _experts(content: dict, gpu: str | Gpu) -> Compared:
         seconds = found.plain_seconds if plain else found.seconds
         kind = "experts in bf16" if plain else "experts, quantised"
         yield kind, f"{model}, {row['by']}", seconds, 1e3 * row["ms"], model in _FITTED_MODELS
+    for row in content.get("configurations", ()):
+        model, _, how = row["configurations"].partition(", ")
+        if how.endswith(" tokens each"):  # of the two kernels, that which is chosen
+            shape = MODELS[model]
+            found = predict("nvfp4", gpu, int(how.split()[0]) * shape.experts, shape.n, shape.k,
+                            experts=shape.experts)  # fmt: skip
+            if found.steps[-1].name.endswith(row["of"].removeprefix("dequant_")):
+                yield "experts, quantised", row["configurations"], found.seconds, row["us"], model in _FITTED_MODELS
 
 
 def training_block(content: dict) -> list[dict[str, Any]]:

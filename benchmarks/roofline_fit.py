@@ -49,6 +49,7 @@ PARAMETERS = (
     Parameter("QUANTISERS", "", "row_amax", 0.1),
     *_of_kernel("GROUPED", "plain", "memory"), *_of_kernel("GROUPED", "library_row_scaled", "turn"),
     *_of_kernel("GROUPED", "skinny", "memory", "launch", "turn"),
+    *_of_kernel("GROUPED", "dequant_tiles", "matrix", "turn"),
 )  # fmt: skip
 
 

@@ -71,6 +71,10 @@ def _line(cells: list[Any]) -> str:
     return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
 
 
+def _environment_of_earlier(content: dict) -> dict:
+    return content["earlier"]["environment"]
+
+
 TABLES = {
     "minilm": Table("minilm_cpu.json", of.minilm),
     "minilm_settings": Table("minilm_settings_cpu.json", of.minilm_settings),
@@ -78,16 +82,18 @@ TABLES = {
     "compile_time_llama": Table("compile_time_h200.json", of.compile_time_llama),
     "quantize": Table("quantize_h200.json", of.quantize),
     "quantize_small": Table("quantize_h200.json", of.quantize_small),
-    **{f"producers_{part}": Table("producers_h200.json", of.part_of(part)) for part in ("rows", "both")},
+    **{
+        f"producers_{part}": Table("producers_h200.json", of.part_of(part))
+        for part in ("rows", "both", "values", "train", "decode")
+    },
+    **{f"scale_sweep_{part}": Table("scale_sweep_h200.json", of.part_of(part)) for part in ("rows", "values")},
     **{f"packing_{part}": Table("packing_h200.json", of.part_of(part)) for part in ("rows", "load")},
     "linear": Table("linear_h200.json", of.linear),
     "linear_together": Table("linear_h200.json", of.linear_together),
     "ceilings": Table("ceilings_h200.json", of.ceilings),
     "ceilings_copies": Table("ceilings_h200.json", of.ceilings_copies),
     "llama_decode": Table("llama_decode_h200.json", of.llama_decode),
-    "llama_decode_earlier": Table(
-        "llama_decode_h200.json", of.llama_decode_earlier, lambda content: content["earlier"]["environment"]
-    ),
+    "llama_decode_earlier": Table("llama_decode_h200.json", of.llama_decode_earlier, _environment_of_earlier),
     "before_and_after_decode": Table("before_and_after_h200.json", of.before_and_after_decode, lambda content: content),
     "before_and_after_mlp": Table("before_and_after_h200.json", of.before_and_after_mlp, lambda content: content),
     "before_and_after_host": Table("before_and_after_h200.json", of.before_and_after_host, lambda content: content),
@@ -105,10 +111,19 @@ TABLES = {
     "roofline_training": Table("roofline_h200.json", of.roofline_training, how="Predicted; measured on"),
     **{
         f"grouped_mm_{part}": Table("grouped_mm_h200.json", of.part_of(part))
-        for part in ("decode", "tokens", "weights", "growth", "configurations")
+        for part in ("decode", "tokens", "growth", "configurations")
+    },
+    **{
+        f"grouped_mm_{part}_earlier": Table(
+            "grouped_mm_h200.json", of.part_of(part, "earlier"), _environment_of_earlier
+        )
+        for part in ("tokens", "weights")
     },
     "qwen3_moe_decode": Table("qwen3_moe_decode_h200.json", of.qwen3_moe_decode),
-    "training_loss_experts": Table("training_loss_experts_cpu.json", of.training_loss),
+    **{
+        f"training_loss_experts_{device}": Table(f"training_loss_experts_{device}.json", of.training_loss)
+        for device in ("h200", "cpu")
+    },
     **{
         f"machine_code_{cells.__name__}": Table(
             "machine_code.json", cells, machine_code_tables.environment, "Compiled ahead of time:"

@@ -53,7 +53,7 @@ from fp4compile.roofline_steps import (
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.grouped.choose import choose as choose_grouped
-from fp4compile.templates.grouped.heuristics import grouped_skinny_config
+from fp4compile.templates.grouped.heuristics import grouped_skinny_config, grouped_tiles_config
 from fp4compile.templates.grouped.problem import GroupedProblem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "layer", "predict", "product"]
@@ -171,7 +171,7 @@ class _Chosen:
 
     dequantizes_a: `Choice.dequantizes_a`. outer: of both operands, what of each has an outer scale. values: the dtype
     that two quantised operands of groups are dequantised to in memory; None where they are not. tiles: the tile of the
-    result that a program computes, and how many programs there are, of a kernel that streams weights.
+    result that a program computes, and how many programs run at once; None where these are the same for all shapes.
     """
 
     kernel: str
@@ -295,12 +295,12 @@ class _Product:
         self, kernel: Kernel, operands: Any, rate: float, name: str, launches: int = 0, tiles: tuple | None = None
     ) -> Step:  # fmt: skip
         """tiles: see `_Chosen`; by default the kernel's own, as many as the GPU computes at once."""
-        at_once = self.gpu.multiprocessors // kernel.cluster
-        flops = self.sizes.flops(kernel.tile, at_once)
+        tile, at_once = tiles or (kernel.tile, self.gpu.multiprocessors // kernel.cluster)
+        flops = self.sizes.flops(tile, at_once)
         overhead = self.gpu.product_launch * kernel.launch + launches * self.gpu.launch
         between: Any = 0.0
-        if kernel.turn and (tiles or kernel.tile):
-            between = kernel.turn * self.sizes.turns(*(tiles or (kernel.tile, at_once)))
+        if kernel.turn and tile:
+            between = kernel.turn * self.sizes.turns(tile, at_once)
         return Step(name, self.name, flops, operands + BF16 * self.sizes.result, rate,
                     self.gpu.copy_rate * kernel.memory, overhead, between)  # fmt: skip
 
@@ -341,11 +341,7 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
         grouped = choose_grouped(problem)
         if by_offsets or grouped.name == "skinny":  # which takes matrices by index, too
             values = problem.compute_dtype if grouped.dequantizes and None not in (a, b) else None
-            tiles = None
-            if grouped.name == "skinny":
-                config = grouped_skinny_config(problem)
-                tiles = (config.rows, 16 * config.tiles), config.grid
-            return _Chosen(grouped.name, grouped.tier, True, False, outer, values, tiles)
+            return _Chosen(grouped.name, grouped.tier, True, False, outer, values, _tiles(grouped.name, problem, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
@@ -353,6 +349,17 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
                             experts is not None))  # fmt: skip
     return _Chosen(choice.kernel, choice.tier, False, choice.dequantizes_a and experts is None, outer)
+
+
+def _tiles(kernel: str, problem: GroupedProblem, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+    """`_Chosen.tiles` of a kernel of groups; None of one whose launch is not looked at here."""
+    if kernel == "skinny":
+        streamed = grouped_skinny_config(problem)
+        return (streamed.rows, 16 * streamed.tiles), streamed.grid
+    if kernel == "dequant_tiles":
+        config = grouped_tiles_config(problem)  # programs of small tiles share a multiprocessor
+        return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
+    return None
 
 
 def _grouped(types: tuple[OperandType, OperandType], sizes: Sizes, gpu: Gpu) -> GroupedProblem:

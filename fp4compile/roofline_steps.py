@@ -61,13 +61,15 @@ LIBRARY = Kernel()
 # the FP8 share of the dense product, in clusters of 2 x 2 multiprocessors (ScaledGroupMM.cu), with tiles of 128 x 128
 # each; those of few rows, 64 x 128, are taken to last as long. Many small groups have many turns for their FLOPs:
 # between two, its epilogue waits for the sums and descriptors are made for the next group. The turns of "skinny" are
-# those of its launch, `templates.grouped.heuristics`: warps' sums are added up through shared memory. Its programs look
-# for their tiles in the offsets first. Kernels that are missing here multiply as they do without groups.
+# those of its launch, `templates.grouped.heuristics`, as those of "dequant_tiles" are: warps' sums are added up through
+# shared memory. Its programs look for their tiles in the offsets first. Kernels that are missing here multiply as they
+# do without groups.
 GROUPED = {
-    "plain": Kernel(memory=0.65, tile=(128, 128)),
+    "plain": Kernel(memory=0.66, tile=(128, 128)),
     "library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6),
-    "skinny": Kernel(memory=0.84, launch=1.85, turn=1.8e-6),
-    "dequant_operand": Kernel(memory=0.65, tile=(128, 256)),
+    "skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),
+    "dequant_tiles": Kernel(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
+    "dequant_operand": Kernel(memory=0.66, tile=(128, 256)),
     "block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),
 }
 # Launches beside the one that multiplies: torch's arguments of each group before it; templates/grouped/library.py has

@@ -173,9 +173,9 @@ def test_products_are_computed_again_for_rows_of_groups_alone(offs, row, again, 
     found = []
     monkeypatch.setattr(dequant_operand.dequant_tiles, "run", lambda *_, wanted: found.append(wanted.item()))
     offs, fmt = torch.tensor(offs, dtype=torch.int32), formats.get("mxfp8")
-    quantised = [reference_grouped.quantize_rows(torch.randn(170, 40), Groups.of(offs, 170), fmt, None, "linear", None),
-                 reference_grouped.quantize_matrices(torch.randn(3, 17, 40), fmt, -1, None, "linear", None, False)]  # fmt: skip
-    a, b = (Operand(*map(here, parts), fmt) for parts in quantised)
+    tokens = reference_grouped.quantize_rows(torch.randn(170, 40), Groups.of(offs, 170), fmt, None, "linear", None)
+    weights = reference_grouped.quantize_matrices(torch.randn(3, 17, 40), fmt, -1, None, "linear", None, False)
+    a, b = (Operand(*map(here, parts), fmt) for parts in (tokens, weights))
     a.data.view(torch.uint8)[row, 35], a.scales.view(torch.uint8)[row, 1] = 1, 0
     call = call_of(a, b, here(offs), 170, torch.float32, target_of(here(offs).device))
     dequant_operand.run(call, grouped_dot_config(call.problem))

@@ -67,8 +67,8 @@ def dequantized(
 ) -> torch.Tensor:  # fmt: skip
     """An operand [rows, k] in dtype, without its outer scale; a plain operand as it is.
 
-    inexact: int32 [] that is set where dtype cannot hold a value; for formats that it holds, never written. offs: int32,
-    where groups of the rows end; only their rows are looked at then.
+    inexact: int32 [] that is set where dtype cannot hold a value; for formats that it holds, never written. offs:
+    int32, where groups of the rows end; only their rows are looked at then.
     """
     data, fmt = x.data.view(rows, -1), x.type.format
     if fmt is None:

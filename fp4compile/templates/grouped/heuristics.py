@@ -19,10 +19,9 @@ from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.quantize.heuristics import ColumnConfig, LaunchConfig, RowConfig, column_config, row_config
 
 # Row tiles of 128 of a group, on average, up to which every tile dequantises the matrix of its group for itself. Groups
-# of unlike sizes have half a tile more each. By arithmetic for an H200, in picoseconds an element of NVFP4 weights: in
-# memory 0.6 to dequantise it, and the larger of 0.5 to read it and 0.4 a tile to multiply; in the main loop 0.8 a tile,
-# at the 316 TFLOP/s of dense products. So it is even at one and a half tiles. `benchmarks.grouped_mm --parts
-# configurations --kernels tiles` times both.
+# of unlike sizes have half a tile more each. Microseconds on an H200 in the main loop and in memory, of DeepSeek-V3,
+# Llama-4 and Qwen3-30B-A3B: with 64 tokens an expert 137 and 178, 530 and 900, 202 and 353; with 128 246 and 185, 968
+# and 943, 373 and 405; with 256 358 and 266, 1587 and 1120, 623 and 499 (benchmarks/results/grouped_mm_h200.json).
 TILES_IN_REGISTERS = 1
 # Rows of a group along K, on average, from which on operands are dequantised in memory (`LIBRARY_ROWS`): these are read
 # by as many tiles as the result has beside each other, however few rows a group has.
