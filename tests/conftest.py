@@ -1,5 +1,6 @@
 """What holds for every test: how Inductor compiles, which tests need a GPU, and the order in which files start."""
 
+import gc
 import itertools
 import os
 
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
+
+
+def pytest_collection_finish():
+    """What was imported stays: collections of garbage need not look at it, nor come as often as they do by default."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
 
 
 _caches = itertools.count()
