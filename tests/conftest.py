@@ -49,9 +49,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: collections of garbage need not look at it, nor come as often as they do by default."""
-    gc.collect()
-    gc.freeze()
+    """Collections of garbage come seldom: they look at all that was imported, of which nothing is garbage."""
     gc.set_threshold(100_000, 50, 1000)
 
 

@@ -150,7 +150,8 @@ def run(call: GroupedCall, config: GroupedDotConfig) -> torch.Tensor:
     checked = "e8m0" in (p.a.scale, p.b.scale)
     inexact = call.offs.new_zeros(()) if checked else call.offs  # or never read
     b_rows = p.n if p.along_k else p.groups * p.n
-    a = dequantized(call.a, p.m, p.k, p.compute_dtype, p.target, inexact, None if p.along_k else call.offs)
+    ends = call.offs if checked and not p.along_k else None
+    a = dequantized(call.a, p.m, p.k, p.compute_dtype, p.target, inexact, ends)
     b = dequantized(call.b, b_rows, p.k, p.compute_dtype, p.target, inexact)
     a_outer, b_outer = (out if x.outer is None else x.outer for x in (call.a, call.b))  # `out` is never read
     tiles_m = p.groups * ceil_div(p.m, config.bm) if p.along_k else p.rows // config.bm + p.groups + 1
