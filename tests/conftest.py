@@ -1,6 +1,5 @@
 """What holds for every test: how Inductor compiles, which tests need a GPU, and the order in which files start."""
 
-import gc
 import itertools
 import os
 
@@ -46,11 +45,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path in slow and "templates" not in item.path.parts))
-
-
-def pytest_collection_finish():
-    """Collections of garbage come seldom: they look at all that was imported, of which nothing is garbage."""
-    gc.set_threshold(100_000, 50, 1000)
 
 
 _caches = itertools.count()
