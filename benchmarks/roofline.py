@@ -130,7 +130,7 @@ def _experts(content: dict, gpu: str | Gpu) -> Compared:
             shape = MODELS[model]
             found = predict("nvfp4", gpu, int(how.split()[0]) * shape.experts, shape.n, shape.k,
                             experts=shape.experts)  # fmt: skip
-            if found.steps[-1].name.endswith(row["of"].removeprefix("dequant_")):
+            if found.steps[-1].name == f"dequant_{row['of']}":
                 yield "experts, quantised", row["configurations"], found.seconds, row["us"], model in _FITTED_MODELS
 
 

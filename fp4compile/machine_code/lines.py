@@ -6,7 +6,7 @@ on also what stands here. Hopper's kernels were measured: they have no further l
 
 from dataclasses import dataclass
 
-from fp4compile import _compat, formats
+from fp4compile import formats
 from fp4compile.targets import Target
 
 
@@ -114,7 +114,7 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     ("quantize_grouped_columns", "both of experts' halves", "nvfp4"): 697,
     ("quantize_rows", "rows of a norm", "nvfp4"): 215,
     # Two results, in two directions each: 16 elements of each tensor become 64 codes.
-    ("quantize_both", "gradients of a gate", "mxfp8"): 1039,
+    ("quantize_both", "gradients of a gate", "mxfp8"): 1038,
     ("tensor_amax", "gradients of a gate", "nvfp4"): 695,
     ("quantize_both", "gradients of a gate", "nvfp4"): 1059,
     ("columns_amax", "gradients of a gate, transform, seed", "nvfp4_te"): 756,
@@ -150,17 +150,8 @@ SWEEP_LINES = {
 }
 
 
-# The lines are those of the ptxas that comes with Triton 3.9. The one of Triton 3.6 makes up to a fifth more of the
-# same sources.
-OLDER_PTXAS = 1.2
-
-
 def instruction_line(kernel: str, configuration: str, format: str, sm: int, budget: float) -> float:
-    """The most thread instructions for 16 elements that a launch may have, by the ptxas that is there. budget: of its
-    bytes."""
-    line = budget
+    """The most thread instructions for 16 elements that a launch may have. budget: of its bytes."""
     if kernel in SWEEP_LINES:
-        line = SWEEP_LINES[kernel].get(Target(sm).isa, budget)
-    elif Target(sm).isa == 100:
-        line = INSTRUCTION_LINES.get((kernel, configuration, format), budget)
-    return line if _compat.PACKED_CONVERSIONS else OLDER_PTXAS * line
+        return SWEEP_LINES[kernel].get(Target(sm).isa, budget)
+    return INSTRUCTION_LINES.get((kernel, configuration, format), budget) if Target(sm).isa == 100 else budget

@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp4compile import _compat
 from fp4compile.__main__ import main  # noqa: E402
 from fp4compile.cli.check_sm100 import instruction_name  # noqa: E402
 from fp4compile.machine_code import check, launches, lines, resources  # noqa: E402
@@ -155,11 +154,8 @@ def test_what_keeps_a_quantiser_below_its_line(changes, expected):
     assert all(said in problem for said, problem in zip(expected, problems, strict=True))
 
 
-def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone(monkeypatch):
+def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
     where = ("quantize_rows", "rows", "nvfp4")
-    monkeypatch.setattr(_compat, "PACKED_CONVERSIONS", False)
-    assert [lines.instruction_line(*where, sm, 200.0) for sm in (90, 100)] == [240.0, 180.0], "an older ptxas"
-    monkeypatch.setattr(_compat, "PACKED_CONVERSIONS", True)
     assert [lines.instruction_line(*where, sm, 184.5) for sm in (90, 100, 103, 120)] == [184.5, 150, 150, 184.5]
     assert lines.instruction_line("quantize_rows", "rows", "mxfp8", 100, 218.0) == 218.0
     # Every entry belongs to a configuration.
