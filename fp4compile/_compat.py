@@ -90,6 +90,15 @@ def walks_rows(cols: Any) -> bool:
     return not (config.triton.persistent_reductions and statically_true(cols <= limit))
 
 
+def times_products() -> bool:
+    """Whether Inductor times its own templates for a product beside the library's (`max_autotune`).
+
+    Up to torch 2.12 it times all of them on tensors of the type that memory was allocated with, and its templates read
+    that type in 2.13 as well. Codes are views of bytes. So it refuses every choice, and compiling fails.
+    """
+    return config.max_autotune or config.max_autotune_gemm
+
+
 @contextmanager
 def scratch_memory(device: torch.device) -> Iterator[None]:
     """Let Triton take the memory that a launch asks for (for descriptors) from torch, unless the user has said where.

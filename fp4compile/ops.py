@@ -399,15 +399,15 @@ def _group(b, b_scales, b_outer, b_format: str, bias) -> list[tuple[Operand, tor
 
 # ---------------------------------------------------------------- scaled_mm_library
 
-# A graph holds this op only after it was lowered: Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales, and
-# calls an op that it does not know as it stands.
+# A graph holds this op only after it was lowered: Inductor cannot lower `aten._scaled_mm_v2` with swizzled scales, nor
+# time products of views (`_compat.times_products`), and calls an op that it does not know as it stands.
 torch.library.impl(LIBRARY, "scaled_mm_library", "CompositeExplicitAutograd")(_scaled_mm)
 torch.library.register_fake("fp4compile::scaled_mm_library", lib=LIBRARY)(_scaled_mm_fake)
 
 
 @torch.library.impl(LIBRARY, "scaled_mm_library", "CUDA")
 def scaled_mm_library_cuda(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
-    """Two-level NVFP4 operands, [M, K] x [N, K], by cuBLASLt on SM100."""
+    """Operands [M, K] x [N, K] by a call of torch: two-level NVFP4 on SM100, or `float8_rowwise`."""
     from fp4compile.templates.gemm.dispatch import scaled_mm_library
 
     a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)

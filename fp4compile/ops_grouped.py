@@ -357,7 +357,8 @@ def _scaled_grouped_mm_fake(a, a_scales, a_outer, a_format, b, b_scales, b_outer
     return a.new_empty(shape, dtype=out_dtype)
 
 
-# A graph holds this op only after it was lowered: torch up to 2.13 has no fake implementation of the library's.
+# A graph holds this op only after it was lowered: torch up to 2.13 has no fake implementation of the block-scaled
+# product of its library, and Inductor cannot time products of views (`_compat.times_products`).
 torch.library.impl(LIBRARY, "scaled_grouped_mm_library", "CompositeExplicitAutograd")(_scaled_grouped_mm)
 torch.library.register_fake("fp4compile::scaled_grouped_mm_library", lib=LIBRARY)(_scaled_grouped_mm_fake)
 
@@ -366,11 +367,11 @@ torch.library.register_fake("fp4compile::scaled_grouped_mm_library", lib=LIBRARY
 def scaled_grouped_mm_library_cuda(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype
 ):  # fmt: skip
-    """Block-scaled operands by MSLK's kernels on SM100."""
-    from fp4compile.templates.grouped.library import block_scaled
+    """Block-scaled operands by MSLK's kernels on SM100; `float8_rowwise` operands by CUTLASS on Hopper."""
+    from fp4compile.templates.grouped.library import product
 
     a, b = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
-    return block_scaled(a, b, offs, out_dtype)
+    return product(a, b, offs, out_dtype)
 
 
 def _check_product(a, b, offs, rows) -> None:

@@ -68,7 +68,7 @@ def fastest_grouped(node: Node) -> GroupedChoice | None:
 
 
 def _asked_for() -> bool:
-    return (config.max_autotune or config.max_autotune_gemm) and torch.cuda.is_available()
+    return _compat.times_products() and torch.cuda.is_available()
 
 
 def _choices(problem: Problem) -> list[Choice]:

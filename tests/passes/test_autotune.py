@@ -269,6 +269,16 @@ def test_no_memory_for_the_operands(monkeypatch):
         assert launched_on(100, "nvfp4")[1][-1][0] == "library"
 
 
+@pytest.mark.parametrize("sm", [90, 103])
+def test_inductor_times_no_products_of_float8(sm):
+    """Codes are views of bytes, and torch 2.11 times products of the bytes: every choice fails, and so does compiling."""
+    with config.patch(max_autotune=True):
+        timed = launched_on(sm, "float8_rowwise")
+    untimed = launched_on(sm, "float8_rowwise")
+    assert (timed[1][-1], untimed[1][-1]) == (("library", None), ("_scaled_mm", None))
+    assert timed[0] == untimed[0] == "native" and timed[1][:-1] == untimed[1][:-1]
+
+
 def test_the_cache_on_disk_tells_timed_choices_apart(monkeypatch):
     """Inductor's keys have the mode and the GPU's name, so that a timed choice stays where it was made."""
 
@@ -300,9 +310,7 @@ def test_timed_on_a_gpu(monkeypatch):
     layer = torch.nn.Linear(512, 1024, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
     chosen = fp4compile.backend("float8_rowwise", strict=True)
-    # Inductor, which would time its own templates for the same product, is left with the library's.
-    options = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
-    compiled = torch.compile(layer, backend=chosen, options=options)
+    compiled = torch.compile(layer, backend=chosen, options={"max_autotune": True})
     with torch.no_grad(), config.patch(force_disable_caches=True):
         got = compiled(x)
     (timed,) = found
@@ -311,3 +319,33 @@ def test_timed_on_a_gpu(monkeypatch):
     a, b = (Operand(*reference.quantize(t.cpu(), fmt), fmt) for t in (x, layer.weight.detach()))
     expected = reference.scaled_mm(a, b, layer.bias.detach().cpu(), torch.bfloat16)
     torch.testing.assert_close(got.cpu(), expected, rtol=2.0**-6, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["float8_rowwise", "mxfp8", "nvfp4", "nvfp4_weight_only"])
+@pytest.mark.parametrize("rows", [16, 512])
+def test_the_mode_on_a_gpu(recipe, rows):
+    """Inductor times what is left to it, the products of experts too. Another kernel may add in another order."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(256, 512)
+            self.experts = torch.nn.Parameter(torch.randn(4, 256, 512) / 16)
+
+        def forward(self, x, offs):
+            hidden = torch.nn.functional.silu(self.first(x))
+            return torch.nn.functional.grouped_mm(hidden, self.experts.transpose(1, 2), offs=offs)
+
+    torch.manual_seed(0)
+    model = Layers().cuda().bfloat16()
+    x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+    offs = torch.tensor([rows // 4, rows // 4, rows // 2, rows], dtype=torch.int32, device="cuda")
+    found = []
+    for mode in ("max-autotune", None):
+        torch.compiler.reset()
+        chosen = fp4compile.backend(recipe, strict=True)
+        with torch.no_grad(), config.patch(force_disable_caches=True):
+            found.append(torch.compile(model, backend=chosen, mode=mode)(x, offs).clone())
+        assert len([row for row in chosen.report.rows if row.quantised]) == 2
+    torch.testing.assert_close(*found, rtol=2.0**-5, atol=2.0**-5 * found[1].abs().max().item())

@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor
 from triton.runtime import driver
 
-from fp4compile import _inductor_patches
+from fp4compile import _compat, _inductor_patches
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -430,16 +430,18 @@ def test_launches_are_decomposed_without_a_trace(recipe, monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize(("recipe", "rows", "expected"), [
-    ("mxfp8", 1024, ["gemm_grouped"]),  # of values, which the quantisers wrote
-        ("mxfp8", 512, ["gemm_dequant_tiles_grouped"]),
-    ("mxfp8", ANY, ["scaled_grouped_mm"]), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"]),
-    ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"]),
-], ids=["many", "tile", "any", "few", "library"])  # fmt: skip
-def test_experts_on_hopper(recipe, rows, expected, monkeypatch):
+@pytest.mark.parametrize(("recipe", "rows", "expected", "timed"), [
+    ("mxfp8", 1024, ["gemm_grouped"], False),  # of values, which the quantisers wrote
+    ("mxfp8", 512, ["gemm_dequant_tiles_grouped"], False),
+    ("mxfp8", ANY, ["scaled_grouped_mm"], False), ("nvfp4_weight_only", 32, ["gemm_skinny_grouped"], False),
+    ("float8_rowwise", 512, ["group_ends", "_scaled_grouped_mm", "clear_ungrouped_rows"], False),
+    ("float8_rowwise", 512, ["group_ends", "scaled_grouped_mm_library", "clear_ungrouped_rows"], True),
+], ids=["many", "tile", "any", "few", "library", "library, timed"])  # fmt: skip
+def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
     """The kernels of many tokens, of one tile an expert, of any number, of few, and the library's, as the wrapper
-    calls them."""
+    calls them. timed: under max-autotune, where Inductor must have no templates to time."""
     pretend(monkeypatch, 90)
+    monkeypatch.setattr(_compat, "times_products", lambda: timed)
 
     def experts(x, w, offs):
         return F.grouped_mm(x, w.transpose(1, 2), offs=offs)

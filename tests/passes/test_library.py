@@ -217,10 +217,11 @@ def test_the_sums_rescaled(bias, out_dtype, monkeypatch):
 # ---------------------------------------------------------------- the op
 
 
-def test_the_op_on_a_cpu_is_the_reference():
-    fmt = formats.get("nvfp4")
+@pytest.mark.parametrize("name", ["nvfp4", "float8_rowwise"])
+def test_the_op_on_a_cpu_is_the_reference(name):
+    fmt = formats.get(name)
     a, b = (Operand(*reference.quantize(torch.randn(rows, 64), fmt, None, "swizzled"), fmt) for rows in (5, 16))
-    arguments = [x for operand in (a, b) for x in (operand.data, operand.scales, operand.outer, "nvfp4")]
+    arguments = [x for operand in (a, b) for x in (operand.data, operand.scales, operand.outer, name)]
     bias = torch.randn(16, dtype=BF16)
     got = torch.ops.fp4compile.scaled_mm_library(*arguments, bias, BF16)
     assert torch.equal(got, torch.ops.fp4compile.scaled_mm(*arguments, bias, BF16))

@@ -74,8 +74,8 @@ def scaled_mm_group(
 
 
 def scaled_mm_library(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """What the op of this name does, which stands for `library.two_level` in a graph."""
-    return library.two_level(a, b, bias, out_dtype)
+    """What the op of this name does, which stands for `library.product` in a graph."""
+    return library.product(a, b, bias, out_dtype)
 
 
 def call_of(

@@ -6,10 +6,13 @@ float32, and one rounding to the type of D. That is the contract of `reference.s
 the two outer scales. None of this was run on SM100.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from fp4compile import _compat
 from fp4compile._compat import statically_true
 from fp4compile.operand import Operand
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
@@ -66,6 +69,18 @@ def _scales(x: KernelOperand) -> torch.Tensor:
     return x.scales.view(x.type.format.scale_dtype)
 
 
+def product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The product of two matrices [M, K] x [N, K], of NVFP4 or of `float8_rowwise`: what the op `scaled_mm_library` is.
+
+    `float8_rowwise` operands may be without outer scales.
+    """
+    if a.format.scale is not None:
+        return two_level(a, b, bias, out_dtype)
+    one = a.data.new_ones((), dtype=torch.float32)
+    a_outer, b_outer = (one if x.outer is None else x.outer for x in (a, b))
+    return torch._scaled_mm(a.data, b.data.t(), a_outer, b_outer.t(), bias, out_dtype=out_dtype, use_fast_accum=False)
+
+
 def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """The product of two NVFP4 matrices [M, K] x [N, K] with swizzled scales, of which one or both have an outer scale.
 
@@ -109,16 +124,27 @@ def _serves_row_scaled(p: Problem) -> bool:
 
 
 def _run_row_scaled(call: Call, config: None) -> torch.Tensor:
-    p = call.problem
-    a, b, a_outer, b_outer = _rowwise_operands(call)
-    return torch._scaled_mm(a, b, a_outer, b_outer, call.bias, out_dtype=p.out_dtype, use_fast_accum=False)
+    a, b = _rowwise_operands(call)
+    return _float8_product(a, b, call.bias, call.problem.out_dtype)
 
 
-def _rowwise_operands(call: Call) -> tuple[torch.Tensor, ...]:
-    """A [m, k], B [k, n], and their outer scales [m, 1] and [1, n]."""
+def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
+    """A [m, k] and B [n, k], and their outer scales [m, 1] and [n, 1]."""
     p = call.problem
-    a, b = (x.data.view(rows, p.k).view(torch.float8_e4m3fn) for x, rows in ((call.a, p.m), (call.b, p.n)))
-    return a, b.t(), call.a.outer.view(p.m, 1), call.b.outer.view(1, p.n)
+    a, b = (
+        Operand(x.data.view(rows, p.k).view(torch.float8_e4m3fn), None, x.outer.view(rows, 1), x.type.format)
+        for x, rows in ((call.a, p.m), (call.b, p.n))
+    )
+    return a, b
+
+
+def _float8_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """`product`; by its op where Inductor would time its own templates for `_scaled_mm`."""
+    if not _compat.times_products():
+        return product(a, b, bias, out_dtype)
+    return torch.ops.fp4compile.scaled_mm_library(
+        a.data, None, a.outer, a.format.name, b.data, None, b.outer, b.format.name, bias, out_dtype
+    )
 
 
 def _serves_rescaled(p: Problem) -> bool:
@@ -128,9 +154,9 @@ def _serves_rescaled(p: Problem) -> bool:
 
 def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     """The float32 sums by cuBLASLt with a scale of 1; outer scales and bias by Inductor, with what follows them."""
-    a, b, a_outer, b_outer = _rowwise_operands(call)
-    one = a_outer.new_ones(())
-    result = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=False) * (a_outer * b_outer)
+    a, b = _rowwise_operands(call)
+    sums = _float8_product(replace(a, outer=None), replace(b, outer=None), None, torch.float32)
+    result = sums * (a.outer * b.outer.t())
     if call.bias is not None:
         result = result + call.bias.float()
     return result.to(call.problem.out_dtype)

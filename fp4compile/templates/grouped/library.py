@@ -85,12 +85,18 @@ def _rows_to_bfloat16(p: GroupedProblem) -> bool:
 def run_row_scaled(call: GroupedCall, config: None) -> torch.Tensor:
     """The products of all groups, by the library, between two launches."""
     p, ends = call.problem, _launch_group_ends(call)
-    a, b = (x.data.view(torch.float8_e4m3fn) for x in (call.a, call.b))
-    out = torch._scaled_grouped_mm(
-        a, b.transpose(-2, -1), call.a.outer.view(p.rows), call.b.outer.view(p.groups, p.n), ends,
-        out_dtype=p.out_dtype, use_fast_accum=False,
+    if _compat.times_products():  # then Inductor would time templates of its own for what it knows
+        return _clear(_by_op(call, ends), ends, p)
+    a, b = (Operand(x.data.view(x.type.format.data_dtype), None, x.outer, x.type.format) for x in (call.a, call.b))
+    return _clear(row_scaled(a, b, ends, p.out_dtype), ends, p)
+
+
+def row_scaled(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """`block_scaled`, of `float8_rowwise` operands."""
+    return torch._scaled_grouped_mm(
+        a.data, b.data.transpose(-2, -1), a.outer.view(-1), b.outer.view(b.data.shape[:2]), ends,
+        out_dtype=out_dtype, use_fast_accum=False,
     )  # fmt: skip
-    return _clear(out, ends, p)
 
 
 # ---------------------------------------------------------------- block scales
@@ -119,16 +125,25 @@ def _serves_block_scaled(p: GroupedProblem) -> bool:
 
 def run_block_scaled(call: GroupedCall, config: None) -> torch.Tensor:
     """The products of all groups, by the op around the library, between two launches."""
-    p, ends = call.problem, _launch_group_ends(call)
-    out = torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops_grouped`, which calls `block_scaled`
-        *_arguments(call.a), *_arguments(call.b), ends, p.rows, p.out_dtype
-    )  # fmt: skip
-    return _clear(out, ends, p)
+    ends = _launch_group_ends(call)
+    return _clear(_by_op(call, ends), ends, call.problem)
+
+
+def _by_op(call: GroupedCall, ends: torch.Tensor) -> torch.Tensor:
+    return torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops_grouped`, which calls `product`
+        *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.out_dtype
+    )
+
+
+def product(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """What the op `scaled_grouped_mm_library` is."""
+    return (row_scaled if a.format.scale is None else block_scaled)(a, b, ends, out_dtype)
 
 
 def _arguments(x: KernelOperand) -> tuple:
     fmt = x.type.format
-    return x.data.view(fmt.data_dtype), x.scales.view(fmt.scale_dtype), x.outer, fmt.name
+    scales = None if x.scales is None else x.scales.view(fmt.scale_dtype)
+    return x.data.view(fmt.data_dtype), scales, x.outer, fmt.name
 
 
 def block_scaled(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
