@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 

@@ -271,7 +271,7 @@ def test_no_memory_for_the_operands(monkeypatch):
 
 @pytest.mark.parametrize("sm", [90, 103])
 def test_inductor_times_no_products_of_float8(sm):
-    """Codes are views of bytes, and torch 2.11 times products of the bytes: every choice fails, and so does compiling."""
+    """Codes are views of bytes. Torch 2.11 times products of the bytes: every choice fails, and so does compiling."""
     with config.patch(max_autotune=True):
         timed = launched_on(sm, "float8_rowwise")
     untimed = launched_on(sm, "float8_rowwise")
