@@ -20,9 +20,9 @@ def number(value: float | None, digits: int) -> str | None:
 
 
 def _percent(value: float, digits: int = 2) -> str:
-    """With its sign; zero has none."""
-    text = number(value + 0.0, digits)  # the sum is without the sign of a negative zero
-    return f"+{text} %" if value > 0 and float(text or 0) else f"{text} %"
+    """With its sign; what is rounded to zero has none."""
+    text = number(value, digits) or ""
+    return f"+{text} %" if value > 0 and float(text) else f"{text if float(text) else text.lstrip('-')} %"
 
 
 def _variant(name: str) -> str:
@@ -204,15 +204,36 @@ def before_and_after_decode(content: dict) -> Cells:
 
 
 def before_and_after_mlp(content: dict) -> Cells:
+    """The time of a step, which the host has a part in, and of the device's kernels alone."""
     before, after = ({row["block"]: row["ms"] for row in content["mlp"][when]["rows"]} for when in ("before", "after"))
-    rows = [
-        [_block(name), number(ms, 2), number(after[name], 2), _percent(100 * (after[name] / ms - 1), 1)]
-        for name, ms in before.items()
-    ]
-    return [["block", "before, ms", "after, ms", "change"], *rows]
+    kernels = {when: {name: row["device ms"] for name, row in content["mlp_device"][when].items()}
+               for when in ("before", "after")}  # fmt: skip
+    rows = [[_block(name), *_change(ms, after[name]), *_change(*(kernels[when].get(name) for when in kernels))]
+            for name, ms in before.items()]  # fmt: skip
+    return [["block", "before, ms", "after, ms", "change", "kernels before, ms", "after, ms", "change"], *rows]
+
+
+def _change(before: float | None, after: float | None, digits: int = 2) -> list[Any]:
+    if before is None or after is None:
+        return [None, None, None]
+    return [number(before, digits), number(after, digits), _percent(100 * (after / before - 1), 1)]
+
+
+def before_and_after_quantize(content: dict) -> Cells:
+    """The larger tensor's times, at which a launch counts for nothing."""
+    before, after = (
+        {row["case"]: row["us"] for row in content["quantize"][when]["rows"] if row["shape"] == "16384x16384"}
+        for when in ("before", "after")
+    )
+    rows = []
+    for case, us in before.items():
+        what, _, fmt = case.rpartition(", ")
+        rows.append([_TWO_READS.get((what, fmt), _CASES[what]), f"`{fmt}`", *_change(us, after[case], 1)])
+    return [["what", "format", "before, us", "after, us", "change"], *rows]
 
 
 def before_and_after_host(content: dict) -> Cells:
+    content = content["host"]
     check, step = content["weight_check_us_a_parameter"], content["step_of_224_layers_cuda_graphs_ms"]
     return [
         ["", "before", "after"],

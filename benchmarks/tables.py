@@ -96,7 +96,12 @@ TABLES = {
     "llama_decode_earlier": Table("llama_decode_h200.json", of.llama_decode_earlier, _environment_of_earlier),
     "before_and_after_decode": Table("before_and_after_h200.json", of.before_and_after_decode, lambda content: content),
     "before_and_after_mlp": Table("before_and_after_h200.json", of.before_and_after_mlp, lambda content: content),
-    "before_and_after_host": Table("before_and_after_h200.json", of.before_and_after_host, lambda content: content),
+    "before_and_after_quantize": Table(
+        "before_and_after_h200.json", of.before_and_after_quantize, lambda content: content
+    ),
+    "before_and_after_host": Table(
+        "before_and_after_h200.json", of.before_and_after_host, lambda content: content["host"]
+    ),
     "mlp_block": Table("mlp_block_h200.json", of.mlp_block),
     "mlp_block_busy": Table(
         "mlp_block_h200.json", of.mlp_block_busy, lambda content: _of_several(content["on a busy host"])
