@@ -116,6 +116,11 @@ class Compiled:
         return Resources(self.sass.registers, metadata.shared, columns, self.sass.local_accesses, held,
                          resources.occupancy(self.sm, warps, held))  # fmt: skip
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        lost = self.sass.lost_values
+        return (f"ptxas lost {len(lost)} values, the first of {lost[0]}",) if lost else ()
+
 
 def compile_launch(launched: Launched, sm: int) -> Compiled:
     """Compile a launch for a GPU that need not be there. Raises what Triton and ptxas raise."""
@@ -161,7 +166,7 @@ def quantize_row(configuration: Configuration, launched: Launched, sm: int) -> Q
         conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(one.sass.text))))),
         loads=max(one.sass.widths("LDG"), default=0), stores=max(one.sass.widths("STG"), default=0),
     )  # fmt: skip
-    return replace(found, problems=_quantize_problems(found, launched))
+    return replace(found, problems=one.problems + _quantize_problems(found, launched))
 
 
 def bytes_moved(launched: Launched) -> int:
@@ -245,7 +250,7 @@ def product_row(product: Product, tier: str, launched: Launched, sm: int) -> Pro
         matrix_loads=ptx.count("ldmatrix"), waits=ptx.waits, overlapped=ptx.overlap.overlapped,
         why=ptx.overlap.why, stores=_stores(one.sass, ptx),
     )  # fmt: skip
-    return replace(found, problems=_product_problems(found, product))
+    return replace(found, problems=one.problems + _product_problems(found, product))
 
 
 def _aligned(product: Product) -> bool:

@@ -41,6 +41,23 @@ class Sass:
         read_back = re.search(r"\bLDL\b", self.text)
         return len(re.findall(r"\b(?:LDL|STL)\b", self.text)) if read_back else 0
 
+    @property
+    def lost_values(self) -> list[str]:
+        """Instructions that compute with R1, the stack pointer, in a kernel that has no stack.
+
+        ptxas 12.8, which comes with Triton 3.6, lost values of 16 bits of a kernel and read R1 in their place: its
+        block scales were all alike. To pack two values, of which one is read by nobody, any register will do.
+        """
+        if "STACK:0" not in self.usage:
+            return []
+        found = []
+        for one in self.flow.instructions():
+            sources = one.operands.partition(",")[2]
+            packs = one.opcode.startswith("F2FP") and "PACK_AB" in one.opcode or one.opcode == "PRMT"
+            if not packs and re.search(r"(?<![\w\[])R1\b(?!\.64)", re.sub(r"\[[^]]*\]", "", sources)):
+                found.append(f"{one.opcode} {one.operands}".rstrip(" ;"))
+        return found
+
     @cached_property
     def flow(self) -> ControlFlow[Instruction]:
         """The control flow of the kernel. A call goes on with the next instruction; what it calls is left out."""

@@ -107,6 +107,18 @@ def test_sass_is_read():
     assert sass.executed(idle=True) == 2  # LDC, EXIT
 
 
+@pytest.mark.parametrize(("instruction", "lost"), [
+    ("F2FP.F16.E4M3.UNPACK_B R7, R1.reuse ;", True), ("LOP3.LUT R14, R1, 0xffff, RZ, 0xc0, !PT ;", True),
+    ("FADD R4, R5, |R1| ;", True), ("FADD R1, R4, R10 ;", False), ("STS [R1+UR4], R11 ;", False),
+    ("F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R72, R1, R2, RZ ;", False), ("PRMT R5, R48, 0x7610, R1 ;", False),
+])  # fmt: skip
+def test_values_that_ptxas_lost(instruction, lost):
+    """As they stood in a kernel whose scales were wrong, and what is read by nobody or is an address."""
+    text = SASS.replace("FADD R4, R4, R4 ;", instruction)
+    assert Sass(text, "REG:42 STACK:0").lost_values == [instruction.rstrip(" ;")] * lost
+    assert not Sass(text, "REG:42 STACK:8").lost_values
+
+
 PTX = """
 .visible .entry kernel(
 {
