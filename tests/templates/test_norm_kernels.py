@@ -139,11 +139,14 @@ def test_lengths_that_take_several_tiles():
     lengths = 3072, 5120, 6144, 11008, 12288, 2880
     widths = [3072, 5120, 6144, 12288, 12288, 3072]
     for length, width in zip(lengths, widths, strict=True):
-        config = heuristics.reduced_row_config("e2m1", 16, 8192, length)
-        assert config.pieces in (3, 5) and config.pieces * config.blocks * 16 == width
-        assert heuristics.reduced_row_config("e2m1", 16, 64, length).pieces == 1
+        for isa in (90, 100):
+            config = heuristics.reduced_row_config("e2m1", 16, 8192, length, isa)
+            assert config.pieces in (3, 5) and config.pieces * config.blocks * 16 == width
+            assert heuristics.reduced_row_config("e2m1", 16, 64, length, isa).pieces == 1
     for length in (512, 4096, 4000, 7168, 8192, 15000, 16384, 2**16):
-        assert heuristics.reduced_row_config("e2m1", 16, 8192, length).pieces == 1
+        assert heuristics.reduced_row_config("e2m1", 16, 8192, length, 100).pieces == 1
+        for element, pieces in (("e2m1", 4 if 4000 <= length <= 16384 else 1), ("e4m3", 1)):
+            assert heuristics.reduced_row_config(element, 16, 8192, length, 90).pieces == pieces
 
 
 @gpu

@@ -192,6 +192,27 @@ def test_the_assembly_in_fp16():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_assembly_of_words_with_a_factor_each():
+    """A thread may have words of several blocks; half of the values lie on ties."""
+    rng = np.random.default_rng(0)
+    bytes = rng.integers(8, 128, (50000, 4)).astype(np.uint8)
+    scales = torch.from_numpy(bytes).view(torch.float8_e4m3fn).float().numpy()
+    factors = np.float32(1) / scales
+    fifteenths = factors.view(np.uint32) & np.uint32(0x7FFFFF) == packed_rounding._MANTISSA_OF_FIFTEENTHS.value
+    np.testing.assert_array_equal(fifteenths, (bytes & 7 == 7) & (bytes != 127))  # NaN has no mantissa that matters
+    above = np.where(fifteenths, packed_rounding._PACKED_SCALE_ABOVE.value, packed_rounding.PACKED_SCALE.value)
+    ties = rng.choice([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], (50000, 8)) * rng.choice([-1, 1], (50000, 8))
+    shares = np.where(rng.random((50000, 8)) < 0.5, ties, rng.uniform(-6.4, 6.4, (50000, 8)))
+    each = np.repeat(np.nan_to_num(scales, nan=1.0), 2, 1)
+    values = torch.from_numpy(shares * each).bfloat16().view(torch.uint16).numpy().astype(np.uint32)
+    words = [values[:, 2 * i] | values[:, 2 * i + 1] << 16 for i in range(4)]
+    packed = (factors * above.astype(np.float32)).astype(np.float32)
+    got = unpacked(*play(packed_rounding._WORDS.value, 1, [*words, *packed.T]))
+    expected = expected_codes((values << 16).view(np.float32).ravel(), np.repeat(factors, 2, 1).ravel())
+    np.testing.assert_array_equal(got, expected.reshape(values.shape))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_assembly_of_bounded_products():
     """Half of the values lie next to ties; zeros of both signs, and factors of blocks that are not finite."""
     rng = np.random.default_rng(0)

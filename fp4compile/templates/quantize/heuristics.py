@@ -149,19 +149,24 @@ def scaled_row_config(element: str, block: int, rows: int, cols: int) -> ScaledR
 
 
 def reduced_row_config(
-    element: str, block: int, rows: int, cols: int, outer: bool = False, several: bool = True
+    element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True
 ) -> ReducedRowConfig:
     """For rows whose statistics a kernel finds itself; up to MAX_REDUCED_ROW_ON_CHIP elements, a row is read once.
 
     rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. Rows of 8192
-    elements were timed on an H200 (benchmarks/producers.py), and no other launch beside this one.
+    elements were timed on an H200 (benchmarks/producers.py). There E2M1 codes of a norm took 51 us in four tiles, of 4
+    warps, and 55 to 64 in one or two. isa: see `Target`.
     A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
     a kernel of E2M1 codes makes an outer scale. That is the same work in each thread, so a thread then has 64.
     several: whether a row may lie in several tiles. A thread has 16 elements of each then.
     """
     width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
     few = isinstance(rows, int) and rows <= 128
-    if several and not few and fits_on_chip(cols) and width >= 4096 and cols <= width // 4 * 3:
+    in_tiles = several and not few and fits_on_chip(cols)
+    if in_tiles and element == "e2m1" and 90 <= isa < 100 and width >= 4096 and cols > width // 4 * 3:
+        part = width // 4
+        return ReducedRowConfig(num_warps=part // 512, rows=1, blocks=part // block, vectors=2, pieces=4)
+    if in_tiles and width >= 4096 and cols <= width // 4 * 3:
         # A tile's width is a power of two. Three or five smaller ones have fewer elements beyond the row. (Seven would
         # take nearly all registers.)
         part = width // 8 if cols <= width // 8 * 5 else width // 4

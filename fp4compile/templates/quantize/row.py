@@ -35,6 +35,7 @@ from fp4compile.templates.device.elements import (
 )
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
+from fp4compile.templates.device.packed_rounding import encode_packed_words, packed_rounding
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile, seed_of
 from fp4compile.templates.device.values import takes_values, values_of_units
@@ -85,7 +86,8 @@ def launch_rows(
     launch(
         source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
         or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
-        **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent, ALIGN=source.align,
+        **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent,
+        PACKED=source.prologue is not None, ALIGN=source.align,
         **store_aligns(source.cols, fmt), ISA=target.isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return outer.result
@@ -148,12 +150,12 @@ def encode_and_store(
     words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`."""
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
-                                  UNIT_ALIGN, ISA, drawn)  # fmt: skip
+                                  UNIT_ALIGN, ISA, drawn, PACKED)  # fmt: skip
     if SCALE != "none" and not takes_values(data_ptr.dtype):
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
@@ -163,15 +165,17 @@ def encode_and_store_codes(
     words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None,
+    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; returns the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
     If data_ptr points to 16-bit floats, the values of the codes times their block scales go there (`device.values`).
     STATIC: the outer scale was given, so an infinite element does not show in it. drawn: the matrix by whose place in
-    the tensor random words are drawn, if that is not `batch`.
+    the tensor random words are drawn, if that is not `batch`. PACKED: round by packed instructions where that is exact:
+    fewer instructions, which a tensor that is merely read does not need.
     """
+    outer: tl.constexpr = "tensor" if HAS_OUTER else "none"
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
     byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
@@ -182,6 +186,8 @@ def encode_and_store_codes(
         drawn_row = matrix_row if drawn is None else drawn.to(tl.int64) * rows + row
         block = drawn_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
+    elif PACKED and not fake and packed_rounding(ELEMENT, SCALE, CONTRACT, outer, dtype, ISA) == "fp16":
+        units = tl.reshape(encode_packed_words(words, factor, SCALE), (words.shape[0], words.shape[1] * half))
     elif exact_in_bf16(SCALE, dtype, ISA):
         factor = tl.broadcast_to(factor[:, :, None], words.shape)
         units = tl.reshape(encode_exact_words(words, factor, ELEMENT), (words.shape[0], words.shape[1] * half))
@@ -210,7 +216,7 @@ def quantize_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
-    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -219,7 +225,8 @@ def quantize_rows(
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`). FLAT: x is one row, which may have more
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
     each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, and outer_ptr takes its decode factor.
-    PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`.
+    PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
+    `encode_and_store_codes`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -253,7 +260,8 @@ def quantize_rows(
     seed_ptr, drawn = seed_of(seed_ptr, batch)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
-                     OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
+                     OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn,
+                     PACKED)  # fmt: skip
 
 
 @triton.jit

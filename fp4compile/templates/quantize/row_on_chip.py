@@ -164,7 +164,8 @@ def _config(source: Matrices, fmt: BlockFormat, outer: bool = False) -> ReducedR
     block = format_constants(fmt)["BLOCK"]
     # A variance keeps all elements for a second sum, and registers do not suffice for many of them.
     several = not any(step.operation == "variance" for step in source.prologue.steps)
-    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, outer, several)
+    isa = target_of(source.tensor.device).isa
+    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, isa, outer, several)
 
 
 def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
@@ -233,7 +234,7 @@ def quantize_reduced_rows(
     for i in tl.static_range(PIECES):
         encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
                          rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", OUTER != "find", SEEDED,
-                         STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                         STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, PACKED=True)  # fmt: skip
 
 
 @triton.jit
