@@ -83,7 +83,10 @@ def disassemble(cubin: bytes) -> Sass:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return Sass(_run("nvdisasm", "-c", file.name), _run("cuobjdump", "-res-usage", file.name))
+        text = _run("nvdisasm", "-c", "-ndf", file.name)
+        if re.search(r"\bBRX\b", text):  # where it leads takes an analysis, which is slow
+            text = _run("nvdisasm", "-c", file.name)
+        return Sass(text, _run("cuobjdump", "-res-usage", file.name))
 
 
 def _run(tool: str, *arguments: str) -> str:
