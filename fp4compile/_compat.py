@@ -93,8 +93,8 @@ def walks_rows(cols: Any) -> bool:
 def times_products() -> bool:
     """Whether Inductor times its own templates for a product beside the library's (`max_autotune`).
 
-    Up to torch 2.12 it times all of them on tensors of the type that memory was allocated with, and its templates read
-    that type in 2.13 as well. Codes are views of bytes. So it refuses every choice, and compiling fails.
+    Codes are views of bytes. torch 2.11 times every choice on bytes, refuses all of them, and does not compile. In
+    torch 2.13 its templates still read bytes, and only the library's product is left.
     """
     return config.max_autotune or config.max_autotune_gemm
 

@@ -154,8 +154,8 @@ def reduced_row_config(
     """For rows whose statistics a kernel finds itself; up to MAX_REDUCED_ROW_ON_CHIP elements, a row is read once.
 
     rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. Rows of 8192
-    elements were timed on an H200 (benchmarks/producers.py). There E2M1 codes of a norm took 51 us in four tiles, of 4
-    warps, and 55 to 64 in one or two. isa: see `Target`.
+    elements were timed on an H200 (benchmarks/producers.py). There E2M1 codes of a norm took 51 us in four tiles of
+    4 warps, and 55 to 64 in one or two. isa: see `Target`.
     A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
     a kernel of E2M1 codes makes an outer scale. That is the same work in each thread, so a thread then has 64.
     several: whether a row may lie in several tiles. A thread has 16 elements of each then.
