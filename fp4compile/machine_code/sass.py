@@ -54,7 +54,7 @@ class Sass:
         for one in self.flow.instructions():
             sources = one.operands.partition(",")[2]
             packs = one.opcode.startswith("F2FP") and "PACK_AB" in one.opcode or one.opcode == "PRMT"
-            if not packs and re.search(r"(?<![\w\[])R1\b(?!\.64)", re.sub(r"\[[^]]*\]", "", sources)):
+            if not packs and re.search(r"\bR1\b", re.sub(r"\[[^]]*\]", "", sources)):
                 found.append(f"{one.opcode} {one.operands}".rstrip(" ;"))
         return found
 

@@ -348,4 +348,6 @@ def test_the_mode_on_a_gpu(recipe, rows):
         with torch.no_grad(), config.patch(force_disable_caches=True):
             found.append(torch.compile(model, backend=chosen, mode=mode)(x, offs).clone())
         assert len([row for row in chosen.report.rows if row.quantised]) == 2
-    torch.testing.assert_close(*found, rtol=2.0**-5, atol=2.0**-5 * found[1].abs().max().item())
+    # Two orders of the reference's sums part by up to 0.0009 of the norm: a hidden value rounds to another code.
+    got, expected = (result.float() for result in found)
+    assert (got - expected).norm() <= 2.0**-8 * expected.norm()

@@ -89,9 +89,9 @@ def _row_ptx(step, dtype: str, signed: bool = False) -> str:
     return _codes_ptx([unpacked + pairs[0], *pairs[1:]], signed)
 
 
-def _words_ptx(dtype: str) -> str:
-    """PTX: any four words $1-$4, times the factors $5-$8 of each -> eight codes in $0."""
-    unpacked = "".join(_unpack_ptx(f"${1 + i}", 2 * i, 2 * i + 1, dtype) for i in range(4))
+def _words_ptx() -> str:
+    """PTX: any four words $1-$4 of two bf16 elements, times the factors $5-$8 of each -> eight codes in $0."""
+    unpacked = "".join(_unpack_ptx(f"${1 + i}", 2 * i, 2 * i + 1, "bf16") for i in range(4))
     pairs = [_in_fp16_ptx(f"v{i}", f"v{i + 2}", f"${5 + i // 2}", f"${6 + i // 2}") for i in (0, 4, 1, 5)]
     return _codes_ptx([unpacked + pairs[0], *pairs[1:]], signed=False)
 
@@ -107,7 +107,7 @@ def _columns_ptx(step, dtype: str, signed: bool = False) -> str:
 
 
 _ROW = tl.constexpr(_row_ptx(_in_fp16_ptx, "bf16"))
-_WORDS = tl.constexpr(_words_ptx("bf16"))
+_WORDS = tl.constexpr(_words_ptx())
 _ROW_BOUNDED = tl.constexpr(_row_ptx(_bounded_ptx, "bf16", signed=True))
 _ROW_BF16 = tl.constexpr(_row_ptx(_in_float32_ptx, "bf16"))
 _ROW_FP16 = tl.constexpr(_row_ptx(_in_float32_ptx, "fp16"))
