@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tests.helpers import in_interpreter, kept_shapes, quick_interpreter
+from tests.helpers import idle_kernels, in_interpreter, kept_shapes, quick_interpreter
 
 # Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
 SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
@@ -30,6 +30,8 @@ def pytest_configure():
         kept_shapes.keep_shapes()
         quick_interpreter.reduce_whole_arrays()
         quick_interpreter.keep_type_checks()
+        quick_interpreter.call_directly()
+        quick_interpreter.keep_types()
 
 
 def pytest_collection_modifyitems(items):
@@ -60,3 +62,10 @@ def fresh_compiler(tmp_path_factory, monkeypatch):
     monkeypatch.delenv("FP4COMPILE_DISABLE_PASSES", raising=False)
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def without_kernels(fresh_compiler):
+    """For tests of graphs: no C++ is compiled."""
+    with idle_kernels.compute_nothing():
+        yield

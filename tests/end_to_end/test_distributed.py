@@ -10,6 +10,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,12 +55,23 @@ def together(cache, tmp_path_factory):
     def run(device):
         root = Path(__file__).parents[2]
         output = tmp_path_factory.mktemp("distributed") / "runs.pt"
-        done = subprocess.run(
-            [sys.executable, distributed_worker.__file__, device, str(output), *CASES[device]],
-            cwd=root, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(root)},
-            capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": str(root)}
+        ranks, said = [], [Path(f"{output}.{rank}") for rank in range(RANKS)]
+        for rank in range(RANKS):
+            command = [sys.executable, distributed_worker.__file__, str(rank), device, str(output), *CASES[device]]
+            with said[rank].open("w") as file:
+                ranks.append(subprocess.Popen(command, cwd=root, env=environment, stdout=file, stderr=file))
+        try:
+            end = time.monotonic() + 600
+            ended = [None] * RANKS
+            # Where one has failed, the others wait for it in vain.
+            while None in ended and not any(ended) and time.monotonic() < end:
+                time.sleep(0.1)
+                ended = [process.poll() for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        assert ended == [0] * RANKS, "".join(path.read_text() for path in said)
         return torch.load(output)
 
     return run

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fp4compile
+from tests.helpers import without_codegen
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,9 @@ def train(*options):
 
 @pytest.fixture(scope="module")
 def plain():
-    return train()
+    """Uncompiled: what Inductor makes of the script, `test_toml_script` sees."""
+    with torch.compiler.set_stance("force_eager"):
+        return train()
 
 
 def summary(capsys):
@@ -46,7 +50,8 @@ def test_argparse_script_follows_the_unquantised_run(recipe, plain, capsys):
     assert losses[-1] < losses[0] - 1
 
 
-def test_argparse_options(capsys):
+def test_argparse_options(capsys, monkeypatch):
+    without_codegen.install(monkeypatch)  # what is quantised is known before
     options = ["--fp4compile-skip-last", "1", "--fp4compile-skip", "*linear2"]
     train("--steps", "1", "--blocks", "2", "--fp4compile-recipe", "mxfp8", *options)
     assert summary(capsys)[:2] == ("mxfp8", str(3 * 3))

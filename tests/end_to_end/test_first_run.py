@@ -4,6 +4,7 @@ The kernels run in Triton's interpreter, in a process of their own (`test_in_the
 """
 
 import json
+import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -78,10 +79,26 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(run_experts, "cases", no_cases)
 
 
+@pytest.fixture
+def quick_starts(monkeypatch):
+    """Processes are forks of one that has imported the package, and has done nothing else."""
+    get_context = multiprocessing.get_context
+
+    def context(method):
+        assert method == "spawn"
+        forks = get_context("forkserver")
+        forks.set_forkserver_preload(["fp4compile.cli.run_experts", "fp4compile.cli.run_times"])
+        return forks
+
+    monkeypatch.setattr(multiprocessing, "get_context", context)
+
+
 @compiled
 @pytest.mark.parametrize(("made", "status"), [(all_good, 0), (one_of_each, 1)])
-def test_what_fails_is_recorded_and_the_rest_runs(made, status, pretended_gpu, monkeypatch, capsys, tmp_path):
+def test_what_fails_is_recorded_and_the_rest_runs(made, status, pretended_gpu, monkeypatch, capsys, tmp_path, request):
     """Each case in another process; the one that ends it has its row, and a new process runs what is left."""
+    if made is one_of_each:
+        request.getfixturevalue("quick_starts")
     monkeypatch.setattr(run_values, "cases", made)
     assert main(["check-sm100", "--run", "--json", str(tmp_path / "run.json")]) == status
     content = json.loads((tmp_path / "run.json").read_text())
@@ -99,7 +116,7 @@ def test_what_fails_is_recorded_and_the_rest_runs(made, status, pretended_gpu, m
 
 
 @compiled
-def test_cases_can_be_chosen(pretended_gpu, monkeypatch, capsys):
+def test_cases_can_be_chosen(pretended_gpu, quick_starts, monkeypatch, capsys):
     monkeypatch.setattr(run_values, "cases", one_of_each)
     assert main(["check-sm100", "--run", "--only", "a"]) == 1  # raises, last
     printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].islower()]
@@ -125,7 +142,7 @@ def ends_late():
 
 
 @compiled
-def test_what_does_not_end_is_given_up():
+def test_what_does_not_end_is_given_up(quick_starts):
     found = list(in_process(ends_late, patience=6))  # long enough to import torch, for the second case
     assert [one.name for one in found] == ["hangs", "last"]
     assert found[0].error == "did not end within 6 seconds"

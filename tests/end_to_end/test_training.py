@@ -192,6 +192,7 @@ def test_what_is_not_merged():
 # ---------------------------------------------------------------- what is saved
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("recipe, share", [("mxfp8", 0.52), ("mxfp8_32x32", 0.52), ("nvfp4_train", 0.29)])
 def test_what_lives_from_forward_to_backward_is_packed(recipe, share):
     backend = fp4compile.backend(recipe)
@@ -208,6 +209,7 @@ def test_what_lives_from_forward_to_backward_is_packed(recipe, share):
     assert str(backend.report).count(" KiB of ") == 2
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_train"])
 def test_fp32_master_weights_under_autocast_save_no_packed_weights(recipe):
     backend = fp4compile.backend(recipe)

@@ -1,18 +1,16 @@
 """Training on two processes, and the same training in one: what tests/end_to_end/test_distributed.py runs and compares.
 
-python tests/helpers/distributed_worker.py cpu|cuda OUTPUT CASE...
+python tests/helpers/distributed_worker.py RANK cpu|cuda OUTPUT CASE...
 
-CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8
+CASE: wrapper/dtype/recipe, as in fsdp/bfloat16/mxfp8. The processes meet at the file OUTPUT.store.
 """
 
 import copy
 import sys
-import tempfile
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -159,13 +157,13 @@ def mean(loss: torch.Tensor) -> float:
     return (total / RANKS).item()
 
 
-def worker(rank: int, device: str, store: str, output: str, cases: list[Case]) -> None:
+def worker(rank: int, device: str, output: str, cases: list[Case]) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
     communication = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(communication, init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    dist.init_process_group(communication, init_method=f"file://{output}.store", rank=rank, world_size=RANKS)
     runs = {}
     for case in cases:
         torch._dynamo.reset()
@@ -239,11 +237,8 @@ def load(model, master) -> None:
         parameter.copy_(source)
 
 
-def main(device: str, output: str, *cases: str) -> None:
-    parsed = [Case.parse(case) for case in cases]
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = (device, f"{directory}/store", output, parsed)
-        torch.multiprocessing.spawn(worker, arguments, nprocs=RANKS)
+def main(rank: str, device: str, output: str, *cases: str) -> None:
+    worker(int(rank), device, output, [Case.parse(case) for case in cases])
 
 
 if __name__ == "__main__":

@@ -32,14 +32,16 @@ def patch_triton_once() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, patched = interpreter._patch_lang, []
+    patch, patched, seen, nothing = interpreter._patch_lang, [], set(), interpreter._LangPatchScope()
 
     def patch_once(kernel):
-        for module in kernel.__globals__.values():
-            if (module is tl or module is tl.core) and module not in patched:
-                patched.append(module)
-                patch(kernel)
-        return interpreter._LangPatchScope()  # of changes to take back: none
+        if kernel not in seen:
+            seen.add(kernel)
+            for module in kernel.__globals__.values():
+                if (module is tl or module is tl.core) and module not in patched:
+                    patched.append(module)
+                    patch(kernel)
+        return nothing  # no change is taken back
 
     interpreter._patch_lang = patch_once
 
@@ -50,21 +52,21 @@ def patch_triton_once() -> None:
     numpy_type, found = interpreter._get_np_dtype, {}
 
     def known_numpy_type(dtype):
-        name = str(dtype)
-        if name not in found:
-            found[name] = numpy_type(dtype)
-        return found[name]
+        if dtype.name not in found:
+            found[dtype.name] = numpy_type(dtype)
+        return found[dtype.name]
 
     interpreter._get_np_dtype = known_numpy_type
 
     make_tensor, fields = tl.core.tensor.__init__, {}
 
     def make_tensor_of_known_type(self, handle, type):
-        name = str(type)
+        name = type.name
         if name not in fields:
             make_tensor(self, handle, type)
             fields[name] = dict(vars(self))
-        self.__dict__.update(fields[name], handle=handle, type=type)
+        self.__dict__.update(fields[name])
+        self.handle, self.type = handle, type
 
     tl.core.tensor.__init__ = make_tensor_of_known_type
 

@@ -185,6 +185,11 @@ def _reciprocal(value, error):
     return np.where(ordinary, bits + U32(error % 2**32), bits).astype(U32)
 
 
+def _rounded_down(a, b, c):
+    """float32 a * b + c of a c above 2^23 and smaller products, given in float64, rounded towards minus infinity."""
+    return np.floor(a * b + c).astype(F32)
+
+
 def _convert(op, args, get, single):
     """The conversions. (Of two, the upper one comes first.)"""
     if op in ("cvt.rn.f16x2.f32", "cvt.rn.bf16x2.f32"):
@@ -226,6 +231,8 @@ def _step(op, args, get, single):
         return (1 / single(args[0])).astype(F32).view(U32)
     if op == "setp.gt.f32":
         return single(args[0]) > single(args[1])
+    if op == "cvt.ftz.sat.f32.f32":
+        return np.where(single(args[0]) > 0, np.minimum(single(args[0]), 1), 0).astype(F32).view(U32)
     if base == "cvt":
         return _convert(op, args, get, single)
     if base == "shl":
@@ -242,7 +249,7 @@ def _step(op, args, get, single):
         return prmt(get(args[0]), get(args[1]), int(args[2], 0))
     if base == "lop3":
         return lop3(*map(get, args[:3]), int(args[3], 0))
-    if op in ("mul.rn.f32", "neg.f32"):
+    if op in ("mul.rn.f32", "mul.ftz.f32", "neg.f32"):
         return (np.prod([single(arg) for arg in args], 0) * (-1 if base == "neg" else 1)).astype(F32).view(U32)
     if op == "abs.f32":
         return get(args[0]) & U32(0x7FFFFFFF)
@@ -257,12 +264,23 @@ def _step(op, args, get, single):
         a, b = single(args[0]), single(args[1])
         sign = np.signbit(a) ^ np.signbit(b)
         return (np.where(sign, -1.0, 1.0) * np.fmax(np.abs(a), np.abs(b))).astype(F32).view(U32)
-    if op == "fma.rn.f32":
-        return fma32(*map(single, args)).view(U32)
+    if op in ("fma.rn.f32", "fma.rn.ftz.f32", "fma.rn.ftz.sat.f32"):
+        total = fma32(*map(single, args))
+        return (np.where(total > 0, np.minimum(total, F32(1)), F32(0)) if ".sat" in op else total).view(U32)
+    if op in ("sub.f32", "add.f32"):
+        a, b = map(single, args)
+        return fma32(np.ones_like(a), a, b if base == "add" else -b).view(U32)
+    if op == "fma.rm.ftz.f32":
+        return _rounded_down(*map(single, args)).view(U32)
+    if op in ("ex2.approx.f32", "ex2.approx.ftz.f32"):
+        power = np.exp2(single(args[0])).astype(F32)
+        return np.where((power < np.finfo(F32).tiny) & (".ftz" in op), F32(0), power).view(U32)
     if op.endswith(".f32x2"):
         a, b, *c = (f32x2(get(arg).astype(U64)) for arg in args)
         if base == "mul":
             pairs = (a * b).astype(F32)
+        elif ".rm." in op:
+            pairs = _rounded_down(a, b, *c)
         else:
             pairs = fma32(a, b, *c) if c else fma32(np.ones_like(a), a, b if base == "add" else -b)
         return np.ascontiguousarray(pairs).view(U64)[..., 0]

@@ -1,11 +1,14 @@
 """A training script that writes checkpoints and can be killed and resumed: what tests/end_to_end/test_faults.py runs.
 
-    python tests/helpers/resume_worker.py RECIPE DEVICE CHECKPOINT LOSSES [KILL]
+    python tests/helpers/resume_worker.py RECIPE DEVICE CHECKPOINT LOSSES KILL
 
-It goes on from CHECKPOINT if that exists, and kills itself in step KILL, after the backward.
+It goes on from CHECKPOINT if that exists, and kills itself in step KILL, after the backward. So it runs in a process of
+its own, forked once everything is imported; the losses so far go to LOSSES.killed, and the first process resumes.
 """
 
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -51,5 +54,11 @@ def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | 
 
 
 if __name__ == "__main__":
-    name, place, path, out, *rest = sys.argv[1:]
-    train(name, place, Path(path), Path(out), int(rest[0]) if rest else None)
+    name, place, path, out, step = sys.argv[1:]
+    arguments = name, place, Path(path), Path(out)
+    killed = multiprocessing.get_context("fork").Process(target=train, args=(*arguments, int(step)))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    shutil.copy(out, f"{out}.killed")
+    train(*arguments, None)  # this process has only imported so far

@@ -96,6 +96,7 @@ def test_counts_and_times_of_inference_reach_the_report():
     assert told["counts"] == report.counts and told["seconds"] == report.seconds
 
 
+@pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_counts_of_a_backward_reach_the_report_whenever_it_is_compiled(dynamic):
     """A backward graph without symbolic sizes is compiled when it first runs, after the backend has returned."""

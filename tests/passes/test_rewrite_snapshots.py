@@ -3,12 +3,15 @@
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
 import fp4compile
 from tests.helpers.graphs import compile_recorded, summary
+
+pytestmark = pytest.mark.usefixtures("without_kernels")
 
 
 def joint_graph(model, *args, recipe="mxfp8"):

@@ -6,6 +6,7 @@ values that the forward graph returns are those saved for the backward.
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
@@ -13,6 +14,8 @@ from expecttest import TestCase
 import fp4compile
 from fp4compile.passes.merge_quantize import merge_quantize
 from tests.helpers.graphs import Recorder, summary
+
+pytestmark = pytest.mark.usefixtures("without_kernels")
 
 
 class Merged(Recorder):
