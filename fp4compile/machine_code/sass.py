@@ -90,8 +90,12 @@ def disassemble(cubin: bytes) -> Sass:
 
 
 def _run(tool: str, *arguments: str) -> str:
-    done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+    """What a tool says. Raises RuntimeError with what it says where it fails, as of an architecture that it lacks."""
+    done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(" ".join(said.split()) or f"{tool} ended with status {done.returncode}")
+    return said
 
 
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}

@@ -14,6 +14,7 @@ from fp4compile.machine_code import check, launches, lines, resources  # noqa: E
 from fp4compile.machine_code.check import ProductRow, QuantizeRow, Resources  # noqa: E402
 from fp4compile.machine_code.launches import Configuration, Product  # noqa: E402
 from fp4compile.machine_code.ptx import Ptx  # noqa: E402
+from fp4compile.machine_code.representatives import representatives  # noqa: E402
 from fp4compile.machine_code.sass import Sass, disassemble  # noqa: E402
 from tests.helpers import sketches_sm100 as sketches  # noqa: E402
 
@@ -230,7 +231,7 @@ def test_representatives_have_every_kernel(sm):
         found = {one for each in configurations for one in _kernels_and_formats(each.launches(sm), sm)}
         return found | {one for each in products for one in _kernels_and_formats(each.launches(sm)[1], sm)}
 
-    chosen = launches.representatives(sm)
+    chosen = representatives(sm)
     assert met(*chosen) == met(launches.CONFIGURATIONS, launches.PRODUCTS)
     assert len(chosen[0]) < len(launches.CONFIGURATIONS) and len(chosen[1]) < len(launches.PRODUCTS)
 
@@ -240,6 +241,11 @@ def _kernels_and_formats(launched, sm):
         yield one.kernel.__name__
         for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", *(["SCALE"] if sm == 100 else [])):
             yield key, one.constants.get(key), one.kernel.__name__ if sm == 100 else ""
+
+
+def test_a_tool_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="nvdisasm"):
+        disassemble(b"no cubin")
 
 
 def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch):

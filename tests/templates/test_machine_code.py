@@ -1,6 +1,5 @@
 """The kernels' machine code for GPUs that are not here: a claim about code, not about speed."""
 
-import functools
 import re
 
 import pytest
@@ -12,6 +11,7 @@ tl = pytest.importorskip("triton.language")
 from fp4compile import _compat  # noqa: E402
 from fp4compile.machine_code import check, launches  # noqa: E402
 from fp4compile.machine_code.launches import Configuration  # noqa: E402
+from fp4compile.machine_code.representatives import representatives  # noqa: E402
 from fp4compile.machine_code.sass import disassemble  # noqa: E402
 from fp4compile.templates.device import block_scales  # noqa: E402
 from tests.helpers.kernels import NEW_PTXAS  # noqa: E402
@@ -23,12 +23,6 @@ KERNELS = {
     "quantize_rows", "quantize_scaled_rows", "quantize_both", "quantize_columns", "quantize_squares",
     "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales", "sweep_weighted_scales",
 }  # fmt: skip
-
-
-@functools.cache
-def representatives(sm):
-    """(configurations, products): what is compiled here; `python -m fp4compile check-sm100` compiles all."""
-    return launches.representatives(sm)
 
 
 @pytest.mark.parametrize("sm", TARGETS)
