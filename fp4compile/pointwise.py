@@ -104,6 +104,27 @@ def operand_kinds(steps: Sequence[Step], kinds: str) -> dict[int, str]:
     return {int(match[2]): match[1] for match in found if match is not None}
 
 
+def with_silu(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The same steps by their numbers, but x / (1 + exp(-x)) is one: "silu x". It leaves steps that nothing needs.
+
+    For those who print steps or count them; no op carries that one, and `evaluate` does not know it.
+    """
+    return tuple(Step("silu", step.arguments[:1]) if _ends_silu(steps, step) else step for step in steps)
+
+
+def _ends_silu(steps: Sequence[Step], step: Step) -> bool:
+    """Whether a step is the division in x / (1 + exp(-x))."""
+
+    def result_of(argument: Argument) -> Step | None:
+        return steps[int(argument[1:])] if isinstance(argument, str) and argument[0] == "s" else None
+
+    total = result_of(step.arguments[1]) if step.operation == "div" else None
+    if total is None or total.operation != "add" or 1.0 not in total.arguments:
+        return False
+    powers = [found for term in total.arguments if (found := result_of(term)) and found.operation == "exp"]
+    return bool(powers) and result_of(powers[0].arguments[0]) == Step("neg", step.arguments[:1])
+
+
 def evaluate(steps: Sequence[Step], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The reference: the result of each step (there is at least one). tensors: by their names; all is float32."""
     values = dict(tensors)

@@ -18,12 +18,12 @@ more than one result needs is computed for each.
 
 import re
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from fp4compile.pointwise import REDUCTIONS, Step, evaluate, operand_kinds, parse
+from fp4compile.pointwise import REDUCTIONS, Step, evaluate, operand_kinds, parse, with_silu
 
 # Tensors that a prologue reads, at most: each is an argument of every launch of the kernels. Those of the result's size
 # take registers.
@@ -176,6 +176,15 @@ class Prologue:
         """Numbers of the steps that are left once the statistics are there."""
         whole = [i for i, _ in self.stored if self.step_kinds[i] == "aux"]
         return self.needed([len(self.steps) - 1, *whole], ("aux", "row"))
+
+    def shortened(self) -> "Prologue":
+        """The same results by `pointwise.with_silu`, for those who print or count the steps that are needed."""
+        return replace(self, steps=with_silu(self.steps))
+
+    @property
+    def computed(self) -> list[int]:
+        """Numbers of the steps that what is quantised and what is stored need."""
+        return self.needed((*self.results, *(number for number, _ in self.stored)))
 
     def after_statistics(self, stored: bool = False) -> tuple["Prologue", tuple[int, ...]]:
         """(what follows the statistics, numbers of the operands that it still reads).

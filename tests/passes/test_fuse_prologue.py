@@ -337,14 +337,12 @@ def test_operands_of_other_strides():
 
 
 def test_the_choice():
-    """Two tensors that an amax reads as well, and erf: less than is saved on a B200, more on an H200."""
-    for function, shapes in (
-        (lambda x, y: quantize(F.silu(x) * y, "nvfp4"), (FLAT, FLAT)),
-        (lambda x: quantize(F.gelu(x), ONE_LEVEL), (FLAT,)),
-    ):
-        assert [fused_graph(function, *shapes, sm=sm).fused for sm in (90, 100, 120)] == [1, 0, 0]
+    """erf takes longer on a B200 than what it saves, and less on an H200. A gate's two tensors, read twice, do not."""
+    gelu = [fused_graph(lambda x: quantize(F.gelu(x), ONE_LEVEL), FLAT, sm=sm).fused for sm in (90, 100, 120)]
+    assert gelu == [1, 0, 0]
     for sm in (90, 100, 120):
         assert fused_graph(lambda x, w: quantize(rms_norm(x, w), "nvfp4"), FLAT, ROW, sm=sm).fused == 1
+        assert fused_graph(lambda x, y: quantize(F.silu(x) * y, "nvfp4"), FLAT, FLAT, sm=sm).fused == 1
 
 
 def test_a_result_that_is_kept_for_the_second_kernel():

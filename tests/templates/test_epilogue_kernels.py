@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+from triton.backends.nvidia.compiler import CUDABackend
 
 from fp4compile import _compat, formats, ops
 from fp4compile.epilogue import AUXILIARIES, Epilogue
@@ -228,6 +229,11 @@ def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.co
     assert source(Epilogue.parse(["mul product -2.0"], torch.float32, torch.float32)).splitlines()[2:] == [
         "    product = acc", "    s0 = product * (-2.0)", "    return s0",
     ]  # fmt: skip
+    gate = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
+    for dtype, narrow in ((torch.bfloat16, True), (torch.float32, False)):
+        assert source(Epilogue.parse(gate, dtype, dtype)).splitlines()[-3:] == [
+            f"    s3 = silu(product, {narrow}, ISA)", "    s4 = s3 * aux0", "    return s4",
+        ]  # fmt: skip
 
 
 LARGE = ["gelu, scale, residual", "two matrices"]  # the most values at once, the most loads
@@ -265,7 +271,7 @@ def assert_does_not_spill(sm, a, b, m, n, name):
 @pytest.mark.parametrize(("kernel", "sm", "format", "m", "n"), [
     ("gemm_dequant_tiles", 90, "mxfp8", 16, 8192), ("gemm_wgmma_sm90", 90, "nvfp4", 40, 32768),
     ("split_k_reduction", 90, "nvfp4", 512, 8192), ("gemm_block_scaled_sm100", 100, "nvfp4", 512, 8192)])  # fmt: skip
-def test_inductor_writes_the_epilogue_into_its_wrapper(kernel, sm, format, m, n, tmp_path):
+def test_inductor_writes_the_epilogue_into_its_wrapper(kernel, sm, format, m, n, tmp_path, monkeypatch):
     """The text that Inductor writes for the kernel stands alone: a file of it compiles to the same code."""
     launch = last_launch(sm, format, format, m, "silu and gate", n)
     path = tmp_path / "written.py"
@@ -275,13 +281,33 @@ def test_inductor_writes_the_epilogue_into_its_wrapper(kernel, sm, format, m, n,
     written = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(written)
 
-    def instructions(function):
-        compiled = _compat.compile_ahead(function, launch.args, launch.constants, launch.num_warps, sm)
-        return re.findall(r"/\*[0-9a-f]{4}\*/.*;", disassemble(compiled.asm["cubin"]).text)
+    def compiled(function):
+        return _compat.compile_ahead(function, launch.args, launch.constants, launch.num_warps, sm)
 
-    own = instructions(launch.kernel)
-    assert instructions(getattr(written, kernel)) == own
-    assert any("MUFU.EX2" in line for line in own)
+    own = compiled(launch.kernel)
+    # The first stage's text, of which the others make the code: only names of places differ.
+    stages = CUDABackend.add_stages
+    monkeypatch.setattr(CUDABackend, "add_stages", lambda self, given, *args: (stages(self, given, *args), ends(given)))
+    with pytest.raises(FirstStage) as first:
+        compiled(getattr(written, kernel))
+    assert without_places(str(first.value)) == without_places(own.asm["ttir"])
+    assert "MUFU.EX2" in disassemble(own.asm["cubin"]).text
+
+
+class FirstStage(Exception):
+    """The text that the first stage of a compilation made."""
+
+
+def ends(stages):
+    def end(module, metadata):
+        raise FirstStage(str(module))
+
+    stages["ttgir"] = end
+
+
+def without_places(text):
+    """Without where in which file it comes from."""
+    return re.sub(r" ?loc\((?:[^()]|\([^()]*\))*\)|^#loc.*\n", "", text, flags=re.M)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="has no cache keys")

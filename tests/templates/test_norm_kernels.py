@@ -147,6 +147,10 @@ def test_lengths_that_take_several_tiles():
         assert heuristics.reduced_row_config("e2m1", 16, 8192, length, 100).pieces == 1
         for element, pieces in (("e2m1", 4 if 4000 <= length <= 16384 else 1), ("e4m3", 1)):
             assert heuristics.reduced_row_config(element, 16, 8192, length, 90).pieces == pieces
+    for work, shape in (("all", (4, 4, 2)), ("statistics", (4, 8, 1)), ("codes", (2, 4, 2))):
+        config = heuristics.reduced_row_config("e2m1", 16, 8192, 8192, 90, outer=True, work=work)
+        assert (config.pieces, config.num_warps, config.vectors) == shape
+        assert config.pieces * config.blocks * 16 == 8192
 
 
 @gpu

@@ -171,6 +171,18 @@ def test_the_assembly_of_every_product():
     check_played(values, [factors], [factors], packed_rounding._ROW_BF16)
     both = [factors, factors[::-1].copy()]
     check_played(values, both, both, packed_rounding._COLUMNS_BF16)
+    check_words(values, factors, factors, packed_rounding._WORDS_FLOAT32)
+
+
+def check_words(values, packed, factors, ptx):
+    """Of words that do not share a factor: each of the four in a text is one of another row of `values`."""
+    rng = np.random.default_rng(3)
+    rows = np.stack([rng.permutation(len(values)) for _ in range(4)], 1)
+    chosen = np.stack([values[rows[:, i], 2 * i : 2 * i + 2] for i in range(4)], 1).reshape(len(values), 8)
+    words = [chosen[:, 2 * i] | chosen[:, 2 * i + 1] << 16 for i in range(4)]
+    got = unpacked(*play(ptx.value, 1, [*words, *packed[rows].T]))
+    expected = expected_codes((chosen << 16).view(np.float32).ravel(), np.repeat(factors[rows], 2, 1).ravel())
+    np.testing.assert_array_equal(got, expected.reshape(chosen.shape))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -228,6 +240,8 @@ def test_the_assembly_of_bounded_products():
         values = torch.from_numpy(shares / np.where(np.isnan(each), 1, each).astype(np.float64))
         values = values.bfloat16().view(torch.uint16).numpy().astype(np.uint32)
         check_played(values, [packed[i] for i in order], [factors[i] for i in order], ptx)
+        if len(order) == 1:
+            check_words(values, packed, factors, packed_rounding._WORDS_BOUNDED)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

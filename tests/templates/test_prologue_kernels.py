@@ -297,7 +297,7 @@ def test_functions(steps, exact):
 def test_source():
     steps = Prologue.parse(["add aux0 col1", "mul s0 row2"], BF16, ["s1 bfloat16", "s0 float16"])
     assert (
-        source(steps, "tile", False)
+        source(steps, "tile", (BF16, torch.float32, BF16))
         == """\
 @triton.jit
 def prologue(aux0, col1, row2, ISA: tl.constexpr):
@@ -342,14 +342,36 @@ def launches(sm, steps, op, format, shape=(1024, 1024), dim=-1, **options):
     return found
 
 
+def test_source_of_a_gate():
+    """SiLU is one operation, and knows whether its argument has 16 bits. Tiles of columns: both columns at once."""
+    steps = Prologue.parse(["neg aux0", "exp s0", "add 1.0 s1", "div aux0 s2", "mul s3 aux1"], BF16)
+    of_columns = source(steps, "column_tile", (BF16, torch.float32)).splitlines()
+    assert of_columns[:4] == [
+        "@triton.jit",
+        "def prologue(aux0, aux1, ISA: tl.constexpr):",
+        "    s3 = silu(aux0, True, ISA)",
+        "    s4 = mul(s3, aux1, ISA)",
+    ]
+    assert of_columns[-4:-1] == [
+        "        both_s4 = prologue(tl.join(first0[i], second0[i]), tl.join(first1[i], second1[i]), ISA)",
+        "        first_s4, second_s4 = tl.split(both_s4)",
+        "        words = words + (pack(first_s4, second_s4, dtype, ISA),)",
+    ]
+    assert "s3 = silu(aux0, False, ISA)" in source(steps, "tile", (torch.float32, torch.float32))
+    rounded = Prologue.parse(["add aux0 aux1", "bfloat16 s0", "neg s1", "exp s2", "add s3 1.0", "div s1 s4"], BF16)
+    assert "s5 = silu(s1, True, ISA)" in source(rounded, "tile", (torch.float32, BF16))
+    other = Prologue.parse(["neg aux1", "exp s0", "add s1 1.0", "div aux0 s2"], BF16)
+    assert "s3 = aux0 / s2" in source(other, "tile", (BF16, BF16))
+
+
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
-def test_stores_are_of_sixteen_bytes_and_spill_nothing():
+def test_a_thread_stores_8_or_16_bytes_at_a_time_and_spills_nothing():
     """A thread stores what it has loaded and computed: nothing goes through shared memory for that."""
-    for sm in (90, 100):
+    for sm, stores in ((90, (2, 1)), (100, (5, 0))):  # a thread's values and their codes: 16 and 32, by heuristics
         (launch,) = launches(sm, RESIDUAL, "quantize", "nvfp4_one_level", stored=["s0 bfloat16"])
         compiled = _compat.compile_ahead(launch.kernel, launch.args, launch.constants, launch.num_warps, sm)
         assert spilled_bytes(compiled.asm["cubin"]) == 0 and compiled.metadata.shared == 0
-        assert compiled.asm["ptx"].count("st.global.v4.b32") == 5  # a thread: 32 values, and their codes
+        assert tuple(compiled.asm["ptx"].count(f"st.global.v{words}.b32") for words in (4, 2)) == stores
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")

@@ -51,7 +51,8 @@ def source(epilogue: Epilogue) -> str:
     lines = ["@triton.jit", "def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):"]
     lines.append(f"    product = rounded(acc, {_DTYPES[dtype]}, ISA)" if dtype in _DTYPES else "    product = acc")
     lines += ["    " + _LOADS[kind].format(i) for i, kind in sorted(epilogue.kinds.items())]
-    lines += ["    " + line for line in printed_steps(epilogue.steps)]
+    narrow = {"product"} if dtype in _DTYPES else ()
+    lines += ["    " + line for line in printed_steps(epilogue.steps, narrow)]
     result = f"s{len(epilogue.steps) - 1}" if epilogue.steps else "product"
     return "\n".join([*lines, f"    return {result}"]) + "\n"
 

@@ -44,10 +44,10 @@ def _in_fp16_ptx(first: str, second: str, factor: str, second_factor: str = "") 
     )
 
 
-def _in_float32_ptx(first: str, second: str, factor: str) -> str:
+def _in_float32_ptx(first: str, second: str, factor: str, second_factor: str = "") -> str:
     """A step of `_codes_ptx` for any product: rounded to E2M1 in float32, then scaled and clamped in fp16."""
     return (
-        f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {factor}, 0f00000000;"
+        f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {second_factor or factor}, 0f00000000;"
         " cvt.rn.f16x2.f32 @y, b, a;"
         # p has the sign opposite to that of y, so that 2^22 p + y keeps the exponent of 2^22 p.
         " mov.b32 p, 0fBFA00000; max.xorsign.abs.f32 q, b, p; max.xorsign.abs.f32 p, a, p;"
@@ -58,7 +58,7 @@ def _in_float32_ptx(first: str, second: str, factor: str) -> str:
     )
 
 
-def _bounded_ptx(first: str, second: str, factor: str) -> str:
+def _bounded_ptx(first: str, second: str, factor: str, second_factor: str = "") -> str:
     """A signed step of `_codes_ptx`, for products that round to 6 at most or are NaN. The factor carries 2^-14.
 
     It rounds as `_in_float32_ptx` does, but p has the sign of y, and the number that is subtracted is smaller by p/4
@@ -68,7 +68,7 @@ def _bounded_ptx(first: str, second: str, factor: str) -> str:
     up to 7.)
     """
     return (
-        f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {factor}, 0f00000000;"
+        f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {second_factor or factor}, 0f00000000;"
         " mov.b32 p, 0f38A00000; max.xorsign.abs.f32 q, b, p; max.xorsign.abs.f32 p, a, p;"
         " fma.rn.f32 a, p, 0f4A800000, a; fma.rn.f32 a, p, 0fCA7FFFFF, a;"
         " fma.rn.f32 b, q, 0f4A800000, b; fma.rn.f32 b, q, 0fCA7FFFFF, b; cvt.rn.f16x2.f32 @h, b, a; "
@@ -89,11 +89,11 @@ def _row_ptx(step, dtype: str, signed: bool = False) -> str:
     return _codes_ptx([unpacked + pairs[0], *pairs[1:]], signed)
 
 
-def _words_ptx() -> str:
+def _words_ptx(step, signed: bool = False) -> str:
     """PTX: any four words $1-$4 of two bf16 elements, times the factors $5-$8 of each -> eight codes in $0."""
     unpacked = "".join(_unpack_ptx(f"${1 + i}", 2 * i, 2 * i + 1, "bf16") for i in range(4))
-    pairs = [_in_fp16_ptx(f"v{i}", f"v{i + 2}", f"${5 + i // 2}", f"${6 + i // 2}") for i in (0, 4, 1, 5)]
-    return _codes_ptx([unpacked + pairs[0], *pairs[1:]], signed=False)
+    pairs = [step(f"v{i}", f"v{i + 2}", f"${5 + i // 2}", f"${6 + i // 2}") for i in (0, 4, 1, 5)]
+    return _codes_ptx([unpacked + pairs[0], *pairs[1:]], signed)
 
 
 def _columns_ptx(step, dtype: str, signed: bool = False) -> str:
@@ -107,7 +107,9 @@ def _columns_ptx(step, dtype: str, signed: bool = False) -> str:
 
 
 _ROW = tl.constexpr(_row_ptx(_in_fp16_ptx, "bf16"))
-_WORDS = tl.constexpr(_words_ptx())
+_WORDS = tl.constexpr(_words_ptx(_in_fp16_ptx))
+_WORDS_BOUNDED = tl.constexpr(_words_ptx(_bounded_ptx, signed=True))
+_WORDS_FLOAT32 = tl.constexpr(_words_ptx(_in_float32_ptx))
 _ROW_BOUNDED = tl.constexpr(_row_ptx(_bounded_ptx, "bf16", signed=True))
 _ROW_BF16 = tl.constexpr(_row_ptx(_in_float32_ptx, "bf16"))
 _ROW_FP16 = tl.constexpr(_row_ptx(_in_float32_ptx, "fp16"))
@@ -262,21 +264,24 @@ def encode_packed_row(words, factor, ROUNDING: tl.constexpr, dtype: tl.constexpr
 
 
 @triton.jit
-def encode_packed_words(words, factor, SCALE: tl.constexpr):
+def encode_packed_words(words, factor, limit, SCALE: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr):
     """Words of two bf16 elements in blocks, [ROWS, BLOCKS, n] -> a uint8 of two E2M1 codes for each.
 
-    factor: of the blocks, [ROWS, BLOCKS], as `block_scales.block_scale` makes them. For the ROUNDING "fp16".
+    factor: of the blocks, [ROWS, BLOCKS], as `block_scales.block_scale` makes them. CLAMP: whether elements may be
+    beyond `limit` (`clamp_packed`), where products must not be.
     """
-    if SCALE == "e4m3":
-        words = clamp_packed(words, CLAMP_LIMIT)
+    if CLAMP and ROUNDING != "float32":
+        words = clamp_packed(words, limit)
+    if ROUNDING == "fp16" and SCALE == "e4m3":
         # See `packed_e4m3_scales`. ptxas 12.8 loses scale bytes that are looked at here, so the factor is.
         mantissa = factor.to(tl.int32, bitcast=True) & 0x7FFFFF
         factor *= tl.where(mantissa == _MANTISSA_OF_FIFTEENTHS, _PACKED_SCALE_ABOVE, PACKED_SCALE)
-    else:
+    elif ROUNDING != "float32":
         factor *= PACKED_SCALE
     factor = tl.broadcast_to(factor[:, :, None], words.shape)
+    ptx: tl.constexpr = _WORDS if ROUNDING == "fp16" else _WORDS_BOUNDED if ROUNDING == "bounded" else _WORDS_FLOAT32
     return tl.inline_asm_elementwise(
-        _WORDS, "=r,r,r,r,r,f,f,f,f", [words, factor], dtype=tl.uint8, is_pure=True, pack=4
+        ptx, "=r,r,r,r,r,f,f,f,f", [words, factor], dtype=tl.uint8, is_pure=True, pack=4
     )  # fmt: skip
 
 

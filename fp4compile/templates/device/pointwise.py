@@ -5,30 +5,23 @@ Inductor follows the global names of a kernel and writes the source of what it c
 cache keys cover it; a function that a kernel takes as a constexpr argument would not get through Dynamo. Equal steps
 print equal source, so that caches on disk serve other processes.
 
-The arithmetic is Inductor's: float32, in the operations that Inductor generates. Casts in between round nothing, unless
-a step says so.
+The arithmetic is Inductor's: float32, in the operations that Inductor generates, or in fewer that give the same bits.
+Casts in between round nothing, unless a step says so.
 """
 
 import hashlib
 import linecache
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fp4compile.pointwise import Argument, Step
+from fp4compile.pointwise import ROUNDINGS, Step, with_silu
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
-
-
-@triton.jit
-def exp(x):
-    if INTERPRETING:
-        return tl.exp(x)
-    else:
-        return libdevice.exp(x)
+from fp4compile.templates.device.sigmoid import exp, sigmoid, silu
 
 
 @triton.jit
@@ -79,23 +72,6 @@ def _pair_ptx(operation: str) -> tl.constexpr:
 _SUB, _MUL = _pair_ptx("sub"), _pair_ptx("mul")
 
 
-# As ptxas divides, but for divisors below 2^-126.
-_QUOTIENT = tl.constexpr(
-    "{ .reg .pred large; .reg .f32 a, b; mov.f32 a, $1; mov.f32 b, $2; setp.gt.f32 large, b, 0f7E800000;"
-    " @large mul.rn.f32 a, a, 0f3E800000; @large mul.rn.f32 b, b, 0f3E800000; rcp.approx.ftz.f32 b, b;"
-    " mul.rn.f32 $0, a, b; }"
-)
-
-
-@triton.jit
-def quotient(a, b, ISA: tl.constexpr):
-    """a / b of a divisor that is 1 or more, or NaN: with the bits of any division (`div.full`)."""
-    if ISA >= 90:
-        return tl.inline_asm_elementwise(_QUOTIENT, "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return a / b
-
-
 @triton.jit
 def of_pairs(PTX: tl.constexpr, a, b):
     """An operation on float32 numbers, two of a thread's at a time."""
@@ -130,7 +106,7 @@ _TRITON = {
     "relu": "tl.where(0.0 > {0}, 0.0, {0})",
     "square": "{0} * {0}",
     "cube": "{0} * {0} * {0}",
-    "sigmoid": "tl.sigmoid({})",
+    "sigmoid": "sigmoid({}, ISA)",
     "exp": "exp({})",
     "erf": "erf({})",
     "tanh": "tanh({})",
@@ -140,26 +116,40 @@ _TRITON = {
 }
 _OF_PAIRS = {"sub": "sub({}, {}, ISA)", "mul": "mul({}, {}, ISA)"}
 # What printed functions call.
-CALLED = {function.__name__: function for function in (bfloat16, erf, exp, float16, rsqrt, tanh, sub, mul, quotient)}
+CALLED = {
+    function.__name__: function for function in (bfloat16, erf, exp, float16, rsqrt, tanh, sub, mul, sigmoid, silu)
+}
 
 
-def printed_steps(steps: Sequence[Step]) -> list[str]:
-    """The steps as lines of Triton, each an assignment to its `s<i>`."""
-    return [f"s{i} = {_TRITON[step.operation].format(*_printed(step, str))}" for i, step in enumerate(steps)]
+def printed_steps(steps: Sequence[Step], narrow: Container[str]) -> list[str]:
+    """The steps that the last one needs as lines of Triton, each an assignment to its `s<i>`.
+
+    narrow: the tensors that are numbers of 16 bits.
+    """
+    steps, lines = with_silu(steps), []
+    needed = {f"s{len(steps) - 1}"}
+    for i in reversed(range(len(steps))):
+        if f"s{i}" in needed:
+            needed |= {*steps[i].arguments}
+            lines.append(f"s{i} = {printed_step(steps, i, narrow, pairs=False)}")
+    return lines[::-1]
 
 
-def printed_step(steps: Sequence[Step], number: int, named: Callable[[str], str] = str) -> str:
-    """A step as an expression of Triton, which may use ISA and has the same bits by fewer instructions.
+def printed_step(
+    steps: Sequence[Step], number: int, narrow: Container[str], named: Callable[[str], str] = str, pairs: bool = True
+) -> str:
+    """A step, which may be one of `with_silu`, as an expression of Triton, which may use ISA.
 
-    named: what the values are called there.
+    narrow: as in `printed_steps`. named: what the values are called there. pairs: whether one
+    instruction may compute two elements.
     """
     step = steps[number]
-    form = _TRITON[step.operation]
-    if step.operation in _OF_PAIRS and not _contracted(steps, number):
-        form = _OF_PAIRS[step.operation]
-    if step.operation == "div" and _at_least_one(steps, step.arguments[1]):
-        form = "quotient({}, {}, ISA)"
-    return form.format(*_printed(step, named))
+    if step.operation == "silu":
+        argument = str(step.arguments[0])
+        rounded = argument[0] == "s" and steps[int(argument[1:])].operation in ROUNDINGS
+        return f"silu({named(argument)}, {argument in narrow or rounded}, ISA)"
+    of_pairs = pairs and step.operation in _OF_PAIRS and not _contracted(steps, number)
+    return (_OF_PAIRS if of_pairs else _TRITON)[step.operation].format(*_printed(step, named))
 
 
 def _contracted(steps: Sequence[Step], number: int) -> bool:
@@ -169,15 +159,6 @@ def _contracted(steps: Sequence[Step], number: int) -> bool:
         return any(step.operation in sums and f"s{number}" in step.arguments for step in steps)
     before = (steps[int(x[1:])] for x in steps[number].arguments if isinstance(x, str) and x[0] == "s")
     return any(step.operation in products for step in before)
-
-
-def _at_least_one(steps: Sequence[Step], argument: Argument) -> bool:
-    """Whether a value is 1 and what an exponential function gives, as in SiLU: 1 or more, or NaN."""
-    if not isinstance(argument, str) or argument[0] != "s":
-        return False
-    step = steps[int(argument[1:])]
-    terms = {steps[int(x[1:])].operation if isinstance(x, str) and x[0] == "s" else x for x in step.arguments}
-    return step.operation == "add" and terms == {"exp", 1.0}
 
 
 def _printed(step: Step, named: Callable[[str], str]) -> list[str]:

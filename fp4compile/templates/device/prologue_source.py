@@ -52,6 +52,7 @@ from fp4compile.templates.device.register_tile import load_register_tile
 _TILE = "batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE"
 _COLUMNS = "batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE"
 _REGISTERS = "batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE"
+Dtypes = tuple[torch.dtype, ...]
 # (number of an operand, elements from one of its rows to the next)
 RowStrides = tuple[tuple[int, int], ...]
 _ARGUMENTS = {"tile": _TILE, "column_tile": _COLUMNS, "register_tile": _REGISTERS}
@@ -64,16 +65,17 @@ _LOADS = {
 }  # fmt: skip
 
 
-def source(prologue: Prologue, form: str, wide: bool, row_strides: RowStrides = ()) -> str:
+def source(prologue: Prologue, form: str, dtypes: Dtypes, row_strides: RowStrides = ()) -> str:
     """The source of the steps, and of the device function that reads a form of tile.
 
-    wide: whether the first operand is float32 and the result is not. Kernels then take the result for float32, too.
+    dtypes: of the operands. If the first one is float32 and the result is not, kernels take the result for float32.
     row_strides: of other operands whose rows are not contiguous.
     """
+    prologue = prologue.shortened()
     if not prologue.several:
-        one = _Result("", prologue.result, tuple(range(len(prologue.steps))), prologue.kinds,
+        one = _Result("", prologue.result, tuple(prologue.computed), prologue.kinds,
                       tuple(enumerate(prologue.stored)))  # fmt: skip
-        return _of_result(one, prologue, form, wide, row_strides)
+        return _of_result(one, prologue, form, dtypes, row_strides)
     arguments, parameters = _arguments(form)
     texts, branches = [], []
     for i, number in enumerate(prologue.several):
@@ -81,7 +83,7 @@ def source(prologue: Prologue, form: str, wide: bool, row_strides: RowStrides = 
         stored = tuple((place, each) for place, each in enumerate(prologue.stored) if each in own)
         one = _Result(f"_{i}", (number, prologue.dtype), tuple(prologue.needed([number])), prologue.operands_of(number),
                       stored, turned=i % 2 == 1)  # fmt: skip
-        texts.append(_of_result(one, prologue, form, wide, row_strides))
+        texts.append(_of_result(one, prologue, form, dtypes, row_strides))
         condition = "if matrix == 0" if i == 0 else f"elif matrix == {i}" if i + 1 < len(prologue.several) else "else"
         branches += [f"    {condition}:"]
         branches += [f"        words = read_{form}_{i}(ptr, operands, {arguments}, ISA, STORES)"]
@@ -115,9 +117,10 @@ def _arguments(form: str) -> tuple[str, str]:
     )
 
 
-def _of_result(one: _Result, prologue: Prologue, form: str, wide: bool, row_strides: RowStrides) -> str:
+def _of_result(one: _Result, prologue: Prologue, form: str, dtypes: Dtypes, row_strides: RowStrides) -> str:
     """The source of the functions of one result; the others as in `source`."""
-    suffix = one.suffix
+    suffix, wide = one.suffix, dtypes[0] != prologue.dtype
+    narrow = {f"{kind}{i}" for i, kind in one.operands.items() if dtypes[i].itemsize == 2}
     kinds = sorted(one.operands.items())
     names = ", ".join(f"{kind}{i}" for i, kind in kinds)
     arguments, parameters = _arguments(form)
@@ -125,7 +128,7 @@ def _of_result(one: _Result, prologue: Prologue, form: str, wide: bool, row_stri
     results = [f"s{number}" for number, _ in wanted]
     words = ["words", *(f"words{i}" for i in range(1, len(wanted)))]
     lines = ["@triton.jit", f"def prologue{suffix}({names}, ISA: tl.constexpr):"]
-    lines += [f"    s{i} = {printed_step(prologue.steps, i)}" for i in one.steps]
+    lines += [f"    s{i} = {printed_step(prologue.steps, i, narrow)}" for i in one.steps]
     lines += [f"    return {', '.join(results)}", "", ""]
     lines += ["@triton.jit"]
     lines += [f"def read_{form}{suffix}(ptr, operands, {parameters}, ISA: tl.constexpr, STORES: tl.constexpr):"]
@@ -139,9 +142,14 @@ def _of_result(one: _Result, prologue: Prologue, form: str, wide: bool, row_stri
     lines += [f"    {each} = ()" for each in words]
     whole = min(i for i, kind in kinds if kind == "aux")
     lines += [f"    for i in tl.static_range(len(first{whole})):"]
-    for side in ("first", "second"):
-        values = ", ".join(f"{side}{i}[i]" for i, _ in kinds)
-        lines += [f"        {', '.join(f'{side}_{each}' for each in results)} = prologue{suffix}({values}, ISA)"]
+    if form == "tile":
+        for side in ("first", "second"):
+            values = ", ".join(f"{side}{i}[i]" for i, _ in kinds)
+            lines += [f"        {', '.join(f'{side}_{each}' for each in results)} = prologue{suffix}({values}, ISA)"]
+    else:  # of these tiles a thread has one element of each column, and instructions that compute two at a time
+        values = ", ".join(f"tl.join(first{i}[i], second{i}[i])" for i, _ in kinds)
+        lines += [f"        {', '.join(f'both_{each}' for each in results)} = prologue{suffix}({values}, ISA)"]
+        lines += [f"        first_{each}, second_{each} = tl.split(both_{each})" for each in results]
     for each, name, (_, dtype) in zip(words, results, wanted, strict=True):
         own = f"tl.{str(dtype).removeprefix('torch.')}"
         both = [f"{side}_{name}" for side in ("first", "second")]
@@ -189,10 +197,10 @@ def _printed(text: str) -> dict[str, object]:
 
 
 @cache
-def with_prologue(kernel, prologue: Prologue, wide: bool, row_strides: RowStrides = ()):
-    """The kernel, which reads the result of these steps in the place of a tensor. wide, row_strides: see `source`."""
+def with_prologue(kernel, prologue: Prologue, dtypes: Dtypes, row_strides: RowStrides = ()):
+    """The kernel, which reads the result of these steps in the place of a tensor. dtypes, row_strides: see `source`."""
     read = kernel.fn.__globals__
-    functions = {f"read_{form}": _printed(source(prologue, form, wide, row_strides))[f"read_{form}"]
+    functions = {f"read_{form}": _printed(source(prologue, form, dtypes, row_strides))[f"read_{form}"]
                  for form in _ARGUMENTS if f"read_{form}" in read}  # fmt: skip
     if prologue.several:
         placed = _printed(placing(len(prologue.several)))

@@ -133,6 +133,7 @@ assert set(_REDUCE) == set(REDUCTIONS)
 
 def row_source(prologue: Prologue, pieces: int) -> str:
     """The source of `read_row`, of rows in so many tiles side by side."""
+    prologue = prologue.shortened()
     last = f"s{len(prologue.steps) - 1}"
     starts = [f"{piece} * BLOCKS * BLOCK" for piece in range(pieces)]
     columns = [i for i, kind in prologue.kinds.items() if kind == "col"]
@@ -143,7 +144,8 @@ def row_source(prologue: Prologue, pieces: int) -> str:
     for piece, start in enumerate(starts):
         lines += [f"left_{piece} = BLOCKS * BLOCK if WHOLE else tl.minimum(cols - {start}, BLOCKS * BLOCK)"]
         lines += _of_piece(_loads(prologue, prologue.kinds.keys() - set(columns), start, "read", "WHOLE"), piece)
-    for i, step in enumerate(prologue.steps):
+    for i in prologue.computed:
+        step = prologue.steps[i]
         if step.operation in REDUCTIONS:
             terms = _terms(prologue, step)
             found, *others = (_of_piece([terms], piece)[0] for piece in range(pieces))
@@ -175,6 +177,7 @@ def _of_piece(lines: list[str], piece: int) -> list[str]:
 
 def walk_source(prologue: Prologue) -> str:
     """The source of `walk_row`: one loop for the reductions of each level, which need the results of those below."""
+    prologue = prologue.shortened()
     columns = [i for i, kind in prologue.kinds.items() if kind == "col"]
     lines = ["width: tl.constexpr = BLOCKS * BLOCK", *_loads(prologue, columns, "0", "row", "False")]
     for level in range(1, max(prologue.levels) + 1):
@@ -232,12 +235,15 @@ def _step(prologue: Prologue, number: int) -> list[str]:
     """The lines of a step that reduces nothing."""
     step, name = prologue.steps[number], f"s{number}"
     if prologue.step_kinds[number] == "col":
-        return [f"{name} = {printed_step(prologue.steps, number)}"]
+        return [f"{name} = {printed_step(prologue.steps, number, ())}"]
     if step.operation in ROUNDINGS:  # two elements at a time, into the words that may be stored as well
         halves, dtype = (_half(prologue, step.arguments[0], side) for side in _SIDES), f"tl.{step.operation}"
         return [f"{name}_even, {name}_odd = unpack(pack({', '.join(halves)}, {dtype}, ISA), {dtype})"]
-    return [f"{name}_{side} = {printed_step(prologue.steps, number, lambda x, side=side: _half(prologue, x, side))}"
-            for side in _SIDES]  # fmt: skip
+    narrow = {f"aux{i}" for i in prologue.kinds}  # what is reduced, and all of its size, has 16 bits
+    return [
+        f"{name}_{side} = {printed_step(prologue.steps, number, narrow, lambda x, side=side: _half(prologue, x, side))}"
+        for side in _SIDES
+    ]
 
 
 _SIDES = ("even", "odd")

@@ -76,7 +76,7 @@ def launch_both(
     columns: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """Launch the kernel. rows, columns: (data, scales) to fill for x and for x transposed, uint8."""
-    config = both_config(fmt.element)
+    config = both_config(fmt.element, source.prologue is not None)
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
     launch(
         source.read_by(quantize_both), tile_grid(source, height, width, layout), source.tensor, *rows, *columns,

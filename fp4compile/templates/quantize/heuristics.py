@@ -113,16 +113,20 @@ class DequantizeConfig(LaunchConfig):
     blocks: int
 
 
-def row_config(element: str, block: int, elements: int | None) -> RowConfig:
+def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
     """For a tensor that is one row of `elements` elements (which may be symbolic), or None: for separate rows.
 
     A thread writes 16 bytes of codes at a time. In a small tensor it writes fewer, so that there are more threads.
+    Where Hopper computes the elements (`prologue`), it writes 8 bytes: a gate takes 85 us that way, and 95 by 16 bytes.
+    isa: see `Target`.
     """
     vectors = 4 if element == "e2m1" else 2
     if elements is None:
         return RowConfig(num_warps=4, rows=128, blocks=64 // block, vectors=vectors)
     if element == "e2m1":
         small = isinstance(elements, int) and elements <= 2**16
+        if prologue and 90 <= isa < 100 and not small:
+            return RowConfig(num_warps=4, rows=1, blocks=2048 // block, vectors=2)
         return RowConfig(num_warps=4, rows=1, blocks=(512 if small else 4096) // block, vectors=1 if small else vectors)
     return RowConfig(num_warps=4, rows=1, blocks=2048 // block, vectors=vectors)
 
@@ -149,23 +153,28 @@ def scaled_row_config(element: str, block: int, rows: int, cols: int) -> ScaledR
 
 
 def reduced_row_config(
-    element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True
-) -> ReducedRowConfig:
+    element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True,
+    work: str = "all",
+) -> ReducedRowConfig:  # fmt: skip
     """For rows whose statistics a kernel finds itself; up to MAX_REDUCED_ROW_ON_CHIP elements, a row is read once.
 
-    rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. Rows of 8192
-    elements were timed on an H200 (benchmarks/producers.py). There E2M1 codes of a norm took 51 us in four tiles of
-    4 warps, and 55 to 64 in one or two. isa: see `Target`.
+    rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. isa: see `Target`.
     A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
     a kernel of E2M1 codes makes an outer scale. That is the same work in each thread, so a thread then has 64.
     several: whether a row may lie in several tiles. A thread has 16 elements of each then.
+    work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one. Rows of 8192
+    elements before E2M1 codes were timed on an H200 (benchmarks/producers.py). In tiles (a row's tiles, warps) of
+    (4, 4) a norm took 57 us, and 60 to 63 in one tile. The statistics of a norm took 38 us and those of a norm of a sum
+    92 in (4, 8), 39 and 100 in (4, 4); the codes 48 in (2, 4), 51 in (4, 4).
     """
     width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
     few = isinstance(rows, int) and rows <= 128
     in_tiles = several and not few and fits_on_chip(cols)
     if in_tiles and element == "e2m1" and 90 <= isa < 100 and width >= 4096 and cols > width // 4 * 3:
-        part = width // 4
-        return ReducedRowConfig(num_warps=part // 512, rows=1, blocks=part // block, vectors=2, pieces=4)
+        pieces, elements = {"all": (4, 16), "statistics": (4, 8), "codes": (2, 32)}[work]
+        part = width // pieces
+        return ReducedRowConfig(num_warps=part // (32 * elements), rows=1, blocks=part // block,
+                                vectors=min(elements // 8, 2), pieces=pieces)  # fmt: skip
     if in_tiles and width >= 4096 and cols <= width // 4 * 3:
         # A tile's width is a power of two. Three or five smaller ones have fewer elements beyond the row. (Seven would
         # take nearly all registers.)
@@ -217,8 +226,9 @@ def column_config(element: str, block: int, both: bool) -> ColumnConfig:
     return ColumnConfig(num_warps=8, row_tiles=8, words=64, vectors=2)
 
 
-def both_config(element: str) -> BothConfig:
-    if element == "e2m1":
+def both_config(element: str, prologue: bool) -> BothConfig:
+    """prologue: whether elements are computed, which takes registers: smaller programs are more to a multiprocessor."""
+    if element == "e2m1" or prologue:
         return BothConfig(num_warps=4, row_tiles=8, col_tiles=16, words=4)
     return BothConfig(num_warps=8, row_tiles=8, col_tiles=32, words=4)
 

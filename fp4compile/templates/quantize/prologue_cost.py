@@ -18,9 +18,11 @@ from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP, fits_on_ch
 # on an H200 (copies reach that), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), which stands for all others.
 INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
 # Instructions of an operation on one element, where it is not one. With ROUNDING, for masks, rounding and packing, they
-# give two instructions more than ptxas makes of a norm in `quantize_rows` for SM100, five more for a gate, and six more
-# for a norm with its statistics: what was not timed is fused where it pays all the same.
-INSTRUCTIONS = {"variance": 2, "rsqrt": 3, "div": 9, "sigmoid": 14, "exp": 5, "erf": 20, "tanh": 18, "cube": 2}
+# give two instructions more than ptxas makes of a norm in `quantize_rows` for SM100, three more for a gate, and six for
+# a norm with its statistics: what was not timed is fused where it pays all the same.
+INSTRUCTIONS = {
+    "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 5, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
+}  # fmt: skip
 ROUNDING = 4
 # Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
 AMAX, QUANTIZE = 1, 9
@@ -150,8 +152,8 @@ def _instructions(prologue: Prologue) -> int:
 
     Each of several results has all that it needs.
     """
-    kinds, steps = prologue.step_kinds, [*enumerate(prologue.steps)]
-    if prologue.several:
-        steps = [steps[i] for number in prologue.several for i in prologue.needed([number])]
-    steps = (step for i, step in steps if kinds[i] != "col" or i in prologue.reductions)
+    prologue = prologue.shortened()
+    kinds = prologue.step_kinds
+    numbers = [i for number in prologue.several for i in prologue.needed([number])] or prologue.computed
+    steps = (prologue.steps[i] for i in numbers if kinds[i] != "col" or i in prologue.reductions)
     return sum(INSTRUCTIONS.get(step.operation, 1) for step in steps)

@@ -22,6 +22,7 @@ from fp4compile.templates.device.block_scales import (
     make_outer_scales,
     outer_from_amax,
     outer_scales,
+    plain_e4m3_scale,
 )
 from fp4compile.templates.device.dependent_launch import wait
 from fp4compile.templates.device.elements import (
@@ -35,9 +36,15 @@ from fp4compile.templates.device.elements import (
 )
 from fp4compile.templates.device.memory import store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
-from fp4compile.templates.device.packed_rounding import encode_packed_words, packed_rounding
+from fp4compile.templates.device.packed_rounding import (
+    CLAMP_LIMIT,
+    encode_packed_words,
+    packed_clamp_limit,
+    packed_rounding,
+)
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
 from fp4compile.templates.device.prologue import read_tile, seed_of
+from fp4compile.templates.device.quick_scales import in_quick_range, quick_e4m3_scale
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
@@ -75,10 +82,10 @@ def launch_rows(
     whole_blocks = statically_true(source.cols % block == 0)
     flat = source.flat() if layout == "linear" and one_outer and whole_blocks else None
     source = flat or source
-    config = row_config(fmt.element, block, None if flat is None else source.cols)
+    target, computed = target_of(source.tensor.device), source.prologue is not None
+    config = row_config(fmt.element, block, None if flat is None else source.cols, target.isa, computed)
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
     grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
-    target = target_of(source.tensor.device)
     # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
     # What the first kernel stores, statistics included, the second one may read before it waits.
     small = outer.mode == "amax" and outer.amax.dim() == 1 and source.amax_bits is None
@@ -87,7 +94,7 @@ def launch_rows(
         source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
         or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
         **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent,
-        PACKED=source.prologue is not None, ALIGN=source.align,
+        PACKED=computed, ALIGN=source.align,
         **store_aligns(source.cols, fmt), ISA=target.isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return outer.result
@@ -146,6 +153,46 @@ def encode_seeded(
 
 
 @triton.jit
+def scale_and_encode(
+    words, amax, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
+    CONTRACT: tl.constexpr, STATIC: tl.constexpr, VALUES: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr,
+    ISA: tl.constexpr,
+):  # fmt: skip
+    """(scale bytes of blocks, a pair of codes, or of values, for each word [ROWS, BLOCKS * BLOCK / 2]).
+
+    VALUES: of elements with E4M3 scales, what the codes stand for. ROUNDING: see `packed_rounding`; the others as in
+    `encode_and_store_codes`.
+    """
+    if ROUNDING == "bounded" and not decode.type.is_block():
+        if in_quick_range(decode):
+            byte, factor = quick_e4m3_scale(amax.to(tl.float32, bitcast=True), encode, decode, CONTRACT)
+            units = encode_packed_words(words, factor, packed_clamp_limit(decode), SCALE, ROUNDING, STATIC)
+        else:
+            byte, factor = plain_e4m3_scale(amax, encode, decode, CONTRACT, HAS_OUTER, ISA)
+            units = encode_packed_words(words, factor, 0, SCALE, "float32", False)
+    else:
+        byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
+        if ROUNDING == "fp16":
+            units = encode_packed_words(words, factor, CLAMP_LIMIT, SCALE, ROUNDING, SCALE == "e4m3")
+        elif ROUNDING != "":
+            units = encode_packed_words(words, factor, 0, SCALE, "float32", False)
+        elif exact_in_bf16(SCALE, dtype, ISA):
+            units = encode_exact_words(words, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT)
+        else:
+            first, second = unpack(words, dtype)
+            if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
+                first = infinity_to_nan(first)
+                second = infinity_to_nan(second)
+            factor = tl.broadcast_to(factor[:, :, None], words.shape)
+            if VALUES and SCALE == "e4m3":
+                scale = rounding_scale(byte, ISA)
+                units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
+            else:
+                units = encode_pair(first, second, factor, ELEMENT, ISA)
+    return byte, tl.reshape(units, (words.shape[0], words.shape[1] * words.shape[2]))
+
+
+@triton.jit
 def encode_and_store(
     words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -175,10 +222,10 @@ def encode_and_store_codes(
     the tensor random words are drawn, if that is not `batch`. PACKED: round by packed instructions where that is exact:
     fewer instructions, which a tensor that is merely read does not need.
     """
-    outer: tl.constexpr = "tensor" if HAS_OUTER else "none"
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
-    byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
+    if SEEDED:
+        byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
     matrix_row = batch.to(tl.int64) * rows + row
     per_unit: tl.constexpr = 4 if SEEDED and not fake else 1  # pairs of codes in a unit
@@ -186,23 +233,12 @@ def encode_and_store_codes(
         drawn_row = matrix_row if drawn is None else drawn.to(tl.int64) * rows + row
         block = drawn_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
-    elif PACKED and not fake and packed_rounding(ELEMENT, SCALE, CONTRACT, outer, dtype, ISA) == "fp16":
-        units = tl.reshape(encode_packed_words(words, factor, SCALE), (words.shape[0], words.shape[1] * half))
-    elif exact_in_bf16(SCALE, dtype, ISA):
-        factor = tl.broadcast_to(factor[:, :, None], words.shape)
-        units = tl.reshape(encode_exact_words(words, factor, ELEMENT), (words.shape[0], words.shape[1] * half))
     else:
-        first, second = unpack(words, dtype)
-        if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
-            first = infinity_to_nan(first)
-            second = infinity_to_nan(second)
-        factor = tl.broadcast_to(factor[:, :, None], words.shape)
-        if fake and SCALE == "e4m3":
-            scale = rounding_scale(byte, ISA)
-            units = round_pair(first, second, factor, tl.broadcast_to(scale[:, :, None], words.shape), ISA)
-        else:
-            units = encode_pair(first, second, factor, ELEMENT, ISA)
-        units = tl.reshape(units, (words.shape[0], words.shape[1] * half))
+        outer: tl.constexpr = "tensor" if HAS_OUTER else "none"
+        packs: tl.constexpr = PACKED and not fake and dtype == tl.bfloat16
+        rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, outer, dtype, ISA) if packs else ""
+        byte, units = scale_and_encode(words, amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, STATIC, fake,
+                                       rounding, dtype, ISA)  # fmt: skip
     if fake and (SEEDED or SCALE != "e4m3"):  # else they are values already
         units = values_of_units(units, byte, ELEMENT, SCALE, data_ptr.dtype.element_ty, ISA)
     store_units(data_ptr, units, matrix_row, block0 * (half // per_unit), per_row // per_unit, row < rows,
@@ -260,8 +296,8 @@ def quantize_rows(
     seed_ptr, drawn = seed_of(seed_ptr, batch)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
-                     OUTER != "none", True, SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn,
-                     PACKED)  # fmt: skip
+                     OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
+                     SCALE_ALIGN, ISA, drawn, PACKED)  # fmt: skip
 
 
 @triton.jit

@@ -57,7 +57,8 @@ def launch_reduced_rows(
     it the kernel makes that of the tensor, if its amax is there; or it finds the decode factor of each row, if the
     format has any: float32 [batch, rows, 1].
     """
-    config = _config(source, fmt, outer=fmt.outer is not None)
+    work = "all" if source.prologue.reductions else "codes"
+    config = _config(source, fmt, work, outer=fmt.outer is not None)
     rows, _ = padded_scale_shape(source.rows, 0, layout)
     if outer is None and fmt.outer is not None and source.amax_bits is None:
         outers = Outer(source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32), None, "find")
@@ -78,7 +79,7 @@ def after_first_launch(source: Matrices, fmt: BlockFormat) -> bool:
     """Whether `launch_reduced_rows` quantises what `with_statistics` returns: an amax was found, rows fill a tile."""
     if source.prologue is None or source.amax_bits is None:
         return False
-    config = _config(source, fmt, outer=True)
+    config = _config(source, fmt, "codes", outer=True)
     return source.cols == config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
 
 
@@ -152,7 +153,7 @@ def _empty_amax(source: Matrices) -> tuple[torch.Tensor, bool]:
 
 def _launch_statistics(kernel, source: Matrices, fmt: BlockFormat, *amax: torch.Tensor, **constants) -> None:
     """source: one matrix."""
-    config, block = _config(source, fmt), format_constants(fmt)["BLOCK"]
+    config, block = _config(source, fmt, "statistics"), format_constants(fmt)["BLOCK"]
     programs = amax[0].numel() if constants.get("PARTIAL") else ceil_div(source.rows, config.rows)
     launch(
         with_row_prologue(kernel, source.prologue, config.pieces), programs, source.tensor, *amax, *source.read_args,
@@ -160,12 +161,13 @@ def _launch_statistics(kernel, source: Matrices, fmt: BlockFormat, *amax: torch.
     )  # fmt: skip
 
 
-def _config(source: Matrices, fmt: BlockFormat, outer: bool = False) -> ReducedRowConfig:
+def _config(source: Matrices, fmt: BlockFormat, work: str, outer: bool = False) -> ReducedRowConfig:
+    """work, outer: see `reduced_row_config`."""
     block = format_constants(fmt)["BLOCK"]
     # A variance keeps all elements for a second sum, and registers do not suffice for many of them.
     several = not any(step.operation == "variance" for step in source.prologue.steps)
     isa = target_of(source.tensor.device).isa
-    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, isa, outer, several)
+    return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, isa, outer, several, work)
 
 
 def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
@@ -233,8 +235,9 @@ def quantize_reduced_rows(
             decode = decode[:, None]
     for i in tl.static_range(PIECES):
         encode_and_store(words[i], amaxes[i], encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, i * BLOCKS,
-                         rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none", OUTER != "find", SEEDED,
-                         STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, PACKED=True)  # fmt: skip
+                         rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, OUTER != "none",
+                         OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA,
+                         PACKED=True)  # fmt: skip
 
 
 @triton.jit

@@ -54,7 +54,8 @@ class Matrices:
         if self.prologue is None:
             return kernel
         apart = {i: stride for i, stride in self._row_strides.items() if not statically_true(stride == self.cols)}
-        return with_prologue(kernel, self.prologue, self.tensor.dtype != self.prologue.dtype, tuple(apart.items()))
+        dtypes = tuple(each.dtype for each in (self.tensor, *self.operands))
+        return with_prologue(kernel, self.prologue, dtypes, tuple(apart.items()))
 
     @property
     def _row_strides(self) -> dict[int, int]:
