@@ -1,19 +1,22 @@
 """Norm, activation and residual before a quantiser: fused into its kernels, before it, and by torchao's quantisers.
 
     python -m benchmarks.producers [--parts rows both] [--rows 8192] [--cols 8192] [--out FILE]
-    python -m benchmarks.producers --parts values train decode [--recipes nvfp4_train mxfp8 ...]
+    python -m benchmarks.producers --parts values train prefill decode [--recipes nvfp4_train mxfp8 ...]
 
 Parts. rows: a compiled function makes the bf16 tensor of a linear layer, as a Llama block has it, and quantises it
 along its rows. both: in both directions, as training does. values: along the rows, for a GPU that multiplies the values
 (`fake_quantize`). There is no product in these functions, so all that the device does counts: its time by the profiler,
-in microseconds a call. "fused": with the pass `fuse_prologue`, on GPUs too on which it does nothing otherwise; "-"
+in microseconds a call. "fused": with the pass `fuse_prologue`, where it does nothing on this GPU otherwise, too; "-"
 where its model sees no gain. "apart": without the pass. "copy": a device copy that moves as many bytes as one kernel
 would that reads each input once and writes each output once.
 
-train, decode: one Llama-3-8B block of bf16 parameters under recipes, forward and backward of 8192 tokens, or forward of
-one token (a CUDA graph, replayed), with the pass and without; "prologues" counts what was fused.
+train, prefill, decode: one Llama-3-8B block of bf16 parameters under recipes, forward and backward of 8192 tokens,
+forward of 8192 tokens, or forward of one token (a CUDA graph, replayed), with the pass as the backend has it on this
+GPU and without; "prologues" counts what was fused. "us" is from one call to the next, which the host may bound; "device
+us" is the time of the kernels.
 
-Most of the time is spent in compiling: 33 small functions for rows, 15 for both, 8 blocks each for train and decode.
+Most of the time is spent in compiling: 33 small functions for rows, 15 for both, 8 blocks each for the others. Results
+are written after each part.
 """
 
 import argparse
@@ -32,7 +35,7 @@ import fp4compile
 from benchmarks import common, quantize
 from fp4compile.templates.quantize import prologue_cost
 
-PARTS = ("rows", "both", "values", "train", "decode")
+PARTS = ("rows", "both", "values", "train", "prefill", "decode")
 FORMATS = {
     "rows": ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8"),
     "both": ("nvfp4", "mxfp8"),
@@ -179,7 +182,7 @@ def result(made) -> torch.Tensor:
 
 
 def blocks(part: str, args: argparse.Namespace) -> Iterator[dict]:
-    measure = {"train": train_time, "decode": decode_time}[part]
+    measure = {"train": train_times, "prefill": prefill_times, "decode": decode_times}[part]
     for recipe in args.recipes:
         row: dict[str, object] = {"block": part, "recipe": recipe}
         for column, disabled in (("fused", ()), ("apart", (PASS,))):
@@ -187,15 +190,16 @@ def blocks(part: str, args: argparse.Namespace) -> Iterator[dict]:
             with mock.patch.object(fp4compile.config, "disabled_passes", disabled):
                 chosen = fp4compile.backend(recipe)
             start = time.perf_counter()
-            row[f"{column} us"] = measure(chosen, args)
+            row |= {f"{column} {name}": value for name, value in measure(chosen, args).items()}
             row[f"{column} s in all"] = time.perf_counter() - start
             if not disabled:
                 row["prologues"] = chosen.report.counts.get(PASS, 0)
-        yield row | {"apart over fused": row["apart us"] / row["fused us"]}
+        of_device = "us" if part == "decode" else "device us"
+        yield row | {"apart over fused": row[f"apart {of_device}"] / row[f"fused {of_device}"]}
 
 
-def train_time(backend, args: argparse.Namespace) -> float:
-    """Microseconds of a forward and backward pass."""
+def train_times(backend, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of a forward and backward pass: from one to the next, and of its kernels alone."""
     block, x, others = block_of(args, args.tokens)
     x.requires_grad_()
     run, gradient = torch.compile(block, backend=backend, dynamic=False), torch.randn_like(x) / args.tokens
@@ -203,21 +207,36 @@ def train_time(backend, args: argparse.Namespace) -> float:
     def step():
         result(run(x, **others)).backward(gradient)
 
-    for _ in range(2):
-        step()
-    return 1e3 * statistics.median(common.step_time(step, args.device) for _ in range(args.repeats))
+    return both_times(step, args)
 
 
 @torch.no_grad()
-def decode_time(backend, args: argparse.Namespace) -> float:
-    """Microseconds of a forward pass of one token."""
-    block, x, others = block_of(args, 1)
+def prefill_times(backend, args: argparse.Namespace) -> dict[str, float]:
+    """The same of a forward pass of as many tokens."""
+    return both_times(forward(backend, args, args.tokens), args)
+
+
+def both_times(call: Callable, args: argparse.Namespace) -> dict[str, float]:
+    for _ in range(2):
+        call()
+    wall = 1e3 * statistics.median(common.step_time(call, args.device) for _ in range(args.repeats))
+    return {"us": wall, "device us": device_time(call, args)}
+
+
+def forward(backend, args: argparse.Namespace, tokens: int) -> Callable:
+    block, x, others = block_of(args, tokens)
     run = torch.compile(block.eval(), backend=backend, dynamic=False)
     run(x, **others)
-    call = partial(run, x, **others)
+    return partial(run, x, **others)
+
+
+@torch.no_grad()
+def decode_times(backend, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of a forward pass of one token."""
+    call = forward(backend, args, 1)
     if args.device == "cpu":
-        return 1e3 * common.step_time(call, args.device)
-    return common.graph_time([call] * 10, args.repeats)
+        return {"us": 1e3 * common.step_time(call, args.device)}
+    return {"us": common.graph_time([call] * 10, args.repeats)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -225,22 +244,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["rows", "both"])
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--cols", type=int, default=8192)
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of train and decode")
-    parser.add_argument("--tokens", type=int, default=8192, help="of train")
-    parser.add_argument("--tiny", action="store_true", help="train, decode: a narrow model, to try the script")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="of train, prefill and decode")
+    parser.add_argument("--tokens", type=int, default=8192, help="of train and prefill")
+    parser.add_argument("--tiny", action="store_true", help="train, prefill, decode: a narrow model, to try the script")
     parser.add_argument("--repeats", type=int, default=11)
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message=".*quantised nothing")  # there is no product
     found, seconds = {}, {}
+    settings = {name: getattr(args, name) for name in ("rows", "cols", "recipes", "tokens", "tiny", "repeats")}
+    everywhere = mock.patch.object(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, 0))
     # A graph in a cache does not say whether the pass was on for this GPU.
-    with inductor.patch(force_disable_caches=True), mock.patch.object(prologue_cost, "SINCE", 0):
+    with inductor.patch(force_disable_caches=True):
         for part in args.parts:
             start = time.perf_counter()
-            found[part] = list((blocks if part in ("train", "decode") else producers)(part, args))
+            if part in FORMATS:
+                with everywhere:
+                    found[part] = list(producers(part, args))
+            else:
+                found[part] = list(blocks(part, args))
             seconds[part] = time.perf_counter() - start
-            print(f"{part}: {seconds[part]:.0f} s", flush=True)
-    names = ("rows", "cols", "recipes", "tokens", "tiny", "repeats")
-    common.publish_parts(args, {name: getattr(args, name) for name in names} | {"seconds": seconds}, found)
+            common.publish_parts(args, settings | {"seconds": seconds}, found)
 
 
 if __name__ == "__main__":

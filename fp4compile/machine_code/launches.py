@@ -132,7 +132,7 @@ def of_halves(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, op: str, g
     given: whether there is an outer scale.
     """
     gate, up = x.new_empty(x.shape[0], 2 * x.shape[1]).chunk(2, -1)
-    reading = kernels.Reading(Prologue.parse(_GATE, x.dtype), (up,))
+    reading = kernels.Reading(Prologue.parse(GATE, x.dtype), (up,))
     outer = x.new_ones((), dtype=torch.float32) if given else None
     return getattr(kernels, op)(gate, fmt, outer, layout=layout, reading=reading)
 
@@ -256,10 +256,10 @@ GROUPED_CONFIGURATIONS = (
 
 
 # With a prologue: silu(x) * y, the end of a norm, whose statistics are there, and norms. Their values: tests/templates.
-_GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
+GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
 _RELU = ("relu aux0", "mul s0 aux1")
 _NORM = ("mul aux0 col1", "mul s0 row2")
-_RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
+RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
 _SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
 _KEPT = ("s0 bfloat16", "s4 float32")
 _LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1",
@@ -271,19 +271,19 @@ _RESULTS = (4, 11)
 PROLOGUE_CONFIGURATIONS = (
     *(Configuration("gradients of a gate", name, after_gradients) for name in ("mxfp8", "nvfp4")),
     Configuration("gradients of a gate, transform, seed", "nvfp4_te", partial(after_gradients, trained=True)),
-    Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=_GATE)),
+    Configuration("rows of a gate", "nvfp4_one_level", partial(after_steps, steps=GATE)),
     Configuration("rows of halves", "nvfp4_one_level", partial(of_halves, op="quantize")),
     Configuration("rows of halves", "mxfp8", partial(of_halves, op="quantize")),
     Configuration("both of halves", "mxfp8", partial(of_halves, op="quantize_both")),
     Configuration("both of halves, given", "nvfp4", partial(of_halves, op="quantize_both", given=True)),
-    *(Configuration("rows of experts' halves", name, partial(of_experts, steps=_GATE)) for name in ("nvfp4", "mxfp8")),
-    Configuration("columns of experts' halves", "mxfp8", partial(of_experts, steps=_GATE, dim=-2)),
+    *(Configuration("rows of experts' halves", name, partial(of_experts, steps=GATE)) for name in ("nvfp4", "mxfp8")),
+    Configuration("columns of experts' halves", "mxfp8", partial(of_experts, steps=GATE, dim=-2)),
     Configuration("both of experts' halves", "mxfp8", partial(of_experts, steps=_RELU, both=True)),
     Configuration("both of experts' halves", "nvfp4", partial(of_experts, steps=_RELU, both=True)),
     Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
     # Statistics included: of a Llama block, without and with the residual stream; of rows that are walked.
     *(
-        Configuration("a norm", name, partial(after_steps, steps=_RMS_NORM), shape=(SIZE, 4096))
+        Configuration("a norm", name, partial(after_steps, steps=RMS_NORM), shape=(SIZE, 4096))
         for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
     ),
     *(
@@ -292,7 +292,7 @@ PROLOGUE_CONFIGURATIONS = (
     ),
     Configuration("a layer norm", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM)),
     # In five tiles.
-    Configuration("a norm of 5120", "nvfp4_one_level", partial(after_steps, steps=_RMS_NORM), shape=(SIZE, 5120)),
+    Configuration("a norm of 5120", "nvfp4_one_level", partial(after_steps, steps=RMS_NORM), shape=(SIZE, 5120)),
     Configuration("a norm of long rows", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM), shape=(SIZE, 2**16)),
 )
 

@@ -10,6 +10,6 @@ def fuse(monkeypatch, fused, look):
     monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
     for module in (fuse_prologue, graph, pair_prologues):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
-    monkeypatch.setattr(prologue_cost, "SINCE", 0)
+    monkeypatch.setattr(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, 0))
     seen = manager.fused
     monkeypatch.setattr(manager, "fused", lambda one: look(one) or seen(one))

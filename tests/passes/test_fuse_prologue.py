@@ -63,13 +63,22 @@ def fused_graph(function, *shapes, dtypes=(), lowered=False, fuse=True, device="
 @pytest.fixture(autouse=True)
 def on_any_gpu(monkeypatch):
     """What the model says, also of GPUs on which the pass does nothing yet."""
-    monkeypatch.setattr(prologue_cost, "SINCE", 0)
+    monkeypatch.setattr(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, 0))
 
 
-def test_what_was_measured_stays_as_it_is(monkeypatch):
+def test_on_hopper_rows_alone_are_fused(monkeypatch):
+    """As it was timed there."""
     monkeypatch.undo()
-    found = [fused_graph(lambda x, w: quantize(rms_norm(x, w), "nvfp4"), FLAT, ROW, sm=sm).fused for sm in (90, 100)]
-    assert found == [0, 1]
+
+    def along_rows(x, w):
+        return quantize(rms_norm(x, w), "nvfp4")
+
+    def in_both_directions(x, w):
+        return torch.ops.fp4compile.quantize_both(rms_norm(x, w), "mxfp8")
+
+    found = {sm: [fused_graph(function, FLAT, ROW, sm=sm).fused for function in (along_rows, in_both_directions)]
+             for sm in (89, 90, 100)}  # fmt: skip
+    assert found == {89: [0, 0], 90: [1, 0], 100: [1, 1]}
 
 
 def steps_of(graph):

@@ -133,7 +133,6 @@ def norm_and_product(x, y, scale, w):
 def test_generated_wrapper_of_a_prologue(monkeypatch):
     """The quantiser computes the end of the norm: Inductor's kernel writes the sum and the statistics alone."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(prologue_cost, "SINCE", 90)
     shapes = ((300, 512), (300, 512), (512,), (512, 512))
     found = fused_graph(norm_and_product, *shapes, recipe="nvfp4", paper=nullcontext, fuse=False)
     definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
@@ -151,7 +150,6 @@ def test_generated_wrapper_of_a_prologue(monkeypatch):
 def test_generated_wrapper_of_a_norm(monkeypatch):
     """One kernel reads both terms once, and writes codes, scales and the sum, of any number of rows."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(prologue_cost, "SINCE", 90)
     shapes = ((ANY, 512), (ANY, 512), (512,), (512, 512))
     found = fused_graph(norm_and_product, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
     _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
@@ -172,7 +170,6 @@ def halves_of_a_product(x, w, w_down):
 def test_generated_wrapper_of_slices(monkeypatch):
     """The quantiser reads both halves of the product where they lie: nobody copies them."""
     pretend(monkeypatch, 90)
-    monkeypatch.setattr(prologue_cost, "SINCE", 90)
     shapes = (2, ANY, 512), (2 * 1032, 512), (512, 1032)
     found = fused_graph(halves_of_a_product, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
     _, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
@@ -208,7 +205,7 @@ def test_launches_of_a_llama_block(monkeypatch):
     pretend(monkeypatch, 100)
     names = []
     for since in (1000, 100):
-        monkeypatch.setattr(prologue_cost, "SINCE", since)
+        monkeypatch.setattr(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, since))
         found = fused_graph(
             llama.llama_block, *llama.SHAPES, recipe="float8_rowwise", paper=nullcontext, fuse=False, sm=100
         )

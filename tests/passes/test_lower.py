@@ -11,6 +11,7 @@ from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _inductor_patches, formats, ops
+from fp4compile.machine_code.launches import GATE, RMS_NORM, after_steps
 from fp4compile.operand import Operand
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
@@ -211,6 +212,8 @@ def launches():
                 quantize.quantize_both(x, fmt)
             if ops.fake_quantizable(fmt):
                 quantize.fake_quantize(x, fmt)
+        for name, steps in (("nvfp4_one_level", GATE), ("nvfp4_rowwise", GATE), ("float8_rowwise", RMS_NORM)):
+            after_steps(x, formats.get(name), "linear", steps)
         offs, weights = torch.empty(3, dtype=torch.int32, device="meta"), x.new_empty(3, 128, 512)
         for name in ("nvfp4_te", "nvfp4_rowwise"):
             fmt = formats.get(name)
@@ -261,13 +264,13 @@ def test_swept_weights_are_lowered_to_the_sweep():
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
     """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
     monkeypatch.setattr(driver, "_active", NoGpu(90))
-    kernels, fake_quantised = set(), 0
+    kernels, fake_quantised, prefetching = set(), 0, set()
     for launch in launches():
         dtypes = dtypes_of(launch)
         arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
         constants = kernel_side_table.add_constant_args(launch.constants)
         written = set(get_mutated_tensors(kernel_side_table.add_kernel(launch.kernel), constants, arguments, {}))
-        read = {"x_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
+        read = {"x_ptr", "operand_1_ptr", "a_ptr", "b_ptr", "seed_ptr", "sums_ptr", "offs_ptr"}
         assert written and not written & read, launch.kernel.__name__
         if launch.kernel.__name__ in ("swizzle_a_sm90", "gemm_wgmma_sm90"):
             assert written == {"swizzled_a_ptr" if launch.kernel.__name__ == "swizzle_a_sm90" else "out_ptr"}
@@ -279,12 +282,15 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         if dtypes.get("data_ptr") == torch.float16:
             fake_quantised += 1
             assert written == {"data_ptr", "outer_ptr"}
+        if launch.constants.get("AHEAD"):
+            prefetching.add(launch.kernel.__name__)
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
                        "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
                        "quantize_grouped_columns", "gemm_grouped", "gemm_dequant_tiles_grouped"}  # fmt: skip
     assert fake_quantised == 2
+    assert prefetching == {"quantize_rows", "quantize_scaled_rows", "quantize_reduced_rows"}
     assert "assuming every input is mutated" not in caplog.text
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from fp4compile.templates.device.column_tile import load_column_tile, store_column_tile, unpack_column_tile
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
+from fp4compile.templates.device.prefetch import prefetch
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     load_register_tile,
@@ -56,6 +57,12 @@ def read_register_tile(
 ):  # fmt: skip
     """The words of register tiles, as `load_register_tile`."""
     return load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+
+
+@triton.jit
+def prefetch_operands(ptr, operands, number, width, spans):
+    """`prefetch` a span of each operand of the tensor's size. All lie contiguous."""
+    return prefetch(ptr, number, width, spans)
 
 
 @triton.jit

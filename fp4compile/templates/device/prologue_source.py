@@ -27,6 +27,7 @@ from fp4compile.templates.device.column_tile import load_column_tile, unpack_col
 from fp4compile.templates.device.elements import pack
 from fp4compile.templates.device.memory import load_tile
 from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
+from fp4compile.templates.device.prefetch import prefetch
 from fp4compile.templates.device.prologue import (
     aux_column_tile,
     aux_register_tile,
@@ -179,6 +180,18 @@ def seed_of(seed_ptr, batch):
 """
 
 
+def prefetching(prologue: Prologue) -> str:
+    """The source of `prefetch_operands`."""
+    whole = sorted(i for i, kind in prologue.kinds.items() if kind == "aux")
+    pointers = ("ptr" if i == 0 else f"operands[{i - 1}]" for i in whole)
+    offsets = (f"prefetch({ptr}, number, width, spans)" for ptr in pointers)
+    return f"""\
+@triton.jit
+def prefetch_operands(ptr, operands, number, width, spans):
+    return {" + ".join(offsets)}
+"""
+
+
 # What a printed function may use.
 _NAMES = {
     function.__name__: function
@@ -186,7 +199,7 @@ _NAMES = {
         pack, unpack_column_tile, load_tile, load_column_tile, load_register_tile,
         aux_tile, row_tile, col_tile, inside_tile, aux_column_tile, row_column_tile, col_column_tile,
         inside_column_tile, aux_register_tile, row_register_tile, col_register_tile, inside_register_tile,
-        to_tile, to_column_tile, to_register_tile, rounded, tile_of_one,
+        to_tile, to_column_tile, to_register_tile, rounded, tile_of_one, prefetch,
     )
 } | {"triton": triton, "tl": tl, **CALLED}  # fmt: skip
 
@@ -194,6 +207,12 @@ _NAMES = {
 @cache
 def _printed(text: str) -> dict[str, object]:
     return device_functions(text, _NAMES)
+
+
+def prefetch_functions(kernel, prologue: Prologue) -> dict[str, object]:
+    """What `prefetch_operands` means in a kernel, if that prefetches."""
+    name = "prefetch_operands"
+    return {name: _printed(prefetching(prologue))[name]} if name in kernel.fn.__globals__ else {}
 
 
 @cache
@@ -205,4 +224,4 @@ def with_prologue(kernel, prologue: Prologue, dtypes: Dtypes, row_strides: RowSt
     if prologue.several:
         placed = _printed(placing(len(prologue.several)))
         functions |= {name: placed[name] for name in ("tile_of", "seed_of") if name in read}
-    return with_functions(kernel, functions)
+    return with_functions(kernel, functions | prefetch_functions(kernel, prologue))

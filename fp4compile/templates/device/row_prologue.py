@@ -27,6 +27,7 @@ from fp4compile.templates.device.epilogue import store_rounded
 from fp4compile.templates.device.memory import load_tile
 from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
 from fp4compile.templates.device.prologue import aux_tile, col_tile, inside_tile, row_tile, to_tile
+from fp4compile.templates.device.prologue_source import prefetch_functions
 
 # ---------------------------------------------------------------- of a tensor in memory
 
@@ -326,4 +327,4 @@ def with_row_prologue(kernel, prologue: Prologue, pieces: int = 1):
         functions["read_row"] = _device_function(row_source(prologue, pieces), "read_row")
     if "walk_row" in kernel.fn.__globals__:
         functions["walk_row"] = _device_function(walk_source(prologue), "walk_row")
-    return with_functions(kernel, functions)
+    return with_functions(kernel, functions | prefetch_functions(kernel, prologue))

@@ -26,10 +26,10 @@ INSTRUCTIONS = {
 ROUNDING = 4
 # Of the kernels without a prologue: the amax of an element, and its quantisation in one direction.
 AMAX, QUANTIZE = 1, 9
-# Since which compute capability prologues are fused. On an H200 they gain 1 to 5 % of a Llama block's decoding and
-# nothing that shows in its training, whose time is that of emulated products; the block takes up to twice as long to
-# compile (benchmarks/results/producers_h200.json).
-SINCE = 100
+# Since which compute capability prologues are fused: into kernels that quantise rows alone, and into all others. On an
+# H200 the others gain nothing that shows in training, whose time is that of emulated products, and each takes up to
+# 10 s to compile (benchmarks/results/producers_h200.json). Those of experts were not timed there.
+SINCE = {"rows": 90, "others": 100}
 # What is saved must be more than this model can be wrong by.
 WORTH = 0.95
 
@@ -80,12 +80,12 @@ class Work:
 def gain(prologue: Prologue, dtypes: Sequence[torch.dtype], work: Work, sm: int, shared: bool) -> float:
     """What the prologue is expected to save in the quantiser's kernels, after a kernel of its own; 0 if not for sure.
 
-    0 on GPUs before compute capability `SINCE`.
+    0 on GPUs before the compute capability that `SINCE` has.
 
     dtypes: of the operands. sm: the GPU's compute capability. shared: whether a kernel of Inductor's reads the operands
     of the tensor's size anyway, for statistics of rows or for other results: then it loses its stores alone.
     """
-    if sm < SINCE:
+    if sm < SINCE["others" if work.by_columns or work.grouped else "rows"]:
         return 0.0
     width = prologue.dtype.itemsize
     read, steps = _read(prologue, dtypes), _instructions(prologue)

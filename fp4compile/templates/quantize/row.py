@@ -43,7 +43,7 @@ from fp4compile.templates.device.packed_rounding import (
     packed_rounding,
 )
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
-from fp4compile.templates.device.prologue import read_tile, seed_of
+from fp4compile.templates.device.prologue import prefetch_operands, read_tile, seed_of
 from fp4compile.templates.device.quick_scales import in_quick_range, quick_e4m3_scale
 from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
@@ -90,11 +90,13 @@ def launch_rows(
     # What the first kernel stores, statistics included, the second one may read before it waits.
     small = outer.mode == "amax" and outer.amax.dim() == 1 and source.amax_bits is None
     dependent = small and target.dependent_launch and not stores
+    # Where a gate was timed to gain by it: not before a second read, nor before values or codes of 8 bits.
+    prefetches = flat is not None and outer.mode == "none" and fmt.packed and scales is not None
     launch(
         source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
         or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
         **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent,
-        PACKED=computed, ALIGN=source.align,
+        PACKED=computed, AHEAD=source.programs_ahead if prefetches else 0, ALIGN=source.align,
         **store_aligns(source.cols, fmt), ISA=target.isa, num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return outer.result
@@ -115,14 +117,18 @@ def launch_scaled_rows(
     data: as for `launch_rows`. outer: float32 to fill with a decode factor for each row.
     """
     constants = format_constants(fmt)
-    config = scaled_row_config(fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols)
+    target, computed = target_of(source.tensor.device), source.prologue is not None
+    config = scaled_row_config(
+        fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols, target.isa, computed
+    )
     rows, _ = padded_scale_shape(source.rows, 0, layout)
     grid = source.batch * ceil_div(rows, config.rows) * config.parts
     launch(
         source.read_by(quantize_scaled_rows), grid, source.tensor, data, or_placeholder(scales, data), outer,
         or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
-        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
+        SWIZZLED=layout == "swizzled", AHEAD=source.programs_ahead if config.on_chip and config.parts == 1 else 0,
+        ALIGN=source.align, **store_aligns(source.cols, fmt), ISA=target.isa,
+        num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
 
 
@@ -252,7 +258,7 @@ def quantize_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
-    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +268,8 @@ def quantize_rows(
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
     each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, and outer_ptr takes its decode factor.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
-    `encode_and_store_codes`.
+    `encode_and_store_codes`. AHEAD: how many programs later that one runs whose elements this one prefetches; 0 for
+    none, and where there are several matrices or operands do not lie contiguous.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -279,10 +286,14 @@ def quantize_rows(
     batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, unsigned)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
-    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block0 * BLOCK
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
-    words = read_tile(x_row_ptr, operands, batch, row, rows, block0 * BLOCK, cols, cols_left, dtype, ROWS, BLOCKS,
-                      BLOCK, VECTORS, ALIGN, False, ISA, True)  # fmt: skip
+    col0 = block0 * BLOCK
+    if AHEAD > 0:
+        spans = tl.cast(cols // (BLOCKS * BLOCK), tl.int32)
+        col0 += prefetch_operands(x_ptr, operands, program + AHEAD, BLOCKS * BLOCK, spans)
+    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
+    words = read_tile(x_row_ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                      ALIGN, False, ISA, True)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -305,7 +316,7 @@ def quantize_scaled_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr, AHEAD: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ON_CHIP: tl.constexpr, PARTS: tl.constexpr,
     ISA: tl.constexpr,
@@ -315,7 +326,8 @@ def quantize_scaled_rows(
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
     ON_CHIP: the tile holds whole rows and reads them once; otherwise the program walks its rows twice. PARTS > 1 (only
     with ON_CHIP): this many programs share a row. Each finds the amax of the whole row and writes one part of it.
-    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
+    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work. AHEAD: as in
+    `quantize_rows`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -323,11 +335,14 @@ def quantize_scaled_rows(
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
-    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
+    from_row = row
+    if AHEAD > 0:
+        from_row += prefetch_operands(x_ptr, operands, row_tile + AHEAD, cols, rows)
+    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + from_row.to(tl.int64) * x_row
 
     if ON_CHIP:
-        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                          ALIGN, False, ISA, PARTS == 1)  # fmt: skip
+        words = read_tile(x_row_ptr, operands, batch, from_row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
+                          VECTORS, ALIGN, False, ISA, PARTS == 1)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
         part_blocks: tl.constexpr = BLOCKS // PARTS

@@ -20,6 +20,7 @@ from fp4compile.prologue import Prologue
 from fp4compile.templates.device.block_scales import encode_scale, float8_outer, outer_from_amax, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
+from fp4compile.templates.device.prologue import prefetch_operands
 from fp4compile.templates.device.row_prologue import read_row, walk_row, with_row_prologue
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
@@ -70,7 +71,8 @@ def launch_reduced_rows(
         *outers.arguments(data), or_placeholder(seed, data), *source.read_args, **format_constants(fmt),
         SEEDED=seed is not None, STREAM=stream, **outers.constants,
         BATCHED=not statically_true(source.batch == 1), SWIZZLED=layout == "swizzled", ALIGN=source.align,
-        **store_aligns(source.cols, fmt), **_common(source, fmt, config),
+        AHEAD=0 if outers.computed else source.programs_ahead, **store_aligns(source.cols, fmt),
+        **_common(source, fmt, config),
     )  # fmt: skip
     return outers.result
 
@@ -183,7 +185,7 @@ def quantize_reduced_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
-    BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
+    BATCHED: tl.constexpr, SWIZZLED: tl.constexpr, AHEAD: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +193,7 @@ def quantize_reduced_rows(
 
     data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or
     OUTER "row": outer_ptr has a decode factor of each row; or "find": outer_ptr takes that of each row.
-    BATCHED: there may be several matrices. WHOLE: rows are as long as the tile is wide.
+    BATCHED: there may be several matrices. AHEAD: as in `quantize_rows`. WHOLE: rows are as long as the tile is wide.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -207,8 +209,11 @@ def quantize_reduced_rows(
         row_tile = program
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
-    words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
-                     WHOLE, ISA)  # fmt: skip
+    from_row = row
+    if AHEAD > 0:
+        from_row += prefetch_operands(x_ptr, operands, program + AHEAD, cols, rows)
+    words = read_row(x_batch_ptr, x_row, operands, batch, from_row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                     ALIGN, WHOLE, ISA)  # fmt: skip
     amaxes = ()
     for i in tl.static_range(PIECES):
         amaxes = amaxes + (word_amax(words[i], 2, ISA, dtype),)

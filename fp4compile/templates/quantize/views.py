@@ -9,6 +9,8 @@ from fp4compile.formats import BlockFormat
 from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.device.prologue_source import with_prologue
+from fp4compile.templates.launch import target_of
+from fp4compile.templates.quantize.heuristics import PROGRAMS_AHEAD
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,22 @@ class Matrices:
             written = self.stored[self.prologue.stored.index(self.prologue.result)]
             return replace(self, tensor=written, prologue=None, operands=(), stored=())
         return replace(self, prologue=replace(self.prologue, stored=()), stored=())
+
+    @property
+    def programs_ahead(self) -> int:
+        """How many programs later that one runs whose elements a program with a prologue prefetches; 0: it does not.
+
+        Where it does, there is one matrix, operands lie contiguous, and nothing is stored besides.
+        """
+        if self.prologue is None or self.stored or not statically_true(self.batch == 1):
+            return 0
+        strides = [] if statically_true(self.rows == 1) else [self.row_stride]
+        if not all(statically_true(stride == self.cols) for stride in (*strides, *self._row_strides.values())):
+            return 0
+        if 2 * self.align * min(each.element_size() for each in (self.tensor, *self.operands)) < 16:
+            return 0
+        target = target_of(self.tensor.device)
+        return PROGRAMS_AHEAD.get(target.sm, 0) * target.multiprocessors
 
     @property
     def several(self) -> bool:
