@@ -84,7 +84,11 @@ TABLES = {
     "quantize_small": Table("quantize_h200.json", of.quantize_small),
     **{
         f"producers_{part}": Table("producers_h200.json", of.part_of(part))
-        for part in ("rows", "both", "values", "train", "decode")
+        for part in ("rows", "values", "train", "prefill", "decode")
+    },
+    **{
+        f"producers_{part}_earlier": Table("producers_h200.json", of.part_of(part, "earlier"), _environment_of_earlier)
+        for part in ("both", "train")
     },
     **{f"scale_sweep_{part}": Table("scale_sweep_h200.json", of.part_of(part)) for part in ("rows", "values")},
     **{f"packing_{part}": Table("packing_h200.json", of.part_of(part)) for part in ("rows", "load")},
