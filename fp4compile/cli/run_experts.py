@@ -52,18 +52,18 @@ def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int =
         here = None if cut is None else cut.to(device())
         found = dispatch.quantize_grouped(t.to(device()), here, fmt, dim, None, layout, seed=None, transform=False)
         end = ends[-1] if what == "rows" else None  # rows of no group mean nothing
-        wrong += [f"{what}: {one}" for one in same_bits(_up_to(found, end), _up_to(expected, end))]
+        wrong += [f"{what}: {one}" for one in same_bits(up_to(found, end), up_to(expected, end))]
     both = dispatch.quantize_grouped_both(
         x.to(device()), offs.to(device()), fmt, None, layout, seed=None, transform=False
     )
     for found, expected, end in zip(both, (by_rows, columns[1]), (ends[-1], None), strict=True):
-        wrong += [f"both: {one}" for one in same_bits(_up_to(found, end), _up_to(expected, end))]
+        wrong += [f"both: {one}" for one in same_bits(up_to(found, end), up_to(expected, end))]
     for what, a, b in (("product", by_rows, matrices), ("product along rows", columns[0], columns[1])):
         wrong += [f"{what}: {one}" for one in _product(_operand(a, fmt), _operand(b, fmt), offs, rows)]
     return {"layout": layout, "wrong": wrong}
 
 
-def _up_to(found: tuple, end: int | None) -> tuple:
+def up_to(found: tuple, end: int | None) -> tuple:
     """Codes, linear scales and outer scales of the first `end` rows; swizzled ones and those of groups as they are."""
     if end is None:
         return found

@@ -119,7 +119,7 @@ def after_steps(
 
 def after_gradients(x: torch.Tensor, fmt: formats.BlockFormat, layout: str, trained: bool = False) -> Any:
     """Both gradients of the inputs of a gate, of which x is the gradient, in both directions."""
-    prologue = Prologue.parse(_GRADIENTS, x.dtype, (), _RESULTS)
+    prologue = Prologue.parse(GRADIENTS, x.dtype, (), GRADIENT_RESULTS)
     reading = kernels.Reading(prologue, (torch.ones_like(x), torch.ones_like(x)), first=x)
     seed = torch.zeros(2, dtype=torch.int64, device=x.device) if trained else None
     both = x.expand(2, *x.shape)
@@ -255,19 +255,20 @@ GROUPED_CONFIGURATIONS = (
 )  # fmt: skip
 
 
-# With a prologue: silu(x) * y, the end of a norm, whose statistics are there, and norms. Their values: tests/templates.
+# With a prologue: silu(x) * y, the end of a norm, whose statistics are there, and norms. Their values are checked in
+# `cli.run_prologues`.
 GATE = ("neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1")
-_RELU = ("relu aux0", "mul s0 aux1")
-_NORM = ("mul aux0 col1", "mul s0 row2")
+RELU = ("relu aux0", "mul s0 aux1")
+NORM = ("mul aux0 col1", "mul s0 row2")
 RMS_NORM = ("square aux0", "mean s0", "add s1 1e-05", "rsqrt s2", "mul aux0 s3", "mul row1 s4")
-_SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
-_KEPT = ("s0 bfloat16", "s4 float32")
-_LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1",
+SUM_NORM = ("add aux0 aux1", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row2 s5")
+KEPT = ("s0 bfloat16", "s4 float32")
+LAYER_NORM = ("mean aux0", "variance aux0 s0", "add s1 1e-05", "rsqrt s2", "sub aux0 s0", "mul s4 s3", "mul s5 row1",
                "add s6 row2")  # fmt: skip
 # The gradients of y and of x in silu(x) * y, as AOTAutograd has them: of the product's gradient, x and y.
-_GRADIENTS = ("neg aux1", "exp s0", "add s1 1.0", "div aux1 s2", "mul aux0 s3", "mul aux0 aux2", "sigmoid aux1",
+GRADIENTS = ("neg aux1", "exp s0", "add s1 1.0", "div aux1 s2", "mul aux0 s3", "mul aux0 aux2", "sigmoid aux1",
               "mul s5 s6", "sub 1.0 s6", "mul aux1 s8", "add s9 1.0", "mul s7 s10")  # fmt: skip
-_RESULTS = (4, 11)
+GRADIENT_RESULTS = (4, 11)
 PROLOGUE_CONFIGURATIONS = (
     *(Configuration("gradients of a gate", name, after_gradients) for name in ("mxfp8", "nvfp4")),
     Configuration("gradients of a gate, transform, seed", "nvfp4_te", partial(after_gradients, trained=True)),
@@ -278,22 +279,22 @@ PROLOGUE_CONFIGURATIONS = (
     Configuration("both of halves, given", "nvfp4", partial(of_halves, op="quantize_both", given=True)),
     *(Configuration("rows of experts' halves", name, partial(of_experts, steps=GATE)) for name in ("nvfp4", "mxfp8")),
     Configuration("columns of experts' halves", "mxfp8", partial(of_experts, steps=GATE, dim=-2)),
-    Configuration("both of experts' halves", "mxfp8", partial(of_experts, steps=_RELU, both=True)),
-    Configuration("both of experts' halves", "nvfp4", partial(of_experts, steps=_RELU, both=True)),
-    Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=_NORM)),
+    Configuration("both of experts' halves", "mxfp8", partial(of_experts, steps=RELU, both=True)),
+    Configuration("both of experts' halves", "nvfp4", partial(of_experts, steps=RELU, both=True)),
+    Configuration("rows of a norm", "nvfp4", partial(after_steps, steps=NORM)),
     # Statistics included: of a Llama block, without and with the residual stream; of rows that are walked.
     *(
         Configuration("a norm", name, partial(after_steps, steps=RMS_NORM), shape=(SIZE, 4096))
         for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
     ),
     *(
-        Configuration("a norm of a sum", name, partial(after_steps, steps=_SUM_NORM, stored=_KEPT), shape=(SIZE, 4096))
+        Configuration("a norm of a sum", name, partial(after_steps, steps=SUM_NORM, stored=KEPT), shape=(SIZE, 4096))
         for name in ("nvfp4_one_level", "nvfp4_rowwise", "nvfp4", "mxfp8", "float8_rowwise")
     ),
-    Configuration("a layer norm", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM)),
+    Configuration("a layer norm", "nvfp4_rowwise", partial(after_steps, steps=LAYER_NORM)),
     # In five tiles.
     Configuration("a norm of 5120", "nvfp4_one_level", partial(after_steps, steps=RMS_NORM), shape=(SIZE, 5120)),
-    Configuration("a norm of long rows", "nvfp4_rowwise", partial(after_steps, steps=_LAYER_NORM), shape=(SIZE, 2**16)),
+    Configuration("a norm of long rows", "nvfp4_rowwise", partial(after_steps, steps=LAYER_NORM), shape=(SIZE, 2**16)),
 )
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from fp4compile import formats  # noqa: E402
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.cli import cases, first_run, run_experts, run_times, run_values  # noqa: E402
+from fp4compile.cli import cases, first_run, run_experts, run_prologues, run_times, run_values  # noqa: E402
 from fp4compile.cli.cases import Case, Finding, in_process  # noqa: E402
 from fp4compile.machine_code import launches  # noqa: E402
 from fp4compile.machine_code.launches import Configuration  # noqa: E402
@@ -77,6 +77,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr("fp4compile.cli.environment.of_gpu", lambda: {"device": "a GPU"})
     monkeypatch.setattr(run_times, "cases", no_cases)
     monkeypatch.setattr(run_experts, "cases", no_cases)
+    monkeypatch.setattr(run_prologues, "cases", no_cases)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def quick_starts(monkeypatch):
     def context(method):
         assert method == "spawn"
         forks = get_context("forkserver")
-        forks.set_forkserver_preload(["fp4compile.cli.run_experts", "fp4compile.cli.run_times"])
+        forks.set_forkserver_preload(["fp4compile.cli.run_prologues", "fp4compile.cli.run_times"])
         return forks
 
     monkeypatch.setattr(multiprocessing, "get_context", context)
@@ -169,6 +170,10 @@ def test_every_kernel_has_a_case():
     for kind in ("bias", "gated", "not finite"):
         assert sum(name.endswith(f", {kind}") for name in names) >= len(run_values.PAIRS)
     assert len(run_experts.cases()) == len(run_experts.FORMATS) * len(run_experts.SHAPES)
+    fused = [case.name for case in run_prologues.cases()]
+    assert len(set(fused)) == len(fused)
+    for op in ("quantize", "quantize_both", "fake_quantize", "quantize_grouped", "quantize_grouped_both"):
+        assert any(f"{op} after " in name for name in fused)
     times = [case.name for case in run_times.cases()]
     assert len(set(times)) == len(times) > len(run_times.PAIRS) * len(run_times.SHAPES)
 
@@ -228,6 +233,58 @@ def test_every_kernel_of_experts_is_run(monkeypatch):
     monkeypatch.setattr(choose, "REGISTRY", (replace(tiles, run=run), *registry))
     found = [one.split(": ")[:2] for one in run_experts.experts("nvfp4", **small)["wrong"]]
     assert found == [["product", "tiles"], ["product along rows", "tiles"]]
+
+
+@interpreted
+@pytest.mark.parametrize(("op", "chain", "name", "shape"), [
+    ("quantize", "a gate", "nvfp4_one_level", (18, 48)), ("quantize", "a norm", "nvfp4", (18, 40)),
+    ("quantize", "a layer norm", "mxfp8", (6, 72)), ("fake_quantize", "a norm", "nvfp4_one_level", (5, 48)),
+    ("quantize_both", "the end of a norm", "nvfp4", (17, 48)),
+    ("quantize_both", "the gradients of a gate", "nvfp4_te", (32, 64)),
+])  # fmt: skip
+def test_quantisers_with_a_prologue_are_right(op, chain, name, shape):
+    assert run_prologues.quantized(op, chain, name, shape) == {"wrong": []}
+
+
+SMALL_GROUPS = ((19, 48), (0, 3, 3, 17))
+
+
+@interpreted
+def test_quantisers_of_experts_with_a_prologue_are_right():
+    for op, chain, name in (("quantize_grouped", "a gate", "mxfp8"), ("quantize_grouped_both", "relu", "nvfp4")):
+        assert run_prologues.experts(op, chain, name, *SMALL_GROUPS) == {"wrong": []}
+
+
+@interpreted
+def test_a_wrong_prologue_is_found(monkeypatch):
+    """A bit of a code; a value that is computed wrong, and quantised as it is; a NaN that is hidden."""
+    right = run_prologues.quantize_prologue_cuda
+
+    def found(planted):
+        monkeypatch.setattr(run_prologues, "quantize_prologue_cuda", planted)
+        return run_prologues.quantized("quantize", "a norm", "mxfp8", (6, 64))["wrong"]
+
+    def wrong_code(*arguments, stored=(), **options):
+        codes, *others = right(*arguments, stored=stored, **options)
+        if not stored:
+            codes.view(torch.uint8)[3, 2].bitwise_xor_(1)
+        return [codes, *others]
+
+    def wrong_value(operands, *arguments, **options):
+        return right([operands[0], 1.02 * operands[1]], *arguments, **options)
+
+    def hidden(operands, *arguments, **options):
+        return right([operands[0].nan_to_num(0.0, 0.0, 0.0), *operands[1:]], *arguments, **options)
+
+    assert found(right) == []
+    assert found(wrong_code) == ["finite: codes: 1 of 384 differ", "not finite: codes: 1 of 384 differ"]
+    assert all("values: " in what and "beyond the bound" in what for what in found(wrong_value))
+    assert "not finite: values: a finite one where a NaN or an infinity went in" in found(hidden)
+    of_groups = run_prologues.quantize_grouped_prologue_cuda
+    monkeypatch.setattr(run_prologues, "quantize_prologue_cuda", right)
+    negated = lambda operands, *more, **options: of_groups([-operands[0], operands[1]], *more, **options)  # noqa: E731
+    monkeypatch.setattr(run_prologues, "quantize_grouped_prologue_cuda", negated)
+    assert run_prologues.experts("quantize_grouped", "a gate", "mxfp8", *SMALL_GROUPS)["wrong"]
 
 
 @interpreted
