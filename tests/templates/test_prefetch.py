@@ -36,6 +36,16 @@ def test_each_tensor_is_prefetched_by_one_instruction(steps, format, tensors):
         assert sm == 100 or spilled_bytes(compiled.asm["cubin"]) == 0
 
 
+@pytest.mark.parametrize("size", ["rows", "cols"])
+@pytest.mark.parametrize(("steps", "format"), [(GATE, "nvfp4_one_level"), (GATE, "nvfp4_rowwise"), (RMS_NORM, "mxfp8")])
+def test_sizes_may_have_64_bits(steps, format, size):
+    """As Inductor passes symbolic ones."""
+    (launch,) = launches(steps, format, shape=(2048, 4096))
+    arguments = {**launch.args, size: 2**33}
+    compiled = _compat.compile_ahead(launch.kernel, arguments, launch.constants, launch.num_warps, 90)
+    assert "cp.async.bulk.prefetch.L2" in compiled.asm["ptx"]
+
+
 def test_programs_ahead_are_counted_by_multiprocessors():
     (few,), (many,) = (launches(RMS_NORM, "mxfp8", target) for target in (90, 100))
     assert (few.constants["AHEAD"], many.constants["AHEAD"]) == (4 * 132, 0)

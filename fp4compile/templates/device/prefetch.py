@@ -23,9 +23,9 @@ def prefetch(ptr, number, width, spans):
     A span is whole runs of 16 bytes, at an address that 16 divides. Returns an offset of 0. Loads at addresses that
     have it stay behind this.
     """
-    size = width * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     address = (ptr + number.to(tl.int64) * width).to(tl.int64)
+    size = tl.cast(width * (ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32)  # symbolic sizes have 64 bits
     zero = tl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r,r,r", [address, size, number, spans], dtype=tl.int32, is_pure=True, pack=1
+        _PREFETCH, "=r,l,r,r,r", [address, size, number, tl.cast(spans, tl.int32)], dtype=tl.int32, is_pure=True, pack=1
     )
     return tl.multiple_of(zero, 16)

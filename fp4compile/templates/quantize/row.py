@@ -289,7 +289,7 @@ def quantize_rows(
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     col0 = block0 * BLOCK
     if AHEAD > 0:
-        spans = tl.cast(cols // (BLOCKS * BLOCK), tl.int32)
+        spans = cols // (BLOCKS * BLOCK)
         col0 += prefetch_operands(x_ptr, operands, program + AHEAD, BLOCKS * BLOCK, spans)
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     words = read_tile(x_row_ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
