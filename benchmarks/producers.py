@@ -199,7 +199,7 @@ def blocks(part: str, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def train_times(backend, args: argparse.Namespace) -> dict[str, float]:
-    """Microseconds of a forward and backward pass: from one to the next, and of its kernels alone."""
+    """`wall_and_device` of a forward and backward pass."""
     block, x, others = block_of(args, args.tokens)
     x.requires_grad_()
     run, gradient = torch.compile(block, backend=backend, dynamic=False), torch.randn_like(x) / args.tokens
@@ -207,16 +207,17 @@ def train_times(backend, args: argparse.Namespace) -> dict[str, float]:
     def step():
         result(run(x, **others)).backward(gradient)
 
-    return both_times(step, args)
+    return wall_and_device(step, args)
 
 
 @torch.no_grad()
 def prefill_times(backend, args: argparse.Namespace) -> dict[str, float]:
-    """The same of a forward pass of as many tokens."""
-    return both_times(forward(backend, args, args.tokens), args)
+    """`wall_and_device` of a forward pass of as many tokens."""
+    return wall_and_device(forward(backend, args, args.tokens), args)
 
 
-def both_times(call: Callable, args: argparse.Namespace) -> dict[str, float]:
+def wall_and_device(call: Callable, args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds from one call to the next, and of its kernels alone."""
     for _ in range(2):
         call()
     wall = 1e3 * statistics.median(common.step_time(call, args.device) for _ in range(args.repeats))
@@ -224,6 +225,7 @@ def both_times(call: Callable, args: argparse.Namespace) -> dict[str, float]:
 
 
 def forward(backend, args: argparse.Namespace, tokens: int) -> Callable:
+    """A compiled block, which has run once, and its arguments."""
     block, x, others = block_of(args, tokens)
     run = torch.compile(block.eval(), backend=backend, dynamic=False)
     run(x, **others)

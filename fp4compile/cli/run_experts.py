@@ -8,10 +8,9 @@ import torch
 
 from fp4compile import formats, reference_grouped
 from fp4compile.cli.cases import Case, device
-from fp4compile.cli.run_values import BF16, F32, SEED, finite, same_bits
+from fp4compile.cli.run_values import BF16, F32, SEED, finite, layout_here, same_bits
 from fp4compile.formats import BlockFormat
 from fp4compile.groups import Groups
-from fp4compile.layouts import scale_layout
 from fp4compile.operand import Operand
 from fp4compile.templates.grouped import dispatch
 from fp4compile.templates.grouped.choose import to_time
@@ -35,8 +34,7 @@ def cases() -> list[Case]:
 def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int = ROWS) -> dict[str, Any]:
     """What differs of the four ways to quantise, and of the products of rows and along rows."""
     fmt = formats.get(name)
-    native = target_of(torch.device(device())).block_scaled_matrix_units
-    layout = scale_layout(fmt, native=native)
+    layout = layout_here(fmt)
     offs = torch.tensor(ends, dtype=torch.int32)
     groups = Groups.of(offs, rows)
     x, dy = (finite((rows, size), SEED + size).to(BF16) for size in (k, n))

@@ -14,8 +14,7 @@ import torch
 from fp4compile import formats
 from fp4compile.cli.cases import Case, device
 from fp4compile.cli.run_experts import ENDS, ROWS, up_to
-from fp4compile.cli.run_values import BF16, SEED, finite, not_finite, same_bits
-from fp4compile.layouts import scale_layout
+from fp4compile.cli.run_values import BF16, SEED, finite, layout_here, not_finite, same_bits
 from fp4compile.machine_code.launches import (
     GATE,
     GRADIENT_RESULTS,
@@ -30,7 +29,6 @@ from fp4compile.ops_grouped_prologue import quantize_grouped_prologue_cuda
 from fp4compile.ops_prologue import quantize_prologue_cuda
 from fp4compile.pointwise import evaluate
 from fp4compile.prologue import Prologue
-from fp4compile.templates.launch import target_of
 
 CHAINS = {
     "a gate": GATE, "a norm": RMS_NORM, "a norm of a sum": SUM_NORM, "a layer norm": LAYER_NORM,
@@ -62,7 +60,7 @@ def cases() -> list[Case]:
 
 def quantized(op: str, chain: str, name: str, shape: tuple[int, int]) -> dict[str, Any]:
     """What differs of a quantiser's results, and of the values that it computes. op: of `quantize_prologue`."""
-    steps, options = CHAINS[chain], {} if op == "fake_quantize" else {"layout": _layout(name)}
+    steps, options = CHAINS[chain], {} if op == "fake_quantize" else {"layout": layout_here(formats.get(name))}
     several = list(GRADIENT_RESULTS) if chain == "the gradients of a gate" else None
     wrong = []
     for what, made in (("finite", finite), ("not finite", not_finite)):
@@ -84,7 +82,7 @@ def experts(
     op: str, chain: str, name: str, shape: tuple[int, int] = (ROWS, 1040), ends: tuple[int, ...] = ENDS
 ) -> dict[str, Any]:
     """The same of a quantiser of groups of rows; rows of no group mean nothing."""
-    steps, layout = CHAINS[chain], _layout(name)
+    steps, layout = CHAINS[chain], layout_here(formats.get(name))
     offs = torch.tensor(ends, dtype=torch.int32)
     operands = _operands(steps, shape, finite)
     here = [x.to(device()) for x in operands]
@@ -96,12 +94,6 @@ def experts(
         end = None if i else ends[-1]
         wrong += same_bits(up_to(tuple(got[i : i + 3]), end), up_to(tuple(expected[i : i + 3]), end))
     return {"wrong": wrong}
-
-
-def _layout(name: str) -> str:
-    """Of block scales, as the products of the GPU read them."""
-    native = target_of(torch.device(device())).block_scaled_matrix_units
-    return scale_layout(formats.get(name), native=native)
 
 
 def _operands(

@@ -15,6 +15,8 @@ from fp4compile import epilogue as epilogues
 from fp4compile import formats, reference, reference_scales
 from fp4compile.cli.cases import Case, device
 from fp4compile.epilogue import Epilogue
+from fp4compile.formats import BlockFormat
+from fp4compile.layouts import scale_layout
 from fp4compile.machine_code import launches
 from fp4compile.machine_code.launches import CONFIGURATIONS, GATED, SIZE, Configuration
 from fp4compile.operand import Operand
@@ -74,6 +76,11 @@ def finite(shape: tuple[int, ...], seed: int = SEED) -> torch.Tensor:
     x = torch.where(torch.rand(shape, generator=generator) < 0.05, -0.0, x)
     x[..., shape[-1] // 2 : shape[-1] // 2 + 48] = 0
     return x
+
+
+def layout_here(fmt: BlockFormat) -> str:
+    """How block scales lie that the products of this GPU read."""
+    return scale_layout(fmt, native=target_of(torch.device(device())).block_scaled_matrix_units)
 
 
 def not_finite(shape: tuple[int, ...]) -> torch.Tensor:

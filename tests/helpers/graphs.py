@@ -51,6 +51,12 @@ def _typed(node) -> str:
     return f"{node}: {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
+def for_inductor(node):
+    """Whether a node is arithmetic that Inductor has to write a kernel for."""
+    reduces = any(str(node.target).startswith(f"aten.{name}.") for name in ("mean", "var_mean", "sum", "amax"))
+    return node.op == "call_function" and (reduces or torch.Tag.pointwise in getattr(node.target, "tags", ()))
+
+
 def compile_recorded(model, backend, slot="post_grad_custom_pre_pass", **options):
     """(compiled model, recorder); the recorder sees each graph that reaches the slot."""
     recorder = Recorder()

@@ -20,6 +20,11 @@ MAXIMUM = ["amax aux0", "sub aux0 s0", "sum s1", "div s1 s2"]
 CENTRED = ["mean aux0", "amax aux0", "sub aux0 s0", "add s2 s1"]  # exact where the sum is
 
 
+def rms_norm(x, w):
+    wide = x.float()
+    return w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 def operands_of(steps, first):
     """Operands for the steps, of which `first` is one."""
     generator = torch.Generator().manual_seed(7)

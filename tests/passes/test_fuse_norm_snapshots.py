@@ -13,7 +13,7 @@ from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.templates.quantize import prologue_cost
 from tests.helpers import llama
 from tests.helpers.absent_gpu import ANY, fused_graph
-from tests.helpers.graphs import summary
+from tests.helpers.graphs import for_inductor, summary
 from tests.helpers.llama import llama_block, llama_norm
 
 BF16 = torch.bfloat16
@@ -39,7 +39,7 @@ class Graph:
         graph.lint()
         self.lines = summary(graph).splitlines()
         self.prologues = [node for node in graph.nodes if node.target is QUANTIZE_PROLOGUE]
-        self.left = [node.name for node in graph.nodes if _for_inductor(node)]
+        self.left = [node.name for node in graph.nodes if for_inductor(node)]
         lower(graph)
 
     @property
@@ -54,12 +54,6 @@ class Graph:
         found = [line.split(" = fp4compile.")[1] for line in self.lines if "fp4compile.quantize" in line]
         lines = [line for line in found if not line.startswith(("quantize(w", "quantize(v"))]
         return "\n".join([*lines, f"for Inductor: {', '.join(self.left)}"])
-
-
-def _for_inductor(node):
-    """Whether a node is arithmetic that Inductor has to write a kernel for."""
-    reduces = any(str(node.target).startswith(f"aten.{name}.") for name in ("mean", "var_mean", "sum", "amax"))
-    return node.op == "call_function" and (reduces or torch.Tag.pointwise in getattr(node.target, "tags", ()))
 
 
 def block(recipe, sm, fuse=True):

@@ -1,0 +1,167 @@
+"""Prologues in training graphs, as on SM100: what quantises in the forward and the backward, what is left, launches.
+
+Of a Llama block, a BERT block and a GELU MLP. The graphs are those of the CPU, on which the passes run as if there were
+an SM100 GPU. Launches are counted on paper: those of a quantiser of such tensors there.
+
+Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+from torch._inductor import config
+
+import fp4compile
+from fp4compile import ops, ops_prologue
+from fp4compile.passes.graph import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_PROLOGUE
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
+from tests.helpers import prologues_on_cpu
+from tests.helpers.graphs import for_inductor, summary
+from tests.helpers.llama import llama_norm
+
+CUDA = {
+    QUANTIZE: ops.quantize_cuda, QUANTIZE_BOTH: ops.quantize_both_cuda,
+    QUANTIZE_PROLOGUE: ops_prologue.quantize_prologue_cuda,
+}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("without_kernels")
+
+
+class Llama(nn.Module):
+    """A block without rotary embeddings, of 64 columns and 2 heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.post_norm = (nn.Parameter(torch.ones(64)) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(*size, bias=False) for size in ((64, 128), (64, 128), (128, 64)))
+
+    def forward(self, x):
+        y = llama_norm(x, self.norm)
+        q, k, v = (layer(y).view(2, 32, 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(x.shape))
+        y = llama_norm(x, self.post_norm)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Bert(nn.Module):
+    """The second half of a block: the norm of a sum, and GELU between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.first, self.second = nn.LayerNorm(64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        x = self.first(x + self.out(x))
+        return self.second(x + self.down(F.gelu(self.up(x))))
+
+
+class GeluMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def graphs(model, recipe, fused, monkeypatch):
+    """(lines of quantisers with a prologue, names of what Inductor computes, launches of all quantisers) of each graph:
+    forward, backward; of 2 x 32 tokens."""
+    found = []
+    prologues_on_cpu.fuse(monkeypatch, fused, lambda graph: found.append(read(graph)))
+    torch._dynamo.reset()
+    x = torch.randn(2, 32, 64).bfloat16().requires_grad_()
+    with config.patch(force_disable_caches=True):
+        torch.compile(model.bfloat16(), backend=fp4compile.backend(recipe, strict=True))(x).sum().backward()
+    return found
+
+
+def read(graph):
+    lines = [line.split(" = fp4compile.")[1] for line in summary(graph).splitlines() if "quantize_prologue(" in line]
+    return lines, [node.name for node in graph.nodes if for_inductor(node)], launches(graph)
+
+
+def launches(graph):
+    with dry_run(Target(100)) as found:
+        for node in graph.nodes:
+            if node.target in CUDA:
+                arguments, options = torch.utils._pytree.tree_map_only(
+                    torch.fx.Node, on_paper, (node.args, node.kwargs)
+                )
+                CUDA[node.target](*arguments, **options)
+    return len(found)
+
+
+def on_paper(node):
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def snapshot(model, recipe):
+    """What is fused, and what is left, of both graphs; counts without prologues and with them."""
+    found = []
+    for fused in (False, True):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            found.append(graphs(model, recipe, fused, monkeypatch))
+    text = []
+    for name, (_, before, apart), (lines, left, together) in zip(("forward", "backward"), *found, strict=True):
+        text += [f"{name}: launches of quantisers {apart} -> {together}, operations for Inductor "
+                 f"{len(before)} -> {len(left)}", *lines, f"left: {', '.join(left)}"]  # fmt: skip
+    return "\n".join(text)
+
+
+class Snapshots(TestCase):
+    maxDiff = None
+
+    def test_llama_block(self):
+        """Inductor writes statistics, the stream and gradients of norms; both gradients of the gate are one launch."""
+        self.assertExpectedInline(
+            snapshot(Llama(), "mxfp8"),
+            """\
+forward: launches of quantisers 11 -> 11, operations for Inductor 25 -> 12
+quantize_prologue([reshape_default, primals_1, rsqrt], ['mul aux0 col2', 'mul row1 s0'], torch.bfloat16, quantize_both, mxfp8)
+quantize_prologue([reshape_default_1, primals_7, rsqrt_1], ['mul aux0 col2', 'mul row1 s0'], torch.bfloat16, quantize_both, mxfp8)
+quantize_prologue([scaled_mm_default_4, scaled_mm_default_5], ['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize_both, mxfp8)
+left: convert_element_type, pow_1, mean, add, rsqrt, add_1, convert_element_type_10, pow_2, mean_1, add_2, rsqrt_1, add_4
+backward: launches of quantisers 15 -> 14, operations for Inductor 60 -> 44
+quantize_prologue([scaled_mm_default_8, scaled_mm_default_4, scaled_mm_default_5], ['neg aux1', 'exp s0', 'add s1 1.0', 'div aux1 s2', 'mul aux0 s3', 'mul aux0 aux2', 'sigmoid aux1', 'mul s5 s6', 'sub 1.0 s6', 'mul aux1 s8', 'add s9 1.0', 'mul s7 s10'], torch.bfloat16, quantize_both, mxfp8, results=[4, 11])
+left: add_6, mul_10, add_1, convert_element_type_10, mul_2, convert_element_type_11, mul_11, sum_1, convert_element_type_35, mul_12, mul_13, sum_2, pow_3, mul_14, mul_15, div_1, pow_4, mul_16, mul_17, add_7, convert_element_type_36, add_8, add_9, add_10, mul_18, convert_element_type, mul, convert_element_type_1, mul_19, sum_3, convert_element_type_53, mul_20, mul_21, sum_4, pow_5, mul_22, mul_23, div_2, pow_6, mul_24, mul_25, add_11, convert_element_type_54, add_12""",
+        )
+
+    def test_llama_block_in_nvfp4(self):
+        """Nothing: kernels that transform compute a prologue three times, which costs more than a tensor's bytes."""
+        self.assertExpectedInline(
+            snapshot(Llama(), "nvfp4_train"),
+            """\
+forward: launches of quantisers 22 -> 22, operations for Inductor 25 -> 25
+left: convert_element_type, pow_1, mean, add, rsqrt, mul, convert_element_type_1, mul_1, add_1, convert_element_type_10, pow_2, mean_1, add_2, rsqrt_1, mul_2, convert_element_type_11, mul_3, convert_element_type_14, neg, exp, add_3, div, convert_element_type_15, mul_4, add_4
+backward: launches of quantisers 30 -> 30, operations for Inductor 60 -> 60
+left: convert_element_type_14, neg, exp, add_3, div, convert_element_type_15, mul_5, mul_6, convert_element_type_28, sigmoid, mul_7, sub, mul_8, add_5, mul_9, convert_element_type_30, add_6, mul_10, add_1, convert_element_type_10, mul_2, convert_element_type_11, mul_11, sum_1, convert_element_type_35, mul_12, mul_13, sum_2, pow_3, mul_14, mul_15, div_1, pow_4, mul_16, mul_17, add_7, convert_element_type_36, add_8, add_9, add_10, mul_18, convert_element_type, mul, convert_element_type_1, mul_19, sum_3, convert_element_type_53, mul_20, mul_21, sum_4, pow_5, mul_22, mul_23, div_2, pow_6, mul_24, mul_25, add_11, convert_element_type_54, add_12""",
+        )
+
+    def test_bert_block(self):
+        """By the model the quantiser is short of instructions after a layer norm or by erf."""
+        self.assertExpectedInline(
+            snapshot(Bert(), "mxfp8"),
+            """\
+forward: launches of quantisers 6 -> 6, operations for Inductor 31 -> 31
+left: add, convert_element_type_3, var_mean, add_1, rsqrt, sub, mul, mul_1, add_2, convert_element_type_4, convert_element_type_5, convert_element_type_6, convert_element_type_10, mul_2, mul_3, erf, add_3, mul_4, convert_element_type_11, add_4, convert_element_type_15, var_mean_1, add_5, rsqrt_1, sub_1, mul_5, mul_6, add_6, convert_element_type_16, convert_element_type_17, convert_element_type_18
+backward: launches of quantisers 7 -> 7, operations for Inductor 62 -> 62
+left: convert_element_type_19, convert_element_type_21, convert_element_type_15, sub_2, mul_7, mul_8, mul_9, sum_1, mul_10, sum_2, mul_11, sub_3, sub_4, div, mul_12, mul_13, sum_3, sum_4, convert_element_type_23, convert_element_type_24, convert_element_type_25, sum_5, convert_element_type_30, convert_element_type_10, mul_3, erf, add_3, mul_15, mul_16, mul_17, exp, mul_18, mul_19, add_8, mul_20, convert_element_type_32, sum_6, add_9, convert_element_type_37, convert_element_type_39, add, convert_element_type_3, sub_5, mul_21, mul_22, mul_23, sum_7, mul_24, sum_8, mul_25, sub_6, sub_7, div_1, mul_26, mul_27, sum_9, sum_10, convert_element_type_41, convert_element_type_42, convert_element_type_43, sum_11, add_10""",
+        )
+
+    def test_gelu_mlp(self):
+        """The same by tanh, forward and backward."""
+        self.assertExpectedInline(
+            snapshot(GeluMLP(), "mxfp8"),
+            """\
+forward: launches of quantisers 4 -> 4, operations for Inductor 11 -> 11
+left: convert_element_type_2, mul, mul_1, mul_2, add, mul_3, mul_4, tanh, add_1, mul_5, convert_element_type_3
+backward: launches of quantisers 4 -> 4, operations for Inductor 21 -> 21
+left: convert_element_type_10, convert_element_type_2, mul, mul_1, mul_2, add, mul_3, tanh, add_1, mul_11, mul_12, sub, mul_13, add_4, mul_14, mul_4, mul_15, mul_16, add_5, mul_17, convert_element_type_12""",
+        )
