@@ -188,11 +188,10 @@ def scales_shape(lead: list, blocks, fmt: BlockFormat, layout: str) -> tuple:
 @torch.library.impl(LIBRARY, "quantize_both", "CompositeExplicitAutograd")
 def _quantize_both(x, format, *, outer=None, layout="linear", seed=None, hadamard=False):
     _check_both(format, x, outer, hadamard)
-    data, scales, fresh = _quantize(x, format, -1, outer=outer, layout=layout, seed=seed)
-    # Of the values as they are, rows and columns have the same amax, unless each has one of its own.
-    shared = outer is None and not hadamard and formats.get(format).outer == "tensor"
-    given = fresh if shared else outer
-    return data, scales, fresh, *_quantize(x, format, -2, outer=given, layout=layout, seed=seed, hadamard=hadamard)
+    rows = _quantize(x, format, -1, outer=outer, layout=layout, seed=seed)
+    # Columns are quantised by the amax, too: the scale made of it, given as a static one, has another reciprocal.
+    *columns, down = _quantize(x, format, -2, outer=outer, layout=layout, seed=seed, hadamard=hadamard)
+    return *rows, *columns, down if columns_apart(format, hadamard) else x.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.impl(LIBRARY, "quantize_both", "CUDA")

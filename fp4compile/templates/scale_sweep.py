@@ -25,6 +25,7 @@ from fp4compile.templates.quantize.amax import matrices_amax_bits, tensor_amax_b
 from fp4compile.templates.quantize.square import store_square_scales
 from fp4compile.templates.quantize.views import (
     Matrices,
+    check_outputs,
     empty_outputs,
     matrices,
     padded_scale_shape,
@@ -93,6 +94,7 @@ def _launch(
     factor = torch.ones((), device=source.tensor.device) if outer is None else outer
     block_rows = fmt.block[0]
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, 16), layout)
+    check_outputs(source, fmt, layout, None if data is None else (data, scales))
     tile_blocks = LANES // block_rows
     launch(
         sweep_scales, source.batch * ceil_div(rows, block_rows) * ceil_div(blocks, tile_blocks), source.tensor,

@@ -12,6 +12,7 @@ from fp4compile.operand import Operand
 from fp4compile.templates.device.epilogue import with_epilogue
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.quantize.views import power_of_two
+from fp4compile.templates.view import span, within
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,15 @@ class KernelOperand:
         if self.type.swizzled:
             return swizzled_numel(self.rows, blocks)
         return ceil_div(self.rows, fmt.block[0]) * blocks
+
+    def check(self, matrices, rows) -> None:
+        """Raise RuntimeError where `matrices` matrices of `rows` rows are more than the operand's tensors hold."""
+        lanes, of_each = matrices * rows, max(self.rows, 1) if isinstance(self.rows, int) else self.rows
+        within(self.data, span((lanes, self.data.shape[-1]), (self.data.shape[-1], 1)))
+        if self.scales is not None:
+            within(self.scales, span((ceil_div(lanes, of_each) * self.scale_bytes,), (1,)))
+        if self.outer is not None and self.type.outer == "row":
+            within(self.outer, span((lanes,), (1,)))
 
     def part(self, start: int, rows: int) -> "KernelOperand":
         """Rows from `start` on, of a single matrix; start: a multiple of 128."""
@@ -107,6 +117,7 @@ class Call:
     """A product as it is launched: the problem, its operands, and what its epilogue reads.
 
     epilogue: None, or the steps; auxiliaries: the tensors that these read, of the product's size or of n elements.
+    Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
 
     problem: Problem
@@ -115,6 +126,14 @@ class Call:
     bias: torch.Tensor | None
     epilogue: Epilogue | None = None
     auxiliaries: tuple[torch.Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        self.a.check(p.batches, p.m)
+        self.b.check(p.batches if p.b_batched else 1, p.n)
+        for tensor in (*(() if self.bias is None else (self.bias,)), *self.auxiliaries):
+            row = statically_true(tensor.numel() == p.n)
+            within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -20,6 +20,7 @@ from fp4compile.templates.gemm.problem import (
     checked_operand,
     compute_of,
 )
+from fp4compile.templates.view import span, within
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,21 @@ class GroupedProblem:
 
 @dataclass(frozen=True, eq=False)
 class GroupedCall:
-    """The products of all groups as they are launched. offs: int32 [groups], contiguous."""
+    """The products of all groups as they are launched. offs: int32 [groups], contiguous.
+
+    Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
+    """
 
     problem: GroupedProblem
     a: KernelOperand
     b: KernelOperand
     offs: torch.Tensor
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        self.a.check(1, p.m if p.along_k else p.rows)
+        self.b.check(1 if p.along_k else p.groups, p.n)
+        within(self.offs, span((p.groups,), (1,)))
 
     def empty(self) -> torch.Tensor:
         """Memory for the result."""

@@ -4,8 +4,6 @@ A dynamic outer scale takes two reads of the tensor; the first one is here. Bits
 magnitudes are, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -85,8 +83,7 @@ def matrices_amax_bits(source: Matrices) -> torch.Tensor:
     """Float32 bits of the amax of each matrix, int32 [batch]."""
     flat = source.flat() if source.several else None
     if flat is None and source.prologue is None and statically_true(source.row_stride == source.cols):
-        numel = source.rows * source.cols  # a matrix is one row
-        source = replace(source, rows=1, cols=numel, row_stride=numel)
+        source = source.each_as_row()
     source = flat or source
     config = amax_config(None) if source.prologue is None or flat else amax_of_rows_config(source.cols)
     bits = torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device)

@@ -50,6 +50,7 @@ from fp4compile.templates.quantize.heuristics import both_config
 from fp4compile.templates.quantize.views import (
     Matrices,
     Outer,
+    check_outputs,
     column_aligns,
     format_constants,
     store_aligns,
@@ -77,6 +78,7 @@ def launch_both(
 ) -> None:
     """Launch the kernel. rows, columns: (data, scales) to fill for x and for x transposed, uint8."""
     config = both_config(fmt.element, source.prologue is not None)
+    check_outputs(source, fmt, layout, rows, outer, columns, outer)
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
     launch(
         source.read_by(quantize_both), tile_grid(source, height, width, layout), source.tensor, *rows, *columns,

@@ -32,6 +32,7 @@ from fp4compile.templates.quantize.row import encode_and_store
 from fp4compile.templates.quantize.views import (
     Matrices,
     Outer,
+    check_outputs,
     column_aligns,
     format_constants,
     or_placeholder,
@@ -93,6 +94,7 @@ def launch_columns(
     along, down = outers
     constants = format_constants(fmt)
     config = column_config(fmt.element, constants["BLOCK"], rows is not None)
+    check_outputs(source, fmt, layout, rows, along, columns, down)
     data, scales = columns
     row_data, row_scales = rows or columns
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words

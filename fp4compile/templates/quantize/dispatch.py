@@ -8,7 +8,7 @@ it; `heuristics` has the tile sizes and `views` what the launches share.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -36,6 +36,7 @@ from fp4compile.templates.quantize.views import (
     empty_values,
     lies_transposed,
     matrices,
+    results_of,
     typed_outputs,
 )
 
@@ -61,8 +62,9 @@ class Reading:
     first: torch.Tensor | None = None
 
     def matrices(self, x: torch.Tensor) -> Matrices:
-        found = matrices(x, self.prologue, self.operands, self.stored)
-        return found if not found.several else replace(found, tensor=self.first, batch_stride=0)
+        if self.prologue is not None and self.prologue.several:
+            return results_of(self.first, self.prologue, self.operands, self.stored)
+        return matrices(x, self.prologue, self.operands, self.stored)
 
     @property
     def seeds(self) -> tuple:

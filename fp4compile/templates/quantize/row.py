@@ -51,6 +51,8 @@ from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
 from fp4compile.templates.quantize.views import (
     Matrices,
+    Outer,
+    check_outputs,
     format_constants,
     or_placeholder,
     padded_scale_shape,
@@ -91,6 +93,7 @@ def launch_rows(
     small = outer.mode == "amax" and outer.amax.dim() == 1 and source.amax_bits is None
     dependent = small and target.dependent_launch and not stores
     # Where a gate was timed to gain by it: not before a second read, nor before values or codes of 8 bits.
+    check_outputs(source, fmt, layout, (data, scales), outer)
     prefetches = flat is not None and outer.mode == "none" and fmt.packed and scales is not None
     launch(
         source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
@@ -121,6 +124,7 @@ def launch_scaled_rows(
     config = scaled_row_config(
         fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols, target.isa, computed
     )
+    check_outputs(source, fmt, layout, (data, scales), Outer(outer, None, "find"))
     rows, _ = padded_scale_shape(source.rows, 0, layout)
     grid = source.batch * ceil_div(rows, config.rows) * config.parts
     launch(

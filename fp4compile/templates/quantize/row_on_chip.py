@@ -34,10 +34,12 @@ from fp4compile.templates.quantize.row import encode_and_store
 from fp4compile.templates.quantize.views import (
     Matrices,
     Outer,
+    as_matrices,
+    check_outputs,
     format_constants,
+    one_matrix,
     or_placeholder,
     padded_scale_shape,
-    row_stride,
     store_aligns,
 )
 
@@ -65,6 +67,7 @@ def launch_reduced_rows(
         outers = Outer(source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32), None, "find")
     else:
         outers = outer_of(source, fmt, outer)
+    check_outputs(source, fmt, layout, (data, scales), outers)
     launch(
         with_row_prologue(quantize_reduced_rows, source.prologue, config.pieces),
         source.batch * ceil_div(rows, config.rows), source.tensor, data, or_placeholder(scales, data),
@@ -111,8 +114,8 @@ def with_statistics(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | No
     _launch_statistics(row_statistics, finding, fmt, or_placeholder(amax, found[0]), AMAX=amax is not None,
                        PARTIAL=partial)  # fmt: skip
     if prologue.stores_result:  # then it is read, and not computed again
-        tensor = source.stored[prologue.stored.index(prologue.result)]
-        return replace(source, tensor=tensor, prologue=None, operands=(), stored=(), amax_bits=amax)
+        view = as_matrices(source.stored_result)
+        return replace(source, view=view, prologue=None, operands=(), stored=(), amax_bits=amax)
     rest, read = prologue.after_statistics(stored=True)
     return replace(_reading(source, rest, read, found), stored=(), amax_bits=amax)
 
@@ -121,9 +124,8 @@ def _reading(source: Matrices, rest: Prologue, read: tuple[int, ...], found: tup
     """The source by what follows the statistics `found`; rest, read: of `Prologue.after_statistics`."""
     tensors = (source.tensor, *source.operands, *source.stored)
     first, *others = (tensors[i] for i in read)
-    if read[0]:  # contiguous, as all that is stored
-        source = replace(source, batch_stride=source.rows * source.cols, row_stride=source.cols)
-    return replace(source, tensor=first, prologue=rest, operands=(*others, *found))
+    view = as_matrices(first) if read[0] else source.view
+    return replace(source, view=view, prologue=rest, operands=(*others, *found))
 
 
 def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tensor, ...]]:
@@ -139,8 +141,8 @@ def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tenso
         if what not in stored:
             stored[what] = source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32)
     finding = replace(
-        source, batch=1, rows=source.batch * source.rows, batch_stride=0, row_stride=row_stride(source.tensor),
-        stored=tuple(stored.values()), prologue=replace(prologue, stored=tuple(stored)),
+        source, view=one_matrix(source.tensor), stored=tuple(stored.values()),
+        prologue=replace(prologue, stored=tuple(stored)),
     )  # fmt: skip
     return finding, tuple(stored[what] for what in statistics)
 

@@ -28,7 +28,14 @@ from fp4compile.templates.device.values import takes_values, values_of_units
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.amax import outer_of
 from fp4compile.templates.quantize.heuristics import square_config
-from fp4compile.templates.quantize.views import Matrices, format_constants, or_placeholder, store_aligns, tile_grid
+from fp4compile.templates.quantize.views import (
+    Matrices,
+    check_outputs,
+    format_constants,
+    or_placeholder,
+    store_aligns,
+    tile_grid,
+)
 
 
 def launch_squares(
@@ -43,6 +50,7 @@ def launch_squares(
     outer = outer_of(source, fmt, outer, each_matrix)
     constants = format_constants(fmt)
     config = square_config(fmt.element)
+    check_outputs(source, fmt, layout, rows, outer, columns, outer)
     rows, columns = (each and (each[0], or_placeholder(each[1], each[0])) for each in (rows, columns))
     wanted = rows or columns
     launch(

@@ -1,5 +1,6 @@
 """What the launches of all quantise kernels share: views of tensors as matrices, output tensors, common arguments."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,29 +12,52 @@ from fp4compile.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.device.prologue_source import with_prologue
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.heuristics import PROGRAMS_AHEAD
+from fp4compile.templates.view import View, span, within
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """A tensor as a batch of matrices [batch, rows, cols] whose rows are contiguous; strides in elements.
+    """A batch of matrices [batch, rows, cols] whose rows are contiguous, as the kernels of quantisers read it.
 
-    prologue: None, or the steps whose result is the tensor; `tensor` is then their first operand, and `operands` are
-    the others. They are contiguous, but for rows of those of the tensor's size, which may lie apart (`row_stride`).
+    view: the tensor with its sizes [batch, rows, cols] and strides (the last one is 1).
+    prologue: None, or the steps whose result is quantised; `view` is then their first operand, and `operands` are the
+    others. They are contiguous, but for rows of those of the tensor's size, which may lie apart (`row_stride`).
     Several results are the matrices of the batch. stored: what the first kernel that reads the tensor fills with
     `prologue.stored`.
     amax_bits: as of `amax.tensor_amax_bits`, if the kernel that found statistics of the prologue has found it, too.
     """
 
-    tensor: torch.Tensor
-    batch: int
-    rows: int
-    cols: int
-    batch_stride: int
-    row_stride: int
+    view: View
     prologue: Prologue | None = None
     operands: tuple[torch.Tensor, ...] = ()
     stored: tuple[torch.Tensor, ...] = ()
     amax_bits: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.view.tensor
+
+    @property
+    def batch(self):
+        return self.view.sizes[0]
+
+    @property
+    def rows(self):
+        return self.view.sizes[1]
+
+    @property
+    def cols(self):
+        return self.view.sizes[2]
+
+    @property
+    def batch_stride(self):
+        """Elements from one matrix to the next; 0 where there is one, or where the prologue makes all of one."""
+        return self.view.strides[0]
+
+    @property
+    def row_stride(self):
+        """Elements from one row to the next."""
+        return self.view.strides[1]
 
     @property
     def args(self) -> tuple:
@@ -42,14 +66,33 @@ class Matrices:
 
     @property
     def read_args(self) -> tuple:
-        """`args`, and what kernels take that read by `device.prologue`: operands 1, 2, ..., and what is stored."""
-        absent = [[None] * (OPERANDS - 1 - len(self.operands)), [None] * (STORED - len(self.stored))]
-        return *self.args, *self.operands, *absent[0], *self.stored, *absent[1]
+        """`args`, and what kernels take that read by `device.prologue`: operands 1, 2, ..., and what is stored.
+
+        Raises RuntimeError where a kernel would leave the storage of one of them.
+        """
+        rows = self._rows_of_operands
+        for (number, _), tensor in zip(self.prologue.stored if self.stored else (), self.stored, strict=True):
+            whole = self.prologue.step_kinds[number] == "aux"
+            within(tensor, span((rows, self.cols if whole else 1), (self.cols if whole else 1, 1)))
+        return *self.args, *self.operand_args, *self.stored, *[None] * (STORED - len(self.stored))
 
     @property
     def operand_args(self) -> tuple:
-        """Operands 1, 2, ... of the prologue, for kernels of groups: these store nothing of it."""
+        """Operands 1, 2, ... of the prologue; kernels of groups, which store nothing of it, take these alone.
+
+        Raises RuntimeError where a kernel would leave the storage of one of them.
+        """
+        rows, strides = self._rows_of_operands, self._row_strides
+        for i, tensor in enumerate(self.operands, 1):
+            view = {"aux": ((rows, self.cols), (strides.get(i), 1)), "row": ((self.cols,), (1,)),
+                    "col": ((rows,), (1,))}  # fmt: skip
+            within(tensor, span(*view[self.prologue.kinds[i]]))
         return *self.operands, *[None] * (OPERANDS - 1 - len(self.operands))
+
+    @property
+    def _rows_of_operands(self):
+        """Rows of an operand that has the size of the tensor."""
+        return self.rows if self.several else self.batch * self.rows
 
     def read_by(self, kernel):
         """A kernel that reads by `device.prologue`, with the prologue in it."""
@@ -78,9 +121,13 @@ class Matrices:
         if not (self.stored and outer.computed):
             return self
         if self.prologue.stores_result:
-            written = self.stored[self.prologue.stored.index(self.prologue.result)]
-            return replace(self, tensor=written, prologue=None, operands=(), stored=())
+            return replace(self, view=as_matrices(self.stored_result), prologue=None, operands=(), stored=())
         return replace(self, prologue=replace(self.prologue, stored=()), stored=())
+
+    @property
+    def stored_result(self) -> torch.Tensor:
+        """What takes the result that is quantised, where `prologue.stores_result`."""
+        return self.stored[self.prologue.stored.index(self.prologue.result)]
 
     @property
     def programs_ahead(self) -> int:
@@ -118,12 +165,21 @@ class Matrices:
             return None
         if self.several:
             apart = not statically_true(self.rows == 1) and not statically_true(self.row_stride == self.cols)
-            return None if apart else replace(self, rows=1, cols=self.rows * self.cols, row_stride=0)
+            return None if apart else self._with_sizes(self.batch, 1, self.rows * self.cols)
         one_matrix = statically_true(self.batch == 1) or statically_true(self.batch_stride == self.rows * self.cols)
         one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)
         if not (one_matrix and one_row):
             return None
-        return replace(self, batch=1, rows=1, cols=self.numel, batch_stride=0, row_stride=0)
+        return self._with_sizes(1, 1, self.numel)
+
+    def each_as_row(self) -> "Matrices":
+        """The same elements, each matrix as one row, where its rows follow one another in memory."""
+        return self._with_sizes(self.batch, 1, self.rows * self.cols)
+
+    def _with_sizes(self, batch, rows, cols) -> "Matrices":
+        """The same elements as matrices of one row, which are known to lie that way in memory."""
+        batch_stride = 0 if statically_true(batch == 1) else self.batch_stride
+        return replace(self, view=View(self.tensor, (batch, rows, cols), (batch_stride, 0, 1)))
 
     @property
     def align(self) -> int:
@@ -152,14 +208,34 @@ def matrices(
 
     prologue, operands, stored: see `Matrices`.
     """
+    return Matrices(as_matrices(x), prologue, operands, stored)
+
+
+def results_of(first: torch.Tensor, prologue: Prologue, operands: tuple, stored: tuple) -> Matrices:
+    """The results of a prologue that has several, as a batch: each is a matrix made of the same operands."""
+    one = as_matrices(first)
+    view = View(one.tensor, (len(prologue.several), *one.sizes[1:]), one.strides)
+    return Matrices(view, prologue, operands, stored)
+
+
+def as_matrices(x: torch.Tensor) -> View:
+    """x as [batch, rows, cols] whose rows run along its last dimension; copied only where strides leave no other way.
+
+    The stride of the batch is 0 where there is one matrix.
+    """
     if not (statically_true(x.stride(-1) == 1) or statically_true(x.shape[-1] == 1)):
         x = x.contiguous()
-    while x.dim() < 3:
-        x = x.unsqueeze(0)
     if x.dim() > 3:
         x = x.flatten(0, -3)
-    batch_stride = 0 if statically_true(x.shape[0] == 1) else x.stride(0)
-    return Matrices(x, *x.shape, batch_stride, x.stride(1), prologue, operands, stored)
+    batch, rows, cols = [1] * (3 - x.dim()) + [*x.shape]
+    batch_stride = 0 if statically_true(batch == 1) else x.stride(0)
+    return View(x, (batch, rows, cols), (batch_stride, x.stride(-2) if x.dim() > 1 else 0, 1))
+
+
+def one_matrix(x: torch.Tensor) -> View:
+    """x, all of whose rows lie equally far apart, as one matrix [1, rows, cols]."""
+    *lead, cols = x.shape
+    return View(x, (1, math.prod(lead), cols), (0, row_stride(x), 1))
 
 
 def row_stride(x: torch.Tensor):
@@ -251,6 +327,37 @@ def tile_grid(source: Matrices, height: int, width: int, layout: str):
     rows, cols = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
     # Without rows there are still outer scales of the columns to write.
     return source.batch * torch.sym_max(ceil_div(rows, height), 1) * ceil_div(cols, width)
+
+
+def check_outputs(
+    source: Matrices,
+    fmt: BlockFormat,
+    layout: str,
+    rows: tuple[torch.Tensor, torch.Tensor | None] | None,
+    along: "Outer | None" = None,
+    columns: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    down: "Outer | None" = None,
+) -> None:
+    """Raise RuntimeError where a kernel would write codes, block scales or outer scales beyond the tensors for them.
+
+    rows, columns: (data, scales) that are filled along the rows and down the columns. along, down: their outer scales.
+    """
+    sizes = (source.rows, source.cols), (source.cols, source.rows)
+    for (lanes, length), outputs, outer in zip(sizes, (rows, columns), (along, down), strict=True):
+        if outputs is None:
+            continue
+        data, scales = outputs
+        # The kernel of columns stores 16 bytes at a time.
+        pairs = 8 * ceil_div(length, 16) if outputs is columns and fmt.block is None else code_pairs(length, fmt)
+        pair_size = 2 if data.is_floating_point() or not fmt.packed else 1
+        within(data, span((source.batch * lanes * pairs * pair_size,), (1,)))
+        if scales is not None and fmt.scale is not None:
+            blocks = ceil_div(length, fmt.block_cols)
+            matrix = swizzled_numel(lanes, blocks) if layout == "swizzled" else ceil_div(lanes, fmt.block[0]) * blocks
+            within(scales, span((source.batch * matrix,), (1,)))
+        if outer is not None and outer.scale is not None:
+            count = {"tensor": 1, "amax": 1, "matrix amax": source.batch}.get(outer.mode, source.batch * lanes)
+            within(outer.scale, span((count,), (1,)))
 
 
 def whole_tiles(source: Matrices, height: int, width: int, layout: str) -> bool:

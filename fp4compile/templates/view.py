@@ -1,0 +1,57 @@
+"""A tensor as a kernel addresses it, which must not be beyond the tensor's storage.
+
+Kernels compute addresses from sizes and strides that a launch hands to them. `View` binds these to the tensor that they
+belong to. Making a view, or asking `within`, raises RuntimeError where an address would lie outside of the storage: a
+defect of this package, found when the launch is made or traced, before anything is read. Symbolic sizes are not
+checked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Size = int | torch.SymInt
+
+
+@dataclass(frozen=True)
+class View:
+    """Elements of a tensor: element (i, j, ...) lies i * strides[0] + j * strides[1] + ... elements after the first.
+
+    Raises RuntimeError if the last element lies outside of the tensor's storage.
+    """
+
+    tensor: torch.Tensor
+    sizes: tuple[Size, ...]
+    strides: tuple[Size, ...]
+
+    def __post_init__(self) -> None:
+        within(self.tensor, span(self.sizes, self.strides))
+
+
+def span(sizes: Sequence[Size], strides: Sequence[Size]) -> Size:
+    """How many elements lie from the first to the last element of a view, both included.
+
+    0 where the view is empty, or where a size or a stride is symbolic.
+    """
+    if not all(isinstance(number, int) for number in (*sizes, *strides)) or 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def within(tensor: torch.Tensor, elements: Size) -> torch.Tensor:
+    """The tensor, of which a kernel may address that many elements, counted from the first one.
+
+    Raises RuntimeError if the storage ends before them.
+    """
+    # Numbers that are symbolic are not computed with: a graph that is being traced would have to hold the result.
+    nbytes, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    if not all(isinstance(number, int) for number in (elements, nbytes, offset)):
+        return tensor
+    there = nbytes // tensor.element_size() - offset
+    if elements > there:
+        raise RuntimeError(
+            f"a launch would address {elements} elements of a tensor of shape {tuple(tensor.shape)}, strides"
+            f" {tensor.stride()} and {tensor.dtype}, whose storage has {there} from its first element on"
+        )
+    return tensor

@@ -1,0 +1,87 @@
+"""Every launch of quantisers with a prologue, in Triton's interpreter: `python -m tests.fuzz --prologues`.
+
+The product of: steps, which operands are slices of wider tensors, what is stored, format, op with its direction, layout
+of the scales, dimensions of the tensor. Slices lie in buffers of NaN, so that a kernel that reads what is not its own
+shows in the result. Results are compared with the reference in every bit.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile import formats, ops_prologue
+from fp4compile.prologue import Prologue
+from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
+
+BF16 = torch.bfloat16
+RMS = ("square aux0", "mean s0", "rsqrt s1", "mul aux0 s2")
+# Steps of each kind of kernel: a tensor alone, two and three tensors, a row and a column, statistics of rows.
+STEPS = {
+    "one": ("relu aux0",),
+    "gate": ("relu aux0", "mul s0 aux1"),
+    "three": ("mul aux0 aux1", "add s0 aux2"),
+    "norm": ("sub aux0 col1", "mul s0 row2"),
+    "statistics": RMS,
+    "sum statistics": ("add aux0 aux1", "square s0", "mean s1", "rsqrt s2", "mul s0 s3"),
+}
+FORMATS = ("nvfp4_one_level", "nvfp4", "nvfp4_te", "nvfp4_rowwise", "mxfp8", "float8_rowwise")
+OPS = (("quantize", -1), ("quantize", -2), ("quantize_both", -1), ("fake_quantize", -1))
+LAYOUTS = ("linear", "swizzled")
+SHAPES = ((5, 41), (35, 48), (2, 17, 32), (1, 64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """steps: a name of STEPS. sliced: numbers of the operands that are slices. stored: numbers of the steps whose
+    results are stored."""
+
+    steps: str
+    sliced: tuple[int, ...]
+    stored: tuple[int, ...]
+    format: str
+    op: str
+    dim: int
+    layout: str
+    shape: tuple[int, ...]
+
+
+def cases() -> Iterator[Case]:
+    """All cases, in a fixed order."""
+    for name, steps in STEPS.items():
+        prologue = Prologue.parse(steps, BF16)
+        whole = [i for i, kind in prologue.kinds.items() if kind == "aux"]
+        last = len(steps) - 1
+        between = [i for i in range(last) if prologue.step_kinds[i] == "aux"][:1]
+        for sliced, stored in itertools.product(_subsets(whole), _subsets([*between, last])):
+            for format, (op, dim), layout, shape in itertools.product(FORMATS, OPS, LAYOUTS, SHAPES):
+                fmt = formats.get(format)
+                if op == "fake_quantize" and (fmt.scale != "e4m3" or layout != "linear"):
+                    continue
+                if layout == "swizzled" and fmt.scale is None:
+                    continue
+                yield Case(name, sliced, stored, format, op, dim, layout, shape)
+
+
+def _subsets(numbers: list[int]) -> Iterator[tuple[int, ...]]:
+    for count in range(len(numbers) + 1):
+        yield from itertools.combinations(numbers, count)
+
+
+def wrong(case: Case) -> str | None:
+    """What the kernels compute otherwise than the reference; None if nothing."""
+    steps = STEPS[case.steps]
+    generator = torch.Generator().manual_seed(len(repr(case)))
+    shapes = {"aux": case.shape, "row": case.shape[-1:], "col": (*case.shape[:-1], 1)}
+    operands = [torch.randn(shapes[kind], generator=generator).to(torch.float32 if kind == "col" else BF16)
+                for _, kind in sorted(Prologue.parse(steps, BF16).kinds.items())]  # fmt: skip
+    stored = [f"s{number} bfloat16" for number in case.stored]
+    arguments = (list(steps), BF16, case.op, case.format, case.dim)
+    options = {"stored": stored} if case.op == "fake_quantize" else {"stored": stored, "layout": case.layout}
+    expected = torch.ops.fp4compile.quantize_prologue(operands, *arguments, **options)
+    given = [embedded(x, beside=i in case.sliced) for i, x in enumerate(operands)]
+    with poisoned_outputs():
+        got = ops_prologue.quantize_prologue_cuda(given, *arguments, **options)
+    differ = [i for i, (one, other) in enumerate(zip(got, expected, strict=True)) if not same_bits(one, other)]
+    return f"results {differ} of {len(expected)} differ" if differ else None
