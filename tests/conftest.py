@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tests.helpers import idle_kernels, in_interpreter, kept_shapes, quick_interpreter
+from tests.helpers import idle_kernels, in_interpreter
 
 # Tests that run their whole file again in a process of its own, and those that compile a kernel for every GPU.
 SLOW_TESTS = ("test_in_the_interpreter", "test_in_a_process_of_its_own", "test_compiles_ahead")
@@ -26,12 +26,7 @@ if not torch.cuda.is_available():
 
 def pytest_configure():
     if os.environ.get("TRITON_INTERPRET") == "1":
-        in_interpreter.patch_triton_once()
-        kept_shapes.keep_shapes()
-        quick_interpreter.reduce_whole_arrays()
-        quick_interpreter.keep_type_checks()
-        quick_interpreter.call_directly()
-        quick_interpreter.keep_types()
+        in_interpreter.be_quick()
 
 
 def pytest_collection_modifyitems(items):

@@ -37,6 +37,7 @@ from fp4compile.passes.graph import (
     scaled_mm_of,
 )
 from fp4compile.templates.grouped.choose import choose
+from fp4compile.templates.launch import on_gpu
 
 
 def fake_quantize(graph: Graph) -> int:
@@ -57,7 +58,7 @@ def _expandable(quantise: Quantise) -> bool:
     plain = quantise.layout == "linear" and quantise.seed is None and not quantise.hadamard
     plain = plain and quantise.scale_rule == "amax"
     along_rows = quantise.dim == -1 and statically_true(x.stride(-1) == 1)
-    return x.device.type == "cuda" and plain and along_rows and ops.fake_quantizable(formats.get(quantise.format))
+    return on_gpu(x) and plain and along_rows and ops.fake_quantizable(formats.get(quantise.format))
 
 
 def _readers(quantise: Node, data: int = 0) -> list[Node]:
@@ -125,7 +126,7 @@ def _expandable_in_groups(node: Node) -> bool:
     else:
         does = node.target is QUANTIZE_GROUPED or offs is not None
     does = does and not (fmt.square and options["seed"] is not None)
-    return x.device.type == "cuda" and plain and does and ops_grouped.fake_quantizable(fmt, x.dtype)
+    return on_gpu(x) and plain and does and ops_grouped.fake_quantizable(fmt, x.dtype)
 
 
 def _arguments(node: Node) -> tuple[Node, Node | None, str, int | None]:

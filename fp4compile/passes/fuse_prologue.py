@@ -45,7 +45,7 @@ from fp4compile.passes.reductions import reduction_of
 from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.pointwise import REDUCTIONS, Step
 from fp4compile.prologue import OPERANDS, Prologue
-from fp4compile.templates.launch import target_of
+from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
 from fp4compile.templates.quantize.prologue_cost import Work, gain
 
@@ -67,7 +67,7 @@ def fuse_prologue(graph: Graph) -> int:
     _read_sizes_of_operands(graph)
     fused = 0
     for node in _before_writes(graph):
-        if may_have_prologue(node) and _on_gpu(node.args[0]):
+        if may_have_prologue(node) and on_gpu(node.args[0].meta["val"]):
             variants = itertools.product((False, True), repeat=3)
             chain = max((_Chain(node, *variant) for variant in variants), key=lambda chain: chain.gain)
             if chain.gain > 0:
@@ -86,10 +86,6 @@ def _read_sizes_of_operands(graph: Graph) -> None:
             operands = source.all_input_nodes if source.target is CAST or _by_inductor(source) else ()
             alike = (each for each in operands if same_shape(getattr(each.meta["val"], "shape", ()), shape))
             source = next(alike, None)
-
-
-def _on_gpu(node: Node) -> bool:
-    return node.meta["val"].device.type == "cuda"
 
 
 def _before_writes(graph: Graph) -> list[Node]:

@@ -21,7 +21,7 @@ from fp4compile.templates.gemm.problem import Problem, problem_of
 from fp4compile.templates.grouped import indexed
 from fp4compile.templates.grouped.problem import GroupedProblem
 from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
-from fp4compile.templates.launch import target_of
+from fp4compile.templates.launch import on_gpu, target_of
 
 aten = torch.ops.aten
 QUANTIZE = torch.ops.fp4compile.quantize.default
@@ -138,7 +138,7 @@ class ScaledMM:
 
     @property
     def on_gpu(self) -> bool:
-        return self.a.data.meta["val"].device.type == "cuda"
+        return on_gpu(self.a.data.meta["val"])
 
     @property
     def plain(self) -> bool:

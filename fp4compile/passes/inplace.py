@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile.passes.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, new_node
+from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten
 _PRODUCTS = (SCALED_MM, SCALED_MM_EPILOGUE, aten.mm.default, aten.addmm.default)
@@ -26,7 +27,7 @@ def inplace(graph: Graph) -> int:
     count = 0
     for product in [node for node in graph.nodes if node.target in _PRODUCTS]:
         consumers = _Consumers(_reshaped(product))
-        last = consumers.last() if _on_gpu(product) else None
+        last = consumers.last() if _contiguous_on_gpu(product) else None
         if last is not None and consumers.gather(last):
             consumers.write_over(last)
             count += 1
@@ -40,11 +41,11 @@ def _reshaped(product: Node) -> Node:
     return product
 
 
-def _on_gpu(product: Node) -> bool:
+def _contiguous_on_gpu(product: Node) -> bool:
     """Whether the product is a contiguous CUDA tensor without symbolic sizes."""
     value = product.meta["val"]
     known = all(isinstance(size, int) for size in value.shape)
-    return value.device.type == "cuda" and known and value.is_contiguous()
+    return on_gpu(value) and known and value.is_contiguous()
 
 
 @dataclass(frozen=True)

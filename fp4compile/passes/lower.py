@@ -43,6 +43,7 @@ from fp4compile.passes.graph import (
     scaled_mm_of,
 )
 from fp4compile.templates.grouped.choose import settled
+from fp4compile.templates.launch import on_gpu
 
 _KERNELS: dict[torch._ops.OpOverload, Callable] = {
     QUANTIZE: ops.quantize_cuda,
@@ -74,7 +75,7 @@ def lower(graph: Graph) -> int:
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
-            if node.all_input_nodes[0].meta["val"].device.type == "cuda":
+            if on_gpu(node.all_input_nodes[0].meta["val"]):
                 lowered += _replace(pattern.match(node), implementation, traces)
     return lowered
 

@@ -24,7 +24,7 @@ from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.grouped.choose import choose as choose_grouped
 from fp4compile.templates.grouped.problem import GroupedProblem
-from fp4compile.templates.launch import target_of
+from fp4compile.templates.launch import on_gpu, target_of
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
 
@@ -238,9 +238,9 @@ def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
 def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> str:
     """Which tier computes the product: the reference on a CPU, else that of the kernel which `choose` names."""
     out = gemm.node.meta["val"]
-    if out.device.type == "cpu":
+    if out.device.type == "cpu" and not on_gpu(out):
         return "reference"
-    target = target_of(out.device) if meta is None or out.device.type == "cuda" else meta
+    target = target_of(out.device) if meta is None or on_gpu(out) else meta
     types = [_operand_type(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b))]
     if gemm.offs is not None:
         return choose_grouped(_grouped_problem(gemm, *types, target)).tier

@@ -48,6 +48,11 @@ def dry_run(target: Target) -> Iterator[list[Launched]]:
         _collecting.reset(token)
 
 
+def on_gpu(x: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU, for which kernels are launched; within `dry_run` every tensor does."""
+    return x.device.type == "cuda" or _collecting.get() is not None
+
+
 def target_of(device: torch.device) -> Target:
     """The target of a CUDA device; within `dry_run` its target, and Triton's interpreter where Triton interprets."""
     collecting = _collecting.get()

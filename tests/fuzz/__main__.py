@@ -2,18 +2,24 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 import warnings
+
+if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
 from tests.fuzz import layers, models, weights  # noqa: F401 (they register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
+from tests.fuzz.launches import LaunchFuzzer
 from tests.fuzz.plant import plant_all
 from tests.fuzz.programs import Program, Style, build
+from tests.helpers import in_interpreter
 
 
 def main() -> int:
@@ -24,8 +30,12 @@ def main() -> int:
         return min(1, plant_all(["--count", str(options.count), "--seed", str(options.seed)]))
     if options.jobs > 1:
         return _in_parts(options.jobs, options.count, options.seed)
-    fuzzer = Fuzzer(options.device, options.inductor, torch.bfloat16 if options.large else torch.float32)
-    style = Style(large=options.large)
+    style = Style(large=options.large, ragged=options.launches)
+    if options.launches:
+        in_interpreter.be_quick()
+        fuzzer = LaunchFuzzer()
+    else:
+        fuzzer = Fuzzer(options.device, options.inductor, torch.bfloat16 if options.large else torch.float32)
     start, found = time.perf_counter(), 0
     for seed in range(options.seed, options.seed + options.count):
         program = build(seed, style, tuple(options.only))
@@ -40,7 +50,7 @@ def main() -> int:
             break
     if not options.json:
         seconds = time.perf_counter() - start
-        print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.exact} equal in every bit, {found} findings")
+        print(f"{fuzzer.run} runs in {seconds:.0f} s, {fuzzer.counted()}, {found} findings")
     return 1 if found else 0
 
 
@@ -72,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--inductor", action="store_true", help="compile with code generation")
     parser.add_argument("--large", action="store_true", help="sizes for a GPU, in bfloat16")
+    parser.add_argument("--launches", action="store_true", help="launch every op in Triton's interpreter")
     parser.add_argument("--only", nargs="*", default=[], choices=[*KINDS], help="kinds of steps to draw from (all)")
     parser.add_argument("--stop", type=int, default=1000, help="end after so many findings")
     parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")

@@ -11,6 +11,7 @@ the oracle itself shows under noise of the size of such rounding.
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +22,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
 from fp4compile import names
-from fp4compile.passes.manager import JointPasses, LowerPasses
+from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.recipe import Recipe
 from fp4compile.report import Row
 from tests.fuzz.oracle import ANY_NAME, Oracle, key_of
@@ -76,6 +77,9 @@ class Fuzzer:
     exact: int = 0
     run: int = 0
 
+    def counted(self) -> str:
+        return f"{self.exact} equal in every bit"
+
     def check(self, program: Program) -> Finding | None:
         """The first thing that is wrong with a program, or None."""
         torch._dynamo.reset()
@@ -92,13 +96,15 @@ class Fuzzer:
         compiled = self._compile(module, program, rows)
         wrong = None
         for attempt, draw in enumerate(_DRAWS):
-            inputs = [_fill(modules, program, draw, self, shape_rows) for shape_rows in _row_counts(program)]
+            inputs = [
+                fill(modules, program, draw, self.device, self.dtype, shape_rows) for shape_rows in row_counts(program)
+            ]
             wrong = None
             for number, values in enumerate(inputs):
-                got = _results(compiled, program, values, modules)
+                got = results_of(compiled, program, values, modules)
                 by_graph = list(rows)
                 q = Oracle(program.recipe, by_graph, program.dynamic)
-                expected = _results(partial(oracle, q, module), program, values, modules)
+                expected = results_of(partial(oracle, q, module), program, values, modules)
                 if attempt == number == 0:
                     finding = _products(program, q, by_graph)
                     if finding is not None:
@@ -116,9 +122,9 @@ class Fuzzer:
         program = replace(program, recipe=Recipe(skip_lm_head=False))
         module, oracle, outside = program.load()
         modules = torch.nn.ModuleList([module, *outside]).to(self.device, self.dtype)
-        values = _fill(modules, program, "grid", self, None)
-        got = _results(module, program, values, modules)
-        expected = _results(partial(oracle, Oracle(program.recipe, []), module), program, values, modules)
+        values = fill(modules, program, "grid", self.device, self.dtype, None)
+        got = results_of(module, program, values, modules)
+        expected = results_of(partial(oracle, Oracle(program.recipe, []), module), program, values, modules)
         wrong = self._difference(program, oracle, module, modules, values, [], got, expected)
         return None if wrong is None else Finding(program, "oracle", wrong)
 
@@ -132,7 +138,7 @@ class Fuzzer:
         # Several, and the most that one of them does: where the largest element of a tensor is rounded otherwise, all
         # its scales are others.
         oracles = [Oracle(program.recipe, rows, program.dynamic, noise, seed) for seed in range(_SHAKES)]
-        shaken = [_results(partial(oracle, q, module), program, values, modules) for q in oracles]
+        shaken = [results_of(partial(oracle, q, module), program, values, modules) for q in oracles]
         names = [*program.outputs(), *_gradient_names(program, modules)] if program.train else program.outputs()
         for name, a, b, *others in zip(names, got, expected, *shaken, strict=False):
             a, b = _zero_for_none(a, b)
@@ -162,26 +168,40 @@ class Fuzzer:
         return torch.compile(module, backend=captured(program, rows), **options)
 
 
-def captured(program: Program, rows: list[Row]) -> Callable:
-    """A Dynamo backend: the passes of `fp4compile` on the graphs that Inductor would give them, nothing generated."""
+def captured(
+    program: Program,
+    rows: list[Row],
+    around: Callable = nullcontext,
+    without: frozenset[str] = frozenset(),
+    run: Callable = lambda module: module.forward,
+) -> Callable:
+    """A Dynamo backend: the passes of `fp4compile` on the graphs that Inductor would give them, nothing generated.
+
+    around: makes the context in which the passes run. without: names of passes that do not. run: what calls a graph.
+    """
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs) -> Callable:
         inputs = names.record(gm, example_inputs).inputs
         joint_passes = JointPasses(program.recipe, inputs, lambda found, runs: rows.extend(found))
-        lower_passes = LowerPasses(lambda *told: None)
+        lower_passes = LowerPasses(lambda *told: None, disabled=switched_off_passes() | without)
 
         def lowered(module: torch.fx.GraphModule, _) -> Callable:
-            lower_passes(module.graph)
+            with around():
+                lower_passes(module.graph)
             module.recompile()
-            return _boxed(module.forward)
+            return _boxed(run(module))
+
+        def rewritten(module: torch.fx.GraphModule) -> None:
+            with around():
+                joint_passes(module.graph)
+            module.recompile()
 
         def partition(joint, joint_inputs, **options):
-            joint_passes(joint.graph)
-            joint.recompile()
+            rewritten(joint)
             return min_cut_rematerialization_partition(joint, joint_inputs, **options)
 
         def inference(module: torch.fx.GraphModule, _) -> Callable:
-            joint_passes(module.graph)
+            rewritten(module)
             return lowered(module, _)
 
         return aot_autograd(
@@ -205,12 +225,12 @@ def _boxed(function: Callable) -> Callable:
 # ---------------------------------------------------------------- data
 
 
-def _row_counts(program: Program) -> list[int | None]:
+def row_counts(program: Program) -> list[int | None]:
     """How many rows to call the program with; None for those of its inputs."""
     return [None, program.inputs[0][1][0] + 8] if program.dynamic else [None]
 
 
-def _fill(modules, program: Program, draw: str, fuzzer: Fuzzer, rows: int | None) -> list[torch.Tensor]:
+def fill(modules, program: Program, draw: str, device: str, dtype: torch.dtype, rows: int | None) -> list[torch.Tensor]:
     """New values for all parameters; returns the inputs, and behind them what every result's gradient is drawn from."""
     generator = torch.Generator().manual_seed(program.seed * 3 + len(draw))
     with torch.no_grad():
@@ -222,7 +242,7 @@ def _fill(modules, program: Program, draw: str, fuzzer: Fuzzer, rows: int | None
     inputs = []
     for _, shape, gradient in program.inputs:
         shape = shape if rows is None else (rows, *shape[1:])
-        value = _values(shape, draw, generator, 2).to(fuzzer.device, fuzzer.dtype)
+        value = _values(shape, draw, generator, 2).to(device, dtype)
         inputs.append(value.requires_grad_(gradient and program.train))
     return inputs
 
@@ -234,7 +254,7 @@ def _values(shape, draw: str, generator: torch.Generator, unit: int) -> torch.Te
     return torch.randn(shape, generator=generator) * 2 / unit
 
 
-def _results(function: Callable, program: Program, inputs: list[torch.Tensor], modules) -> list[torch.Tensor | None]:
+def results_of(function: Callable, program: Program, inputs: list[torch.Tensor], modules) -> list[torch.Tensor | None]:
     """Outputs, and the gradients of inputs and parameters."""
     if not program.train:
         with torch.no_grad():

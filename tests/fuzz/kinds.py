@@ -12,21 +12,26 @@ from tests.fuzz.programs import Draft
 
 @dataclass(frozen=True)
 class Kind:
-    """add: adds a step. weight: how often it is drawn; large: how often where programs are to be as models are."""
+    """add: adds a step. weight: how often it is drawn; large, ragged: how often in programs of these styles."""
 
     add: Callable[[Draft], None]
     weight: float
     large: float
+    ragged: float
+
+    def drawn(self, draft: Draft) -> float:
+        return self.large if draft.style.large else self.ragged if draft.style.ragged else self.weight
 
 
 KINDS: dict[str, Kind] = {}
 
 
-def kind(weight: float, large: float | None = None):
-    """Registers the function as a kind of step."""
+def kind(weight: float, large: float | None = None, ragged: float | None = None):
+    """Registers the function as a kind of step. Ragged programs draw it as often as large ones, unless told."""
+    large = weight if large is None else large
 
     def register(function):
-        KINDS[function.__name__] = Kind(function, weight, weight if large is None else large)
+        KINDS[function.__name__] = Kind(function, weight, large, large if ragged is None else ragged)
         return function
 
     return register
@@ -35,7 +40,7 @@ def kind(weight: float, large: float | None = None):
 def draw_step(draft: Draft, only: tuple[str, ...] = ()) -> None:
     """Add a step of a random kind, of those that `only` names if it names any."""
     names = [name for name in KINDS if not only or name in only]
-    weights = [KINDS[name].large if draft.style.large else KINDS[name].weight for name in names]
+    weights = [KINDS[name].drawn(draft) for name in names]
     count = len(draft.steps)
     for _ in range(20):  # a kind that finds nothing to work on adds nothing
         KINDS[draft.rng.choices(names, weights)[0]].add(draft)

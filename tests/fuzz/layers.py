@@ -14,12 +14,12 @@ def linear(d: Draft) -> None:
     d.step("linear", [x], shape, [f"{h} = {code}"], [f"{h} = {oracle}"])
 
 
-@kind(2, large=3)
+@kind(2, large=3, ragged=5)
 def activation(d: Draft) -> None:
     x = d.pick()
     h, shape = result(d, x, d.shape(x)[-1])
     forms = ["F.relu({0})", "-{0}", "{0} * 2", "{0} * (F.relu({0}) + 1)", "{0} + 1", "F.relu({0}) * {0}"]
-    if d.style.large:
+    if d.style.as_models:
         forms += ["F.silu({0})", "F.gelu({0})", "F.rms_norm({0}, {0}.shape[-1:])", "F.layer_norm({0}, {0}.shape[-1:])"]
     text = d.rng.choice(forms)
     d.step("activation", [x], shape, [f"{h} = {text.format(x)}"])

@@ -82,7 +82,7 @@ def pieces(d: Draft) -> None:
            [f"{u} = {expected}", *take, f"{h} = {calls[0][1]} * {calls[1][1]}"])  # fmt: skip
 
 
-@kind(1, large=5)
+@kind(1, large=5, ragged=8)
 def gated(d: Draft) -> None:
     """down(relu(gate(x)) * up(x)), gate and up apart or one wide layer."""
     x = d.pick()
@@ -95,9 +95,23 @@ def gated(d: Draft) -> None:
     else:
         both = applied(d.linear(width, 2 * inner), x)
         code, oracle = [f"{u}, {v} = {both[0]}.chunk(2, -1)"], [f"{u}, {v} = {both[1]}.chunk(2, -1)"]
-    function = d.rng.choice(("relu", "silu", "gelu")) if d.style.large else "relu"
+    function = d.rng.choice(("relu", "silu", "gelu")) if d.style.as_models else "relu"
     down = applied(d.linear(inner, width), f"F.{function}({u}) * {v}")
     d.step("gated", [x], shape, [*code, f"{h} = {down[0]}"], [*oracle, f"{h} = {down[1]}"])
+
+
+@kind(0, ragged=6)
+def residual(d: Draft) -> None:
+    """A sum that is kept, its norm, and layers that read the norm: what a block of a model begins with."""
+    x = d.pick()
+    width, (h, made) = d.shape(x)[-1], result(d, x, d.shape(x)[-1])
+    first = applied(d.linear(width, width, bias=False), x)
+    after = [applied(d.linear(width, width, bias=d.chance(0.3)), "n") for _ in range(d.rng.choice((1, 2)))]
+    scale = f", self.{d.parameter(width)}" if d.chance(0.5) else ""
+    norm = d.rng.choice((f"n = F.rms_norm(s, ({width},){scale})", f"n = F.layer_norm(s, ({width},){scale})"))
+    lines = [[f"s = {x} + {one}", norm, f"{h} = s + {' * '.join(rest)}"]
+             for one, rest in zip(first, zip(*after, strict=True), strict=True)]  # fmt: skip
+    d.step("residual", [x], made, *lines)
 
 
 @kind(0.8)
@@ -197,14 +211,16 @@ def broadcast(d: Draft) -> None:
     d.step(f"broadcast ({form})", [x], made, code, oracle)
 
 
-@kind(0.7)
+@kind(0.7, ragged=3)
 def grouped(d: Draft) -> None:
     """Experts as a grouped product, whose groups may be empty, and whose last rows may belong to none."""
     x = d.pick(rank=2)
     if x is None:
         return
     rows, into = d.shape(x)
-    width, experts = d.width(), d.rng.choice((1, 3, 4))
+    if into % 8:  # torch's product takes rows of whole 16 bytes
+        return
+    width, experts = d.width(8), d.rng.choice((1, 3, 4))
     h, made = result(d, x, width)
     w = d.parameter(experts, into, width)
     # Of dynamic programs the fewest rows count. Some cuts are equal.

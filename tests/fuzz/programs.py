@@ -16,18 +16,28 @@ import torch.nn.functional as F
 from fp4compile.recipe import Recipe
 
 WIDTHS = (32, 48, 64, 96)
+RAGGED_WIDTHS = (32, 40, 64, 72, 96, 130)
 ROWS = (1, 5, 16, 24, 32, 33, 48, 64, 80)
 DYNAMIC_ROWS = (24, 33, 40, 80)  # no width: sizes that are equal share a symbol, and widths are no symbols
 
 
 @dataclass(frozen=True)
 class Style:
-    """What kind of programs to draw. large: sizes for a GPU, where kernels of every kind are met."""
+    """What kind of programs to draw.
+
+    large: sizes for a GPU, where kernels of every kind are met. ragged: small sizes that no tile divides. Programs of
+    either kind have the steps and activations of models.
+    """
 
     large: bool = False
+    ragged: bool = False
+
+    @property
+    def as_models(self) -> bool:
+        return self.large or self.ragged
 
     def widths(self) -> tuple[int, ...]:
-        return (128, 192, 256, 320, 512, 1024) if self.large else WIDTHS
+        return (128, 192, 256, 320, 512, 1024) if self.large else RAGGED_WIDTHS if self.ragged else WIDTHS
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def embedded(x: torch.Tensor, *, beside: bool = False) -> torch.Tensor:
     else:
         strides = list(x.stride())
     length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
-    lead = MARGIN * max(x.shape[-1], 1)
+    lead = MARGIN * (x.shape[-1] if x.dim() else 1)
     lead += -lead % (64 // x.element_size())  # what is aligned stays so
     buffer = poison(torch.empty(length + 2 * lead, dtype=x.dtype))
     view = buffer.as_strided(x.shape, strides, lead)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers import kept_shapes, quick_interpreter
+
 
 def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRET") -> None:
     """Run a test file again with a variable of the environment set to 1, as before its kernels are imported.
@@ -19,6 +21,16 @@ def assert_passes(test_file: str, *beside: str, variable: str = "TRITON_INTERPRE
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
+
+
+def be_quick() -> None:
+    """Let Triton's interpreter do what a process needs that does nothing else with it, in a fraction of the time."""
+    patch_triton_once()
+    kept_shapes.keep_shapes()
+    quick_interpreter.reduce_whole_arrays()
+    quick_interpreter.keep_type_checks()
+    quick_interpreter.call_directly()
+    quick_interpreter.keep_types()
 
 
 def patch_triton_once() -> None:

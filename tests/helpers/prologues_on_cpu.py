@@ -7,7 +7,7 @@ from fp4compile.templates.quantize import prologue_cost
 
 def fuse(monkeypatch, fused, look):
     """Let the passes fuse, or leave everything apart; look: called with each graph after them."""
-    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
+    monkeypatch.setattr(fuse_prologue, "on_gpu", lambda value: fused)
     for module in (fuse_prologue, graph, pair_prologues):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
     monkeypatch.setattr(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, 0))

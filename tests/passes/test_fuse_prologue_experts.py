@@ -171,7 +171,7 @@ def trained(fused, monkeypatch):
     """(result and gradients of one step, report, the quantisers with a prologue of each graph)."""
     torch.manual_seed(0)
     found = []
-    monkeypatch.setattr(fuse_prologue, "_on_gpu", lambda node: fused)
+    monkeypatch.setattr(fuse_prologue, "on_gpu", lambda value: fused)
     for module in (fuse_prologue, graph):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
     seen = manager.fused

@@ -58,7 +58,7 @@ def waits_for_a_product(dy, w, gate, up):
 
 
 def traced(function, monkeypatch):
-    monkeypatch.setattr(module, "_on_gpu", lambda product: product.meta["val"].is_contiguous())
+    monkeypatch.setattr(module, "_contiguous_on_gpu", lambda product: product.meta["val"].is_contiguous())
     torch.manual_seed(0)
     args = [torch.randn(shape).bfloat16() for shape in ((12, 8), (8, 24), (12, 24), (12, 24))]
     return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args), args

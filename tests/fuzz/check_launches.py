@@ -1,0 +1,212 @@
+"""One op call, launched: its kernels on operands in buffers of NaN, compared with what the reference computed.
+
+Entries: `kernels_of(launched)`, `difference(launched, kernel)`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fp4compile import ops, reference
+from fp4compile.groups import Groups
+from fp4compile.operand import Operand
+from fp4compile.passes import graph, lower
+from fp4compile.pointwise import REDUCTIONS
+from fp4compile.targets import Target
+from fp4compile.templates.gemm import choose as dense
+from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.templates.grouped import choose as grouped
+from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
+from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
+
+# Kernels of products that Triton's interpreter runs; the others are inline PTX.
+DENSE = ("dequant_tiles", "block_scaled_sm100", "skinny_block_scaled_sm100")
+GROUPED = ("dequant_tiles", "dequant_operand", "block_scaled_sm100")
+NATIVE = Target(100)  # what kernels for SM100 serve, whichever GPU the graph is for
+_DENSE_OPS = (graph.SCALED_MM, graph.SCALED_MM_EPILOGUE, graph.SCALED_MM_HORIZONTAL)
+# Steps that two libraries compute with other last bits, or in another order.
+INEXACT = {*REDUCTIONS, "exp", "silu", "sigmoid", "erf", "tanh", "rsqrt", "div"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A call of an op with its arguments, and what its reference returned."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict
+    expected: Any
+
+    @property
+    def name(self) -> str:
+        return self.op._schema.name.split("::")[1]
+
+    @property
+    def signature(self) -> tuple:
+        """Equal for calls that differ in the values of their tensors alone."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        each = ((x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
+        return self.op, str(spec), *map(str, each)
+
+    def argument(self, name: str) -> Any:
+        """An argument by its name in the schema; its default where it was not given."""
+        for given, declared in zip(self.args, self.op._schema.arguments, strict=False):
+            if declared.name == name:
+                return given
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return next((each.default_value for each in self.op._schema.arguments if each.name == name), None)
+
+    def by_kernels(self, **options) -> list[torch.Tensor]:
+        """What the CUDA implementation returns of embedded operands."""
+        args, kwargs = pytree.tree_map(lambda x: embedded(x) if isinstance(x, torch.Tensor) else x,
+                                       (self.args, self.kwargs))  # fmt: skip
+        with poisoned_outputs():
+            return pytree.tree_leaves(lower._KERNELS[self.op](*args, **kwargs, **options))
+
+
+def kernels_of(launched: Launched) -> list[str]:
+    """The kernels that can serve a call and that the interpreter runs; [""] for an op that has its own kernels."""
+    if launched.op in _DENSE_OPS:
+        return _dense_kernels(launched)
+    if launched.op is graph.SCALED_GROUPED_MM:
+        return _grouped_kernels(launched)
+    return [] if launched.op is graph.SCALED_MM_GATHERED else [""]  # its kernel is inline PTX
+
+
+def difference(launched: Launched, kernel: str) -> str | None:
+    """What one of `kernels_of` computes otherwise than the reference; None if nothing."""
+    expected = pytree.tree_leaves(launched.expected)
+    if not kernel:
+        return _codes_differ(launched, launched.by_kernels(), expected)
+    registry = dense if launched.op in _DENSE_OPS else grouped
+    only = (replace(registry.named(kernel), serves=lambda problem: True),)
+    with mock.patch.object(registry, "REGISTRY", only):
+        return _products_differ(launched, launched.by_kernels(), expected)
+
+
+# ---------------------------------------------------------------- quantisers
+
+
+def _codes_differ(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
+    exact = not any(step.split()[0] in INEXACT for step in launched.argument("prologue") or ())
+    offs, rows = launched.argument("offs"), None
+    if offs is not None:  # rows of no group are as they were in memory
+        source = launched.argument("x")
+        source = (launched.argument("operands") or [source])[0] if source is None else source
+        groups = Groups.of(offs, source.shape[0])
+        rows = groups.of_rows < groups.count
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"result {i}: {one.dtype} {tuple(one.shape)}, expected {other.dtype} {tuple(other.shape)}"
+        if rows is not None and other.dim() == 2 and len(other) == len(rows):
+            one, other = one[rows], other[rows]
+        if not (same_bits(one, other) if exact else _nearly(one, other)):
+            return f"result {i} of {len(expected)}, {other.dtype} {tuple(other.shape)}: {_described(one, other)}"
+    return None
+
+
+def _nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results differ as sums in another order make them: NaN in the same places, few codes by a step."""
+    if one.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return torch.equal(one.isnan(), other.isnan()) and _distance(one, other) < 2.0**-6
+    differ = (one.reshape(-1).view(torch.uint8) != other.reshape(-1).view(torch.uint8)).sum().item()
+    return differ <= max(4, 0.03 * other.numel())
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = one.double().nan_to_num(0, 0, 0), other.double().nan_to_num(0, 0, 0)
+    return ((one - other).norm() / other.norm().clamp(min=1e-30)).item()
+
+
+def _described(one: torch.Tensor, other: torch.Tensor) -> str:
+    if one.dtype.itemsize == 1:
+        one, other = one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    differ = ((one != other) & ~((one != one) & (other != other))).reshape(-1).nonzero().reshape(-1)
+    if not len(differ):
+        return "signs of zeros"
+    i = int(differ[0])
+    one, other = one.reshape(-1), other.reshape(-1)
+    return f"{len(differ)} of {one.numel()} differ, the first at {i}: {one[i]}, expected {other[i]}"
+
+
+# ---------------------------------------------------------------- products
+
+
+def _dense_kernels(launched: Launched) -> list[str]:
+    """The kernels of the interpreter that serve a product, or each of those in one launch."""
+    a, b = _operands(launched)
+    if a.format is None and b.format is None:
+        return []
+    fused = launched.op is graph.SCALED_MM_EPILOGUE
+    bias = launched.argument("bias")
+    bias = bias[0] if isinstance(bias, (list, tuple)) and bias else bias
+    problem = problem_of(a, b, bias if isinstance(bias, torch.Tensor) else None, launched.argument("out_dtype"),
+                         NATIVE, fused)  # fmt: skip
+    if problem.empty:
+        return []
+    serving = [name for name in DENSE if dense.named(name).tier == "emulated" or dense.named(name).serves(problem)]
+    return [name for name in serving if not fused or dense.named(name).takes_epilogue(problem)]
+
+
+def _grouped_kernels(launched: Launched) -> list[str]:
+    problem = grouped_problem_of(*_operands(launched), launched.argument("offs"), launched.argument("rows"),
+                                 launched.argument("out_dtype"), NATIVE)  # fmt: skip
+    if problem.empty or (problem.a.format is None and problem.b.format is None):
+        return []
+    return [name for name in GROUPED if name == "dequant_tiles" or grouped.named(name).serves(problem)]
+
+
+def _operands(launched: Launched) -> tuple[Operand, Operand]:
+    """A and B; of several B the first."""
+    found = []
+    for name in ("a", "b"):
+        tensors = [launched.argument(name + end) for end in ("", "_scales", "_outer")]
+        tensors = [(x[0] if x else None) if isinstance(x, (list, tuple)) else x for x in tensors]
+        found.append(ops.operand(*tensors, launched.argument(f"{name}_format")))
+    return found[0], found[1]
+
+
+def _products_differ(launched: Launched, got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"product {i}: {one.dtype} {tuple(one.shape)}, expected {other.dtype} {tuple(other.shape)}"
+        if not torch.equal(one.isfinite(), other.isfinite()):
+            return f"product {i}: not finite in other places; {_described(one, other)}"
+        error = (one.double() - other.double()).nan_to_num(0, 0, 0).abs()
+        allowed = _rounding(launched, i, other)
+        if (error > allowed).any():
+            at = int((error - allowed).reshape(-1).argmax())
+            return (f"product {i} {tuple(other.shape)}: {(error > allowed).sum()} of {other.numel()} differ, most at "
+                    f"{at}: {one.reshape(-1)[at]}, expected {other.reshape(-1)[at]}")  # fmt: skip
+    return None
+
+
+def _rounding(launched: Launched, i: int, expected: torch.Tensor) -> torch.Tensor:
+    """What rounding may do to each element of a product: float32 sums in another order, and then an output's rounding.
+
+    Of products with an epilogue and those of experts, a share of the largest element in a row.
+    """
+    eps = torch.finfo(expected.dtype).eps
+    plain = expected.double().nan_to_num(0, 0, 0).abs()
+    if launched.op in (graph.SCALED_MM_EPILOGUE, graph.SCALED_GROUPED_MM):
+        return 4 * eps * plain + 2.0**-16 * plain.amax(-1, keepdim=True) + eps * plain.amax() / 4 + 1e-30
+    a, b = _operands(launched)
+    tensors = [launched.argument(name) for name in ("b", "b_scales", "b_outer")]
+    if isinstance(tensors[0], (list, tuple)):
+        b = ops.operand(*(x[i] if x else None for x in tensors), launched.argument("b_format"))
+    left, right = (_values(x).abs().nan_to_num(0, 0, 0) for x in (a, b))
+    k = min(left.shape[-1], right.shape[-1])
+    sums = left[..., :k] @ right[..., :k].transpose(-2, -1)
+    return (k + 8) * 2.0**-24 * (sums + plain) + eps * plain + 1e-30
+
+
+def _values(x: Operand) -> torch.Tensor:
+    """An operand's values in float64, outer scale included."""
+    if x.format is None:
+        return x.data.double() * (1.0 if x.outer is None else x.outer.double())
+    k = x.data.shape[-1] * (2 if x.format.packed else 1)
+    return reference.dequantize(x.data, x.scales, x.outer, x.format, k, torch.float32).double()

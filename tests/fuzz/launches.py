@@ -1,0 +1,177 @@
+"""Random programs whose ops are launched: `python -m tests.fuzz --launches`, in Triton's interpreter on a CPU.
+
+The passes decide as for a GPU that is not there (compute capability 9.0 or 10.0), so that graphs hold prologues,
+epilogues, fused products and swizzled scales. The graphs then run op by op. Every op is computed by its reference,
+whose result the next op reads, and once more by the kernels that a GPU would launch. Operands lie in buffers of NaN,
+and outputs are poisoned before kernels write them: what is read or left out shows. Quantisers must have the reference's
+bits, products its values up to the order of float32 sums. A launch that differs from an earlier one by its operands'
+values alone is left out; where several kernels can serve a product, one of them is drawn.
+
+A program's `Setting`, drawn by its seed, makes small tensors meet what only large ones do: amaxes of many programs,
+rows that do not fit on the chip, programs that take several tiles, chains of operations that would not pay.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule, Interpreter
+
+from fp4compile import targets
+from fp4compile.passes import fuse_prologue, lower
+from fp4compile.targets import Target
+from fp4compile.templates.launch import dry_run
+from fp4compile.templates.quantize import amax, heuristics, prologue_cost
+from tests.fuzz.check_launches import Launched, difference, kernels_of
+from tests.fuzz.compare import Finding, captured, fill, results_of, row_counts
+from tests.fuzz.programs import Program
+
+
+@dataclass(frozen=True)
+class Setting:
+    """sm: compute capability that the passes decide for. dtype: of the program's values.
+
+    fuse_all: whether every chain before a quantiser is fused that can be, not only those that pay. multiprocessors:
+    what kernels count on. partial_maxima: elements of the largest tensor whose amax is partial maxima. on_chip:
+    elements of the longest row that a program holds.
+    """
+
+    sm: int
+    dtype: torch.dtype
+    fuse_all: bool
+    multiprocessors: int
+    partial_maxima: int
+    on_chip: int
+
+    @classmethod
+    def of(cls, seed: int) -> "Setting":
+        rng = random.Random(seed * 7919 + 1)
+        return cls(
+            sm=rng.choice((90, 100)),
+            dtype=rng.choice((torch.bfloat16,) * 6 + (torch.float16, torch.float32)),
+            fuse_all=rng.random() < 0.6,
+            multiprocessors=rng.choice((3, 132)),
+            partial_maxima=rng.choice((0, heuristics.PARTIAL_MAXIMA_ELEMENTS)),
+            on_chip=rng.choice((32, heuristics.MAX_ROW_ON_CHIP)),
+        )
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """The context in which passes run: every tensor lies on a GPU of that compute capability."""
+        with ExitStack() as stack:
+            stack.enter_context(dry_run(Target(self.sm)))
+            stack.enter_context(self._limits())
+            if self.fuse_all:
+                since = dict.fromkeys(prologue_cost.SINCE, 0)
+                stack.enter_context(mock.patch.object(prologue_cost, "SINCE", since))
+                stack.enter_context(mock.patch.object(fuse_prologue, "gain", _any_gain))
+            yield
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """The context in which kernels run."""
+        known = targets._MULTIPROCESSORS | {90: self.multiprocessors}  # those of an H200 are the interpreter's
+        with mock.patch.object(targets, "_MULTIPROCESSORS", known), self._limits():
+            yield
+
+    @contextmanager
+    def _limits(self) -> Iterator[None]:
+        with (
+            mock.patch.object(amax, "PARTIAL_MAXIMA_ELEMENTS", self.partial_maxima),
+            mock.patch.object(fuse_prologue, "PARTIAL_MAXIMA_ELEMENTS", self.partial_maxima),
+            mock.patch.object(heuristics, "MAX_ROW_ON_CHIP", self.on_chip),
+            mock.patch.object(prologue_cost, "MAX_ROW_ON_CHIP", self.on_chip),
+        ):
+            yield
+
+
+_COMMON = {("quantize", ""), ("scaled_mm", "dequant_tiles")}
+
+
+def _any_gain(prologue, *args) -> float:
+    """More for what stores results and has more steps: the chains that the model of costs takes least often."""
+    return 1.0 + len(prologue.stored) + len(prologue.steps) / 100
+
+
+@dataclass
+class LaunchFuzzer:
+    """run: how many programs ran. launched: how many ops of each kind kernels computed. met: signatures of these."""
+
+    run: int = 0
+    launched: Counter = field(default_factory=Counter)
+    met: set = field(default_factory=set)
+
+    def counted(self) -> str:
+        return ", ".join(f"{count} {kernel}" for kernel, count in sorted(self.launched.items()))
+
+    def check(self, program: Program) -> Finding | None:
+        """The first thing that is wrong with a program, or None."""
+        self.run += 1
+        torch._dynamo.reset()
+        setting, wrong = Setting.of(program.seed), []
+        program = replace(program, recipe=_more(program))
+        try:
+            self._run(program, setting, wrong)
+        except Exception as error:  # whatever the program meets
+            return Finding(program, "crash", f"{setting}\n{type(error).__name__}: {str(error)[:2000]}")
+        return Finding(program, "launch", f"{setting}\n{wrong[0]}") if wrong else None
+
+    def _run(self, program: Program, setting: Setting, wrong: list[str]) -> None:
+        module, _, outside = program.load()
+        modules = torch.nn.ModuleList([module, *outside]).to(setting.dtype)
+
+        def run(graph: GraphModule) -> Callable:
+            return lambda *args: _Launching(graph, setting, wrong, self).run(*args)
+
+        backend = captured(program, [], setting.deciding, frozenset({"inplace", "lower"}), run)
+        compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=program.dynamic)
+        for rows in row_counts(program):
+            inputs = fill(modules, program, "normal", "cpu", setting.dtype, rows)
+            results_of(compiled, program, inputs, modules)
+
+
+def _more(program: Program):
+    """The program's recipe, for some seeds with stochastic rounding or scales of least error, which need no oracle."""
+    rng, recipe = random.Random(program.seed * 31 + 7), program.recipe
+    known = ("nvfp4", "nvfp4_te", "nvfp4_one_level", "mxfp4")
+    stochastic = tuple(name for name in ("dgrad", "wgrad") if getattr(recipe, f"{name}_dy") in known)
+    if stochastic and rng.random() < 0.5:
+        recipe = recipe.replace(stochastic_rounding=stochastic)
+    if recipe.fprop_w in ("nvfp4", "nvfp4_one_level") and rng.random() < 0.1:
+        recipe = recipe.replace(weight_scales=rng.choice(("mse", "four_over_six")))
+    return recipe
+
+
+class _Launching(Interpreter):
+    """Runs a graph; every op of this package that the pass `lower` knows is launched besides."""
+
+    def __init__(self, module: GraphModule, setting: Setting, wrong: list[str], fuzzer: LaunchFuzzer):
+        super().__init__(module)
+        self.setting, self.wrong, self.fuzzer = setting, wrong, fuzzer
+
+    def call_function(self, target, args, kwargs):
+        expected = super().call_function(target, args, kwargs)
+        if target in lower._KERNELS and not self.wrong:
+            self._launch(Launched(target, args, kwargs, expected))
+        return expected
+
+    def _launch(self, launched: Launched) -> None:
+        setting, met = self.setting, self.fuzzer.met
+        signature = setting.multiprocessors, setting.partial_maxima, setting.on_chip, launched.signature
+        if signature in met:
+            return
+        met.add(signature)
+        kernels = kernels_of(launched)
+        kernel = kernels[len(met) % len(kernels)] if kernels else None
+        # Half of the time would go to these, which have tests of their own with harder inputs.
+        if kernel is None or (launched.name, kernel) in _COMMON and len(met) % 3:
+            return
+        with setting.launching():
+            found = difference(launched, kernel)
+        self.fuzzer.launched[f"{launched.name} {kernel}".strip()] += 1
+        if found is not None:
+            self.wrong.append(f"{launched.name} {kernel}: {found}")
