@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         for number, part in enumerate(parts):
             print(json.dumps({"part": number, "what": part.text(), "passed": has_passed(run, part)}))
         return 0
-    _share(options.state)
+    _share()
     identity = {"tree": tree, "commit": commit(ROOT), "environment": environment(), "settings": settings}
 
     def publish() -> None:
@@ -85,11 +85,11 @@ def gpu_tests(root: Path) -> list[str]:
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _share(state: Path) -> None:
-    """What every process of every part inherits: one cache of kernels on disk, and a core each."""
+def _share() -> None:
+    """What every process of every part inherits: one cache of kernels on disk, which knows them by content; a core."""
     for name, value in FOR_WORKERS.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("TRITON_CACHE_DIR", str(state.absolute() / "triton"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fp4compile_gpu_run_triton"))
     os.environ.setdefault("GPU_RUN_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
 
 

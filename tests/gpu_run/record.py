@@ -58,6 +58,15 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def _rank(report):
+    """A failure that was expected is none."""
+    return 0 if report.skipped and hasattr(report, "wasxfail") else RANK[report.outcome]
+
+
+def _reason(report):
+    return report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext[-300:]
+
+
 class Recorder:
     """Writes records. A test is `started` until its last phase has ended."""
 
@@ -70,16 +79,15 @@ class Recorder:
         self._write(nodeid, "started", 0.0)
 
     def pytest_runtest_logreport(self, report):
-        outcome = "passed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
         if report.failed:
             self._print(report)
         seen = self.reports.setdefault(report.nodeid, [])
-        seen.append((outcome, report.duration))
+        seen.append(report)
         if report.when == PHASES[-1] or report.when not in PHASES:  # not in: pytest-xdist, of a process that ended
-            self._write(
-                report.nodeid, max((each for each, _ in seen), key=RANK.get), sum(seconds for _, seconds in seen),
-                **({"text": report.longreprtext[-300:]} if report.failed else {}),
-            )  # fmt: skip
+            worst = max(seen, key=_rank)
+            more = {"text": _reason(worst)} if _rank(worst) else {}
+            outcome = tuple(RANK)[_rank(worst)]
+            self._write(report.nodeid, outcome, sum(each.duration for each in seen), **more)
             del self.reports[report.nodeid]
 
     def _print(self, report):

@@ -139,6 +139,8 @@ def _counts(records: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {
         "all": len(names), "passed": outcomes["passed"], "skipped": outcomes["skipped"], "failed": outcomes["failed"],
         "not run": outcomes["not run"] + outcomes["started"],
+        "skipped for": dict(Counter(records[name].get("text", "") for name in names
+                                    if name in records and records[name]["outcome"] == "skipped")),
         "seconds": round(sum(records[name]["seconds"] for name in names if name in records)),
     }  # fmt: skip
 

@@ -119,8 +119,16 @@ def test_what_failed_runs_again_and_what_passed_does_not(suite, capfd):
     assert (first["outcome"], second["outcome"], second["skipped"]) == ("passed before", "passed", 1)
     assert all(has_passed(run, part) for part in parts)
     counts = result(run, parts, {})["tests"]
+    assert counts["skipped for"] == {"Skipped: needs two": 1}
     assert {name: counts[name] for name in ("all", "passed", "skipped", "failed", "not run")} == {
         "all": 8, "passed": 7, "skipped": 1, "failed": 0, "not run": 0}  # fmt: skip
+
+
+def test_a_failure_that_is_expected_passes(suite, capfd):
+    run, write = suite
+    write("a", 'pytest.xfail("known")')
+    good, (row,), _ = call(run, [Part(("test_a.py::test_one[1]", "test_a.py::test_one[2]"))], capfd)
+    assert good and row["passed"] == 2 and ran(run) == ["a1", "a2"]
 
 
 def test_a_process_that_ends_costs_one_test(suite, capfd):
