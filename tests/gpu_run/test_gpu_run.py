@@ -102,6 +102,7 @@ def call(run, parts, capfd, **more):
     return good, rows(printed), printed
 
 
+@pytest.mark.slow
 def test_what_failed_runs_again_and_what_passed_does_not(suite, capfd):
     run, write = suite
     write("a", "pass")
@@ -124,6 +125,7 @@ def test_what_failed_runs_again_and_what_passed_does_not(suite, capfd):
         "all": 8, "passed": 7, "skipped": 1, "failed": 0, "not run": 0}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_expected_passes(suite, capfd):
     run, write = suite
     write("a", 'pytest.xfail("known")')
@@ -131,6 +133,7 @@ def test_a_failure_that_is_expected_passes(suite, capfd):
     assert good and row["passed"] == 2 and ran(run) == ["a1", "a2"]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_costs_one_test(suite, capfd):
     """As one does whose GPU is lost; and tests that are no more are not taken for passed."""
     run, write = suite
@@ -293,6 +296,7 @@ def pretend(pipe, options):
             os._exit(0)
 
 
+@pytest.mark.slow
 def test_every_program_has_one_outcome():
     found = list(pool.outcomes_of(range(12), SimpleNamespace(), 2, serve=pretend, stuck=4.0))
     assert sorted(outcome.seed for outcome in found) == list(range(12))
