@@ -25,7 +25,7 @@ TESTABLE := $(VENV)/testable
 DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test suite quick lint style types docs setup bench clean
+.PHONY: demo test suite quick gpu lint style types docs setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
@@ -41,6 +41,11 @@ suite: $(TESTABLE)
 # Triton's interpreter, machine code, whole models, scripts and processes). About 2 minutes on two quiet cores.
 quick: $(TESTABLE)
 	$(RUN) -m pytest $(WORKERS) -m "not slow and not gpu" $(PYTEST)
+
+# On a machine with GPUs, with the Python that has a torch for them: `make gpu RUN=python3 GPU="--parts 0 2"`. A second
+# call runs what has not passed yet.
+gpu:
+	$(RUN) -m tests.gpu_run $(GPU)
 
 lint: style types
 

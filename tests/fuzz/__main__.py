@@ -3,17 +3,17 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 if {"--launches", "--prologues"} & {*sys.argv}:  # before Triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from tests.fuzz import layers, models, weights  # noqa: F401 (they register the kinds of steps)
+from tests.fuzz import layers, models, pool, weights  # noqa: F401 (some register the kinds of steps)
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
@@ -28,23 +28,17 @@ def main() -> int:
     warnings.simplefilter("ignore")  # of programs whose recipe leaves all alone, and of Dynamo
     if options.plant:
         return min(1, plant_all(["--count", str(options.count), "--seed", str(options.seed)]))
-    if options.jobs > 1:
-        return _in_parts(options.jobs, options.count, options.seed)
-    style = Style(large=options.large, ragged=options.launches)
-    if options.launches:
-        in_interpreter.be_quick()
-        fuzzer = LaunchFuzzer()
-    else:
-        fuzzer = Fuzzer(options.device, options.inductor, torch.bfloat16 if options.large else torch.float32)
+    if options.jobs > 1 or options.records:
+        return pool.fuzz(options)
+    fuzzer = fuzzer_of(options)
     start, found = time.perf_counter(), 0
     for seed in range(options.seed, options.seed + options.count):
-        program = build(seed, style, tuple(options.only))
-        finding = fuzzer.check(program)
+        finding, shown = check_one(fuzzer, seed, options)
         if options.json:
             text = None if finding is None else f"{finding.kind}: {finding.text}"
             print(json.dumps({"seed": seed, "finding": text}), flush=True)
         elif finding is not None:
-            print("=" * 100, finding if options.no_shrink else shrink(fuzzer, finding), sep="\n", flush=True)
+            print("=" * 100, shown, sep="\n", flush=True)
         found += finding is not None
         if found >= options.stop:
             break
@@ -54,17 +48,23 @@ def main() -> int:
     return 1 if found else 0
 
 
-def _in_parts(jobs: int, count: int, seed: int) -> int:
-    """The same in several processes, each with a part of the seeds; what they print comes as they print it."""
-    part, arguments = -(-count // jobs), sys.argv[1:]
-    starts = range(seed, seed + count, part)
-    commands = [[sys.executable, "-m", "tests.fuzz", *arguments, "--jobs", "1", "--seed", str(start),
-                 "--count", str(min(part, seed + count - start))] for start in starts]  # fmt: skip
-    processes = [subprocess.Popen(command) for command in commands]
-    return max(process.wait() for process in processes)
+def fuzzer_of(options: argparse.Namespace) -> Fuzzer | LaunchFuzzer:
+    if options.launches:
+        in_interpreter.be_quick()
+        return LaunchFuzzer()
+    return Fuzzer(options.device, options.inductor, torch.bfloat16 if options.large else torch.float32)
 
 
-def shrink(fuzzer: Fuzzer, finding: Finding) -> Finding:
+def check_one(fuzzer: Fuzzer | LaunchFuzzer, seed: int, options: argparse.Namespace) -> tuple[Finding | None, str]:
+    """What is wrong with the program of a seed, or None, and what is printed of it: of its shortest form if wanted."""
+    style = Style(large=options.large, ragged=options.launches)
+    finding = fuzzer.check(build(seed, style, tuple(options.only)))
+    if finding is None or options.json:
+        return finding, ""
+    return finding, str(finding if options.no_shrink else shrink(fuzzer, finding))
+
+
+def shrink(fuzzer: Fuzzer | LaunchFuzzer, finding: Finding) -> Finding:
     """The finding of the shortest program, by steps left out, that has one of its kind."""
     for index in reversed(range(len(finding.program.steps))):
         shorter: Program | None = finding.program.without(index)
@@ -88,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-shrink", action="store_true", help="print findings as they are met")
     parser.add_argument("--plant", action="store_true", help="plant bugs; see after how many programs each is found")
     parser.add_argument("--jobs", type=int, default=1, help="processes to do it in (%(default)s)")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="add a line of JSON for each program to a file; "
+                        "programs that have one there and no finding are not run again")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="a line of JSON for each program")
     return parser
 

@@ -99,9 +99,11 @@ def _any_gain(prologue, *args) -> float:
 
 @dataclass
 class LaunchFuzzer:
-    """run: how many programs ran. launched: how many ops of each kind kernels computed. met: signatures of these."""
+    """run: how many programs ran. exact: how many without a finding. launched: how many ops of each kind kernels
+    computed. met: signatures of these."""
 
     run: int = 0
+    exact: int = 0
     launched: Counter = field(default_factory=Counter)
     met: set = field(default_factory=set)
 
@@ -118,6 +120,7 @@ class LaunchFuzzer:
             self._run(program, setting, wrong)
         except Exception as error:  # whatever the program meets
             return Finding(program, "crash", f"{setting}\n{type(error).__name__}: {str(error)[:2000]}")
+        self.exact += not wrong
         return Finding(program, "launch", f"{setting}\n{wrong[0]}") if wrong else None
 
     def _run(self, program: Program, setting: Setting, wrong: list[str]) -> None:

@@ -1,0 +1,114 @@
+"""`make gpu`: every test that needs a GPU, and random programs, in parts that each end within minutes.
+
+A part prints failures as they come, and a line of JSON when it has ended. A later call runs what has not passed on
+these files yet: tests and programs that passed are not run again, also those of a part that was stopped at its limit.
+What it ran on, and what became of it, is in benchmarks/results/gpu_suite.json. Where the run was on a copy without git,
+`--stamp` in the checkout adds the commit, if the files are the same.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.gpu_run.devices import FOR_WORKERS
+from tests.gpu_run.parts import Part, split_programs, split_tests
+from tests.gpu_run.runner import Run, has_passed, planned, result, run_parts, write
+from tests.gpu_run.tree import commit, environment, tree_hash
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
+IN_A_PART = 250  # programs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 if all the parts have passed, 1 if not, 2 where there is no GPU."""
+    options = _parser().parse_args(arguments)
+    if options.stamp:
+        return stamp(options.out)
+    if not torch.cuda.is_available() and not options.list:
+        print("make gpu: expected a CUDA GPU, found none", file=sys.stderr)
+        return 2
+    tree = tree_hash(ROOT)
+    run = Run(ROOT, options.state / tree[:16], options.jobs, options.limit)
+    settings = {"suite_parts": options.suite_parts, "programs": options.programs, "seed": options.seed}
+    parts = planned(run, settings, lambda: _split(options))
+    numbers = options.parts if options.parts is not None else range(len(parts))
+    if not all(0 <= number < len(parts) for number in numbers):
+        _parser().error(f"--parts: expected numbers from 0 to {len(parts) - 1}, got {list(numbers)}")
+    if options.list:
+        for number, part in enumerate(parts):
+            print(json.dumps({"part": number, "what": part.text(), "passed": has_passed(run, part)}))
+        return 0
+    _share()
+    identity = {"tree": tree, "commit": commit(ROOT), "environment": environment(), "settings": settings}
+
+    def publish() -> None:
+        write(options.out, result(run, parts, identity))
+
+    passed = run_parts(run, parts, numbers, options.budget, identity["environment"], publish)
+    done = sum(has_passed(run, part) for part in parts)
+    print(json.dumps({"tree": tree, "parts": len(parts), "passed": done}), flush=True)
+    return 0 if passed else 1
+
+
+def stamp(path: Path) -> int:
+    """Write the commit into a result whose files are those of this checkout; returns 1 where they are not."""
+    content, here, known = json.loads(path.read_text(encoding="utf-8")), tree_hash(ROOT), commit(ROOT)
+    if content["tree"] != here or known is None:
+        print(f"{path}: of the files {content['tree'][:16]}; here are {here[:16]}, commit {known}", file=sys.stderr)
+        return 1
+    write(path, {"tree": here, "commit": known, **{k: v for k, v in content.items() if k not in ("tree", "commit")}})
+    return 0
+
+
+def _split(options: argparse.Namespace) -> list[Part]:
+    seconds = json.loads(RESULT.read_text(encoding="utf-8")).get("seconds_of_a_test", {}) if RESULT.exists() else {}
+    programs = split_programs(options.seed, options.programs, IN_A_PART)
+    return split_tests(gpu_tests(ROOT), options.suite_parts, seconds) + programs
+
+
+def gpu_tests(root: Path) -> list[str]:
+    """The ids of the tests that need a GPU, as pytest collects them here."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-qq", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu",
+                   "-p", "tests.gpu_run.record", "--gpu-run", folder]  # fmt: skip
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        path = Path(folder) / "collected.json"
+        if done.returncode or not path.exists():
+            raise RuntimeError(f"pytest could not collect the tests:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _share() -> None:
+    """What every process of every part inherits: one cache of kernels on disk, which knows them by content; a core."""
+    for name, value in FOR_WORKERS.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "fp4compile_gpu_run_triton"))
+    os.environ.setdefault("GPU_RUN_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the parts and whether they have passed")
+    parser.add_argument("--parts", type=int, nargs="+", metavar="N", help="which parts to run (all)")
+    parser.add_argument("--limit", type=float, default=470, help="seconds of a part (%(default)s)")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds of the call; the rest is for another call")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
+    parser.add_argument("--suite-parts", type=int, default=3, help="parts of the tests (%(default)s)")
+    parser.add_argument("--programs", type=int, default=500, help="random programs (%(default)s)")
+    parser.add_argument("--seed", type=int, default=880000, help="of the first program (%(default)s)")
+    parser.add_argument("--state", type=Path, default=ROOT / "build" / "gpu_run", help="what is remembered of runs")
+    parser.add_argument("--out", type=Path, default=RESULT, help="the result (%(default)s)")
+    parser.add_argument("--stamp", action="store_true", help="add the commit to a result from a copy without git")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
