@@ -17,7 +17,8 @@ from tests.fuzz import layers, models, pool, weights  # noqa: F401 (some registe
 from tests.fuzz.compare import Finding, Fuzzer
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.launches import LaunchFuzzer
-from tests.fuzz.plant import plant_all
+from tests.fuzz.plant import PLANTS, plant_all
+from tests.fuzz.plant_launches import LAUNCH_PLANTS
 from tests.fuzz.programs import Program, Style, build
 from tests.helpers import in_interpreter
 
@@ -27,7 +28,9 @@ def main() -> int:
     options = _parser().parse_args()
     warnings.simplefilter("ignore")  # of programs whose recipe leaves all alone, and of Dynamo
     if options.plant:
-        return min(1, plant_all(["--count", str(options.count), "--seed", str(options.seed)]))
+        arguments = ["--count", str(options.count), "--seed", str(options.seed)]
+        plants = LAUNCH_PLANTS if options.launches else PLANTS
+        return min(1, plant_all(plants, [*arguments, *["--launches"] * options.launches]))
     if options.jobs > 1 or options.records:
         return pool.fuzz(options)
     fuzzer = fuzzer_of(options)

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,14 +106,14 @@ PLANTS = (
 )  # fmt: skip
 
 
-def plant_all(arguments: list[str]) -> int:
+def plant_all(plants: Sequence[Plant], arguments: list[str]) -> int:
     """Fuzz with each plant, and print after how many graphs it was found. Returns how many plants were not found."""
     with tempfile.TemporaryDirectory() as directory:
         clean = dict(_fuzz(_copy(Path(directory) / "clean"), arguments))
     sound = sum(finding is None for finding in clean.values())
     print(f"the package as it is: {sound} of {len(clean)} graphs without a finding")
     missed = 0
-    for plant in PLANTS:
+    for plant in plants:
         with tempfile.TemporaryDirectory() as directory:
             outcome = _found_after(plant, _copy(Path(directory) / "planted"), arguments, clean)
         missed += outcome is None
