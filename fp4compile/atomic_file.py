@@ -31,7 +31,7 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise OSError(f"{path}: expected a file, or a path where nothing is yet")
-    with _named(path), scratch_folder(target) as scratch:
+    with errors_naming(path), scratch_folder(target) as scratch:
         file = scratch / target.name
         file.touch()
         mode = stat.S_IMODE((target if target.exists() else file).stat().st_mode)
@@ -94,8 +94,8 @@ def _scratch_folders(target: Path) -> list[Path]:
 
 
 @contextmanager
-def _named(path: str | os.PathLike) -> Iterator[None]:
-    """Let errors of the operating system name a path, not the scratch folder."""
+def errors_naming(path: str | os.PathLike) -> Iterator[None]:
+    """Let errors of the operating system that name no file, or one in a scratch folder, name `path`."""
     try:
         yield
     except OSError as error:

@@ -16,15 +16,8 @@ from fp4compile.packed.buffers import PackedWeight
 from fp4compile.packed.checkpoint import Checkpoint, write_checkpoint
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.integration import published_names
-from fp4compile.packed.published import (
-    CONFIG,
-    HF_QUANT_CONFIG,
-    LAYOUTS,
-    MODELOPT_SCHEMES,
-    Layout,
-    Scheme,
-    divisor_of,
-)
+from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
+from fp4compile.packed.published_config import MODELOPT_SCHEMES, Scheme
 from fp4compile.packed.published_experts import parts_of
 from fp4compile.packed.published_names import PublishedNames
 from fp4compile.packed.sharing import arrange

@@ -56,8 +56,9 @@ def loaded_from_a_file(monkeypatch, recipe, path):
     model, fresh = linear_model(), linear_model(device="meta")
     fp4compile.pack_(model, recipe)
     fp4compile.save_packed(model, path)
-    content = files._read(path)  # here, because a file is not read into fake tensors
+    content = files._read(path)  # here, because a file is not read into fake tensors, whose scales have no values
     monkeypatch.setattr(files, "_read", lambda path: content)
+    monkeypatch.setattr(files, "check_buffers", lambda buffers: None)
 
     def arrive():
         fp4compile.load_packed(fresh, path, DEVICE)
