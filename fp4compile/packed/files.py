@@ -23,7 +23,7 @@ from fp4compile.packed.linear import leave_fast_paths
 from fp4compile.packed.places import Place, check_states, places_of
 from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.packed.published_experts import in_model
-from fp4compile.packed.scale_checks import check_buffers
+from fp4compile.packed.scale_checks import check_buffers, check_model
 from fp4compile.packed.sharing import (
     Sharing,
     arrange,
@@ -52,10 +52,11 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
 
     Parameters and persistent buffers are written, and memory that several of them share is written once. A warning says
     where a module has extra state of another kind, which is not written. A file that exists at `path` stays until the
-    new one is complete.
+    new one is complete. What a killed process has left of an earlier try is removed.
 
-    Raises TypeError for what is no module, ValueError if the model has no packed layer or has tensors on the meta
-    device, OSError where the file cannot be written.
+    Raises TypeError for what is no module; ValueError if the model has no packed layer, has tensors on the meta device,
+    or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file cannot be
+    written, as where the disk is full.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -74,9 +75,7 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
         name = key.rpartition(".")[0]
         if _is_extra_state(key) and name not in packed:
             warnings.warn(f"{path}: the extra state of {name!r} is not written", stacklevel=2)
-    check_buffers(
-        {f"{name}.{key}": t for name, one in packed.items() for key, t in one._buffers.items() if t is not None}
-    )
+    check_model(packed, state)
     tensors, sharing = arrange(state)
     metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
     write_atomically(path, lambda file: write_tensors(tensors, file, metadata))

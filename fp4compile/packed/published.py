@@ -138,11 +138,15 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
             raise ValueError(f"tensor {name!r} is missing")
     found = {buffer: tensors.pop(name) for buffer, name in named.items()}
     rows, columns = _check_matrices(scheme, named, found)
-    for buffer in ("weight_outer", "activation_outer"):
+    for kind in ("weight", "activation"):
+        buffer = f"{kind}_outer"
         if buffer in found:
-            found[buffer] = _decoding(layout, named[buffer], buffer.partition("_")[0], found[buffer])
-    outer = found.pop("activation_outer", None)
-    state = LayerFormat(scheme.weight, scheme.activation, None if outer is None else outer.item())
+            outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
+            zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # which have no other scale
+            if outer * NVFP4_MAX >= _LARGEST[kind] and not zeros:
+                raise ValueError(_reciprocal(layout, named[buffer], outer))
+    static = found.pop("activation_outer", None)
+    state = LayerFormat(scheme.weight, scheme.activation, None if static is None else static.item())
     tensors |= {f"{layer}.{buffer}": tensor for buffer, tensor in found.items()}
     return vars(state) | {"in_features": columns, "out_features": rows}
 
@@ -168,19 +172,21 @@ def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torc
     return rows, columns
 
 
-def _decoding(layout: Layout, name: str, kind: str, stored: torch.Tensor) -> torch.Tensor:
+def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
     """The outer scale by which values are decoded, float32 []."""
     if stored.dtype != torch.float32 or stored.numel() != 1:
         raise ValueError(f"tensor {name!r}: expected one float32, got {stored.dtype} of shape {tuple(stored.shape)}")
     stored = stored.reshape(())
     check_outer(name, stored, TINY)
-    outer = multiplier_of(stored) if layout.divides else stored
-    if outer * NVFP4_MAX >= _LARGEST[kind]:
-        kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
-        stands, other = kinds[layout.divides], kinds[not layout.divides]
-        raise ValueError(f"tensor {name!r}: {stored.item():g}, as the {stands} of {layout.name}, would be of an amax "
-                         f"of {outer.item() * NVFP4_MAX:g}; it looks like a {other}")  # fmt: skip
-    return outer
+    return multiplier_of(stored) if layout.divides else stored
+
+
+def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
+    """The message for an outer scale, by which values would be decoded, that is taken for its reciprocal."""
+    kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
+    stored = 1 / outer if layout.divides else outer
+    return (f"tensor {name!r}: {stored.item():g}, as the {kinds[layout.divides]} of {layout.name}, would be of an amax "
+            f"of {outer.item() * NVFP4_MAX:g}; it looks like a {kinds[not layout.divides]}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- multipliers and divisors

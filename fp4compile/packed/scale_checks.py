@@ -5,6 +5,7 @@ zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. T
 may not, as in recipes: kernels multiply by its inverse, which would overflow.
 """
 
+from collections.abc import Iterable
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
@@ -25,6 +26,15 @@ def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
             check_block_scales(name, tensor)
         elif buffer == "weight_outer":
             check_outer(name, tensor)
+
+
+def check_model(packed: Iterable[str], state: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where a packed weight of a model was not finite. packed: the modules' names."""
+    names = {f"{name}.{buffer}".removeprefix(".") for name in packed for buffer in ("weight_scales", "weight_outer")}
+    try:
+        check_buffers({name: state[name].detach() for name in sorted(names & state.keys())})
+    except ValueError as error:
+        raise ValueError(f"model: {error}; its weight was not finite when it was packed") from error
 
 
 def check_block_scales(name: str, scales: torch.Tensor) -> None:
