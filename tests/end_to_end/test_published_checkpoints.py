@@ -255,27 +255,27 @@ def test_a_divisor_that_is_a_multiplier_is_refused(tmp_path):
 class Layer(torch.nn.Module):
     def __init__(self, weight):
         super().__init__()
-        self.layer = torch.nn.Linear(32, 16, bias=False)
+        self.layer = torch.nn.Linear(64, 64, bias=False)
         self.layer.weight.data.copy_(weight)
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
 def test_outer_scales_are_refused_from_the_first_that_cannot_be(tmp_path, layout):
     """1, of an amax of 2688. The largest below it loads; and 1 where it is the scale of a weight that is all zero."""
-    model = Layer(torch.randn(16, 32))
+    model = Layer(torch.randn(64, 64))
     fp4compile.pack_(model, fp4compile.Recipe(fprop_w="nvfp4"))
     below = torch.ones(()).nextafter(torch.zeros(()))
     for outer, fits in ((below, True), (torch.ones(()), False)):
         model.layer.weight_outer = outer
         fp4compile.export_packed(model, tmp_path / str(fits), layout)
-        fresh = Layer(torch.zeros(16, 32))
+        fresh = Layer(torch.zeros(64, 64))
         if fits:
             fp4compile.load_packed(fresh, tmp_path / str(fits))
             torch.testing.assert_close(fresh.layer.weight_outer, below)
         else:
             with pytest.raises(ValueError, match=r"'layer.weight_\w+': 1, as .* amax of 2688; it looks like"):
                 fp4compile.load_packed(fresh, tmp_path / str(fits))
-    zeros, fresh = Layer(torch.zeros(16, 32)), Layer(torch.ones(16, 32))
+    zeros, fresh = Layer(torch.zeros(64, 64)), Layer(torch.ones(64, 64))
     fp4compile.pack_(zeros, fp4compile.Recipe(fprop_w="nvfp4"))
     fp4compile.export_packed(zeros, tmp_path / "zeros", layout)
     fp4compile.load_packed(fresh, tmp_path / "zeros")
