@@ -228,6 +228,7 @@ def _publish(scratch: Path, names: list[str]) -> None:
     except BaseException:
         _take_back(scratch)
         raise
+    (scratch / _MOVED).unlink()
 
 
 def _take_back(scratch: Path) -> None:
