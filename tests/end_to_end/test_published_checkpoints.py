@@ -403,6 +403,53 @@ def test_from_pretrained_refuses_what_lacks_a_tensor(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("what, match", [
+    ("scale", rf"'{DOWN}.weight_scales': has scales that are NaN"),
+    ("layers", "expected the states of layers by name, got list"),
+    ("format", rf"layer '{DOWN}': format: expected a name"),
+])  # fmt: skip
+def test_from_pretrained_refuses_what_is_broken(what, match, tmp_path):
+    fp4compile.register_with_transformers()
+    model = small_model("llama")
+    fp4compile.pack_(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    tensors, config = tensors_of(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    if what == "scale":
+        tensors[f"{DOWN}.weight_scales"][0, 0] = 255
+    elif what == "layers":
+        quantization["layers"] = []
+    else:
+        quantization["layers"][DOWN]["weight"] = 5
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_several_groups_of_compressed_tensors(tmp_path):
+    """A name goes before a regular expression, and that before a class; equals that differ are refused."""
+    by_hand(tmp_path / "ct", {DOWN}, 0.15625)
+    file = tmp_path / "ct" / "config.json"
+    config = json.loads(file.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    right, eight = groups["group_0"], {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+    cases = [
+        ((["Linear"], eight), ([r"re:.*\.down_proj$"], right), None), ((["re:.*down.*"], eight), ([DOWN], right), None),
+        ((["Linear"], right), (["Linear"], right), None), (([DOWN], right), (["nothing"], {"weights": None}), None),
+        ((["re:.*"], right), (["re:.*down.*"], eight), "is a target of several groups"),
+    ]  # fmt: skip
+    for *found, message in cases:
+        new = {f"group_{i}": group | {"targets": targets} for i, (targets, group) in enumerate(found)}
+        config["quantization_config"]["config_groups"] = new
+        file.write_text(json.dumps(config))
+        if message is None:
+            assert isinstance(loaded(tmp_path / "ct").get_submodule(DOWN), PackedLinear)
+        else:
+            with pytest.raises(ValueError, match=message):
+                loaded(tmp_path / "ct")
+
+
 def test_from_pretrained_packs_nothing(tmp_path):
     fp4compile.register_with_transformers()
     small_model("llama").save_pretrained(tmp_path)
