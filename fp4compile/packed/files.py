@@ -132,7 +132,7 @@ def load_packed(
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or of no known kind, for scales that no such checkpoint has, for layers and experts that the model
+    that is broken or of no known kind, for scales that no finite weight has, for layers and experts that the model
     does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors that
     share memory in the model and differ in the file, for buffers on the meta device that the file does not have, for a
     recipe that does not go with the file, and what `backend` raises for a bad recipe.
