@@ -10,6 +10,7 @@ from torch import nn
 import fp4compile.ops_grouped  # noqa: F401  defines one of the ops below
 from fp4compile import formats
 from fp4compile.layouts import ceil_div
+from fp4compile.packed.scale_checks import check_static
 from fp4compile.packed.scales import laid_out, layout_of, layout_on
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
@@ -22,7 +23,8 @@ class LayerFormat:
     weight: the name of the weight's format. activation: that of the activation's; None leaves it unquantised.
     activation_outer: the static outer scale of the activation; None computes it.
 
-    Raises ValueError for formats that do not exist or that cannot be multiplied.
+    Raises ValueError for formats that do not exist or that cannot be multiplied, and for an outer scale that is no
+    positive normal float32 number or that the activation's format does not have.
     """
 
     weight: str
@@ -33,6 +35,10 @@ class LayerFormat:
         weight = formats.get(self.weight)
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
+        if self.activation_outer is not None:
+            check_static(self.activation_outer)
+            if self.activation is None or formats.get(self.activation).outer != "tensor":
+                raise ValueError(f"activation_outer: activations in {self.activation} have no outer scale of a tensor")
 
 
 class PackedWeight(nn.Module):

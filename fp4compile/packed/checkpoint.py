@@ -3,7 +3,10 @@
 This is the form in which models are published. What the tensors mean, `published` knows.
 """
 
+import errno
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fp4compile.atomic_file import errors_naming, scratch_folder
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -27,6 +32,11 @@ class Checkpoint:
     path: Path
     tensors: dict[str, torch.Tensor]
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """Where the configurations are."""
+        return self.path if self.path.is_dir() else self.path.parent
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
     truncated or no JSON objects, and for an index that names a shard or a tensor that is not there.
     """
     folder = path if path.is_dir() else path.parent
-    found = {name: _json(folder / name) for name in configs if (folder / name).is_file()}
+    found = {name: _json(folder / name) for name in configs if os.path.isfile(folder / name)}
     tensors: dict[str, torch.Tensor] = {}
     for file, names in _files(path):
         read = read_tensors(file)
@@ -82,8 +92,27 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, "pt") as opened:
             yield opened
-    except SafetensorError as error:
+    except OSError:
+        raise
+    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch raises too: of sizes, for example
         raise ValueError(f"{file}: not a whole safetensors file: {error}") from error
+
+
+@contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Let the messages of ValueErrors begin with the path of a file or directory."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for what is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested too deeply: {error}") from None
 
 
 def _files(path: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -109,14 +138,14 @@ def _shards(path: Path) -> Iterator[tuple[Path, list[str]]]:
     for shard, names in shards.items():
         if Path(shard).name != shard:
             raise ValueError(f"{path / INDEX}: shard {shard!r} of tensor {names[0]!r} is not a file of the directory")
-        if not (path / shard).is_file():
+        if not os.path.isfile(path / shard):  # which is false for names that no file can have, too
             raise ValueError(f"{path / INDEX}: shard {shard!r} of tensor {names[0]!r} is missing")
         yield path / shard, names
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file}: not a JSON file: {error}") from error
     if not isinstance(content, dict):
@@ -124,29 +153,95 @@ def _json(file: Path) -> dict[str, Any]:
     return content
 
 
+# ---------------------------------------------------------------- writing
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file. Raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        code = errno.EIO if number is None else int(number[1])
+        raise OSError(code, str(error) if number is None else os.strerror(code), str(file)) from error
+
+
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
     """Write the tensors, in files of at most `shard_bytes` bytes each where one tensor is not larger, and the configs.
 
+    All files are written in a scratch folder inside the directory, and then moved there. What a try that was aborted
+    has left is removed.
+
     Raises ValueError where the directory has safetensors files already, OSError where it cannot be written.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
+    with errors_naming(folder), scratch_folder(folder / "checkpoint", undo=_take_back) as scratch:
+        _check_empty(folder)
+        names = _write_all(scratch, checkpoint, shard_bytes)
+        _check_empty(folder)
+        _publish(scratch, names)
+
+
+def _check_empty(folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         raise ValueError(f"{folder}: has safetensors files already; expected a directory without any")
+
+
+def _write_all(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> list[str]:
+    """Write the files of a checkpoint; their names, in the order in which they may appear to readers."""
     shards = list(_cut(checkpoint.tensors, shard_bytes))
     names = [_SINGLE] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
     ]  # fmt: skip
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, {"format": "pt"})
+        write_tensors(shard, folder / name, {"format": "pt"})
     texts = dict(checkpoint.configs)
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
     for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return [*names, *texts]
+
+
+# ---------------------------------------------------------------- moving what is written, or taking it back
+
+_MOVED = "moved"  # the file in a scratch folder that says which files are moved out of it, and when they were written
+
+
+def _publish(scratch: Path, names: list[str]) -> None:
+    """Move files from a scratch folder to the folder around it: all of them, or none where that fails."""
+    new = scratch / "new file"  # with the permissions of one, which those that safetensors writes do not have
+    new.touch()
+    mode = new.stat().st_mode
+    for name in names:
+        (scratch / name).chmod(mode)
+    written = {name: (scratch / name).stat().st_mtime_ns for name in names}
+    (scratch / _MOVED).write_text(json.dumps(written), encoding="utf-8")
+    try:
+        for name in names:
+            os.replace(scratch / name, scratch.parent / name)
+    except BaseException:
+        _take_back(scratch)
+        raise
+    (scratch / _MOVED).unlink()
+
+
+def _take_back(scratch: Path) -> None:
+    """Remove the files that were moved out of a scratch folder, where they still are what they were."""
+    try:
+        written = _json(scratch / _MOVED)
+    except (FileNotFoundError, ValueError):  # the writer ended before it had moved any
+        return
+    for name, time in written.items():
+        file = scratch.parent / name
+        mine = file.name == name and not (scratch / name).exists()
+        if mine and file.is_file() and file.stat().st_mtime_ns == time:
+            file.unlink()
 
 
 def _cut(tensors: dict[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:

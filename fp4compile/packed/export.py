@@ -16,17 +16,11 @@ from fp4compile.packed.buffers import PackedWeight
 from fp4compile.packed.checkpoint import Checkpoint, write_checkpoint
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.integration import published_names
-from fp4compile.packed.published import (
-    CONFIG,
-    HF_QUANT_CONFIG,
-    LAYOUTS,
-    MODELOPT_SCHEMES,
-    Layout,
-    Scheme,
-    divisor_of,
-)
+from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
+from fp4compile.packed.published_config import MODELOPT_SCHEMES, Scheme
 from fp4compile.packed.published_experts import parts_of
 from fp4compile.packed.published_names import PublishedNames
+from fp4compile.packed.scale_checks import check_model
 from fp4compile.packed.sharing import arrange
 from fp4compile.passes.find import parameter_name
 
@@ -54,8 +48,9 @@ def export_packed(
 
     Raises TypeError for what is no module; ValueError for a model without packed layers, for packed experts whose names
     in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a static
-    scale, for tensors on the meta device, for a max_shard_size that is no positive integer, and for a directory that
-    has safetensors files; OSError where it cannot be written.
+    scale, for packed weights that were not finite, for tensors on the meta device, for a max_shard_size that is no
+    positive integer, and for a directory that has safetensors files; OSError where it cannot be written. A try that is
+    aborted leaves nothing in the directory, or what the next one removes.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -92,6 +87,7 @@ def _layers(
     packed = _packed(model)
     if not packed:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    check_model(packed, state)
     found: dict[str, _Layer] = {}
     for name, module in packed.items():
         if module.in_first:

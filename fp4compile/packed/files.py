@@ -6,10 +6,7 @@ Files of version 0.1 have `aliases` alone, which they found by address and shape
 """
 
 import json
-import os
-import secrets
 import warnings
-from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4compile.packed.buffers import BUFFERS, LayerFormat, PackedWeight, buffer_shapes
-from fp4compile.packed.checkpoint import read_checkpoint, read_metadata, read_tensors
+from fp4compile.atomic_file import write_atomically
+from fp4compile.packed.buffers import BUFFERS, PackedWeight, buffer_shapes
+from fp4compile.packed.checkpoint import naming, parse_json, read_checkpoint, read_metadata, read_tensors, write_tensors
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.integration import published_names, save_as_packed
 from fp4compile.packed.linear import leave_fast_paths
-from fp4compile.packed.places import Place, places_of
+from fp4compile.packed.places import Place, check_states, places_of
 from fp4compile.packed.published import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.packed.published_experts import in_model
-from fp4compile.packed.sharing import Sharing, arrange, check_shared, is_byte_float, repeats, same_bits, share
+from fp4compile.packed.scale_checks import check_buffers, check_model
+from fp4compile.packed.sharing import (
+    Sharing,
+    arrange,
+    check_shared,
+    is_byte_float,
+    repeats,
+    restored,
+    same_bits,
+    share,
+    sharing_of,
+)
 from fp4compile.passes.find import parameter_name
 from fp4compile.recipe import Recipe, resolve
 
@@ -43,10 +52,11 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
 
     Parameters and persistent buffers are written, and memory that several of them share is written once. A warning says
     where a module has extra state of another kind, which is not written. A file that exists at `path` stays until the
-    new one is complete.
+    new one is complete. What a killed process has left of an earlier try is removed.
 
-    Raises TypeError for what is no module, ValueError if the model has no packed layer or has tensors on the meta
-    device, OSError where the file cannot be written.
+    Raises TypeError for what is no module; ValueError if the model has no packed layer, has tensors on the meta device,
+    or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file cannot be
+    written, as where the disk is full.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -65,8 +75,10 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
         name = key.rpartition(".")[0]
         if _is_extra_state(key) and name not in packed:
             warnings.warn(f"{path}: the extra state of {name!r} is not written", stacklevel=2)
+    check_model(packed, state)
     tensors, sharing = arrange(state)
-    _write(tensors, path, json.dumps({"layers": layers, "experts": experts, **vars(sharing)}))
+    metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
+    write_atomically(path, lambda file: write_tensors(tensors, file, metadata))
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -96,22 +108,6 @@ def _is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _write(tensors: dict[str, torch.Tensor], path: str | PathLike, metadata: str) -> None:
-    from safetensors.torch import save_file
-
-    target = Path(os.path.realpath(path))  # where path is a link, replace the file that it points to
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        beside.touch()
-        mode = beside.stat().st_mode
-        save_file(tensors, beside, {_METADATA: metadata})
-        beside.chmod(mode)  # safetensors has made it a file that only its owner can read
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-
 # ---------------------------------------------------------------- loading
 
 
@@ -136,7 +132,7 @@ def load_packed(
     changed.
 
     Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is truncated or of no known kind, for scales that no such checkpoint has, for layers and experts that the model
+    that is broken or of no known kind, for scales that no finite weight has, for layers and experts that the model
     does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors that
     share memory in the model and differ in the file, for buffers on the meta device that the file does not have, for a
     recipe that does not go with the file, and what `backend` raises for a bad recipe.
@@ -145,14 +141,19 @@ def load_packed(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     target = _device(device)
     states, stored, sharing = _contents(model, path, recipe)
-    packed = places_of(model, *states)
+    with naming(path):
+        packed = places_of(model, *states)
     replaced = set().union(*(place.replaced for place in packed))
     kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
     _add_tied(stored, kept)
     _check_meta(model, replaced | kept.keys())
-    _check_tensors(path, stored, _expected(kept, packed))
-    _check_twins(path, stored, packed)
-    check_shared(path, stored, kept)
+    with naming(path):
+        expected = _expected(kept, packed)
+        _check_tensors(stored, expected)
+        _check_sharing(sharing, expected)
+        check_buffers(_buffers(packed, stored))
+        _check_twins(stored, packed)
+        check_shared(stored, kept)
     _insert(model, packed, stored, target)
     _materialise(model, stored, target)
     for name, tensor in kept.items():
@@ -173,10 +174,8 @@ def _contents(
     if place.is_dir() or _METADATA not in read_metadata(place):
         chosen = None if recipe is None else resolve(recipe)
         contents = read_published(read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG)), chosen)
-        try:
+        with naming(path):
             contents = in_model(model, contents, published_names(model))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
         return (contents.layers, contents.experts), contents.tensors, None
     if recipe is not None:
         raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")
@@ -200,45 +199,23 @@ def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
 
     The last is None for a file of version 0.1.
     """
-    tensors = read_tensors(path)
-    states, sharing, old = _parse(path, read_metadata(path)[_METADATA])
-    # Views come first, because an alias may be one of a view.
-    sources = {name: view[0] for name, view in sharing.views.items()} | sharing.aliases
-    for name, source in sources.items():
-        if source not in tensors:
-            raise ValueError(f"{path}: tensor {source!r}, which {name!r} shares, is missing")
-        tensors[name] = tensors[source]
-        if name in sharing.views:
-            _, shape, strides, offset = sharing.views[name]
-            tensors[name] = _strided(path, name, tensors[source], shape, strides, offset)
-    return states, tensors, None if old else sharing
+    metadata, tensors = read_metadata(path)[_METADATA], read_tensors(path)
+    with naming(path):
+        states, sharing, old = _parse(metadata)
+        return states, restored(tensors, sharing), None if old else sharing
 
 
-def _strided(path: str | PathLike, name: str, source: torch.Tensor, *geometry: Any) -> torch.Tensor:
-    """The view of a tensor with the shape, strides and offset that a file gives."""
-    try:
-        return source.as_strided(*geometry)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{path}: tensor {name!r} is no view of what it shares: {error}") from error
-
-
-def _parse(path: str | PathLike, metadata: str) -> tuple[States, Sharing, bool]:
+def _parse(metadata: str) -> tuple[States, Sharing, bool]:
     """(states of packed layers and experts, which tensors share memory, whether the file is of version 0.1)."""
-    keys = {field.name for field in fields(LayerFormat)} | {"in_features", "out_features"}
     try:
-        content = json.loads(metadata)
-        layers, aliases, old = content["layers"], content["aliases"], "views" not in content
-        experts = content.get("experts", {})  # which files of version 0.1 lack
-        sharing = Sharing(aliases) if old else Sharing(aliases, content["tied"], content["views"])
-        whole = all(set(state) == keys for state in layers.values()) and isinstance(aliases, dict)
-        whole = whole and all(set(state) == keys | {"experts", "in_first"} for state in experts.values())
-        whole = whole and all(isinstance(state["in_first"], bool) for state in experts.values())
-        whole = whole and all(len(view) == 4 for view in sharing.views.values()) and set(sharing.tied) <= set(aliases)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path}: its metadata is not what fp4compile.save_packed writes")
-    return (layers, experts), sharing, old
+        content = parse_json(metadata)
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, got {type(content).__name__}")
+        states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
+        check_states(*states)
+        return states, sharing_of(content), "views" not in content
+    except ValueError as error:
+        raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
 
 
 # ---------------------------------------------------------------- checks before the model is touched
@@ -265,34 +242,48 @@ def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) ->
     stored |= {name: stored[first[id(t)]] for name, t in kept.items() if name not in stored and id(t) in first}
 
 
-def _check_tensors(path: str | PathLike, stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
+def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
     """Raise where tensors of a file are missing, unknown, or of another shape or dtype than expected.
 
     Tensors of bytes for which a dtype of one byte is expected become tensors of that dtype.
     """
     for name, (shape, dtype) in expected.items():
         if name not in stored:
-            raise ValueError(f"{path}: tensor {name!r} is missing")
+            raise ValueError(f"tensor {name!r} is missing")
         if stored[name].dtype == torch.uint8 and is_byte_float(dtype):
             stored[name] = stored[name].view(dtype)
         found = stored[name]
         if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
             raise ValueError(
-                f"{path}: tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}"
+                f"tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}"
             )
     unknown = sorted(name for name in set(stored) - set(expected) if not _is_extra_state(name))
     if unknown:
-        raise ValueError(f"{path}: the model has no {unknown[0]!r}")
+        raise ValueError(f"the model has no {unknown[0]!r}")
 
 
-def _check_twins(path: str | PathLike, stored: dict[str, torch.Tensor], packed: list[Place]) -> None:
+def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
+    """Raise where what shares memory in a file is no tensor of the model. Files may hold extra state besides those."""
+    views, aliases = ({}, {}) if sharing is None else (sharing.views, sharing.aliases)
+    named = {*views, *(source for source, *_ in views.values()), *aliases, *aliases.values()}
+    if named - expected.keys():
+        raise ValueError(f"the model has no {min(named - expected.keys())!r}")
+
+
+def _buffers(packed: list[Place], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those tensors of a file that are buffers of packed layers, by name."""
+    names = (f"{name}.{buffer}" for place in packed for name in place.names for buffer in BUFFERS)
+    return {name: stored[name] for name in names if name in stored}
+
+
+def _check_twins(stored: dict[str, torch.Tensor], packed: list[Place]) -> None:
     """Raise where the file has different packed weights under several names of one layer of the model."""
     for place in packed:
         for buffer in BUFFERS:
             found = [stored[key] for name in place.names if (key := f"{name}.{buffer}") in stored]
             if not all(same_bits(tensor, found[0]) for tensor in found):
                 names = " and ".join(map(repr, place.names))
-                raise ValueError(f"{path}: {names} are one layer of the model, the file has different weights for them")
+                raise ValueError(f"{names} are one layer of the model, the file has different weights for them")
 
 
 def _check_meta(model: nn.Module, restored: set[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from fp4compile import formats
 from fp4compile.packed.checkpoint import Contents
+from fp4compile.packed.scale_checks import check_block_scales
 from fp4compile.passes.find import packed_name
 from fp4compile.recipe import Recipe, named
 
@@ -36,7 +37,7 @@ def read_mxfp4_experts(tensors: dict[str, torch.Tensor], recipe: Recipe | None) 
         _check_formats(activation, "mxfp4")
         experts, outer, count, _ = blocks.shape
         packed = packed_name(weight)
-        contents.tensors[f"{packed}.weight_data"] = blocks.reshape(experts, outer, -1)
+        contents.tensors[f"{packed}.weight_data"] = blocks.reshape(experts, outer, 16 * count)
         contents.tensors[f"{packed}.weight_scales"] = scales.view(torch.float8_e8m0fnu)
         contents.experts[weight] = {
             "weight": "mxfp4", "activation": activation, "activation_outer": None,
@@ -53,8 +54,7 @@ def _check_mxfp4(weight: str, blocks: torch.Tensor, scales: torch.Tensor) -> Non
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu) or scales.shape != blocks.shape[:-1]:
         raise ValueError(f"tensor {weight + _SCALES!r}: expected uint8 of shape {tuple(blocks.shape[:-1])}, got "
                          f"{scales.dtype} of shape {tuple(scales.shape)}")  # fmt: skip
-    if (scales.view(torch.uint8) == 255).any():
-        raise ValueError(f"tensor {weight + _SCALES!r}: has scales that are NaN")
+    check_block_scales(weight + _SCALES, scales.view(torch.float8_e8m0fnu))
 
 
 def _activation_of(recipe: Recipe | None, name: str) -> str | None:

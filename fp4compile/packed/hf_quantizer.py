@@ -16,7 +16,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp4compile.packed.buffers import PackedWeight, buffer_shapes
 from fp4compile.packed.experts import PackedExperts
 from fp4compile.packed.linear import leave_fast_paths
-from fp4compile.packed.places import LinearPlace, Place, places_of
+from fp4compile.packed.places import LinearPlace, Place, check_states, places_of
+from fp4compile.packed.scale_checks import check_buffers
 from fp4compile.packed.sharing import is_byte_float, storable
 from fp4compile.passes.find import packed_name, parameter_name
 
@@ -53,6 +54,7 @@ class Fp4CompileQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
+        check_states(config.layers, config.experts)
         for place in places_of(model, config.layers, config.experts):
             packed = place.empty()
             shell = _Shell(packed, place.weight, getattr(packed, "bias", None))
@@ -65,8 +67,10 @@ class Fp4CompileQuantizer(HfQuantizer):
             if shell.missing:
                 raise ValueError(f"tensor '{place.names[0]}.{min(shell.missing)}' is missing in the checkpoint")
         for place, packed, shell in self.waiting:
-            for name, (_, dtype) in buffer_shapes(packed).items():
-                setattr(packed, name, getattr(shell, name).view(dtype))
+            buffers = {name: getattr(shell, name).view(dtype) for name, (_, dtype) in buffer_shapes(packed).items()}
+            check_buffers({f"{place.names[0]}.{name}": tensor for name, tensor in buffers.items()})
+            for name, tensor in buffers.items():
+                setattr(packed, name, tensor)
             _put(model, place, packed, shell)
             packed.lay_out_scales()
         self.waiting.clear()

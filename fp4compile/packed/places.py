@@ -1,11 +1,13 @@
 """Which places of a model the packed weights of a file take, checked before the model is changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
 from typing import Any
 
 import torch
 from torch import nn
 
+from fp4compile import formats
 from fp4compile.packed import experts
 from fp4compile.packed.buffers import LayerFormat, PackedWeight
 from fp4compile.packed.linear import PackedLinear, is_linear, obstacle, replace, sizes
@@ -87,17 +89,41 @@ class ExpertsPlace:
 Place = LinearPlace | ExpertsPlace
 
 
-def format_of(state: dict[str, Any]) -> LayerFormat:
-    """The format in the state of a packed layer. Raises what `LayerFormat` raises."""
-    return LayerFormat(state["weight"], state["activation"], state["activation_outer"])
-
-
 def places_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Place]:
     """The places of the packed layers and of the packed weights of experts of a file, by their states.
 
-    Raises ValueError where one does not fit the model.
+    Raises ValueError where a state is none, and where one does not fit the model.
     """
     return [*_linear_places(model, layers), *_expert_places(model, weights)]
+
+
+# ---------------------------------------------------------------- states
+
+_FORMAT = {field.name for field in fields(LayerFormat)}
+_LAYER_STATE = _FORMAT | {"in_features", "out_features"}
+_EXPERTS_STATE = _LAYER_STATE | {"experts", "in_first"}
+
+
+def check_states(layers: Any, weights: Any) -> None:
+    """Raise ValueError where values from a file are no states of packed layers and of packed weights, by name."""
+    for states, keys in ((layers, _LAYER_STATE), (weights, _EXPERTS_STATE)):
+        if not isinstance(states, dict):
+            raise ValueError(f"expected the states of layers by name, got {type(states).__name__}")
+        for name, state in states.items():
+            if not isinstance(state, dict) or set(state) != keys:
+                raise ValueError(f"layer {name!r}: expected a state of {', '.join(sorted(keys))}")
+            sizes = [state[key] for key in sorted(keys - _FORMAT - {"in_first"})]
+            whole = not any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes)
+            if not whole or not isinstance(state.get("in_first", False), bool):
+                raise ValueError(f"layer {name!r}: expected sizes that are whole numbers, got {short(state)}")
+
+
+def _format_of(name: str, state: dict[str, Any]) -> LayerFormat:
+    """The format in the state of the packed layer of a name. Raises ValueError where it is none."""
+    try:
+        return LayerFormat(state["weight"], state["activation"], state["activation_outer"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"layer {name!r}: {error}") from error
 
 
 # ---------------------------------------------------------------- linear layers
@@ -112,7 +138,7 @@ def _linear_places(model: nn.Module, layers: dict[str, dict]) -> list[LinearPlac
             names.setdefault(_slot(model, name), []).append(name)
     places: dict[tuple, LinearPlace] = {}
     for name, state in layers.items():
-        layer_format, slot = format_of(state), _slot(model, name)
+        layer_format, slot = _format_of(name, state), _slot(model, name)
         place = places.setdefault(slot, LinearPlace(names[slot], model.get_submodule(name), layer_format))
         if place.layer_format != layer_format:
             raise ValueError(f"layer {name!r}: in the model it is {place.names[0]!r} too, whose format is another")
@@ -149,9 +175,9 @@ def _expert_places(model: nn.Module, weights: dict[str, dict]) -> list[ExpertsPl
     for name, state in weights.items():
         if name not in known:
             raise ValueError(f"the model has no parameter of experts {name!r}")
-        _check_experts(known[name], name, state)
-        place = known[name]
-        one = ExpertsPlace(place, format_of(state), state["in_first"])
+        place, layer_format = known[name], _format_of(name, state)
+        _check_experts(place, name, state)
+        one = ExpertsPlace(place, layer_format, state["in_first"])
         if places.setdefault(place.names, one) != one:
             raise ValueError(f"{name!r}: in the model it is {place.names[0]!r} too, whose format is another")
     return list(places.values())
@@ -165,6 +191,10 @@ def _check_experts(place: experts.Place, name: str, state: dict[str, Any]) -> No
     if declared is not None and declared != state["in_first"]:
         file, here = ("[experts, in, out]" if first else "[experts, out, in]" for first in (not declared, declared))
         raise ValueError(f"{name!r}: in the file it is {file}, in the model {here}")
+    if state["activation"] is not None and formats.get(state["activation"]).square:
+        raise ValueError(
+            f"{name!r}: format {state['activation']} has square blocks, in which experts have no activations"
+        )
     inner, outer = state["in_features"], state["out_features"]
     shape = (state["experts"], *((inner, outer) if state["in_first"] else (outer, inner)))
     if tuple(place.parameter.shape) != shape:

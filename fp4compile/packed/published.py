@@ -9,7 +9,6 @@ where they say what is quantised, and in the direction of the outer scale:
 Sources: the exports of nvidia-modelopt 0.47 and compressed-tensors 0.20.
 """
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 
 from fp4compile import formats
-from fp4compile.formats import unknown_name
 from fp4compile.layouts import ceil_div
 from fp4compile.packed.buffers import LayerFormat
-from fp4compile.packed.checkpoint import Checkpoint, Contents
+from fp4compile.packed.checkpoint import Checkpoint, Contents, naming
 from fp4compile.packed.gpt_oss import has_mxfp4_experts, read_mxfp4_experts
-from fp4compile.packed.published_names import expert_of
+from fp4compile.packed.published_config import Scheme, Schemes, compressed_schemes, member, modelopt_schemes
+from fp4compile.packed.scale_checks import TINY, check_block_scales, check_outer
 from fp4compile.packed.sharing import is_byte_float
 from fp4compile.recipe import Recipe
 from fp4compile.reference import NVFP4_MAX
@@ -37,21 +36,11 @@ HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """How a layer of a checkpoint is quantised: its formats, and whether the activation's outer scale is stored."""
-
-    weight: str
-    activation: str | None
-    static: bool = False
-
-
-@dataclass(frozen=True)
 class Layout:
     """How a library stores a packed layer.
 
     data: the name of the codes, given a format. outer, activation_outer: the names of the outer scales. divides:
-    whether these are divisors. scheme: what a configuration says of the layer of a name; it raises ValueError for what
-    is unknown.
+    whether these are divisors. schemes: what a configuration says of layers; it raises ValueError for what is unknown.
     """
 
     name: str
@@ -59,7 +48,7 @@ class Layout:
     outer: str
     activation_outer: str
     divides: bool
-    scheme: Callable[[dict[str, Any], str], Scheme]
+    schemes: Callable[[dict[str, Any]], Schemes]
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
         """Buffer of a packed layer -> name of the tensor; "activation_outer" is that of the activation's scale."""
@@ -71,77 +60,10 @@ class Layout:
         return named
 
 
-# ---------------------------------------------------------------- ModelOpt
-
-MODELOPT_SCHEMES = {
-    "NVFP4": Scheme("nvfp4", "nvfp4", static=True),
-    "W4A16_NVFP4": Scheme("nvfp4", None),
-    "MXFP8": Scheme("mxfp8", "mxfp8"),
-    "MXFP4": Scheme("mxfp4", "mxfp4"),
-}
-
-
-def _modelopt_scheme(config: dict[str, Any], layer: str) -> Scheme:
-    entry: Any = config
-    if str(config.get("quant_algo")).upper() == "MIXED_PRECISION":
-        layers, place = config.get("quantized_layers") or {}, expert_of(layer)
-        entry = layers.get(layer, place and layers.get(place[0]))  # experts may be there as one
-        if not isinstance(entry, dict):
-            raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
-    algorithm = str(entry.get("quant_algo")).upper()
-    if algorithm not in MODELOPT_SCHEMES:
-        raise ValueError(unknown_name("quant_algo", algorithm, [*MODELOPT_SCHEMES, "MIXED_PRECISION"]))
-    scheme = MODELOPT_SCHEMES[algorithm]
-    _check_block(scheme.weight, entry.get("group_size"))
-    return scheme
-
-
-def _check_block(fmt: str, size: Any) -> None:
-    expected = formats.get(fmt).block_cols
-    if size is not None and size != expected:
-        raise ValueError(f"group_size: expected {expected} for {fmt}, got {size}")
-
-
-# ---------------------------------------------------------------- compressed-tensors
-
-# (bits, elements of a group) -> format
-_COMPRESSED_FORMATS = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
-
-
-def _compressed_scheme(config: dict[str, Any], layer: str) -> Scheme:
-    groups = config.get("config_groups") or {}
-    group = next((one for one in groups.values() if any(_targets(t, layer) for t in one.get("targets") or ())), None)
-    if group is None:
-        raise ValueError(f"layer {layer!r} is quantised, and no group of config_groups has it as a target")
-    weight, activation = (_compressed_format(group.get(name)) for name in ("weights", "input_activations"))
-    if weight is None:
-        raise ValueError(f"layer {layer!r} is quantised, and its group of config_groups has no weights")
-    static = activation is not None and formats.get(activation).outer is not None
-    return Scheme(weight, activation, static)
-
-
-def _targets(target: str, layer: str) -> bool:
-    """Whether a target means a linear layer: by its class, by a regular expression, or by its name."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
-    return target in ("Linear", layer)
-
-
-def _compressed_format(arguments: dict[str, Any] | None) -> str | None:
-    if arguments is None:
-        return None
-    bits, size = arguments.get("num_bits"), arguments.get("group_size")
-    found = _COMPRESSED_FORMATS.get((bits, size))  # type: ignore[arg-type]  # of a file, which may have anything
-    if found is None or arguments.get("type") != "float" or arguments.get("symmetric") is False:
-        allowed = ", ".join(f"{bits} bits in groups of {size}" for bits, size in _COMPRESSED_FORMATS)
-        raise ValueError(f"config_groups: expected symmetric floats of {allowed}; got {arguments}")
-    return found
-
-
-MODELOPT = Layout("modelopt", lambda fmt: "weight", "weight_scale_2", "input_scale", False, _modelopt_scheme)
+MODELOPT = Layout("modelopt", lambda fmt: "weight", "weight_scale_2", "input_scale", False, modelopt_schemes)
 COMPRESSED_TENSORS = Layout(
     "compressed-tensors", lambda fmt: "weight_packed" if formats.get(fmt).packed else "weight",
-    "weight_global_scale", "input_global_scale", True, _compressed_scheme,
+    "weight_global_scale", "input_global_scale", True, compressed_schemes,
 )  # fmt: skip
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
 
@@ -157,39 +79,43 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
     look like the reciprocals of what the layout stores, and for a recipe that does not go with the checkpoint.
     """
     if has_mxfp4_experts(checkpoint.tensors):
-        try:
+        with naming(checkpoint.path):
             return read_mxfp4_experts(checkpoint.tensors, recipe)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.path}: {error}") from None
-    layout, config = _recognised(checkpoint)
+    layout, file, config = _recognised(checkpoint)
     if recipe is not None:
         raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
     tensors = _without_cache_scales(checkpoint, config)
     suffixes = (f".{_SCALES}", ".weight_packed")
     marked = {name.rpartition(".")[0] for name in tensors if name.endswith(suffixes)}
     bytes_alone = {name.rpartition(".")[0] for name, tensor in tensors.items() if _is_codes(name, tensor)}
-    layers: dict[str, dict] = {}
-    for layer in sorted(marked | bytes_alone):
-        try:
-            layers[layer] = _take(layout, layout.scheme(config, layer), layer, tensors)
-        except ValueError as error:
-            raise ValueError(f"{checkpoint.path}: {error}") from None
+    with naming(checkpoint.folder / file):
+        scheme_of = layout.schemes(config)
+        schemes = {layer: scheme_of(layer) for layer in sorted(marked | bytes_alone)}
+    with naming(checkpoint.path):
+        layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
     return Contents(layers, tensors=tensors)
 
 
-def _recognised(checkpoint: Checkpoint) -> tuple[Layout, dict[str, Any]]:
-    """The layout, and the configuration that says what is quantised."""
-    config = checkpoint.configs.get(CONFIG, {}).get("quantization_config") or {}
-    modelopt = checkpoint.configs.get(HF_QUANT_CONFIG, {}).get("quantization")
-    if isinstance(modelopt, dict):
-        return MODELOPT, modelopt
-    layout = LAYOUTS.get(config.get("quant_method", ""))
+def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
+    """The layout, and the file and the part of it that say what is quantised."""
+    modelopt = _part(checkpoint, HF_QUANT_CONFIG, "quantization")
+    if modelopt:
+        return MODELOPT, HF_QUANT_CONFIG, modelopt
+    config = _part(checkpoint, CONFIG, "quantization_config")
+    with naming(checkpoint.folder / CONFIG):
+        layout = LAYOUTS.get(member(config, "quant_method", str, ""))
     if layout is None:
         raise ValueError(
             f"{checkpoint.path}: was not written by fp4compile.save_packed, and neither {HF_QUANT_CONFIG} nor the "
             f"quantization_config of {CONFIG} beside it names a layout; known are {', '.join(LAYOUTS)}"
         )
-    return layout, config
+    return layout, CONFIG, config
+
+
+def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
+    """An object in a configuration; an empty one where there is none."""
+    with naming(checkpoint.folder / file):
+        return member(checkpoint.configs.get(file, {}), key, dict, {})
 
 
 def _without_cache_scales(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -212,11 +138,15 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
             raise ValueError(f"tensor {name!r} is missing")
     found = {buffer: tensors.pop(name) for buffer, name in named.items()}
     rows, columns = _check_matrices(scheme, named, found)
-    for buffer in ("weight_outer", "activation_outer"):
+    for kind in ("weight", "activation"):
+        buffer = f"{kind}_outer"
         if buffer in found:
-            found[buffer] = _decoding(layout, named[buffer], buffer.partition("_")[0], found[buffer])
-    outer = found.pop("activation_outer", None)
-    state = LayerFormat(scheme.weight, scheme.activation, None if outer is None else outer.item())
+            outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
+            zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # which have no other scale
+            if outer * NVFP4_MAX >= _LARGEST[kind] and not zeros:
+                raise ValueError(_reciprocal(layout, named[buffer], outer))
+    static = found.pop("activation_outer", None)
+    state = LayerFormat(scheme.weight, scheme.activation, None if static is None else static.item())
     tensors |= {f"{layer}.{buffer}": tensor for buffer, tensor in found.items()}
     return vars(state) | {"in_features": columns, "out_features": rows}
 
@@ -238,27 +168,25 @@ def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torc
         codes = f"{fmt.block_cols} elements of {named['weight_data']!r} {(rows, columns)}"
         raise ValueError(f"tensor {named['weight_scales']!r}: expected shape {expected}, one scale for {codes}; got "
                          f"{tuple(scales.shape)}")  # fmt: skip
-    # The largest byte of a number: the NaN of E8M0 is 255, that of E4M3 is 127, above which are negative numbers.
-    largest = 254 if fmt.scale_dtype == torch.float8_e8m0fnu else 126
-    if (found["weight_scales"].view(torch.uint8) > largest).any():
-        raise ValueError(f"tensor {named['weight_scales']!r}: has scales that are NaN or negative")
+    check_block_scales(named["weight_scales"], found["weight_scales"])
     return rows, columns
 
 
-def _decoding(layout: Layout, name: str, kind: str, stored: torch.Tensor) -> torch.Tensor:
+def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
     """The outer scale by which values are decoded, float32 []."""
     if stored.dtype != torch.float32 or stored.numel() != 1:
         raise ValueError(f"tensor {name!r}: expected one float32, got {stored.dtype} of shape {tuple(stored.shape)}")
     stored = stored.reshape(())
-    if not (torch.isfinite(stored) and stored >= torch.finfo(torch.float32).tiny):
-        raise ValueError(f"tensor {name!r}: expected a positive normal number, got {stored.item()}")
-    outer = multiplier_of(stored) if layout.divides else stored
-    if outer * NVFP4_MAX >= _LARGEST[kind]:
-        kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
-        stands, other = kinds[layout.divides], kinds[not layout.divides]
-        raise ValueError(f"tensor {name!r}: {stored.item():g}, as the {stands} of {layout.name}, would be of an amax "
-                         f"of {outer.item() * NVFP4_MAX:g}; it looks like a {other}")  # fmt: skip
-    return outer
+    check_outer(name, stored, TINY)
+    return multiplier_of(stored) if layout.divides else stored
+
+
+def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
+    """The message for an outer scale, by which values would be decoded, that is taken for its reciprocal."""
+    kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
+    stored = 1 / outer if layout.divides else outer
+    return (f"tensor {name!r}: {stored.item():g}, as the {kinds[layout.divides]} of {layout.name}, would be of an amax "
+            f"of {outer.item() * NVFP4_MAX:g}; it looks like a {kinds[not layout.divides]}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- multipliers and divisors

@@ -1,7 +1,7 @@
 """Tensors of a model's state that share memory: a file holds that memory once, and loading shares it again."""
 
 from dataclasses import dataclass, field
-from os import PathLike
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,10 +77,61 @@ def is_byte_float(dtype: torch.dtype) -> bool:
 # ---------------------------------------------------------------- loading
 
 
-def check_shared(path: str | PathLike, stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+def sharing_of(content: dict[str, Any]) -> Sharing:
+    """What the metadata of a file say: a dictionary of the fields, or of `aliases` alone in files of version 0.1.
+
+    Raises ValueError where they have other types, or where the tied names are no aliases.
+    """
+    aliases: Any = content.get("aliases")
+    tied, views = content.get("tied", []), content.get("views", {})
+    names = isinstance(aliases, dict) and all(isinstance(source, str) for source in aliases.values())
+    if not names or not isinstance(tied, list) or not all(isinstance(name, str) and name in aliases for name in tied):
+        raise ValueError("expected aliases, and among them those that are tied, by name")
+    if not isinstance(views, dict) or not all(map(_is_view, views.values())):
+        raise ValueError("expected views as a tensor's name, a shape, strides and an offset")
+    return Sharing(aliases, tied, views)
+
+
+def _is_view(view: Any) -> bool:
+    if not isinstance(view, list) or len(view) != 4:
+        return False
+    source, shape, strides, offset = view
+    if not isinstance(source, str) or not isinstance(shape, list) or not isinstance(strides, list):
+        return False
+    numbers = [*shape, *strides, offset]
+    return len(shape) == len(strides) and all(type(number) is int and number >= 0 for number in numbers)
+
+
+def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, torch.Tensor]:
+    """The tensors of a state by name: those of a file, and those that share memory with them.
+
+    Raises ValueError where one shares memory with what is not there, or lies beyond it.
+    """
+    found = dict(tensors)
+    for name, (source, shape, strides, offset) in sharing.views.items():
+        base = _source(tensors, name, source)
+        last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        if 0 not in shape and last >= base.numel():
+            raise ValueError(f"tensor {name!r} is no view of {source!r}: it would lie beyond it")
+        try:
+            found[name] = base.as_strided(shape, strides, offset)
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise ValueError(f"tensor {name!r} is no view of {source!r}: {error}") from error
+    for name, source in sharing.aliases.items():
+        found[name] = _source(found, name, source)
+    return found
+
+
+def _source(tensors: dict[str, torch.Tensor], name: str, source: str) -> torch.Tensor:
+    if source not in tensors:
+        raise ValueError(f"tensor {source!r}, which {name!r} shares, is missing")
+    return tensors[source]
+
+
+def check_shared(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
     """Raise ValueError where tensors share memory in the model and the file has different values for that memory.
 
-    path: for the message. stored: the tensors of the file. kept: the tensors of the model that the file will fill.
+    stored: the tensors of the file. kept: the tensors of the model that the file will fill.
     """
     groups: dict[int, list[str]] = {}
     for name, tensor in kept.items():
@@ -97,7 +148,7 @@ def check_shared(path: str | PathLike, stored: dict[str, torch.Tensor], kept: di
         for name in names:
             if not same_bits(views[name], stored[name]):
                 others = ", ".join(repr(other) for other in names if other != name)
-                raise ValueError(f"{path}: {name!r} shares memory with {others} in the model, not in the file")
+                raise ValueError(f"{name!r} shares memory with {others} in the model, not in the file")
 
 
 def _view_of(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

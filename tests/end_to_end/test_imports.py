@@ -42,7 +42,7 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "fp4compile.formats", "fp4compile.reference", "fp4compile.layouts", "fp4compile.targets", "fp4compile._compat",
         "fp4compile._inductor_patches", "fp4compile.config", "fp4compile.epilogue", "fp4compile.prologue",
         "fp4compile.pointwise", "fp4compile.operand", "fp4compile.groups", "fp4compile.gpus",
-        "fp4compile.reference_grouped", "fp4compile.reference_scales",
+        "fp4compile.reference_grouped", "fp4compile.reference_scales", "fp4compile.atomic_file",
     )),
 )  # fmt: skip
 # Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.

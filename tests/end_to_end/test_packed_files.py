@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fp4compile
-from fp4compile.packed import files as packed_files
 from fp4compile.packed.linear import PackedLinear
 from fp4compile.recipe import recipes
 from tests.helpers.packed_models import Net, Twice, recipe_of, run
@@ -396,7 +395,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         fp4compile.save_packed(model, path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
     monkeypatch.undo()
-    monkeypatch.setattr(packed_files.os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         fp4compile.save_packed(model, path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]

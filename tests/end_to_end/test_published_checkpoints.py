@@ -252,6 +252,36 @@ def test_a_divisor_that_is_a_multiplier_is_refused(tmp_path):
         loaded(tmp_path / "ct")
 
 
+class Layer(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64, bias=False)
+        self.layer.weight.data.copy_(weight)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_outer_scales_are_refused_from_the_first_that_cannot_be(tmp_path, layout):
+    """1, of an amax of 2688. The largest below it loads; and 1 where it is the scale of a weight that is all zero."""
+    model = Layer(torch.randn(64, 64))
+    fp4compile.pack_(model, fp4compile.Recipe(fprop_w="nvfp4"))
+    below = torch.ones(()).nextafter(torch.zeros(()))
+    for outer, fits in ((below, True), (torch.ones(()), False)):
+        model.layer.weight_outer = outer
+        fp4compile.export_packed(model, tmp_path / str(fits), layout)
+        fresh = Layer(torch.zeros(64, 64))
+        if fits:
+            fp4compile.load_packed(fresh, tmp_path / str(fits))
+            torch.testing.assert_close(fresh.layer.weight_outer, below)
+        else:
+            with pytest.raises(ValueError, match=r"'layer.weight_\w+': 1, as .* amax of 2688; it looks like"):
+                fp4compile.load_packed(fresh, tmp_path / str(fits))
+    zeros, fresh = Layer(torch.zeros(64, 64)), Layer(torch.ones(64, 64))
+    fp4compile.pack_(zeros, fp4compile.Recipe(fprop_w="nvfp4"))
+    fp4compile.export_packed(zeros, tmp_path / "zeros", layout)
+    fp4compile.load_packed(fresh, tmp_path / "zeros")
+    assert fresh.layer.weight_outer == 1 and not fresh.layer.weight.any()
+
+
 def test_scales_of_a_quantised_cache_are_left_with_a_warning(tmp_path):
     shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "kv")
     scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
@@ -371,6 +401,53 @@ def test_from_pretrained_refuses_what_lacks_a_tensor(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"'{DOWN}.weight_scales' is missing"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("what, match", [
+    ("scale", rf"'{DOWN}.weight_scales': has scales that are NaN"),
+    ("layers", "expected the states of layers by name, got list"),
+    ("format", rf"layer '{DOWN}': format: expected a name"),
+])  # fmt: skip
+def test_from_pretrained_refuses_what_is_broken(what, match, tmp_path):
+    fp4compile.register_with_transformers()
+    model = small_model("llama")
+    fp4compile.pack_(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    tensors, config = tensors_of(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    if what == "scale":
+        tensors[f"{DOWN}.weight_scales"][0, 0] = 255
+    elif what == "layers":
+        quantization["layers"] = []
+    else:
+        quantization["layers"][DOWN]["weight"] = 5
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_several_groups_of_compressed_tensors(tmp_path):
+    """A name goes before a regular expression, and that before a class; equals that differ are refused."""
+    by_hand(tmp_path / "ct", {DOWN}, 0.15625)
+    file = tmp_path / "ct" / "config.json"
+    config = json.loads(file.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    right, eight = groups["group_0"], {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+    cases = [
+        ((["Linear"], eight), ([r"re:.*\.down_proj$"], right), None), ((["re:.*down.*"], eight), ([DOWN], right), None),
+        ((["Linear"], right), (["Linear"], right), None), (([DOWN], right), (["nothing"], {"weights": None}), None),
+        ((["re:.*"], right), (["re:.*down.*"], eight), "is a target of several groups"),
+    ]  # fmt: skip
+    for *found, message in cases:
+        new = {f"group_{i}": group | {"targets": targets} for i, (targets, group) in enumerate(found)}
+        config["quantization_config"]["config_groups"] = new
+        file.write_text(json.dumps(config))
+        if message is None:
+            assert isinstance(loaded(tmp_path / "ct").get_submodule(DOWN), PackedLinear)
+        else:
+            with pytest.raises(ValueError, match=message):
+                loaded(tmp_path / "ct")
 
 
 def test_from_pretrained_packs_nothing(tmp_path):

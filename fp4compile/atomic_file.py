@@ -1,0 +1,104 @@
+"""Files that are there whole or not at all: they are written in a scratch folder beside them, and renamed.
+
+Whoever writes holds a lock (flock) on the scratch folder, which the kernel releases when the process ends, however it
+ends. So the next writer of the same file knows which scratch folders are abandoned, and removes them. A scratch folder,
+not a scratch file, because the library that writes there may make temporary files of its own.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_ENDING = ".unfinished"
+
+
+def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
+    """Write a file by a function that is given the path of another, new file, and rename that one to `path`.
+
+    A file that exists at `path` stays until the new one is complete, and gives it its permissions. Where `path` is a
+    link, the file that it points to is replaced. What killed processes left of earlier tries to write this file is
+    removed.
+
+    Raises what `write` raises, and OSError, which names `path`, where the file cannot be written or where `path` is
+    there and no file.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path}: expected a file, or a path where nothing is yet")
+    with errors_naming(path), scratch_folder(target) as scratch:
+        file = scratch / target.name
+        file.touch()
+        mode = stat.S_IMODE((target if target.exists() else file).stat().st_mode)
+        write(file)
+        if stat.S_IMODE(file.stat().st_mode) != mode:
+            file.chmod(mode)
+        os.replace(file, target)
+
+
+@contextmanager
+def scratch_folder(target: Path, undo: Callable[[Path], object] | None = None) -> Iterator[Path]:
+    """A new folder beside a target, which is removed at the end.
+
+    First removes the scratch folders of this target that no process has any more. undo: called with each of them
+    before it is removed.
+    """
+    _remove_abandoned(target, undo)
+    folder, lock = _made(target)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _made(target: Path) -> tuple[Path, int]:
+    """A new scratch folder, and the descriptor that holds its lock."""
+    while True:
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_ENDING}")
+        folder.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks, where nobody removes what others have
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)  # another writer took the folder for an abandoned one before it was locked
+
+
+def _remove_abandoned(target: Path, undo: Callable[[Path], object] | None) -> None:
+    for folder in _scratch_folders(target):
+        with suppress(OSError):  # locked, or of another user, or another writer has just removed it
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if undo is not None:
+                    undo(folder)
+                shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+def _scratch_folders(target: Path) -> list[Path]:
+    """The scratch folders of a target, also of running processes; none where the folder cannot be listed."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}{re.escape(_ENDING)}")
+    try:
+        return [target.with_name(found) for found in os.listdir(target.parent) if name.fullmatch(found)]
+    except OSError:
+        return []
+
+
+@contextmanager
+def errors_naming(path: str | os.PathLike) -> Iterator[None]:
+    """Let errors of the operating system that name no file, or one in a scratch folder, name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and _ENDING not in os.fsdecode(error.filename)):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error

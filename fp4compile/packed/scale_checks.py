@@ -1,0 +1,60 @@
+"""What the scales of packed weights and activations may be. Every file is held to this, whoever wrote it.
+
+A block scale is never negative, and it is NaN only in a weight that was not finite. No outer scale is zero: a tensor of
+zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. The static outer scale of an activation
+may not, as in recipes: kernels multiply by its inverse, which would overflow.
+"""
+
+from collections.abc import Iterable
+from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
+from typing import Any
+
+import torch
+
+TINY = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where the scales of packed weights are none that a finite weight has.
+
+    buffers: of packed layers or experts, by full name.
+    """
+    for name, tensor in buffers.items():
+        buffer = name.rpartition(".")[2]
+        if buffer == "weight_scales":
+            check_block_scales(name, tensor)
+        elif buffer == "weight_outer":
+            check_outer(name, tensor)
+
+
+def check_model(packed: Iterable[str], state: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where a packed weight of a model was not finite. packed: the modules' names."""
+    names = {f"{name}.{buffer}".removeprefix(".") for name in packed for buffer in ("weight_scales", "weight_outer")}
+    try:
+        check_buffers({name: state[name].detach() for name in sorted(names & state.keys())})
+    except ValueError as error:
+        raise ValueError(f"model: {error}; its weight was not finite when it was packed") from error
+
+
+def check_block_scales(name: str, scales: torch.Tensor) -> None:
+    """Raise ValueError where block scales, E4M3 or E8M0, are NaN or negative. name: of the tensor, for the message."""
+    # The largest byte of a number: the NaN of E8M0 is 255, that of E4M3 is 127, above which are negative numbers.
+    e8m0 = scales.dtype == torch.float8_e8m0fnu
+    if (scales.view(torch.uint8) > (254 if e8m0 else 126)).any():
+        raise ValueError(f"tensor {name!r}: has scales that are NaN{'' if e8m0 else ' or negative'}")
+
+
+def check_outer(name: str, outer: torch.Tensor, smallest: float = 0.0) -> None:
+    """Raise ValueError where float32 outer scales are not finite, not positive or below `smallest`."""
+    wrong = outer[~(torch.isfinite(outer) & (outer > 0) & (outer >= smallest))]
+    if wrong.numel():
+        kind = "positive normal" if smallest >= TINY else "positive finite"
+        raise ValueError(f"tensor {name!r}: expected a {kind} number, got {wrong[0].item():g}")
+
+
+def check_static(outer: Any) -> None:
+    """Raise ValueError for what is no static outer scale of an activation."""
+    if isinstance(outer, bool) or not isinstance(outer, int | float) or not TINY <= outer <= _LARGEST:
+        raise ValueError(f"activation_outer: expected a positive normal float32 number, from {TINY:.6g} to "
+                         f"{_LARGEST:.6g}, got {short(outer)}")  # fmt: skip
