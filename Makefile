@@ -15,7 +15,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile
 # pip compiles one file after the other; this takes all cores. What another Python is for does not compile, and need not.
 BYTECODE = $(RUN) -m compileall -qq -j 0 fp4compile tests \
 	`$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"` || true
-TRITON := 3.9.0
+TRITON ?= 3.9.0
 TORCHAO := 0.18.0
 # A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
