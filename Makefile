@@ -15,7 +15,9 @@ PIP := $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile
 # pip compiles one file after the other; this takes all cores. What another Python is for does not compile, and need not.
 BYTECODE = $(RUN) -m compileall -qq -j 0 fp4compile tests \
 	`$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))"` || true
+TORCH := 2.13.0
 TRITON := 3.9.0
+CONSTRAINTS := constraints.txt
 TORCHAO := 0.18.0
 # A file's tests run in one process, which keeps what they compile. Files with slow tests start first: tests/conftest.py.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
@@ -25,7 +27,7 @@ TESTABLE := $(VENV)/testable
 DOCUMENTABLE := $(VENV)/documentable
 SETUP := pyproject.toml constraints.txt Makefile
 
-.PHONY: demo test suite quick gpu lint style types docs setup bench clean
+.PHONY: demo test suite quick gpu lint style types versions docs setup bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m fp4compile demo
@@ -56,6 +58,11 @@ style: $(TESTABLE)
 types: $(TESTABLE)
 	$(RUN) -m mypy
 
+# The CPU suite under every supported version of torch, each in an environment of its own beside $(VENV), of some GB.
+# One version: make versions ONLY=2.14.1; a part of the tests: make versions PYTEST=tests/passes.
+versions:
+	$(PYTHON) -m benchmarks.versions --environments $(VENV)-versions $(if $(ONLY),--only $(ONLY)) -- $(PYTEST)
+
 # The pages of docs/ and the API reference, in build/docs. A warning, of a link that leads nowhere too, is an error.
 docs: $(DOCUMENTABLE)
 	$(RUN) -m benchmarks.run_all --check
@@ -68,25 +75,25 @@ bench: $(TESTABLE)
 setup: $(TESTABLE)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV)-versions build *.egg-info
 
 # torch first: the right build of it decides which Triton fits.
 $(INSTALLED): $(SETUP)
 	@echo "setting up $(VENV) (torch is large, this takes some minutes)"
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt torch==2.13.0
+	$(PIP) --constraint $(CONSTRAINTS) torch==$(TORCH)
 	$(RUN) -c "import triton" 2>/dev/null || $(PIP) triton==$(TRITON)
-	$(PIP) --constraint constraints.txt --editable .
+	$(PIP) --constraint $(CONSTRAINTS) --editable .
 	$(BYTECODE)
 	touch $@
 
 # torchao is an oracle of the tests only; its dependencies are none that they need.
 $(TESTABLE): $(INSTALLED)
-	$(PIP) --constraint constraints.txt --editable ".[test]"
+	$(PIP) --constraint $(CONSTRAINTS) --editable ".[test]"
 	$(PIP) --no-deps torchao==$(TORCHAO)
 	$(BYTECODE)
 	touch $@
 
 $(DOCUMENTABLE): $(INSTALLED)
-	$(PIP) --constraint constraints.txt --editable ".[docs]"
+	$(PIP) --constraint $(CONSTRAINTS) --editable ".[docs]"
 	touch $@

@@ -10,7 +10,7 @@ from torch._guards import TraceId
 
 from fp4compile import report_page
 from fp4compile.report_groups import Group, by_layer, gain, groups, layer_name
-from fp4compile.report_row import CATEGORIES, Row, is_below, shown_name
+from fp4compile.report_row import CATEGORIES, Row, is_below, one_line, row_of, shown_name
 
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below", "rows_from_json", "rows_to_json"]
 
@@ -138,10 +138,11 @@ class Report:
 
     def summary(self) -> str:
         """One line: how many products are quantised, their share of the FLOPs, and the share of each category."""
+        recipe = one_line(self.recipe)
         if self.graphs == 0:
-            return f"recipe {self.recipe}: compiled nothing. {NOTHING_COMPILED}"
+            return f"recipe {recipe}: compiled nothing. {NOTHING_COMPILED}"
         share, shares = self.flops_share(), self.flops_shares()
-        line = f"recipe {self.recipe}: {len(self.quantised)} of {len(self.rows)} matrix products quantised"
+        line = f"recipe {recipe}: {len(self.quantised)} of {len(self.rows)} matrix products quantised"
         if share is not None:
             line += f", {share:.1%} of their FLOPs"
         if len(shares) > 1:
@@ -178,6 +179,8 @@ class Report:
     def table(self, *, all: bool = False) -> str:
         """The rows and the summary as text. Layers that differ in numbers of their names are one line, largest first.
 
+        Characters of names that are not printable are escaped.
+
         all: one line for each row instead, in the order of compilation.
         """
         header, cells = self._lines(all)
@@ -188,12 +191,15 @@ class Report:
         return "\n".join((lines[0], rule, *lines[1:], rule, *self._notes()))
 
     def to_csv(self) -> str:
-        """All rows as CSV, with the names of the fields of `Row` in the first line."""
+        """All rows as CSV, with the names of the fields of `Row` in the first line.
+
+        A text that a spreadsheet would take for a formula has an apostrophe in front.
+        """
         return report_page.to_csv(self.rows)
 
     def to_html(self) -> str:
         """The table as one HTML page that needs no other file; with bars where times are predicted."""
-        title = f"fp4compile, recipe {self.recipe}" + (f", predicted on {self.gpu}" if self.gpu else "")
+        title = one_line(f"fp4compile, recipe {self.recipe}") + (f", predicted on {self.gpu}" if self.gpu else "")
         header, cells = self._lines(all=False)
         return report_page.to_html(title, groups(self.rows), header, cells, "\n".join(self._notes()))
 
@@ -236,9 +242,10 @@ class Report:
 
     def _notes(self) -> list[str]:
         """What stands below the table."""
-        return [
+        lines = (
             *self._reason_lines(), self.summary(), *self._note_lines(), *self._predicted_lines(), *self._passes_line()
-        ]  # fmt: skip
+        )  # fmt: skip
+        return [one_line(line) for line in lines]
 
     def _note_lines(self) -> list[str]:
         """A line for each note, with the layers that have it."""
@@ -314,7 +321,7 @@ def _cells(group: Group) -> tuple[str, ...]:
         None if plain is None else _time(plain), None if planned is None else _time(planned),
         None if gained is None else f"{gained:.2f}", row.reason,
     )  # fmt: skip
-    return tuple("" if value is None else str(value) for value in values)
+    return tuple("" if value is None else one_line(str(value)) for value in values)
 
 
 def _time(seconds: float) -> str:
@@ -335,6 +342,13 @@ def rows_to_json(rows: list[Row], counts: dict[str, int]) -> str:
 
 
 def rows_from_json(text: str) -> tuple[list[Row], dict[str, int]]:
-    """(rows, match counts) of what `rows_to_json` wrote."""
+    """(rows, match counts) of what `rows_to_json` wrote. Raises ValueError for any other text."""
     stored = json.loads(text)
-    return [Row(**row) for row in stored["rows"]], stored["counts"]
+    match stored:
+        case {"rows": list(rows), "counts": dict(counts), **others} if not others:
+            pass
+        case _:
+            raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
+    if wrong := [count for count in counts.values() if type(count) is not int]:
+        raise ValueError(f"a count is {wrong[0]!r}")
+    return [row_of(row) for row in rows], counts

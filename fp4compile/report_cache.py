@@ -5,9 +5,9 @@ cache. So that process also stores the rows, in Inductor's cache directory, unde
 process that hits the cache reads them.
 """
 
+import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
+from fp4compile.atomic_file import write_atomically
 from fp4compile.report import Row, rows_from_json, rows_to_json
 
 log = logging.getLogger("fp4compile")
@@ -62,20 +63,39 @@ def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text("\n".join(rows_to_json(rows, counts) for rows, counts in graphs))
-        scratch.replace(path)  # atomic, because another process may be reading the file
+        text = "\n".join(rows_to_json(rows, counts) for rows, counts in graphs)
+        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
         log.warning("report rows not stored: %s", error)
 
 
 def load(key: str) -> list[tuple[list[Row], dict[str, int]]] | None:
-    """The stored rows of a compilation; None, and a logged warning, where they no longer exist."""
+    """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
+
+    A file that holds something else is removed: it says nothing about the graph, and the graph runs without it.
+    """
+    path = _path(key)
     try:
-        return [rows_from_json(line) for line in _path(key).read_text().splitlines()]
+        stored = path.read_bytes()
     except OSError:
         log.warning("a graph came from Inductor's cache, and its report rows are gone: it is not in the report")
         return None
+    try:
+        return _graphs(stored)
+    except (ValueError, RecursionError) as error:
+        log.warning("a graph came from Inductor's cache, and its report rows cannot be read (%s): it is not in the "
+                    "report, and %s is removed", error, path)  # fmt: skip
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _graphs(stored: bytes) -> list[tuple[list[Row], dict[str, int]]]:
+    """What `store` wrote: a line a graph, one graph at least. Raises ValueError for anything else."""
+    lines = stored.decode().splitlines()
+    if not lines:
+        raise ValueError("the file is empty")
+    return [rows_from_json(line) for line in lines]
 
 
 def _path(key: str) -> Path:

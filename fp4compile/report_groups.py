@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4compile.report_row import Row, shown_name
+from fp4compile.report_row import PRODUCTS, Row, shown_name
 
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?=[.\]]|$)")
-_ORDER = ("fprop", "dgrad", "wgrad", "attention", "other")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
         for row in members:
             equal.setdefault(_anywhere(row), []).append(row)
         parts = [Group(tuple(same)) for same in equal.values()]
-        found.append((size, sorted(parts, key=lambda group: _ORDER.index(group.first.product))))
+        found.append((size, sorted(parts, key=lambda group: PRODUCTS.index(group.first.product))))
     found.sort(key=lambda layer: -layer[0])  # of layers of one size, the earlier one first
     return [group for _, parts in found for group in parts]
 

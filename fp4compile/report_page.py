@@ -3,8 +3,10 @@
 import csv
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from typing import Any
 
 from fp4compile.report_groups import Group
 from fp4compile.report_row import Row
@@ -18,16 +20,26 @@ td, th { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; }
 .planned { background: #4a7; }
 .slower { background: #c54; }
 """
+# What begins a formula. Spreadsheets may drop white space before it, and take wide characters for narrow ones.
+_FORMULA = re.compile("[\\s=+@\uff1d\uff0b\uff0d\uff20-]")
 _WIDTH = 300  # pixels of the longest bar
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """One line a row, under a line with the names of the fields; an empty cell for None."""
+    """One line a row, under a line with the names of the fields; an empty cell for None.
+
+    A text that a spreadsheet would take for a formula has an apostrophe in front, as spreadsheets mark text.
+    """
     out = io.StringIO()
-    writer = csv.DictWriter(out, [field.name for field in fields(Row)], lineterminator="\n")
+    # In quotes are all texts: without, the writer would leave a carriage return bare, and readers begin a line there.
+    writer = csv.DictWriter(out, [one.name for one in fields(Row)], lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows({name: _no_formula(value) for name, value in asdict(row).items()} for row in rows)
     return out.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def to_html(

@@ -1,7 +1,9 @@
 """`Row`: what became of one matrix product of a compiled graph, and the name it is shown by."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
+PRODUCTS = ("fprop", "dgrad", "wgrad", "attention", "other")
 CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
 
 
@@ -10,7 +12,7 @@ class Row:
     """One matrix product of a compiled graph: [m, k] times [k, n].
 
     module: fully qualified name of the layer; "" for a product outside of every layer.
-    product: "fprop", "dgrad", "wgrad", "attention" or "other".
+    product: one of PRODUCTS.
     m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
     left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
         there is no such operand to name.
@@ -64,6 +66,28 @@ class Row:
         return self.reason is None
 
 
+def row_of(stored: Any) -> Row:
+    """The row of its fields, as `dataclasses.asdict` gives them and JSON keeps them.
+
+    Raises ValueError where they are not the fields of a row.
+    """
+    if not isinstance(stored, dict):
+        raise ValueError(f"a row is a {type(stored).__name__}")
+    known = {one.name: one for one in fields(Row)}
+    if unknown := stored.keys() - known.keys():
+        raise ValueError(f"a row has a field {min(unknown)!r}")
+    for name, one in known.items():
+        kinds: Any = int | one.type if one.type == (float | None) else one.type
+        if name not in stored and one.default is MISSING:
+            raise ValueError(f"a row has no {name}")
+        if not isinstance(stored.get(name, one.default), kinds):
+            raise ValueError(f"{name} of a row is {stored[name]!r}")
+    row = Row(**stored)
+    if row.product not in PRODUCTS or row.category not in CATEGORIES:
+        raise ValueError(f"a row is of {row.product!r}, {row.category!r}")
+    return row
+
+
 def shown_name(row: Row) -> str:
     """The full name of the layer, with the part in brackets that rules do not see."""
     if row.name is None:
@@ -71,6 +95,11 @@ def shown_name(row: Row) -> str:
     if is_below(row.name, row.module):
         return f"[{row.module.removesuffix(row.name)}]{row.name}"
     return f"{row.module} [rules: {row.name}]"
+
+
+def one_line(text: str) -> str:
+    """The text with everything escaped that is no printable character: newlines, tabs, the escapes of terminals."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def is_below(name: str, path: str) -> bool:

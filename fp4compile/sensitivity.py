@@ -24,6 +24,7 @@ from fp4compile.passes.manager import analyse
 from fp4compile.passes.plan import Decision
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
+from fp4compile.report_row import one_line
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,16 @@ class Sensitivity:
 
     def __str__(self) -> str:
         header = ("layer", "weights", "its output, dB", "model's output, dB")
-        rows = [(one.layer or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
+        rows = [(one_line(one.layer) or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
                 for one in self.layers]  # fmt: skip
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in (header, *rows)
         ]
         rule = "-" * len(lines[0])
-        together = f"recipe {self.recipe}: all together about {self._together():.1f} dB, if errors are independent"
+        together = (
+            f"recipe {one_line(self.recipe)}: all together about {self._together():.1f} dB, if errors are independent"
+        )
         return "\n".join((lines[0], rule, *lines[1:], rule, together))
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ from fp4compile import _compat, formats
 from fp4compile.layouts import ceil_div
 from fp4compile.machine_code import launches, resources
 from fp4compile.machine_code.launches import Configuration, GroupedProduct, Product, multiplies
-from fp4compile.machine_code.lines import PRODUCT_LINES, instruction_kind, instruction_line, product_line
+from fp4compile.machine_code.lines import (
+    PRODUCT_LINES,
+    instruction_kind,
+    instruction_line,
+    judges_figures,
+    product_line,
+)
 from fp4compile.machine_code.ptx import Ptx
 from fp4compile.machine_code.sass import Sass, disassemble
 from fp4compile.targets import Target
@@ -46,7 +52,8 @@ class Resources:
 class Row:
     """One launch. kernel: its name. configuration, format: what was asked for. sm: the compute capability.
 
-    problems: what keeps it below its line. resources: None where it did not compile.
+    problems: what keeps it below its line. resources: None where it did not compile. unjudged: figures beyond a line
+    that another version of the compiler set (`lines.COMPILER`); they keep nothing below its line.
     """
 
     kernel: str
@@ -55,6 +62,7 @@ class Row:
     sm: int
     problems: tuple[str, ...] = ()
     resources: Resources | None = None
+    unjudged: tuple[str, ...] = field(default=(), kw_only=True)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values: the resources among the others."""
@@ -166,7 +174,7 @@ def quantize_row(configuration: Configuration, launched: Launched, sm: int) -> Q
         conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(one.sass.text))))),
         loads=max(one.sass.widths("LDG"), default=0), stores=max(one.sass.widths("STG"), default=0),
     )  # fmt: skip
-    return replace(found, problems=one.problems + _quantize_problems(found, launched))
+    return _with_figures(replace(found, problems=one.problems + _quantize_problems(found, launched)))
 
 
 def bytes_moved(launched: Launched) -> int:
@@ -218,9 +226,17 @@ def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...
     narrow_stores = found.stores < (8 if one_block else 16) and not weighted
     if narrow_loads or (narrow_stores and not found.kernel.endswith(("_amax", "_statistics"))):
         problems.append("no 16-byte global accesses")
-    if found.sm >= 100 and found.instructions > found.line:
-        problems.append(f"{found.instructions:.0f} instructions for 16 elements, of {found.line:.0f}")
     return tuple(problems)
+
+
+def _with_figures(found: QuantizeRow) -> QuantizeRow:
+    """The row with a count of instructions beyond its line: a problem where the line is this compiler's."""
+    if found.sm < 100 or found.instructions <= found.line:
+        return found
+    beyond = f"{found.instructions:.0f} instructions for 16 elements, of {found.line:.0f}"
+    if judges_figures():
+        return replace(found, problems=(*found.problems, beyond))
+    return replace(found, unjudged=(beyond,))
 
 
 # ---------------------------------------------------------------- products

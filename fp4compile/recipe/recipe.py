@@ -249,8 +249,9 @@ class Recipe:
         Beside the table the file may hold anything but fields of a recipe at top level, because nothing would read
         them. A top-level `name` is allowed: other tools use that key too, and it changes no number.
 
-        Raises ValueError for a file that is not TOML, that has no recipe in it, or that has fields beside the table;
-        what `from_dict` raises, with the path in front; OSError for a file that does not exist.
+        Raises ValueError for a file that is not TOML, that has no recipe in it, that has fields beside the table, or
+        that `save` wrote and that lacks its last line; what `from_dict` raises, with the path in front; OSError for a
+        file that does not exist.
         """
         fields = sources.read_toml(path, _field_names())
         with sources.errors_name(f"{path}: "):
@@ -269,7 +270,7 @@ class Recipe:
 
     def save(self, path: str | Path) -> None:
         """Write all fields to a file, from which `resolve`, and so every function that takes a recipe, reads an equal
-        recipe.
+        recipe. A file that was cut is refused. A failure leaves what was there before.
 
         path: ends in .toml or .json; ValueError for another name. OSError where it cannot be written.
         """

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4compile.atomic_file import write_atomically
 from fp4compile.recipe.named_recipes import FIELDS
 
 ENVIRONMENT = "FP4COMPILE_RECIPE"
 DEFAULT = "nvfp4"
 _TABLE = "fp4compile"
+# TOML that `write` makes begins with the first of these keys and ends with the second: what was cut lacks the second.
+_OPENING, _CLOSING = "saved_by", "complete"
 _OPTIONS = ("recipe", "skip", "skip_first", "skip_last", "lm_head", "set")
 # What --fp4compile-set takes without quotes: names, and spec strings of formats such as e2m1:1x16:e4m3:tensor:te.
 _BARE_WORD = re.compile(r"[\w.:+-]+")
@@ -45,9 +48,9 @@ def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    fields = content.get(_TABLE, content)
+    fields = _uncut(path, content.get(_TABLE, content))
     if not fields:
         raise ValueError(f'{path} has no recipe in it: expected recipe = "NAME", or fields of a recipe')
     if _TABLE in content:
@@ -57,11 +60,27 @@ def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def _uncut(path: str | Path, fields: Any) -> Any:
+    """The fields of a recipe without the keys that `write` puts around them; a file that is written by hand has none.
+
+    Raises ValueError where the first of these keys is there and the last one is not.
+    """
+    if not isinstance(fields, dict):
+        return fields
+    whole = fields.get(_CLOSING) is True
+    if _OPENING in fields and not whole:
+        raise ValueError(
+            f"{path} was saved by Recipe.save and lacks its last line, `{_CLOSING} = true`: it was cut. Save the "
+            f"recipe again, or remove the line `{_OPENING}` where you know that the file is whole"
+        )
+    return {name: value for name, value in fields.items() if name != _OPENING and not (whole and name == _CLOSING)}
+
+
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds. Raises ValueError for a file that is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
@@ -71,17 +90,26 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     ending = Path(path).suffix
     if ending not in writers:
         raise ValueError(f"path={str(path)!r}: expected a name that ends in .toml or .json")
-    Path(path).write_text(writers[ending](fields), encoding="utf-8")
+    text = writers[ending](fields)
+    write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _toml(fields: dict[str, Any]) -> str:
-    """TOML of fields as JSON takes them. TOML has no null: None, the default of all fields that allow it, is absent."""
-    lines = [f"{name} = {_toml_value(value)}" for name, value in fields.items()
-             if value is not None and not isinstance(value, dict)]  # fmt: skip
-    for name, table in fields.items():
-        if isinstance(table, dict):  # tables come last: what follows a table's header is in the table
-            lines += ["", f"[{name}]", *(f"{_toml_value(key)} = {_toml_value(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
+    """TOML of fields as JSON takes them, between the keys that tell a whole file from a cut one.
+
+    TOML has no null: None, the default of all fields that allow it, is absent. The entries of a dict are dotted keys,
+    because below the header of a table each line would belong to the table, the last one too.
+    """
+    lines = [
+        "# Written by Recipe.save of fp4compile. It is refused without its last line.",
+        f'{_OPENING} = "fp4compile"',
+    ]
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            lines += [f"{name}.{_toml_value(key)} = {_toml_value(one)}" for key, one in value.items()]
+        elif value is not None:
+            lines.append(f"{name} = {_toml_value(value)}")
+    return "\n".join((*lines, f"{_CLOSING} = true")) + "\n"
 
 
 def _toml_value(value: Any) -> str:

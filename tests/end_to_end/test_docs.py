@@ -97,9 +97,9 @@ def test_the_measured_results_are_those_of_the_files():
 
 
 def test_every_file_of_results_is_on_the_page():
-    # `benchmarks.run_all --check` looks at pages of their own that whole runs have; gpu_suite.json is of tests.
-    files = {path.name for path in tables.RESULTS.glob("*.json") if not path.name.startswith("all_")}
-    files.discard("gpu_suite.json")
+    # `benchmarks.run_all --check` looks at pages of their own that whole runs have; the others are of tests.
+    others = ("all_", "versions.json", "gpu_suite.json")
+    files = {path.name for path in tables.RESULTS.glob("*.json") if not path.name.startswith(others)}
     assert files == {table.file for table in tables.TABLES.values()}
     pictures = {path.name for path in tables.RESULTS.glob("*.png") if not path.name.startswith("all_")}
     assert pictures == set(re.findall(r"results/(\w+\.png)", read(tables.PAGE)))

@@ -4,6 +4,7 @@ kernels that the compiler really uses, and common sense."""
 import itertools
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,45 @@ def test_weights_are_quantised_where_nothing_keeps_them():
     assert list(quantising("mxfp8", train=True)) == [
         "quantise fprop_x, both", "quantise fprop_w, rows", "quantise dgrad_dy, both", "quantise dgrad_w, columns"
     ]  # fmt: skip
+
+
+def test_what_the_hadamard_transform_costs():
+    """The kernels that write the weight gradient's operands compute it, and no others; the bytes stay the same."""
+    with_it, without = (quantising("nvfp4_train", train=True, hadamard=products) for products in (("wgrad",), ()))
+    transformed = {"quantise fprop_x, both": 1.0, "quantise dgrad_dy, both": roofline_steps.QUANTISERS.stochastic}
+    assert with_it.keys() == without.keys() > transformed.keys()
+    for name, step in without.items():
+        if name in transformed:
+            reached = roofline_steps.QUANTISERS.both * transformed[name]
+            assert step.bandwidth == pytest.approx(GPUS["B200"].copy_rate * reached)
+            step = replace(step, bandwidth=pytest.approx(step.bandwidth * roofline_steps.QUANTISERS.hadamard))
+        assert with_it[name] == step, name
+    for name in transformed:
+        gained = without[name].memory / with_it[name].memory
+        assert gained == pytest.approx(roofline_steps.QUANTISERS.hadamard) and gained < 1
+
+
+def test_the_hadamard_transform_of_operands_that_are_quantised_apart():
+    apart = {"fprop_x": "nvfp4", "dgrad_dy": "nvfp4", "stochastic_rounding": ()}
+    with_it, without = (
+        quantising("nvfp4_train", train=True, hadamard=products, **apart) for products in (("wgrad",), ())
+    )
+    slower = {name for name, step in with_it.items() if step.seconds > without[name].seconds}
+    assert slower == {"quantise wgrad_x, columns", "quantise wgrad_dy, columns"}
+    columns = GPUS["B200"].copy_rate * roofline_steps.QUANTISERS.columns * roofline_steps.QUANTISERS.hadamard
+    assert all(with_it[name].bandwidth == pytest.approx(columns) for name in slower)
+    assert all(with_it[name] == step for name, step in without.items() if name not in slower)
+    # By hand: an operand that is transformed is not quantised and dequantised by one kernel.
+    fmt = formats.get("nvfp4")
+    plain, mixed = (
+        roofline.layer({"fprop_x": Use(fmt, hadamard=which), "fprop_w": Use(fmt)}, "H200", 8192, 8192, 8192)
+        for which in (False, True)
+    )
+    assert [step.name for step in plain.steps].count("dequantise fprop_x") == 0
+    assert [step.name for step in mixed.steps].count("dequantise fprop_x") == 1
+    seconds = [roofline_steps.quantise_seconds(Use(fmt, hadamard=which), 8192, 8192, "H200") for which in (False, True)]
+    launches = 2 * GPUS["H200"].launch
+    assert seconds[1] - launches == pytest.approx((seconds[0] - launches) / roofline_steps.QUANTISERS.hadamard)
 
 
 @pytest.mark.parametrize("recipe, merged", [("nvfp4_train", 2), ("nvfp4_rowwise", 1), ("nvfp4_static", 0)])

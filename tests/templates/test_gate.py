@@ -1,12 +1,14 @@
 """The gate itself: its rules on kernels that are known to keep them or not, its lines, its command."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
 from fp4compile.cli.check_sm100 import instruction_name  # noqa: E402
@@ -145,14 +147,33 @@ QUANTISED = QuantizeRow("k", "rows", "mxfp4", 100, (), FITS, instructions=100, b
     ({}, []), ({"conversions": ("E4M3",)}, ["no conversion to E2M1, E8"]), ({"loads": 8}, ["no 16-byte"]),
     ({"stores": 8}, ["no 16-byte"]), ({"kernel": "quantize_columns", "loads": 8}, []),
     ({"kernel": "quantize_grouped_columns", "loads": 4}, []),
-    ({"kernel": "tensor_amax", "stores": 0}, []), ({"instructions": 151}, ["151 instructions for 16 elements, of 150"]),
-    ({"instructions": 151, "sm": 90}, []), ({"resources": replace(FITS, spills=3)}, ["3 local-memory accesses"]),
+    ({"kernel": "tensor_amax", "stores": 0}, []), ({"instructions": 151}, []),
+    ({"resources": replace(FITS, spills=3)}, ["3 local-memory accesses"]),
 ])  # fmt: skip
 def test_what_keeps_a_quantiser_below_its_line(changes, expected):
     launched = Configuration("rows", "mxfp4", launches.quantize_rows).launches(100)[0]
     problems = check._quantize_problems(replace(QUANTISED, **changes), launched)
     assert len(problems) == len(expected)
     assert all(said in problem for said, problem in zip(expected, problems, strict=True))
+
+
+@pytest.mark.parametrize(("version", "changes", "judged", "shown"), [
+    ("3.9.0", {}, 0, 0), ("3.9.0", {"instructions": 150.5}, 1, 0), ("3.9.0", {"instructions": 151, "sm": 90}, 0, 0),
+    ("3.8.0", {}, 0, 0), ("3.8.0", {"instructions": 150.5}, 0, 1), ("3.8.0", {"instructions": 151, "sm": 90}, 0, 0),
+    ("3.10.0", {"instructions": 151}, 0, 1), ("3.9.0+git1", {"instructions": 151}, 0, 1),
+])  # fmt: skip
+def test_counts_of_instructions_are_judged_for_the_compiler_that_set_the_lines(
+    version, changes, judged, shown, monkeypatch
+):
+    monkeypatch.setattr(triton, "__version__", version)
+    row = check._with_figures(replace(QUANTISED, problems=("a fact",), **changes))
+    said = (f"{row.instructions:.0f} instructions for 16 elements, of 150",)
+    assert row.problems == ("a fact", *judged * said) and row.unjudged == shown * said
+
+
+def test_the_compiler_of_the_lines_is_the_pinned_one():
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"^TRITON \?= (\S+)$", makefile, re.MULTILINE) == [lines.COMPILER]
 
 
 def test_goals_and_what_must_not_get_worse_hold_for_sm100_alone():
@@ -283,6 +304,29 @@ def test_one_row_below_its_line_fails_the_command(what, wrong, capsys, monkeypat
     )
     rows[what][wrong] = replace(rows[what][wrong], problems=())
     assert main(["check-sm100"]) == 0
+
+
+@pytest.mark.parametrize(("version", "status"), [(lines.COMPILER, 1), ("3.8.0", 0)])
+def test_figures_of_another_compiler_fail_no_command(version, status, capsys, monkeypatch, tmp_path):
+    """A kernel with a few instructions more under another version of Triton: shown, and no failure."""
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(Sass, "executed", lambda self, trips, idle=False: 604 * trips)  # 151 for 16 elements
+    rows = tuple(one for one in launches.CONFIGURATIONS if (one.label, one.format) == ("rows", "nvfp4"))
+    monkeypatch.setattr("fp4compile.cli.check_sm100.check_products", lambda sm: iter([GOOD]))
+    monkeypatch.setattr(
+        "fp4compile.cli.check_sm100.check_quantize",
+        lambda sm: (check.quantize_row(one, one.launches(sm)[-1], sm) for one in rows),
+    )
+    assert main(["check-sm100", "--json", str(tmp_path / "found.json")]) == status
+    printed = capsys.readouterr().out.splitlines()
+    beyond, last = "151 instructions for 16 elements, of 150", f"{status} of 2 launches are below their line"
+    (row,) = json.loads((tmp_path / "found.json").read_text())["quantizers"]
+    assert printed[-1] == last and (row["problems"], row["unjudged"]) == (status * [beyond], (1 - status) * [beyond])
+    if status:
+        assert f"    below its line: {beyond}" in printed and not any("not judged" in line for line in printed)
+    else:
+        assert f"    not judged: {beyond}" in printed
+        assert "Triton 3.9.0, and this is Triton 3.8.0; 1 launches have more" in printed[-2]
 
 
 @pytest.mark.slow

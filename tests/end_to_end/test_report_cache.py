@@ -1,0 +1,80 @@
+"""The rows of graphs that come from Inductor's cache: what is stored is read back, and what cannot be read is said."""
+
+import importlib
+import json
+import os
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile import report_cache
+
+ROW = dict.fromkeys(("m", "n", "k", "left", "right", "tier", "reason", "flops")) | {"module": "a", "product": "fprop"}
+UNREADABLE = {
+    "empty": b"",
+    "blank": b"\n",
+    "cut": b'{"rows": [], "cou',
+    "junk": bytes(range(256)),
+    "not UTF-8": b'{"rows": "\xff"}',
+    "deep": 100_000 * b"[",
+}
+OF_ANOTHER_KIND = {
+    "number": 3, "null": None, "text": "rows", "list": [1], "object": {}, "no counts": {"rows": []},
+    "no rows": {"counts": {}}, "rows of a dict": {"rows": {}, "counts": {}},
+    "rows of a text": {"rows": "", "counts": {}}, "more": {"rows": [], "counts": {}, "x": 1},
+    "counts of a list": {"rows": [], "counts": []}, "no count": {"rows": [], "counts": {"find": "1"}},
+}  # fmt: skip
+WRONG_ROWS = {
+    "a list": [], "no fields": {}, "no module": {name: value for name, value in ROW.items() if name != "module"},
+    "another field": ROW | {"x": 1}, "a size of a list": ROW | {"m": [1]}, "flops of a text": ROW | {"flops": "1"},
+    "no such product": ROW | {"product": "x"}, "no such category": ROW | {"category": ""},
+}  # fmt: skip
+CONTENTS = UNREADABLE | {name: json.dumps(content).encode() for name, content in OF_ANOTHER_KIND.items()}
+CONTENTS |= {
+    f"row: {name}": json.dumps({"rows": [ROW, row], "counts": {}}).encode() for name, row in WRONG_ROWS.items()
+}
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The file of every key."""
+    monkeypatch.setattr(report_cache, "_path", lambda key: tmp_path / "made" / "rows.json")
+    return tmp_path / "made" / "rows.json"
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_rows_that_cannot_be_read_are_missed_loudly(content, file, monkeypatch, caplog):
+    """The graph comes from Inductor's cache, and the file of its rows holds something else. It is removed."""
+    backend_module = importlib.import_module("fp4compile.backend")
+    monkeypatch.setattr(backend_module, "compile_fx", lambda gm, *args, **kwargs: gm.forward)
+    file.parent.mkdir()
+    file.write_bytes(content)
+    backend = fp4compile.backend("mxfp8", strict=True)
+    y = torch.compile(lambda x: x + 1, backend=backend)(torch.ones(4))
+    assert torch.equal(y, torch.full((4,), 2.0))
+    assert backend.report.lost == 1 and backend.report.rows == [] and "are gone" in str(backend.report)
+    (said,) = (message for message in caplog.messages if "report rows" in message)
+    assert "its report rows cannot be read (" in said and f"{file} is removed" in said
+    assert not file.exists()
+
+
+def test_what_the_cases_above_change_is_what_is_wrong_with_them(file):
+    report_cache.store("key", [([], {"find": 0})])  # a graph without products
+    assert report_cache.load("key") == [([], {"find": 0})]
+    file.write_text(json.dumps({"rows": [ROW, ROW | {"seconds": 1}], "counts": {}}))
+    (((first, second), _),) = report_cache.load("key")
+    assert (first.module, first.seconds, second.seconds) == ("a", None, 1)
+
+
+def test_rows_are_written_whole_or_not_at_all(file, monkeypatch, caplog):
+    report_cache.store("key", [([], {"find": 1})])
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        report_cache.store("key", [([], {"find": 2})])
+    assert "report rows not stored: [Errno 28]" in caplog.text
+    assert report_cache.load("key") == [([], {"find": 1})] and list(file.parent.iterdir()) == [file]
