@@ -94,13 +94,20 @@ def test_seeds_are_one_tensor():
     assert pairs == 1 and node.kwargs["seed"].target is torch.ops.aten.cat.default
     assert node.kwargs["seed"].meta["val"].shape == (2,) and node.kwargs["hadamard"]
 
-    def drawn(d, gate, up, seed):
-        seeds = torch.stack([seed] * 4)
-        return gradients(trained)(d, gate, up, seeds.select(0, 1), seeds.select(0, 2))
+    def drawn(first, second):
+        def function(d, gate, up, seed):
+            seeds = torch.stack([seed] * 4)
+            return gradients(trained)(d, gate, up, seeds.select(0, first), seeds.select(0, second))
 
-    pairs, (node,), *_ = paired_graph(drawn, seeds=1)
+        return function
+
+    pairs, (node,), *_ = paired_graph(drawn(1, 2), seeds=1)
     assert pairs == 1 and node.kwargs["seed"].target is torch.ops.aten.slice.Tensor
     assert node.kwargs["seed"].args[1:] == (0, 1, 3)
+    for apart in ((1, 3), (2, 1), (1, 1)):
+        pairs, (node,), *_ = paired_graph(drawn(*apart), seeds=1)
+        assert pairs == 1 and node.kwargs["seed"].target is torch.ops.aten.cat.default
+        assert [row.args[0].args[2] for row in node.kwargs["seed"].args[0]] == list(apart)
 
 
 @pytest.mark.parametrize(("function", "options"), [

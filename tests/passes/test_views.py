@@ -30,6 +30,14 @@ def _expand(rng, x):
     return x.unsqueeze(0).expand(rng.choice((1, 3)), *x.shape)
 
 
+def _widen(rng, x):
+    """One of the places of a dimension, which has the stride of the dimension, repeated."""
+    dim = _dim(rng, x) % x.dim()
+    start, size = rng.randrange(x.shape[dim]), list(x.shape)
+    size[dim] = rng.choice((1, 3))
+    return aten.slice.Tensor(x, dim, start, start + 1).expand(size)
+
+
 def _permute(rng, x):
     dims = list(range(x.dim()))
     rng.shuffle(dims)
@@ -52,7 +60,7 @@ def _split(rng, x):
 
 
 _CHAIN = (
-    _reshape, _reshape, _expand, _permute, _slice, _split,
+    _reshape, _reshape, _expand, _widen, _permute, _slice, _split,
     lambda rng, x: x.unsqueeze(rng.randrange(-x.dim() - 1, x.dim() + 1)),
     lambda rng, x: x.unsqueeze(0).transpose(0, _dim(rng, x)).squeeze(),
     lambda rng, x: x.unsqueeze(1).squeeze(1),
@@ -131,6 +139,18 @@ def test_equal_keys_are_equal_values():
             equal += other is not value
             assert other.dtype == value.dtype and torch.equal(other, value), f"seed {seed}, {node}"
     assert equal > 50  # enough pairs of nodes with equal keys
+
+
+def test_a_dimension_of_size_1_that_is_expanded_repeats():
+    """Its stride in memory is that of a row; in the view it is 0, or the view would name rows that are not there."""
+
+    def expanded(w):
+        rows = w.expand(3, 4)
+        return rows, rows.t(), w.expand(1, 4)
+
+    rows, columns, same = map(view_of, make_fx(expanded)(torch.randn(1, 4)).graph.output_node().args[0])
+    assert (rows.stride, columns.stride, same.stride) == ((0, 1), (1, 0), (4, 1))
+    assert rows.repeats and columns.repeats and not same.repeats
 
 
 def test_pieces_of_a_tensor_are_not_each_other():
