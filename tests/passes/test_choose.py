@@ -67,7 +67,10 @@ def test_an_epilogue_is_not_the_librarys():
     assert fused.takes_epilogue and fused.kernel == "block_scaled_sm100"
     taken = {m: choose(problem(None, "nvfp4", m, 90)).takes_epilogue for m in (1, 8, 9, 64, 65)}
     assert taken == {1: False, 8: False, 9: True, 64: True, 65: True}
-    assert not choose(problem("mxfp8", "mxfp8", 512, 90)).takes_epilogue  # the tiles may be computed again
+    # The tiles may be computed again, whoever has written the result before.
+    for out_dtype in (BF16, torch.float32):
+        emulated = dataclasses.replace(problem("mxfp8", "mxfp8", 512, 90), out_dtype=out_dtype)
+        assert choose(emulated).kernel == "dequant_operand" and not choose(emulated).takes_epilogue
     assert not choose(problem("float8_rowwise", "float8_rowwise", 512, 90)).takes_epilogue
 
 
