@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile.passes.views import value_key, view_of
@@ -151,6 +152,35 @@ def test_a_dimension_of_size_1_that_is_expanded_repeats():
     rows, columns, same = map(view_of, make_fx(expanded)(torch.randn(1, 4)).graph.output_node().args[0])
     assert (rows.stride, columns.stride, same.stride) == ((0, 1), (1, 0), (4, 1))
     assert rows.repeats and columns.repeats and not same.repeats
+
+
+def test_as_strided_addresses_the_memory_of_its_argument():
+    """Offsets count from where the memory begins, and the argument may begin later; without one it is where that does.
+
+    Only a tensor that is no view itself tells where: of others the memory is not known.
+    """
+
+    def strided(w):
+        of_view = aten.as_strided.default(aten.slice.Tensor(w, 0, 1, 4), [2, 3], [3, 1])
+        of_columns = aten.as_strided.default(aten.t.default(w), [2, 3], [3, 1])
+        here, given = (aten.as_strided.default(w, [2, 3], [1, 3], *offset) for offset in ((), (13,)))
+        return here, given, aten.slice.Tensor(given, 0, 1, 2), of_view, of_columns
+
+    with FakeTensorMode():
+        nodes = make_fx(strided)(torch.empty(8, 6)[2:]).graph.output_node().args[0]
+    here, given, row, *roots = map(view_of, nodes)
+    assert (here.offset, given.offset, row.offset) == (0, 1, 2) and here.root is given.root is row.root
+    assert (given.size, given.stride) == ((2, 3), (1, 3))
+    assert [view.root for view in roots] == list(nodes[3:])
+
+
+def test_only_casts_on_one_device_are_views():
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda")
+        moved, cast = make_fx(lambda x: (aten._to_copy.default(x, device=torch.device("cpu")), x.bfloat16()))(
+            x
+        ).graph.output_node().args[0]
+    assert view_of(moved).root is moved and view_of(cast).root is not cast
 
 
 def test_pieces_of_a_tensor_are_not_each_other():
