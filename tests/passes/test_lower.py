@@ -276,6 +276,26 @@ def test_slices_that_begin_elsewhere_have_traces_of_their_own():
     assert [one.constants["ALIGN"] for one in launches] == [4, 1, 4, 2]
 
 
+def test_tensors_that_lie_otherwise_have_traces_of_their_own():
+    def rows_and_columns(x, y):
+        return [torch.ops.fp4compile.quantize(t, "mxfp8")[0] for t in (x, torch.ops.aten.t.default(y))]
+
+    launches, _ = lowered(rows_and_columns, (64, 64), (64, 64))
+    assert [one.kernel.__name__ for one in launches] == ["quantize_rows", "quantize_columns"]
+
+
+def test_a_trace_of_one_tensor_twice_is_none_of_two():
+    """A product of a tensor with itself has one tensor in both places; one with another has two, of the same looks."""
+
+    def products(x, y, z):
+        quantised = {t: (*torch.ops.fp4compile.quantize(t, "mxfp8")[:2], None, "mxfp8") for t in (x, y, z)}
+        pairs = ((x, x), (x, y), (y, z), (z, z))
+        return [torch.ops.fp4compile.scaled_mm(*quantised[a], *quantised[b], None, torch.bfloat16) for a, b in pairs]
+
+    launches, _ = lowered(products, (64, 128), (64, 128), (64, 128))
+    assert [one.kernel.__name__ for one in launches].count("gemm_dequant_tiles") == 2
+
+
 def test_swept_weights_are_lowered_to_the_sweep():
     """Where a weight is quantised at every call; its scales lie as the product reads them."""
     for sm, tier, swizzled in ((90, "emulated", False), (100, "native", True)):
