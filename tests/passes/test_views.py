@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.passes.views import value_key, view_of
+from fp4compile.passes.views import swaps_last_two, value_key, view_of
 
 aten = torch.ops.aten
 
@@ -177,10 +177,23 @@ def test_as_strided_addresses_the_memory_of_its_argument():
 def test_only_casts_on_one_device_are_views():
     with FakeTensorMode():
         x = torch.empty(4, 4, device="cuda")
-        moved, cast = make_fx(lambda x: (aten._to_copy.default(x, device=torch.device("cpu")), x.bfloat16()))(
-            x
-        ).graph.output_node().args[0]
+        moved, cast = (
+            make_fx(lambda x: (aten._to_copy.default(x, device=torch.device("cpu")), x.bfloat16()))(x)
+            .graph.output_node()
+            .args[0]
+        )
     assert view_of(moved).root is moved and view_of(cast).root is not cast
+
+
+@pytest.mark.parametrize(("turn", "swaps"), [
+    (lambda x: aten.transpose.int(x, -1, 2), True), (lambda x: aten.transpose.int(x, 1, 2), False),
+    (lambda x: aten.permute.default(x, [0, 1, 3, 2]), True), (lambda x: aten.permute.default(x, [0, 1, -1, -2]), True),
+    (lambda x: aten.permute.default(x, [1, 0, 3, 2]), False), (lambda x: aten.permute.default(x, [3, 2, 0, 1]), False),
+    (lambda x: aten.t.default(x[0, 0]), True), (lambda x: aten.t.default(x[0, 0, 0]), False), (torch.relu, False),
+])  # fmt: skip
+def test_what_swaps_the_last_two_dimensions(turn, swaps):
+    (node,) = make_fx(turn)(torch.randn(2, 3, 4, 5)).graph.output_node().all_input_nodes
+    assert swaps_last_two(node) == swaps
 
 
 def test_pieces_of_a_tensor_are_not_each_other():
