@@ -301,8 +301,6 @@ LEFT = {
     "square blocks": (lambda x: quantize(x * 2.0, "nvfp4_16x16"), (FLAT,)),
     "every other column": (lambda x: quantize(gated(columns(x, 0, 128, 2), columns(x, 1, 128, 2)), "nvfp4"), (FLAT,)),
     "slices of what is computed": (lambda x: quantize(gated(*(x * 2.0).chunk(2, -1)), ONE_LEVEL), (FLAT,)),
-    "a slice of what lies otherwise":
-        (lambda x, y: quantize(x * columns(y.t(), 0, 64), ONE_LEVEL), ((64, 64), (128, 64))),
     "slices of other rows": (lambda x: quantize(gated(*x.view(32, 256).chunk(2, -1)), ONE_LEVEL), (FLAT,)),
     "slices of heads": (lambda x: quantize(flat(gated(*x.chunk(2, 1))), "nvfp4"), (SAME,)),
     "slices of any width": (lambda x: quantize(gated(*x.chunk(2, -1)), "nvfp4"), ((64, ANY),)),
@@ -355,6 +353,11 @@ def test_operands_of_other_strides():
     assert [fused_graph(lambda x, y: quantize(x * y, ONE_LEVEL), FLAT, FLAT, turned=t).fused for t in (0, 1)] == [1, 0]
     halves = [fused_graph(lambda x: quantize(gated(*x.chunk(2, -1)), ONE_LEVEL), FLAT, turned=t) for t in (0, 1)]
     assert [result.fused for result in halves] == [1, 0]
+
+    def with_a_slice(x, y):
+        return quantize(x * columns(y, 0, 64), ONE_LEVEL)
+
+    assert [fused_graph(with_a_slice, (64, 64), FLAT, turned=t).fused for t in (0, 1)] == [1, 0]
 
 
 def test_the_choice():

@@ -53,6 +53,20 @@ def test_what_a_kernel_reads_before_it_waits_is_not_of_the_kernel_before(steps, 
     assert bool(first.constants.get("LAUNCH_DEPENDENTS")) or not waits
 
 
+@pytest.mark.parametrize("steps", [(), RMS_NORM], ids=["plain", "norm"])
+@pytest.mark.parametrize("rows", [2, 3, 65, 128, 129, 4096, 2**14])
+def test_partial_maxima_are_as_many_as_programs_and_a_power_of_two(rows, steps):
+    """Each program stores one, and a program of the next kernel reads all of them at once."""
+    x, fmt = meta(rows, 512), formats.get("nvfp4")
+    with dry_run(Target(90)) as found:
+        after_steps(x, fmt, "linear", steps) if steps else dispatch.quantize(x, fmt)
+    first, second = found
+    count = first.args["amax_ptr"].numel()
+    assert second.constants["PARTIAL_MAXIMA"] == count and count & (count - 1) == 0
+    assert first.constants["PARTIAL"] == (rows <= (128 if steps else 4096))
+    assert first.grid == count or not first.constants["PARTIAL"]
+
+
 # ---------------------------------------------------------------- how wide a kernel may load
 
 
