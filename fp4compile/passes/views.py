@@ -229,8 +229,8 @@ def _as_strided(node: Node) -> View | None:
     base, view = source.meta["val"], view_of(source)
     if view.root is not source or not base.is_contiguous() or any(isinstance(arg, Node) for arg in (*size, *stride)):
         return None
-    start = offset[0] if offset and offset[0] is not None else 0
     begins = base.storage_offset()
+    start = offset[0] if offset and offset[0] is not None else begins
     return View(source, (), tuple(size), tuple(stride), start - begins)
 
 

@@ -79,6 +79,30 @@ def test_pieces_and_casts_leave_the_graph_too(packings, autocast):
     assert recorder.graphs[0].count("fp4compile.quantize") == 2  # activations: x, and what the second product reads
 
 
+class Views(torch.nn.Module):
+    """Weights that are views with strides of their own: of memory that begins elsewhere, and of one row, repeated."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.row = torch.nn.Parameter(torch.randn(40, 64)[4:]), torch.nn.Parameter(torch.randn(1, 64))
+
+    def weights(self):
+        return self.rows.as_strided((32, 64), (64, 1)), self.row.expand(32, 64)
+
+    def forward(self, x):
+        return [x @ weight.t() for weight in self.weights()]
+
+
+def test_views_with_strides_of_their_own():
+    model, x = Views(), torch.randn(8, 64)
+    with torch.no_grad():
+        results = torch.compile(model, backend=fp4compile.backend("mxfp8"))(x)
+    for result, weight in zip(results, model.weights(), strict=True):
+        quantised, activations = (fp4compile.quantize(t.detach().contiguous(), "mxfp8") for t in (weight, x))
+        expected = activations.dequantize() @ quantised.dequantize().t()
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_training_graphs_keep_their_weights(packings):
     layer = torch.nn.Linear(64, 48)
     torch.compile(layer, backend=fp4compile.backend("nvfp4"))(torch.randn(8, 64)).sum().backward()

@@ -136,8 +136,7 @@ class Oracle:
         """left @ right (+ bias), quantised as the recipe says. sizes: (m, n, k) of the report; () is not counted."""
         treatments = self._treatments(layer, product, roles)
         if treatments is None:
-            out = left @ right if bias is None else torch.addmm(bias, left, right)
-            return self._perturbed(out)
+            return self._plain(left, right, bias)
         a, b = left, right.transpose(-2, -1)
         operands, names = [], []
         for x, role, treatment in zip((a, b), roles, treatments, strict=True):
@@ -159,6 +158,14 @@ class Oracle:
             out = self._perturbed(out)
             out = (out if bias is None else out + bias.float()).to(left.dtype)
         return out
+
+    def _plain(self, left, right, bias):
+        """left @ right (+ bias). Noise comes before the result is rounded: half of a unit in the last place of bfloat16
+        is more than the noise, so that most of it would not be seen after that."""
+        if not self.noise:
+            return left @ right if bias is None else torch.addmm(bias, left, right)
+        out = self._perturbed(left.float() @ right.float())
+        return (out if bias is None else out + bias.float()).to(left.dtype)
 
     def _sizes(self, m, n, k, layer: "_Layer", product: str) -> tuple:
         if not self.rows_symbolic:

@@ -3,7 +3,9 @@
     python tests/helpers/resume_worker.py RECIPE DEVICE CHECKPOINT LOSSES KILL
 
 It goes on from CHECKPOINT if that exists, and kills itself in step KILL, after the backward. So it runs in a process of
-its own, forked once everything is imported; the losses so far go to LOSSES.killed, and the first process resumes.
+its own; the losses so far go to LOSSES.killed, and the first process resumes. On a CPU the process is forked once
+everything is imported, which saves a start of Python. A forked process cannot use a GPU that was asked for before, if
+only by an import; for a GPU the process is spawned.
 """
 
 import multiprocessing
@@ -56,7 +58,8 @@ def train(recipe: str, device: str, checkpoint: Path, losses: Path, kill: int | 
 if __name__ == "__main__":
     name, place, path, out, step = sys.argv[1:]
     arguments = name, place, Path(path), Path(out)
-    killed = multiprocessing.get_context("fork").Process(target=train, args=(*arguments, int(step)))
+    context = multiprocessing.get_context("fork" if place == "cpu" else "spawn")
+    killed = context.Process(target=train, args=(*arguments, int(step)))
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL

@@ -67,8 +67,31 @@ def test_an_epilogue_is_not_the_librarys():
     assert fused.takes_epilogue and fused.kernel == "block_scaled_sm100"
     taken = {m: choose(problem(None, "nvfp4", m, 90)).takes_epilogue for m in (1, 8, 9, 64, 65)}
     assert taken == {1: False, 8: False, 9: True, 64: True, 65: True}
-    assert not choose(problem("mxfp8", "mxfp8", 512, 90)).takes_epilogue  # the tiles may be computed again
+    # The tiles may be computed again, whoever has written the result before.
+    for out_dtype in (BF16, torch.float32):
+        emulated = dataclasses.replace(problem("mxfp8", "mxfp8", 512, 90), out_dtype=out_dtype)
+        assert choose(emulated).kernel == "dequant_operand" and not choose(emulated).takes_epilogue
     assert not choose(problem("float8_rowwise", "float8_rowwise", 512, 90)).takes_epilogue
+
+
+@pytest.mark.parametrize(("kernel", "n", "k", "parts"), [
+    # 128 programs fill an H200, each of 16 rows of B where they are few; a part of K has at least one step of 4 x 64
+    # pairs.
+    ("dequant_tiles", 2048, 4096, 1), ("dequant_tiles", 2032, 4096, 2), ("dequant_tiles", 2032, 1024, 2),
+    ("dequant_tiles", 2032, 1008, 1), ("dequant_tiles", 1024, 4096, 2), ("dequant_tiles", 1008, 4096, 4),
+    ("dequant_tiles", 1008, 2048, 4), ("dequant_tiles", 1008, 2032, 2), ("dequant_tiles", 256, 2**16, 8),
+    # 132 multiprocessors take a program of 128 rows of B each; a part of K has at least 512 elements.
+    ("wgmma_sm90", 4096, 4096, 4), ("wgmma_sm90", 4096, 2048, 4), ("wgmma_sm90", 4096, 2032, 2),
+    ("wgmma_sm90", 4096, 1024, 2), ("wgmma_sm90", 4096, 1008, 1), ("wgmma_sm90", 8448, 4096, 2),
+    ("wgmma_sm90", 8464, 4096, 1),
+    # 148 multiprocessors of a B200: a program for each, of 128 rows of B, or one for each step of 256 elements.
+    ("skinny_block_scaled_sm100", 4096, 4096, 5), ("skinny_block_scaled_sm100", 4096, 1280, 5),
+    ("skinny_block_scaled_sm100", 4096, 1024, 4), ("skinny_block_scaled_sm100", 148 * 128, 4096, 1),
+    ("skinny_block_scaled_sm100", 74 * 128, 4096, 2),
+])  # fmt: skip
+def test_k_is_split_until_the_gpu_is_full(kernel, n, k, parts):
+    sm, a = (100, "nvfp4") if kernel.endswith("sm100") else (90, None)
+    assert named(kernel).configure(problem(a, "nvfp4", 16, sm, n=n, k=k)).split_k == parts
 
 
 def test_groups():

@@ -67,6 +67,11 @@ def without_outer(x, q, k, v):
     return product(x, q), product(x, (*k[:2], None, k[3])), product(x, (*v[:2], x.new_ones(24, 1, dtype=F32), v[3]))
 
 
+def activations_scaled_differently(x, q, k, v):
+    data, scales, outer = torch.ops.fp4compile.quantize(x, "nvfp4")
+    return [product(data, w, a=(scales, own, "nvfp4")) for w, own in ((q, outer), (k, outer * 2), (v, None))]
+
+
 def rounded_differently(x, q, k, v):
     return product(x, q), product(x, k, out_dtype=F32)
 
@@ -106,7 +111,8 @@ def five(x, q, k, v):
 MERGED = {
     users_between: [3], views_of_one: [3], quantised: [3], quantised_each: [3], biased: [3], made_late: [3],
     five: [3, 2], crossed: [2], scaled_by_a_product: [2], other_activations: [], some_biased: [],
-    biased_differently: [], without_outer: [], rounded_differently: [], bias_of_a_product: [], changed_between: [],
+    biased_differently: [], without_outer: [],
+    activations_scaled_differently: [], rounded_differently: [], bias_of_a_product: [], changed_between: [],
     drawn_between: [],
 }  # fmt: skip
 

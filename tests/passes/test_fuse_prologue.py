@@ -21,6 +21,7 @@ from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import prologue_cost
+from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
 from tests.helpers.norms import rms_norm
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -252,6 +253,20 @@ def test_what_others_need_is_stored(name, monkeypatch):
     assert sum(launch.args.get("stored_1_ptr") is not None for launch in launches) == 1
 
 
+def test_what_is_read_before_an_operand_is_there_is_not_stored(monkeypatch):
+    """The product reads the sum, and comes before the other product, which the quantiser reads: Inductor writes it."""
+
+    def function(x, y, w):
+        stream = x + y
+        product = stream @ w
+        return *quantize(F.relu(stream) * (y @ w), ONE_LEVEL), product
+
+    monkeypatch.setattr(fuse_prologue, "gain", lambda prologue, *_: 1 + len(prologue.stored))
+    result = fused_graph(function, (128, 128), (128, 128), (128, 128))
+    (node,) = result.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
+    assert result.fused == 1 and "stored" not in node.kwargs and left(result.graph) == ["aten.add.Tensor"]
+
+
 def written_over(x):
     y = F.relu(x)
     x.add_(1.0)
@@ -286,6 +301,7 @@ LEFT = {
     "square blocks": (lambda x: quantize(x * 2.0, "nvfp4_16x16"), (FLAT,)),
     "every other column": (lambda x: quantize(gated(columns(x, 0, 128, 2), columns(x, 1, 128, 2)), "nvfp4"), (FLAT,)),
     "slices of what is computed": (lambda x: quantize(gated(*(x * 2.0).chunk(2, -1)), ONE_LEVEL), (FLAT,)),
+    "slices of other rows": (lambda x: quantize(gated(*x.view(32, 256).chunk(2, -1)), ONE_LEVEL), (FLAT,)),
     "slices of heads": (lambda x: quantize(flat(gated(*x.chunk(2, 1))), "nvfp4"), (SAME,)),
     "slices of any width": (lambda x: quantize(gated(*x.chunk(2, -1)), "nvfp4"), ((64, ANY),)),
     "a norm of a slice and of another": (lambda x: quantize(rms_norm(*x.chunk(2, -1)), "mxfp8"), (FLAT,)),
@@ -338,6 +354,11 @@ def test_operands_of_other_strides():
     halves = [fused_graph(lambda x: quantize(gated(*x.chunk(2, -1)), ONE_LEVEL), FLAT, turned=t) for t in (0, 1)]
     assert [result.fused for result in halves] == [1, 0]
 
+    def with_a_slice(x, y):
+        return quantize(x * columns(y, 0, 64), ONE_LEVEL)
+
+    assert [fused_graph(with_a_slice, (64, 64), FLAT, turned=t).fused for t in (0, 1)] == [1, 0]
+
 
 def test_the_choice():
     """erf takes longer on a B200 than what it saves, and less on an H200. A gate's two tensors, read twice, do not."""
@@ -354,8 +375,11 @@ def test_a_result_that_is_kept_for_the_second_kernel():
     result = fused_graph(lambda x, y: quantize(F.silu(x) * y, "nvfp4"), large, large, sm=100, lowered=True)
     amax, quantiser = result.launches
     assert result.fused == 1 and quantiser.args["x_ptr"] is amax.args["stored_1_ptr"]
-    one_level = fused_graph(_gate_into(ONE_LEVEL), large, large, sm=100).graph
-    assert "stored" not in one_level.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)[0].kwargs
+    small = 2048, 1024  # whose kernels overlap
+    assert PARTIAL_MAXIMA_ELEMENTS == 2048 * 1024
+    for format, shape in ((ONE_LEVEL, large), ("nvfp4", small)):
+        graph = fused_graph(_gate_into(format), shape, shape, sm=100).graph
+        assert "stored" not in graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)[0].kwargs
 
 
 def test_not_on_the_cpu():

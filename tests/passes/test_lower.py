@@ -7,6 +7,8 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import driver
 
 import fp4compile
@@ -252,6 +254,46 @@ def launches():
 
 def dtypes_of(launch):
     return {name: value.dtype for name, value in launch.args.items() if isinstance(value, torch.Tensor)}
+
+
+def lowered(function, *shapes, sm=90):
+    """(launches, graph) of a function of fake bfloat16 tensors, lowered for a GPU that need not be there."""
+    with FakeTensorMode(), dry_run(Target(sm)) as launches:
+        values = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+        graph = make_fx(function)(*values).graph
+        lower(graph)
+    return launches, graph
+
+
+def test_slices_that_begin_elsewhere_have_traces_of_their_own():
+    """A kernel loads as many bytes at once as divide the address: slices of one shape and one stride may differ."""
+
+    def slices(x):
+        pieces = [torch.ops.aten.slice.Tensor(x, 1, start, start + 64) for start in (0, 2, 64, 4)]
+        return [torch.ops.fp4compile.quantize(piece, "mxfp8")[0] for piece in pieces]
+
+    launches, _ = lowered(slices, (32, 256))
+    assert [one.constants["ALIGN"] for one in launches] == [4, 1, 4, 2]
+
+
+def test_tensors_that_lie_otherwise_have_traces_of_their_own():
+    def rows_and_columns(x, y):
+        return [torch.ops.fp4compile.quantize(t, "mxfp8")[0] for t in (x, torch.ops.aten.t.default(y))]
+
+    launches, _ = lowered(rows_and_columns, (64, 64), (64, 64))
+    assert [one.kernel.__name__ for one in launches] == ["quantize_rows", "quantize_columns"]
+
+
+def test_a_trace_of_one_tensor_twice_is_none_of_two():
+    """A product of a tensor with itself has one tensor in both places; one with another has two, of the same looks."""
+
+    def products(x, y, z):
+        quantised = {t: (*torch.ops.fp4compile.quantize(t, "mxfp8")[:2], None, "mxfp8") for t in (x, y, z)}
+        pairs = ((x, x), (x, y), (y, z), (z, z))
+        return [torch.ops.fp4compile.scaled_mm(*quantised[a], *quantised[b], None, torch.bfloat16) for a, b in pairs]
+
+    launches, _ = lowered(products, (64, 128), (64, 128), (64, 128))
+    assert [one.kernel.__name__ for one in launches].count("gemm_dequant_tiles") == 2
 
 
 def test_swept_weights_are_lowered_to_the_sweep():

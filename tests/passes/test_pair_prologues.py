@@ -23,15 +23,11 @@ quantize, quantize_both = torch.ops.fp4compile.quantize, torch.ops.fp4compile.qu
 cast = torch.ops.prims.convert_element_type
 
 
-def gradients(first, other=None, between=lambda d, one: d):
-    """A function of the gradient of a gate's result, the gate and the other input; these quantise what it makes.
-
-    between: makes the gradient that the second one reads, of that and of what the first quantiser returned.
-    """
+def gradients(first, other=None):
+    """A function of the gradient of a gate's result, the gate and the other input; these quantise what it makes."""
 
     def function(d, gate, up, *seeds):
-        one = first(d * (gate + 1), *seeds[:1])
-        return one, (other or first)(between(d, one) * up * gate, *seeds[1:])
+        return first(d * (gate + 1), *seeds[:1]), (other or first)(d * up * gate, *seeds[1:])
 
     return function
 
@@ -43,11 +39,40 @@ def by(op, *arguments, **options):
 BOTH = by(quantize_both, "mxfp8")
 
 
-def paired_graph(function, shape=(64, 128), dtype=BF16, seeds=0, pair=True, lowered=False):
-    """(pairs, nodes with a prologue, launches, graph) of a function on fake tensors of SM100, after the passes."""
+def of_a_product(product):
+    """Of a gate whose second gradient is made of a product, which is no tensor of a quantiser."""
+
+    def function(d, gate, up):
+        one = BOTH(d * (gate + 1))
+        return one, BOTH(product(d, one) * gate)
+
+    return function
+
+
+def of_one_value(d, gate, up):
+    """Quantised twice, as two nodes."""
+    return BOTH(d * (gate + 1)), BOTH(d * (gate + 1))
+
+
+def of_a_given_scale(d, gate, up):
+    outer = d.new_ones((), dtype=torch.float32)
+    return gradients(lambda x: quantize_both(x, "nvfp4", outer=outer))(d, gate, up)
+
+
+def of_one_row(d, gate, up, row):
+    """The two have nothing but a row in common."""
+    return BOTH(d * row), BOTH(up * row * 2.0)
+
+
+def paired_graph(function, shape=(64, 128), dtype=BF16, seeds=0, pair=True, lowered=False, row=False):
+    """(pairs, nodes with a prologue, launches, graph) of a function on fake tensors of SM100, after the passes.
+
+    seeds, row: how many seeds the function takes besides, and whether it takes a row.
+    """
     with FakeTensorMode(shape_env=ShapeEnv()), dry_run(Target(100)) as launches:
         values = [torch.empty(shape, dtype=dtype, device="cuda") for _ in range(3)]
         values += [torch.empty((), dtype=torch.int64, device="cuda") for _ in range(seeds)]
+        values += [torch.empty(shape[-1:], dtype=dtype, device="cuda")] * row
         graph = make_fx(function)(*values).graph
         graph.eliminate_dead_code()
         merge_quantize(graph)
@@ -94,26 +119,44 @@ def test_seeds_are_one_tensor():
     assert pairs == 1 and node.kwargs["seed"].target is torch.ops.aten.cat.default
     assert node.kwargs["seed"].meta["val"].shape == (2,) and node.kwargs["hadamard"]
 
-    def drawn(d, gate, up, seed):
-        seeds = torch.stack([seed] * 4)
-        return gradients(trained)(d, gate, up, seeds.select(0, 1), seeds.select(0, 2))
+    def drawn(first, second):
+        def function(d, gate, up, seed):
+            seeds = torch.stack([seed] * 4)
+            return gradients(trained)(d, gate, up, seeds.select(0, first), seeds.select(0, second))
 
-    pairs, (node,), *_ = paired_graph(drawn, seeds=1)
+        return function
+
+    pairs, (node,), *_ = paired_graph(drawn(1, 2), seeds=1)
     assert pairs == 1 and node.kwargs["seed"].target is torch.ops.aten.slice.Tensor
     assert node.kwargs["seed"].args[1:] == (0, 1, 3)
+    for apart in ((1, 3), (2, 1), (1, 1)):
+        pairs, (node,), *_ = paired_graph(drawn(*apart), seeds=1)
+        assert pairs == 1 and node.kwargs["seed"].target is torch.ops.aten.cat.default
+        assert [row.args[0].args[2] for row in node.kwargs["seed"].args[0]] == list(apart)
 
 
 @pytest.mark.parametrize(("function", "options"), [
     (gradients(BOTH, by(quantize_both, "mxfp8_e5m2")), {}), (gradients(BOTH, by(quantize, "mxfp8")), {}),
     (gradients(by(quantize, "mxfp8"), by(quantize, "mxfp8", -2)), {}),
     (gradients(BOTH, by(quantize_both, "mxfp8", layout="swizzled")), {}),
-    (gradients(BOTH, between=lambda d, one: torch.ops.aten.mm(d, d)), {"shape": (128, 128)}),
-    (gradients(BOTH, between=lambda d, one: torch.ops.aten.mm(d, cast(one[0], BF16))), {"shape": (128, 128)}),
+    (of_a_product(lambda d, one: torch.ops.aten.mm(d, d)), {"shape": (128, 128)}),
+    (of_a_product(lambda d, one: torch.ops.aten.mm(d, cast(one[0], BF16))), {"shape": (128, 128)}),
+    (of_one_value, {}), (of_a_given_scale, {}), (of_one_row, {"row": True}),
     (gradients(BOTH), {"shape": (2, 64, 128)}), (gradients(BOTH), {"shape": (37, 136)}),  # where a half begins
-], ids=["format", "op", "direction", "layout", "later", "dependent", "batch", "alignment"])  # fmt: skip
+], ids=["format", "op", "direction", "layout", "later", "dependent", "same", "given", "row", "batch",
+        "alignment"])  # fmt: skip
 def test_unlike_ones_stay_two(function, options):
+    """Each case has one reason."""
     pairs, nodes, *_ = paired_graph(function, **options)
     assert (pairs, len(nodes)) == (0, 2)
+
+
+def test_a_product_that_is_there_is_read():
+    def function(d, gate, up):
+        product = torch.ops.aten.mm(d, d)
+        return of_a_product(lambda *_: product)(d, gate, up)
+
+    assert paired_graph(function, shape=(128, 128))[0] == 1
 
 
 def test_nothing_is_moved_past_what_changes_memory():

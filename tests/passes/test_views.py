@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.passes.views import value_key, view_of
+from fp4compile.passes.views import swaps_last_two, value_key, view_of
 
 aten = torch.ops.aten
 
@@ -28,6 +29,14 @@ def _reshape(rng, x):
 
 def _expand(rng, x):
     return x.unsqueeze(0).expand(rng.choice((1, 3)), *x.shape)
+
+
+def _widen(rng, x):
+    """One of the places of a dimension, which has the stride of the dimension, repeated."""
+    dim = _dim(rng, x) % x.dim()
+    start, size = rng.randrange(x.shape[dim]), list(x.shape)
+    size[dim] = rng.choice((1, 3))
+    return aten.slice.Tensor(x, dim, start, start + 1).expand(size)
 
 
 def _permute(rng, x):
@@ -52,7 +61,7 @@ def _split(rng, x):
 
 
 _CHAIN = (
-    _reshape, _reshape, _expand, _permute, _slice, _split,
+    _reshape, _reshape, _expand, _widen, _permute, _slice, _split,
     lambda rng, x: x.unsqueeze(rng.randrange(-x.dim() - 1, x.dim() + 1)),
     lambda rng, x: x.unsqueeze(0).transpose(0, _dim(rng, x)).squeeze(),
     lambda rng, x: x.unsqueeze(1).squeeze(1),
@@ -131,6 +140,60 @@ def test_equal_keys_are_equal_values():
             equal += other is not value
             assert other.dtype == value.dtype and torch.equal(other, value), f"seed {seed}, {node}"
     assert equal > 50  # enough pairs of nodes with equal keys
+
+
+def test_a_dimension_of_size_1_that_is_expanded_repeats():
+    """Its stride in memory is that of a row; in the view it is 0, or the view would name rows that are not there."""
+
+    def expanded(w):
+        rows = w.expand(3, 4)
+        return rows, rows.t(), w.expand(1, 4)
+
+    rows, columns, same = map(view_of, make_fx(expanded)(torch.randn(1, 4)).graph.output_node().args[0])
+    assert (rows.stride, columns.stride, same.stride) == ((0, 1), (1, 0), (4, 1))
+    assert rows.repeats and columns.repeats and not same.repeats
+
+
+def test_as_strided_addresses_the_memory_of_its_argument():
+    """Offsets count from where the memory begins, and the argument may begin later; without one it is where that does.
+
+    Only a tensor that is no view itself tells where: of others the memory is not known.
+    """
+
+    def strided(w):
+        of_view = aten.as_strided.default(aten.slice.Tensor(w, 0, 1, 4), [2, 3], [3, 1])
+        of_columns = aten.as_strided.default(aten.t.default(w), [2, 3], [3, 1])
+        here, given = (aten.as_strided.default(w, [2, 3], [1, 3], *offset) for offset in ((), (13,)))
+        return here, given, aten.slice.Tensor(given, 0, 1, 2), of_view, of_columns
+
+    with FakeTensorMode():
+        nodes = make_fx(strided)(torch.empty(8, 6)[2:]).graph.output_node().args[0]
+    here, given, row, *roots = map(view_of, nodes)
+    assert (here.offset, given.offset, row.offset) == (0, 1, 2) and here.root is given.root is row.root
+    assert (given.size, given.stride) == ((2, 3), (1, 3))
+    assert [view.root for view in roots] == list(nodes[3:])
+
+
+def test_only_casts_on_one_device_are_views():
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda")
+        moved, cast = (
+            make_fx(lambda x: (aten._to_copy.default(x, device=torch.device("cpu")), x.bfloat16()))(x)
+            .graph.output_node()
+            .args[0]
+        )
+    assert view_of(moved).root is moved and view_of(cast).root is not cast
+
+
+@pytest.mark.parametrize(("turn", "swaps"), [
+    (lambda x: aten.transpose.int(x, -1, 2), True), (lambda x: aten.transpose.int(x, 1, 2), False),
+    (lambda x: aten.permute.default(x, [0, 1, 3, 2]), True), (lambda x: aten.permute.default(x, [0, 1, -1, -2]), True),
+    (lambda x: aten.permute.default(x, [1, 0, 3, 2]), False), (lambda x: aten.permute.default(x, [3, 2, 0, 1]), False),
+    (lambda x: aten.t.default(x[0, 0]), True), (lambda x: aten.t.default(x[0, 0, 0]), False), (torch.relu, False),
+])  # fmt: skip
+def test_what_swaps_the_last_two_dimensions(turn, swaps):
+    (node,) = make_fx(turn)(torch.randn(2, 3, 4, 5)).graph.output_node().all_input_nodes
+    assert swaps_last_two(node) == swaps
 
 
 def test_pieces_of_a_tensor_are_not_each_other():

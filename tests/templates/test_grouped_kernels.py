@@ -150,6 +150,17 @@ def test_matrices(format, dim):
 
 
 @gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_16x16"])
+def test_matrices_that_lie_apart(format):
+    """In all dimensions, with NaN between them."""
+    x = torch.stack([hard_input(name, (17, 40), torch.bfloat16, 16) for name in ("outliers", "scaled_rows")])
+    around = x.new_full((4, 24, 64), torch.nan)
+    around[::2, 4:21, 8:48] = x
+    for dim in (-1, -2):
+        check(around[::2, 4:21, 8:48], None, formats.get(format), dim)
+
+
+@gpu
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, -1), (torch.float32, -1), (torch.float32, -2)], ids=str)
 def test_static_outer_scales(dtype, dim):
     fmt = formats.get("nvfp4")
