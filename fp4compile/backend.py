@@ -145,6 +145,7 @@ class Backend:
 
     @property
     def __name__(self) -> str:
+        # A name of Dynamo's registry, for recipes of the user's own too.
         return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(

@@ -112,6 +112,25 @@ def test_weights_are_packed_at_every_call_while_there_is_a_group(packings):
     assert len(packings) == 5, "kept again"
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_cuda_graphs_read_what_a_group_wrote():
+    layer, x = torch.nn.Linear(64, 48).cuda(), torch.randn(8, 64, device="cuda")
+    compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4"), mode="reduce-overhead")
+
+    def check(calls):
+        for _ in range(calls):  # recorded by the second, replayed from the third on
+            torch.testing.assert_close(compiled(x).cpu(), uncached(layer, x), rtol=1e-5, atol=1e-5)
+
+    check(3)
+    with alone():
+        for _ in range(3):
+            layer.weight.data.mul_(-1.5)
+            check(2)
+        layer.weight.data.mul_(-0.5)
+    check(2)
+
+
 def test_what_was_kept_before_a_group_is_out_of_date_after_it(packings):
     weight, other = (torch.nn.Parameter(torch.randn(48, 64)) for _ in range(2))
     for each in (weight, other):
