@@ -1,17 +1,24 @@
 """Every change that this package makes to classes and functions of other libraries, one named function a change.
 
 Each function says what it replaces, why, and for which versions. Calling one again changes nothing. Where a version of
-the library has no such thing to replace, the function does nothing, and results stay right: the changes are for speed
-alone, but for one that adds names.
+the library has no such thing to replace, the function does nothing, and results stay right: `watch_process_groups`, on
+which they depend, says whether it could.
 """
 
 import copy
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
+import torch._dynamo.eval_frame
+import torch._dynamo.exc
 import torch._higher_order_ops.triton_kernel_wrap
+import torch.distributed
 import triton
+from torch._dynamo import convert_frame
 from torch._higher_order_ops.triton_kernel_wrap import (
     kernel_side_table,
     triton_kernel_wrapper_functional,
@@ -137,6 +144,85 @@ def _launch_in_place(graph: Graph, node: Node) -> None:
 
 def _belongs(kernel: Any, package: str) -> bool:
     return (getattr(kernel, "__module__", None) or "").startswith(f"{package}.")
+
+
+def watch_process_groups(told: Callable[[], object]) -> bool:
+    """Make torch.distributed call `told` whenever it gets its default process group, and whenever it gives it up.
+
+    Replaces the property `default_pg` of `torch.distributed.distributed_c10d._World`; seen in torch 2.11 to 2.15.
+    Nothing of torch.distributed tells after `destroy_process_group` that there was a group. Returns False where there
+    is no such property, so that `told` is not called.
+    """
+    if not torch.distributed.is_available():
+        return True
+    world = getattr(torch.distributed.distributed_c10d, "_World", None)
+    known = getattr(world, "default_pg", None)
+    if not isinstance(known, property) or known.fset is None:
+        return False
+    set_group = known.fset
+    if told in getattr(set_group, "told", ()):
+        return True
+
+    @functools.wraps(set_group)
+    def set_and_tell(self: Any, group: Any) -> None:
+        set_group(self, group)
+        told()
+
+    set_and_tell.told = (*getattr(set_group, "told", ()), told)  # type: ignore[attr-defined]
+    world.default_pg = property(known.fget, set_and_tell, known.fdel, known.__doc__)  # type: ignore[union-attr]
+    return True
+
+
+def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None:
+    """Make Dynamo call `told` where a limit of recompilations makes it leave a function uncompiled.
+
+    Replaces `_compile` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo does not call the backend
+    then; it writes a line to its log. `told` takes the backend, the function's code, and the name of the limit in
+    `torch._dynamo.config`. What it raises reaches the caller of the compiled function.
+    """
+    compile_frame = getattr(convert_frame, "_compile", None)
+    if compile_frame is None or told in getattr(compile_frame, "told", ()):
+        return
+    signature = inspect.signature(compile_frame)
+
+    @functools.wraps(compile_frame)
+    def compile_or_tell(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compile_frame(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            if getattr(error, "gb_type", None) == "Dynamo recompile limit exceeded":
+                given = signature.bind(*args, **kwargs).arguments
+                limit = re.search(r"Limit type: (\w+)", str(error))
+                told(_innermost(given["compiler_fn"]), given["code"], limit.group(1) if limit else "recompile_limit")
+            raise
+
+    compile_or_tell.told = (*getattr(compile_frame, "told", ()), told)  # type: ignore[attr-defined]
+    convert_frame._compile = compile_or_tell
+
+
+def forget_parameters_after_compiling(ours: Callable[[Any], bool]) -> None:
+    """Make Dynamo drop its weak references on the parameters once a backend of `ours` has compiled them.
+
+    Replaces `_is_registered_backend` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo drops them
+    for the backends of its registry alone: a custom one might compile later what it was given. Weak references forbid
+    `torch.utils.swap_tensors`.
+    """
+    registered = getattr(convert_frame, "_is_registered_backend", None)
+    if registered is None or ours in getattr(registered, "ours", ()):
+        return
+
+    @functools.wraps(registered)
+    def registered_or_ours(compiler_fn: Any) -> bool:
+        return ours(_innermost(compiler_fn)) or registered(compiler_fn)
+
+    registered_or_ours.ours = (*getattr(registered, "ours", ()), ours)  # type: ignore[attr-defined]
+    convert_frame._is_registered_backend = registered_or_ours
+
+
+def _innermost(compiler_fn: Any) -> Any:
+    """The backend that `torch.compile` was given, inside Dynamo's wrappers."""
+    backend = torch._dynamo.eval_frame.innermost_backend(compiler_fn)
+    return getattr(backend, "compiler_fn", backend)
 
 
 def accept_in_accelerate(names: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ FP4COMPILE_RECIPE names.
 """
 
 import atexit
+import functools
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -117,7 +119,8 @@ class Backend:
     Backends of equal fields are equal, so that Dynamo reuses their graphs. Until `torch.compiler.reset()`, equal
     backends have one report in common.
 
-    recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, instead of a warning.
+    recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, or where Dynamo's limit
+    of recompilations leaves a function uncompiled, instead of a warning.
     disabled_passes: the passes that `fp4compile.config` switches off when the backend is made.
     """
 
@@ -128,6 +131,7 @@ class Backend:
     _identity: _Identity = field(default_factory=_Identity, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        _watch_dynamo()
         object.__setattr__(self, "_own", self._join(_Shared(Report(self.recipe.name, graphs=0))))
 
     def _join(self, shared: _Shared) -> _Shared:
@@ -141,8 +145,7 @@ class Backend:
 
     @property
     def __name__(self) -> str:
-        # This must be a name in Dynamo's registry. For a backend of any other name, Dynamo leaves weak references on
-        # the parameters, and these forbid `torch.utils.swap_tensors`.
+        # A name of Dynamo's registry, for recipes of the user's own too.
         return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(
@@ -234,6 +237,21 @@ class Backend:
         if why is not None or model not in self._own.quantised:
             self._nothing_matched(model, why or _reasons(rows))
 
+    def _left_uncompiled(self, function: str, limit: str) -> None:
+        """Record, and warn or raise, that one of Dynamo's limits leaves a function uncompiled from now on."""
+        told = function in self._own.report.uncompiled
+        for shared in {self._own, self._join(self._own)}:
+            shared.report.uncompiled[function] = limit
+        message = (
+            f"fp4compile recipe {self.recipe.name!r}: Dynamo has compiled {function} as often as "
+            f"torch._dynamo.config.{limit}={getattr(torch._dynamo.config, limit, None)} allows; inputs that fit none "
+            "of these compilations run uncompiled, nothing quantised. Compile with dynamic=True, or raise the limit"
+        )
+        if self.strict:
+            raise RuntimeError(message)
+        if not told:
+            warnings.warn(message, stacklevel=3)
+
     def _nothing_matched(self, model: Any, why: str) -> None:
         message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why}"
         if self.strict:
@@ -248,7 +266,8 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
 
     recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML file. None takes the recipe
         that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set.
-    strict: raise RuntimeError where nothing of a model was quantised, instead of giving one warning.
+    strict: raise RuntimeError, instead of giving one warning, where nothing of a model was quantised, and where a limit
+        of Dynamo's leaves a function uncompiled.
     overrides: fields of the recipe to replace.
 
     Raises ValueError or TypeError for an unknown recipe or field, a contradictory recipe, a `strict` that is no bool,
@@ -313,6 +332,28 @@ def _given_reports() -> list[Report]:
     return [report for report in reports if isinstance(report, Report)]
 
 
+def _backend_of(given: Any) -> Backend | None:
+    """The backend that `torch.compile` was given, as an object or by its name; None where it is not this package's."""
+    chosen = getattr(given, "chosen", given)
+    return chosen if isinstance(chosen, Backend) else None
+
+
+@functools.cache
+def _watch_dynamo() -> None:
+    """Let Dynamo treat this package's backends as it treats its own, and tell them of what it leaves uncompiled."""
+
+    def ours(given: Any) -> bool:
+        return _backend_of(given) is not None
+
+    def told(given: Any, code: CodeType, limit: str) -> None:
+        left = _backend_of(given)
+        if left is not None:
+            left._left_uncompiled(f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})", limit)
+
+    _inductor_patches.forget_parameters_after_compiling(ours)
+    _inductor_patches.watch_recompile_limits(told)
+
+
 def register_with_accelerate() -> None:
     """Make accelerate, and HuggingFace's `Trainer`, accept this package's backends by name.
 
@@ -353,6 +394,7 @@ def _by_name(name: str | Recipe) -> Any:
         return chosen(gm, example_inputs, **kwargs)
 
     compile_named.__name__ = chosen.__name__
+    compile_named.chosen = chosen  # type: ignore[attr-defined]
     compile_named.report = chosen.report  # type: ignore[attr-defined]
     compile_named.reset = chosen.reset  # type: ignore[attr-defined]
     _named[chosen] = compile_named
@@ -369,6 +411,7 @@ class _FromEnvironment:
     def __init__(self) -> None:
         self.value = os.environ.get(ENVIRONMENT) or None
         self.compile = _by_name(backend().recipe)
+        self.chosen: Backend = self.compile.chosen
         self.__name__, self.report, self.reset = self.compile.__name__, self.compile.report, self.compile.reset
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:

@@ -29,7 +29,8 @@ _NO_GRAPH = (
 NOTHING_CAPTURED = f"Likely causes: {_NO_GRAPH}or the model does nothing to tensors."
 NOTHING_COMPILED = (
     "Likely causes: a module of torch's own was compiled in place (nn.Sequential(...).compile(): Dynamo passes over "
-    f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}or the model was never called."
+    f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}"
+    "another backend reached Dynamo's limit of recompilations; or the model was never called."
 )
 _HEADER: tuple[str, ...] = (
     "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "fused", "saved", "bf16, us",
@@ -52,6 +53,8 @@ class Report:
     lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
     seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache takes none.
     gpu: the name of the GPU that the rows' times are predicted for; None where they are not.
+    uncompiled: the functions that Dynamo compiles no more, for inputs that fit none of its compilations, and the limit
+        in `torch._dynamo.config` that was reached.
     """
 
     recipe: str
@@ -61,6 +64,7 @@ class Report:
     lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     gpu: str | None = None
+    uncompiled: dict[str, str] = field(default_factory=dict)
     _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
 
     def add(
@@ -104,6 +108,7 @@ class Report:
     def forget_compilations(self) -> None:
         """Forget which functions were compiled: after `torch.compiler.reset()`, Dynamo numbers functions anew."""
         self._frames.clear()
+        self.uncompiled.clear()
 
     @property
     def quantised(self) -> list[Row]:
@@ -139,7 +144,7 @@ class Report:
     def summary(self) -> str:
         """One line: how many products are quantised, their share of the FLOPs, and the share of each category."""
         recipe = one_line(self.recipe)
-        if self.graphs == 0:
+        if self.graphs == 0 and not self.uncompiled:
             return f"recipe {recipe}: compiled nothing. {NOTHING_COMPILED}"
         share, shares = self.flops_share(), self.flops_shares()
         line = f"recipe {recipe}: {len(self.quantised)} of {len(self.rows)} matrix products quantised"
@@ -150,6 +155,8 @@ class Report:
         unknown = sum(row.flops is None for row in self.rows)
         if unknown:
             line += f"; {unknown} of unknown size not counted"
+        if self.uncompiled:
+            line += "; what runs uncompiled is not counted"
         if self.lost:
             line += f"; rows of {self.lost} graphs from Inductor's cache are gone, and these not counted"
         packed, plain = self.saved()
@@ -170,6 +177,7 @@ class Report:
             "saved": self.saved()[0],
             "saved_plain": self.saved()[1],
             "gpu": self.gpu,
+            "uncompiled": dict(self.uncompiled),
             "gains": self.gains(),
         }
 
@@ -243,9 +251,21 @@ class Report:
     def _notes(self) -> list[str]:
         """What stands below the table."""
         lines = (
-            *self._reason_lines(), self.summary(), *self._note_lines(), *self._predicted_lines(), *self._passes_line()
+            *self._reason_lines(), self.summary(), *self._uncompiled_lines(), *self._note_lines(),
+            *self._predicted_lines(), *self._passes_line(),
         )  # fmt: skip
         return [one_line(line) for line in lines]
+
+    def _uncompiled_lines(self) -> list[str]:
+        """A line for each of Dynamo's limits that was reached, with the functions that it leaves uncompiled."""
+        functions: dict[str, list[str]] = {}
+        for function, limit in self.uncompiled.items():
+            functions.setdefault(limit, []).append(function)
+        return [
+            "runs uncompiled for further inputs (compile with dynamic=True, or raise "
+            f"torch._dynamo.config.{limit}): {', '.join(names)}"
+            for limit, names in functions.items()
+        ]
 
     def _note_lines(self) -> list[str]:
         """A line for each note, with the layers that have it."""

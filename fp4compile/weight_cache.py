@@ -9,10 +9,11 @@ They are used as long as nothing visible of the weight has changed: storage, add
 counter. When something has, the weight is quantised again, into the same memory if it fits, because CUDA graphs hold
 the address of that memory.
 
-Some writes do not raise the version counter. So two kinds of event mark the storages that they may have written to:
-the steps of all optimisers, because fused ones raise no counter, and every forward and backward run of a training
-graph of this backend, because any code may update the parameters after it. `refresh` lets the user mark storages after
-a write that nothing can notice.
+Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
+the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
+this backend, because any code may update the parameters after it; and the beginning and the end of torch.distributed's
+default process group, because collectives raise no counter. While there is such a group, weights are quantised at every
+call. `refresh` lets the user mark storages after a write that nothing can notice.
 """
 
 import functools
@@ -25,12 +26,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fp4compile.ops_grouped  # noqa: F401  defines the ops below
+from fp4compile import _inductor_patches
 from fp4compile.fingerprint import fingerprint_of
 
 QUANTIZE = torch.ops.fp4compile.quantize.default
@@ -110,6 +113,7 @@ class _Storage:
 # By address of the storage object; an entry disappears with the last weight that was packed from the storage.
 _storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
 _marks = itertools.count(1)
+_NEVER = -1  # no storage has this mark
 _lock = threading.Lock()
 
 
@@ -117,8 +121,8 @@ _lock = threading.Lock()
 class _Packed:
     """Packed tensors (data, scales, outer scale), and everything visible of the weight when they were made from it.
 
-    Storage and address imply the offset and the device. fingerprint: that of the contents; None where it was not asked
-    for.
+    Storage and address imply the offset and the device. mark: the storage's; _NEVER where the tensors must not be used
+    again. fingerprint: that of the contents; None where it was not asked for.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -191,7 +195,8 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
         return kept.tensors  # another thread packed it meanwhile
     storage = _tracked(weight.untyped_storage())
     # This is read before the contents are. So a write or a mark from now on makes the packed weight out of date.
-    seen = (storage, storage.mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    mark = storage.mark if changes_are_seen() else _NEVER
+    seen = (storage, mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     fingerprint = None if check is None else fingerprint_of(weight)
     fresh = _quantize(weight, form)
     if kept is not None and all(map(_alike, kept.tensors, fresh)):
@@ -203,6 +208,14 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
         torch.cuda.current_stream(weight.device).synchronize()
     forms.packed[form] = _Packed(fresh, *seen, fingerprint)
     return fresh
+
+
+def changes_are_seen() -> bool:
+    """Whether packed weights may be kept now: not while torch.distributed has its default process group.
+
+    Collectives and FSDP fill storages without a trace. The first call makes what writes to weights tell of it.
+    """
+    return _watch() and not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -276,9 +289,13 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
 
 
 @functools.cache
-def watch_optimizers() -> None:
-    """From now on, a step of any optimiser in this process marks its parameters. A second call does nothing."""
+def _watch() -> bool:
+    """From now on, steps of optimisers mark their parameters, and torch.distributed marks all: see `changes_are_seen`.
+
+    Returns False where this version of torch does not tell of process groups. A second call changes nothing.
+    """
     register_optimizer_step_post_hook(_stepped)
+    return _inductor_patches.watch_process_groups(refresh)
 
 
 @torch.compiler.disable

@@ -5,8 +5,8 @@ Inductor's `inner_compile`. Every quantise that depends on one parameter and not
 results become additional static inputs. The compiled function is called with the packed weights that `weight_cache`
 keeps.
 
-Graphs stay as they are under torch.distributed: FSDP refills a parameter's storage without a change of its version
-counter.
+Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
+of its version counter.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.fx import Graph, GraphModule, Node
 
 from fp4compile.passes.base import Pass, run_passes, summary
@@ -26,7 +25,7 @@ from fp4compile.passes.gemm import Input
 from fp4compile.passes.graph import arguments_of_quantise
 from fp4compile.passes.views import view_of
 from fp4compile.report import PassRun
-from fp4compile.weight_cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, form, packed_weight, watch_optimizers
+from fp4compile.weight_cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, changes_are_seen, form, packed_weight
 
 log = logging.getLogger("fp4compile")
 
@@ -72,7 +71,7 @@ def hoisting(
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        if not kwargs.get("is_inference") or _distributed():
+        if not kwargs.get("is_inference") or not changes_are_seen():
             return inner_compile(gm, example_inputs, **kwargs)
         hoisted = Hoisted()
         runs = run_passes([HOIST], gm.graph, inputs, hoisted)
@@ -81,7 +80,6 @@ def hoisting(
         sink(runs)
         if not hoisted.recipients:
             return inner_compile(gm, example_inputs, **kwargs)
-        watch_optimizers()
         count = len(example_inputs)
         # Packed weights stay at their addresses from call to call, as parameters do.
         static = [*(kwargs.get("static_input_idxs") or ()), *range(count, count + len(hoisted.examples))]
@@ -90,10 +88,6 @@ def hoisting(
         return _with_packed(compiled, hoisted.recipients, cache == "check")
 
     return compile_hoisted
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:

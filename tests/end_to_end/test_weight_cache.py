@@ -124,7 +124,7 @@ def test_refresh_takes_tensors(wrong):
 
 
 def test_optimizers_of_tensors_without_storage_step():
-    weight_cache.watch_optimizers()
+    weight_cache.changes_are_seen()
     weight = torch.nn.Parameter(torch.randn(48, 64))
     packed_weight(weight, form("nvfp4"))
     sparse = torch.nn.Parameter(torch.eye(3).to_sparse())
@@ -249,6 +249,29 @@ def test_a_mark_while_a_weight_is_packed_counts(monkeypatch):
     monkeypatch.setattr(weight_cache, "_quantize", quantize)
     expected = fp4compile.quantize(weight.detach(), "nvfp4")
     assert torch.equal(packed_weight(weight, form("nvfp4"))[0], expected.data)
+
+
+def test_nothing_is_kept_while_a_stream_is_captured(packings, monkeypatch):
+    """What is quantised then runs at each replay, and never now."""
+
+    class OnGPU(torch.nn.Parameter):
+        is_cuda = True
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.Stream(torch.device("cpu")))
+    weight = OnGPU(torch.randn(48, 64))
+    capturing[0] = True
+    first, second = packed_weight(weight, form("nvfp4")), packed_weight(weight, form("nvfp4"))
+    assert len(packings) == 2 and first[0].data_ptr() != second[0].data_ptr()
+    capturing[0] = False
+    kept = packed_weight(weight, form("nvfp4"))
+    assert kept[0] is packed_weight(weight, form("nvfp4"))[0] and len(packings) == 3
+    with torch.no_grad():
+        weight.mul_(-1.5)
+    contents, capturing[0] = kept[0].clone(), True
+    assert packed_weight(weight, form("nvfp4"))[0] is not kept[0]
+    assert torch.equal(kept[0], contents), "other graphs read it"
 
 
 @pytest.mark.gpu

@@ -103,6 +103,35 @@ def test_views_with_strides_of_their_own():
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
+class Rows(torch.nn.Module):
+    """Some rows of a parameter: how many, or which, only the inputs say."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.weight, self.rows = torch.nn.Parameter(torch.randn(96, 64)), rows
+
+    def forward(self, x, like):
+        return F.linear(x, self.rows(self.weight, like.shape[0]))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [lambda w, n: w[:n], lambda w, n: w[n:], lambda w, n: w.split([n, 48, 48 - n])[1]],
+    ids=["first", "last", "48 from some on"],
+)
+@torch.no_grad()
+def test_pieces_that_depend_on_an_input_stay_in_the_graph(packings, rows):
+    model, x, formats = Rows(rows), torch.randn(8, 64), {"fprop_x": "mxfp8", "fprop_w": "mxfp8"}
+    compiled, recorder = compile_recorded(model, fp4compile.backend(fp4compile.Recipe(**formats)))
+    x8, w8 = (fp4compile.quantize(t.detach(), "mxfp8").dequantize() for t in (x, model.weight))
+    for count in (32, 45, 17):
+        like = torch.empty(count)
+        torch._dynamo.mark_dynamic(like, 0)
+        expected = x8 @ rows(w8, count).t()  # blocks lie along rows
+        torch.testing.assert_close(compiled(x, like), expected, rtol=1e-5, atol=1e-5)
+    assert packings == [] and [graph.count("fp4compile.quantize") for graph in recorder.graphs] == [2]
+
+
 def test_training_graphs_keep_their_weights(packings):
     layer = torch.nn.Linear(64, 48)
     torch.compile(layer, backend=fp4compile.backend("nvfp4"))(torch.randn(8, 64)).sum().backward()

@@ -291,9 +291,9 @@ def test_experts_by_the_library(recipe, monkeypatch):
     (product,) = re.findall(r"(buf\d+) = torch\.ops\.fp4compile\.scaled_grouped_mm_library\.default\((.*)\)", text)
     (ends,) = re.findall(r"group_ends_\d+\.run\(offs_1, (buf\d+),", text)
     assert f" {ends}, 256, torch.bfloat16" in product[1]
-    lines = [line.strip() for line in text.splitlines()]
+    renamed = dict(re.findall(r"^ *(buf\d+) = (buf\d+)\b", text, re.M))  # torch up to 2.13 gives a result two names
     (cleared,) = re.findall(r"clear_ungrouped_rows_\d+\.run\((buf\d+), (buf\d+),", text)
-    assert cleared[1] == ends and any(line.startswith(f"{cleared[0]} = {product[0]}") for line in lines)
+    assert cleared[1] == ends and renamed.get(cleared[0], cleared[0]) == product[0]
     assert re.search(rf"return \({cleared[0]}, ?\)", text)
 
 
