@@ -64,6 +64,18 @@ def cases() -> Iterator[Case]:
                 yield Case(name, sliced, stored, format, op, dim, layout, shape)
 
 
+def search(part: int, parts: int) -> int:
+    """Check one of `parts` equal parts of all cases, and print what is wrong. Returns how many cases are."""
+    found = run = 0
+    for case in itertools.islice(cases(), part, None, parts):
+        text, run = wrong(case), run + 1
+        if text is not None:
+            found += 1
+            print(f"{case}: {text}", flush=True)
+    print(f"{run} launches with a prologue, {found} differ from the reference", flush=True)
+    return found
+
+
 def _subsets(numbers: list[int]) -> Iterator[tuple[int, ...]]:
     for count in range(len(numbers) + 1):
         yield from itertools.combinations(numbers, count)
@@ -81,7 +93,10 @@ def wrong(case: Case) -> str | None:
     options = {"stored": stored} if case.op == "fake_quantize" else {"stored": stored, "layout": case.layout}
     expected = torch.ops.fp4compile.quantize_prologue(operands, *arguments, **options)
     given = [embedded(x, beside=i in case.sliced) for i, x in enumerate(operands)]
-    with poisoned_outputs():
-        got = ops_prologue.quantize_prologue_cuda(given, *arguments, **options)
+    try:
+        with poisoned_outputs():
+            got = ops_prologue.quantize_prologue_cuda(given, *arguments, **options)
+    except RuntimeError as error:
+        return str(error)
     differ = [i for i, (one, other) in enumerate(zip(got, expected, strict=True)) if not same_bits(one, other)]
     return f"results {differ} of {len(expected)} differ" if differ else None

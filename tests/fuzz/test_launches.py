@@ -1,0 +1,77 @@
+"""Random programs whose ops are launched, and quantisers with a prologue, in processes of Triton's interpreter."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.fuzz.plant import ROOT
+from tests.fuzz.plant_launches import LAUNCH_PLANTS
+from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
+from tests.helpers.kernels import OLD_TRITON
+
+interpreted = pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, nor mixed tuples")
+
+
+def fuzz(*arguments: str) -> str:
+    command = [sys.executable, "-m", "tests.fuzz", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+    return run.stdout
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 100])
+def test_random_launches(first):
+    told = fuzz("--launches", "--seed", str(first), "--count", "100")
+    assert told.startswith("100 runs") and "0 findings" in told
+    # Every kind of op that the interpreter can run is met.
+    for name in ("quantize_prologue", "quantize_both", "fake_quantize", "quantize_grouped", "scaled_mm_epilogue",
+                 "scaled_mm_horizontal", "scaled_grouped_mm", "block_scaled_sm100", "dequant_tiles"):  # fmt: skip
+        assert name in told
+
+
+@interpreted
+@pytest.mark.slow
+def test_prologues_of_slices():
+    """One of 120 of all combinations of steps, slices, stored results, formats, ops, layouts and shapes."""
+    assert "launches with a prologue, 0 differ" in fuzz("--prologues", "7", "120")
+
+
+@pytest.mark.parametrize("plant", LAUNCH_PLANTS, ids=lambda plant: plant.name)
+def test_plants_apply(plant):
+    assert (ROOT / "fp4compile" / plant.path).read_text().count(plant.old) == 1
+
+
+# ---------------------------------------------------------------- the memory that launches are given
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_embedded_operands_are_what_they_were_among_what_is_not_theirs(dtype):
+    x = torch.randint(0, 9, (3, 5, 7)).to(dtype)
+    for view in (x, x.transpose(1, 2), x[:, 1:, 2:5], x[0, 0]):
+        for beside in (False, True):
+            found = embedded(view, beside=beside)
+            assert torch.equal(found, view) and (beside or found.stride() == view.stride())
+            buffer = found.as_strided((found.untyped_storage().nbytes() // found.element_size(),), (1,), 0)
+            own = buffer.isnan() if dtype.is_floating_point else buffer == 0x7F
+            assert own.sum() == buffer.numel() - view.numel()
+            assert found.data_ptr() % 16 == 0 and buffer[: found.storage_offset()].numel() >= 8
+    assert embedded(x, beside=True).stride(-2) > 7
+
+
+def test_outputs_are_poisoned():
+    with poisoned_outputs():
+        floats, codes = torch.empty(5), torch.empty(0).new_empty(5, dtype=torch.uint8)
+    assert floats.isnan().all() and (codes == 0x7F).all()
+    assert not torch.empty(5).fill_(1).isnan().any()
+
+
+def test_same_bits():
+    nan = torch.tensor([1.0, torch.nan])
+    other = torch.tensor([1.0, -torch.nan]).view(torch.int32).add(5).sub(5).view(torch.float32)
+    assert same_bits(nan, other) and same_bits(torch.tensor(2.0), torch.tensor(2.0))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(nan, torch.tensor([torch.nan, 1.0])) and not same_bits(nan, nan.double())
