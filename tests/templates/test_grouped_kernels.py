@@ -158,6 +158,21 @@ def test_matrices_that_lie_apart(format):
     around[::2, 4:21, 8:48] = x
     for dim in (-1, -2):
         check(around[::2, 4:21, 8:48], None, formats.get(format), dim)
+    check(x[..., :32].contiguous(), None, formats.get(format), -1)  # whole blocks that lie one after the other
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_rowwise", "mxfp8"])
+def test_rows_and_offsets_that_lie_apart(format):
+    """With NaN beside the rows; and groups that end with a block."""
+    fmt, sizes = formats.get(format), (32, 0, 64)
+    around = torch.full((sum(sizes), 80), torch.nan).bfloat16()
+    around[:, 8:48] = torch.randn(sum(sizes), 40)
+    around[3, 9] = torch.inf  # the first group's scales are not finite
+    ends = torch.stack([offsets(sizes), torch.full((3,), 1, dtype=torch.int32)], 1)[:, 0]
+    check(around[:, 8:48], ends, fmt, -1, layout="swizzled")
+    check(around[:, 8:48], ends, fmt, -2)
+    check_both(around[:, 8:48], ends, fmt)
 
 
 @gpu

@@ -114,6 +114,12 @@ def test_hard_inputs_at_once(fmt, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("name", ["nvfp4_rowwise", "float8_rowwise"])
+def test_given_outer_scales_of_the_rows_of_matrices(name):
+    check(torch.randn(2, 3, 64).bfloat16(), formats.get(name), torch.rand(2, 3, 1) + 0.5)
+
+
+@gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("format", TENSORWISE)
 def test_hard_inputs_one_by_one(format, name):
