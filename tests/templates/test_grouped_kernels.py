@@ -24,7 +24,7 @@ from fp4compile.machine_code.launches import GROUPED_CONFIGURATIONS
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
-from tests.helpers import in_interpreter
+from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
 
@@ -173,6 +173,17 @@ def test_rows_and_offsets_that_lie_apart(format):
     check(around[:, 8:48], ends, fmt, -1, layout="swizzled")
     check(around[:, 8:48], ends, fmt, -2)
     check_both(around[:, 8:48], ends, fmt)
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_rowwise"])
+def test_no_amax_is_raised_of_what_is_not_there(format, monkeypatch):
+    """Of rows, columns and groups that end inside a tile; there are more tiles than groups."""
+    x, zeros = torch.randn(ROWS, 41).bfloat16(), guarded.GuardedZeros(monkeypatch)
+    for dim in (-1, -2):
+        check(x, offsets((100, 70)), formats.get(format), dim, layout="swizzled")
+    check_both(x, offsets((100, 70)), formats.get(format))
+    zeros.check()
 
 
 @gpu
