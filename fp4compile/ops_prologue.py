@@ -49,7 +49,8 @@ def quantize_prologue_cuda(
 ):  # fmt: skip
     """`quantize_prologue` by the Triton kernels; what a graph is lowered to.
 
-    Where no kernel takes the prologue (`dispatch.takes_prologue`, `takes_several`), PyTorch computes it first.
+    Where no kernel takes the prologue (`dispatch.takes_prologue`, `takes_several`), or there is nothing to read,
+    PyTorch computes it first.
     """
     from fp4compile.templates.quantize.dispatch import Reading, takes_prologue, takes_several
 
@@ -58,6 +59,7 @@ def quantize_prologue_cuda(
     down_columns = op == "quantize" and dim not in (-1, operands[0].dim() - 1)
     dtypes = [operand.dtype for operand in operands]
     taken = takes_prologue(fmt, steps, dtypes, down_columns or op == "quantize_both")
+    taken = taken and not statically_true(operands[0].numel() == 0)
     if not taken or (steps.several and not takes_several(fmt, op, layout, operands[0].shape)):
         values, written = apply(steps, operands)
         return [*_of_each(op, "_cuda", values, format, dim, outer, layout, seed, hadamard), *written]

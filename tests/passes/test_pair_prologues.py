@@ -61,7 +61,7 @@ def of_a_given_scale(d, gate, up):
 
 def of_one_row(d, gate, up, row):
     """The two have nothing but a row in common."""
-    return BOTH(d * row), BOTH(up * row * 2.0)
+    return BOTH(d * row), BOTH(up * row)
 
 
 def paired_graph(function, shape=(64, 128), dtype=BF16, seeds=0, pair=True, lowered=False, row=False):

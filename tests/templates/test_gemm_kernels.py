@@ -113,6 +113,16 @@ def test_batches(fmt, layout):
 
 
 @gpu
+@pytest.mark.parametrize("k", [40, 192, 256])
+def test_split_k(k):
+    """Of up to eight rows, in the interpreter: the second part has a step, or one less than the first, or as many."""
+    fmt = formats.get("mxfp8_32x32")
+    x, w = torch.randn(2, 3, k), torch.randn(2, 7, k)
+    check(quantized(x, fmt), quantized(w, fmt), k)
+    check(quantized(x[0], torch.bfloat16), quantized(w[0], formats.get("nvfp4")), k)
+
+
+@gpu
 def test_empty():
     fmt = formats.get("nvfp4")
     for m, n, k in ((0, 8, 32), (3, 0, 32), (3, 4, 0)):

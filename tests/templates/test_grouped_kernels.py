@@ -24,7 +24,7 @@ from fp4compile.machine_code.launches import GROUPED_CONFIGURATIONS
 from fp4compile.operand import Operand
 from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
-from tests.helpers import in_interpreter
+from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
 
@@ -158,6 +158,32 @@ def test_matrices_that_lie_apart(format):
     around[::2, 4:21, 8:48] = x
     for dim in (-1, -2):
         check(around[::2, 4:21, 8:48], None, formats.get(format), dim)
+    check(x[..., :32].contiguous(), None, formats.get(format), -1)  # whole blocks that lie one after the other
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_rowwise", "mxfp8"])
+def test_rows_and_offsets_that_lie_apart(format):
+    """With NaN beside the rows; and groups that end with a block."""
+    fmt, sizes = formats.get(format), (32, 0, 64)
+    around = torch.full((sum(sizes), 80), torch.nan).bfloat16()
+    around[:, 8:48] = torch.randn(sum(sizes), 40)
+    around[3, 9] = torch.inf  # the first group's scales are not finite
+    ends = torch.stack([offsets(sizes), torch.full((3,), 1, dtype=torch.int32)], 1)[:, 0]
+    check(around[:, 8:48], ends, fmt, -1, layout="swizzled")
+    check(around[:, 8:48], ends, fmt, -2)
+    check_both(around[:, 8:48], ends, fmt)
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4_te", "nvfp4_rowwise"])
+def test_no_amax_is_raised_of_what_is_not_there(format, monkeypatch):
+    """Of rows, columns and groups that end inside a tile; there are more tiles than groups."""
+    x, zeros = torch.randn(ROWS, 41).bfloat16(), guarded.GuardedZeros(monkeypatch)
+    for dim in (-1, -2):
+        check(x, offsets((100, 70)), formats.get(format), dim, layout="swizzled")
+    check_both(x, offsets((100, 70)), formats.get(format))
+    zeros.check()
 
 
 @gpu

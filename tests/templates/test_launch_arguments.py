@@ -4,9 +4,14 @@ import itertools
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile.ops_grouped  # noqa: F401  defines the ops
-from fp4compile import formats
+from fp4compile import formats, ops_prologue, reference
 from fp4compile.machine_code.launches import GATE, RMS_NORM, after_steps
 from fp4compile.operand import Operand
 from fp4compile.prologue import Prologue
@@ -65,6 +70,59 @@ def test_partial_maxima_are_as_many_as_programs_and_a_power_of_two(rows, steps):
     assert second.constants["PARTIAL_MAXIMA"] == count and count & (count - 1) == 0
     assert first.constants["PARTIAL"] == (rows <= (128 if steps else 4096))
     assert first.grid == count or not first.constants["PARTIAL"]
+
+
+# ---------------------------------------------------------------- nothing to read
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 64), (0, 2, 3, 64), (3, 0, 64), (0, 64), (3, 64, 0)], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_rowwise", "mxfp8", "nvfp4_16x16"])
+def test_what_is_empty_is_not_launched(name, shape):
+    """No grid is empty: the one program would take itself for the first of some matrix, and read and write that."""
+    x, fmt = meta(*shape), formats.get(name)
+    with dry_run(Target(90)) as found:
+        quantised = dispatch.quantize(x, fmt, layout="swizzled")
+        columns = dispatch.quantize(x.mT, fmt)
+        both = dispatch.quantize_both(x, fmt)
+        if not fmt.square:
+            after_steps(x, fmt, "linear", GATE)
+        values = dispatch.dequantize(*dispatch.quantize(x, fmt), fmt, shape[-1], BF16)
+    assert not found and values.shape == x.shape
+    expected = reference.quantize(x, fmt, None, "swizzled"), reference.quantize(x.mT, fmt)
+    for one, other in zip((*quantised, *columns, *both[1]), (*expected[0], *expected[1], *expected[1]), strict=True):
+        assert one is other is None or (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_rowwise", "mxfp8"])
+@pytest.mark.parametrize("op", ["quantize", "quantize_both", "fake_quantize"])
+def test_a_norm_of_no_rows_is_not_launched(op, format):
+    """Programs beyond the last row would read that row."""
+    operands = [meta(0, 512), meta(512)]
+    if op == "fake_quantize" and format == "mxfp8":
+        pytest.skip("float16 does not hold the values")
+    with dry_run(Target(90)) as found:
+        results = ops_prologue.quantize_prologue_cuda(
+            operands, list(RMS_NORM), BF16, op, format, stored=["s5 bfloat16"]
+        )
+    assert not found and results[-1].shape == (0, 512)
+
+
+def test_rows_whose_number_may_be_0_are_read_with_a_mask():
+    """Of rows that fill a tile, those beyond the last are the last, if there is one."""
+
+    def norm(x, w):
+        return ops_prologue.quantize_prologue_cuda([x, w], list(RMS_NORM), BF16, "quantize", "mxfp8")
+
+    for known, whole in ((True, True), (False, False)):
+        env = ShapeEnv()
+        with FakeTensorMode(shape_env=env), enable_python_dispatcher(), dry_run(Target(90)) as found:
+            if known:
+                rows = env.create_symintnode(env.create_symbol(4, ConstantSource("s"), DimDynamic.DYNAMIC), hint=4)
+            else:
+                with env.ignore_fresh_unbacked_symbols():
+                    rows = env.create_unbacked_symint()
+            make_fx(norm)(torch.empty(rows, 512, dtype=BF16), torch.empty(512, dtype=BF16))
+        assert [launch.constants["WHOLE"] for launch in found] == [whole]
 
 
 # ---------------------------------------------------------------- how wide a kernel may load

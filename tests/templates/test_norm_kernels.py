@@ -81,7 +81,7 @@ def test_exact_sums():
 @gpu
 def test_programs_beyond_the_rows(monkeypatch):
     """They have an amax of 0, though of zeros the steps make more than of these rows, and write it."""
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 2**30, **options))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 2**30 + 2**29, **options))
     first, steps = torch.randint(-9, -6, (3, 512)).bfloat16(), ["mean aux0", "mul s0 0.5", "add aux0 8.0", "add s2 s1"]
     expected = quantize_prologue([first], steps, BF16, "quantize", "nvfp4")
     assert_same_bits(run([first], steps, "quantize", "nvfp4"), expected)
@@ -97,6 +97,21 @@ def test_what_is_stored():
     check(SUM, torch.randn(2, 512).bfloat16(), "nvfp4", stored=["s0 bfloat16", "s5 bfloat16"])
     check(RESIDUAL, batch.half(), "nvfp4", stored=["s0 float16", "s4 bfloat16"])
     check(RESIDUAL, odd, "nvfp4", stored=["s6 bfloat16", "s4 bfloat16"])
+
+
+@gpu
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_that_lie_apart(name, monkeypatch):
+    """The first operand is a slice, with NaN beside it. What is stored of it is contiguous, and is read so."""
+    around = torch.full((2, 3, 96), torch.nan).bfloat16()
+    first = around[..., 16:64]
+    first.copy_(torch.randn(2, 3, 48))
+    stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
+    for _ in ("rows on the chip", "rows that are walked"):
+        for operand in (first, first[0]):
+            for format in ("nvfp4", "nvfp4_rowwise"):
+                check(STEPS[name], operand, format, stored=stored)
+        monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 32)
 
 
 @gpu

@@ -14,7 +14,7 @@ import torch
 
 from fp4compile import formats, ops, reference
 from fp4compile.formats import BlockFormat
-from tests.helpers import in_interpreter
+from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -111,6 +111,24 @@ def test_hard_inputs_at_once(fmt, dtype):
     block = fmt.block_cols if fmt.block else 16
     rows, cols = (32 if fmt.square else SHAPE[0]), 32 if fmt.square and INTERPRETING else SHAPE[1]
     check(torch.cat([hard_input(name, (rows, cols), dtype, block) for name in NAMES]), fmt)
+
+
+@gpu
+@pytest.mark.parametrize("transform", [False, True])
+def test_no_amax_is_raised_of_what_is_not_there(transform, monkeypatch):
+    """Of rows, columns and matrices that end inside a tile."""
+    x, zeros = torch.randn(2, 5, 41).bfloat16().to(DEVICE), guarded.GuardedZeros(monkeypatch)
+    for name in ("nvfp4_te", "nvfp4_rowwise"):
+        kernels.quantize(x.mT, formats.get(name), transform=transform)
+        if not (transform and name == "nvfp4_rowwise"):
+            kernels.quantize_both(x, formats.get(name), transform=transform)
+    zeros.check()
+
+
+@gpu
+@pytest.mark.parametrize("name", ["nvfp4_rowwise", "float8_rowwise"])
+def test_given_outer_scales_of_the_rows_of_matrices(name):
+    check(torch.randn(2, 3, 64).bfloat16(), formats.get(name), torch.rand(2, 3, 1) + 0.5)
 
 
 @gpu

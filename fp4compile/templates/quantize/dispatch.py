@@ -163,8 +163,9 @@ def quantize(
     for stochastic rounding of square blocks.
     reading: with a prologue (`takes_prologue`), whose first operand x is a view of.
     """
-    if fmt.square and seed is not None:  # no recipe asks for it
-        return reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream)
+    if (fmt.square and seed is not None) or _empty(x):  # no recipe asks for the first
+        found = reference.quantize(x, fmt, outer, layout, seed=seed, stream=stream, transform=transform)
+        return (reference.values_of(*found[:2], fmt), None, found[2]) if values else found
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
         return reference.drop_row(row, layout)
@@ -207,9 +208,10 @@ def quantize_both(
     Returns (data, scales, outer scale) of x and of x transposed.
     """
     transposed = x.transpose(-2, -1)
-    if fmt.square and seed is not None:
+    if (fmt.square and seed is not None) or _empty(x):
         along_cols = reference.quantize(x, fmt, outer, layout, seed=seed)
-        return along_cols, reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1)
+        down_rows = reference.quantize(transposed, fmt, outer, layout, seed=seed, stream=1, transform=transform)
+        return along_cols, down_rows
     rows, columns = empty_outputs(x, fmt, layout), empty_outputs(transposed, fmt, layout, down_columns=True)
     source = (reading or Reading()).matrices(x)
     if fmt.square:
@@ -235,8 +237,15 @@ def fake_quantize(
     Neither codes nor block scales reach memory. x is copied first if its last dimension is not contiguous.
     reading: see `quantize`.
     """
+    if _empty(x):
+        return reference.fake_quantize(x, fmt, outer)
     values = empty_values(x, fmt)
     return values, _quantize_rows(x, reading or Reading(), fmt, values, None, outer)
+
+
+def _empty(x: torch.Tensor) -> bool:
+    """Whether there is nothing to quantise: no grid is empty, and a program for no matrix would read and write one."""
+    return statically_true(x.numel() == 0)
 
 
 def _quantize_rows(

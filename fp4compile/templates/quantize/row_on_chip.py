@@ -177,8 +177,10 @@ def _config(source: Matrices, fmt: BlockFormat, work: str, outer: bool = False) 
 def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
     """The constants that all of these kernels take, and warps."""
     width = config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
-    return {"WHOLE": source.align > 0 and statically_true(source.cols == width), **config.constants,
-            "ISA": target_of(source.tensor.device).isa, "num_warps": config.num_warps}  # fmt: skip
+    # Programs beyond whole rows read the last row: there must be one.
+    whole = source.align > 0 and statically_true(source.cols == width) and statically_true(source.rows > 0)
+    return {"WHOLE": whole, **config.constants, "ISA": target_of(source.tensor.device).isa,
+            "num_warps": config.num_warps}  # fmt: skip
 
 
 @triton.jit
