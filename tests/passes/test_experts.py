@@ -205,7 +205,10 @@ def test_gathered_products_equal_hand_composition(name, weight_first, experts):
     x, index = tokens(5, K).detach(), torch.tensor([2, 0, 2, 2, 1]) % experts
     run, decisions = rewritten(gathered, recipe)
     y = run(x, index)
-    assert [(d.reason, d.gemm.groups, d.gemm.dims) for d in decisions] == [(None, "gather", (5, N, K))]
+    product, *others = decisions
+    assert (product.reason, product.gemm.groups, product.gemm.dims) == (None, "gather", (5, N, K))
+    # The gradient of the weight, which torch 2.13 multiplies by elements and torch 2.11 as matrices.
+    assert {other.reason for other in others} <= {"batched product of a gradient"}
     for s, expert in enumerate(index):
         exact, *_ = by_hand(recipe.replace(wgrad_x=None, wgrad_dy=None, dgrad_dy=None, dgrad_w=None, hadamard=()),
                             x[s : s + 1], w.detach()[expert], None, torch.zeros(1, N), torch.bfloat16)  # fmt: skip

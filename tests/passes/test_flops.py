@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import flop_registry
 
 import fp4compile
 from fp4compile.passes.manager import analyse, describe
@@ -130,7 +131,8 @@ def test_fused_attention():
     rows = found(Net(attend, 64), torch.randn(3, 2, 7, 64))
     assert rows == [("attention", 4 * 3 * 2 * 7 * 7 * 64), ("attention", 10 * 3 * 2 * 7 * 7 * 64)]
     rows = found(Net(lambda x, w: flex_attention(x, w * x, x), 64), torch.randn(3, 2, 128, 64), grad=False)
-    assert rows == [("attention", 4 * 3 * 2 * 128 * 128 * 64)]
+    counted = torch.ops.higher_order.flex_attention in flop_registry  # by torch, from 2.13 on
+    assert rows == [("attention", 4 * 3 * 2 * 128 * 128 * 64 if counted else None)]
 
 
 def test_convolutions():

@@ -308,6 +308,7 @@ def test_the_fused_graph_runs_on_the_cpu(name):
     function = FUSED[name]
     shapes = (X, W, SAME, ROW)[: function.__code__.co_argcount]
     values = [torch.randn(shape, dtype=BF16) for shape in shapes]
+    values = [torch.where(value.abs() < 0.01, 0.01, value) for value in values]  # no quotient is infinite
     graphs = [graph_of(function, *shapes, sm=90, fuse=fuse)[0] for fuse in (False, True)]
     before, after = (torch.fx.GraphModule({}, graph)(*values) for graph in graphs)
     assert (before.shape, before.dtype) == (after.shape, after.dtype)

@@ -6,6 +6,8 @@ an SM100 GPU. Launches are counted on paper: those of a quantiser of such tensor
 Regenerate with EXPECTTEST_ACCEPT=1 and read the difference.
 """
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,9 +117,17 @@ def snapshot(model, recipe):
     return "\n".join(text)
 
 
+# Up to torch 2.11 the gradient of SiLU has a reciprocal in the place of a sigmoid, and is not fused.
+with_sigmoid = pytest.mark.skipif(
+    "torch.sigmoid" not in inspect.getsource(torch._decomp.decompositions.silu_backward),
+    reason="the snapshot is of another decomposition of SiLU's gradient",
+)
+
+
 class Snapshots(TestCase):
     maxDiff = None
 
+    @with_sigmoid
     def test_llama_block(self):
         """Inductor writes statistics, the stream and gradients of norms; both gradients of the gate are one launch."""
         self.assertExpectedInline(
@@ -133,6 +143,7 @@ quantize_prologue([scaled_mm_default_8, scaled_mm_default_4, scaled_mm_default_5
 left: add_6, mul_10, add_1, convert_element_type_10, mul_2, convert_element_type_11, mul_11, sum_1, convert_element_type_35, mul_12, mul_13, sum_2, pow_3, mul_14, mul_15, div_1, pow_4, mul_16, mul_17, add_7, convert_element_type_36, add_8, add_9, add_10, mul_18, convert_element_type, mul, convert_element_type_1, mul_19, sum_3, convert_element_type_53, mul_20, mul_21, sum_4, pow_5, mul_22, mul_23, div_2, pow_6, mul_24, mul_25, add_11, convert_element_type_54, add_12""",
         )
 
+    @with_sigmoid
     def test_llama_block_in_nvfp4(self):
         """Nothing: kernels that transform compute a prologue three times, which costs more than a tensor's bytes."""
         self.assertExpectedInline(

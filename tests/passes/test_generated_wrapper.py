@@ -448,7 +448,8 @@ def test_experts_on_hopper(recipe, rows, expected, timed, monkeypatch):
     text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
     calls = re.findall(r"(\w*grouped\w*|group_ends|dequant_operand)(?:_\d+)?(?:\.run|\.default)?\(", text)
     names = [re.sub(r"_\d+$", "", call) for call in calls]
-    assert [name for name in names if not name.startswith("quantize")] == expected
+    # From torch 2.14 on, one assertion of several inputs' strides has "grouped" in its name too.
+    assert [name for name in names if not name.startswith(("quantize", "assert_"))] == expected
 
 
 @pytest.mark.skipif(PRETENDING, reason="is that process")
