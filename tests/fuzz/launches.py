@@ -90,7 +90,7 @@ class Setting:
 
 
 # Most of the time would go to these, which have tests of their own: one of so many is launched.
-_ONE_OF = {("quantize", ""): 6, ("scaled_mm", "dequant_tiles"): 6, ("scaled_mm_epilogue", "dequant_tiles"): 3}
+_ONE_OF = {("quantize", ""): 10, ("scaled_mm", "dequant_tiles"): 10, ("scaled_mm_epilogue", "dequant_tiles"): 4}
 
 
 def _any_gain(prologue, *args) -> float:

@@ -105,11 +105,14 @@ def residual(d: Draft) -> None:
     """A sum that is kept, its norm, and layers that read the norm: what a block of a model begins with."""
     x = d.pick()
     width, (h, made) = d.shape(x)[-1], result(d, x, d.shape(x)[-1])
-    first = applied(d.linear(width, width, bias=False), x)
+    part = d.chance(0.3)  # a slice of a wider product, as the norms of Q and K read
+    first = [text + f"[..., {width}:]" * part
+             for text in applied(d.linear(width, 2 * width if part else width, bias=False), x)]  # fmt: skip
+    added = "" if part and d.chance(0.5) else f"{x} + "
     after = [applied(d.linear(width, width, bias=d.chance(0.3)), "n") for _ in range(d.rng.choice((1, 2)))]
     scale = f", self.{d.parameter(width)}" if d.chance(0.5) else ""
     norm = d.rng.choice((f"n = F.rms_norm(s, ({width},){scale})", f"n = F.layer_norm(s, ({width},){scale})"))
-    lines = [[f"s = {x} + {one}", norm, f"{h} = s + {' * '.join(rest)}"]
+    lines = [[f"s = {added}{one}", norm, f"{h} = s + {' * '.join(rest)}"]
              for one, rest in zip(first, zip(*after, strict=True), strict=True)]  # fmt: skip
     d.step("residual", [x], made, *lines)
 
@@ -218,7 +221,7 @@ def grouped(d: Draft) -> None:
     if x is None:
         return
     rows, into = d.shape(x)
-    if into % 8:  # torch's product takes rows of whole 16 bytes
+    if into % 8 or rows < 2:  # torch's product takes rows of whole 16 bytes, and of one row no other strides
         return
     width, experts = d.width(8), d.rng.choice((1, 3, 4))
     h, made = result(d, x, width)
@@ -318,7 +321,7 @@ def outside(d: Draft) -> None:
 def multihead_attention(d: Draft) -> None:
     """nn.MultiheadAttention of a value with itself, or with another, for which its input weight is split."""
     x = d.pick(rank=3)
-    if x is None:
+    if x is None or d.shape(x)[-1] % 2:
         return
     width, heads = d.shape(x)[-1], 2
     name, (h, made) = d.name("m"), result(d, x, width)

@@ -50,9 +50,6 @@ LAUNCH_PLANTS = (
     Plant("padding of swizzled scales is not written", "templates/device/memory.py",
           "        padded = (row < tl.cdiv(rows, 128) * 128) & (block // 4 < tiles)",
           "        padded = (row < rows) & (block // 4 < tiles)"),
-    Plant("rows of a matrix run into the next one", "templates/device/prologue_source.py",
-          "row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE),)",
-          "row < rows + 1, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE),)"),
     # amaxes and outer scales
     Plant("the outer scale of the first group for all", "templates/grouped/quantize_rows.py",
           "encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, 0, True, False,",
@@ -74,6 +71,4 @@ LAUNCH_PLANTS = (
     Plant("the last columns of a product have no program", "templates/gemm/dequant_tiles.py",
           "        ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches * config.split_k,",
           "        ceil_div(p.m, config.bm) * max(p.n // config.bn, 1) * p.batches * config.split_k,"),
-    Plant("a product of the first matrix of B for all", "templates/gemm/call.py",
-          '                "B_BATCHED": int(p.b_batched)}', '                "B_BATCHED": 0}'),
 )  # fmt: skip

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fp4compile.recipe import Recipe
 
 WIDTHS = (32, 48, 64, 96)
-RAGGED_WIDTHS = (32, 40, 64, 72, 96, 130)
+RAGGED_WIDTHS = (32, 40, 57, 64, 72, 96, 130)
 ROWS = (1, 5, 16, 24, 32, 33, 48, 64, 80)
 DYNAMIC_ROWS = (24, 33, 40, 80)  # no width: sizes that are equal share a symbol, and widths are no symbols
 
