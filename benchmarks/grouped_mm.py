@@ -35,8 +35,8 @@ import fp4compile
 from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES
 from benchmarks.quantize import copy_time, nbytes
-from fp4compile import formats
-from fp4compile.operand import Operand
+from fp4compile.formats import formats
+from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.heuristics import SkinnyConfig
 from fp4compile.templates.grouped import dequant_operand, dequant_tiles, quantize_rows, skinny
 from fp4compile.templates.grouped.amax import rows_amax_bits

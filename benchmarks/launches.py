@@ -22,10 +22,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES, activations, weight
-from fp4compile import formats
-from fp4compile.layouts import ceil_div
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.gemm import choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-import fp4compile.ops  # noqa: F401
+import fp4compile.ops.dense  # noqa: F401
 from benchmarks import common
 from benchmarks.common import graph_times
 

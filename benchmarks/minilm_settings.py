@@ -14,8 +14,8 @@ import torch
 
 import fp4compile
 from benchmarks import common, minilm
-from fp4compile.packed.linear import PackedLinear
 from fp4compile.recipe import Recipe, named
+from fp4compile.weights.linear import PackedLinear
 
 WEIGHT_SCALES = ("amax", "mse", "four_over_six")
 # By what activations get: the recipe, and how it is calibrated.

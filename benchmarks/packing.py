@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import fp4compile
 from benchmarks import common
 from benchmarks.llama_decode import LLAMA_3_8B, TINY
-from fp4compile.formats import SCALE_RULES
+from fp4compile.formats.formats import SCALE_RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 128

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import common
-from fp4compile import formats
+from fp4compile.formats import formats
 from fp4compile.templates.quantize import dispatch as kernels
 
 LARGE = ((8192, 8192), (16384, 16384))

@@ -4,8 +4,8 @@
     python -m benchmarks.roofline --plot     # a scatter plot beside it, too (needs matplotlib)
     python -m benchmarks.roofline --check    # exits with 1 where the file is not what the model says now
 
-Predicted is what the files of FILES and `mlp_block_h200.json` measured. The shares in `fp4compile/gpus.py` and
-`fp4compile/roofline_steps.py` are fitted to half of the times ("fitted": every other one, in the order of the files;
+Predicted is what the files of FILES and `mlp_block_h200.json` measured. The shares in `fp4compile/hardware.py` and
+`fp4compile/roofline/steps.py` are fitted to half of the times ("fitted": every other one, in the order of the files;
 of experts, two of three models) by `benchmarks/roofline_fit.py`. The summary tells of the other half by itself. Nothing
 was fitted to the training steps of the MLP block.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.grouped_mm import MODELS
-from fp4compile import formats
-from fp4compile.roofline import Experts, Gpu, Use, predict
-from fp4compile.roofline_steps import quantise_seconds
+from fp4compile.formats import formats
+from fp4compile.roofline.model import Experts, Gpu, Use, predict
+from fp4compile.roofline.steps import quantise_seconds
 
 RESULTS = Path(__file__).parent / "results"
 FILE = RESULTS / "roofline_h200.json"

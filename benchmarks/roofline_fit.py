@@ -15,15 +15,16 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import roofline as comparison
-from fp4compile import roofline, roofline_steps
-from fp4compile.gpus import GPUS
+from fp4compile.hardware import GPUS
+from fp4compile.roofline import model as roofline
+from fp4compile.roofline import steps as roofline_steps
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One share.
 
-    table: of `roofline_steps`, or "gpu". kernel: whose it is, in a table of kernels. step: what it is changed by.
+    table: of `roofline.steps`, or "gpu". kernel: whose it is, in a table of kernels. step: what it is changed by.
     """
 
     table: str

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import common, roofline, tables
-from fp4compile import gpus
+from fp4compile import hardware
 
 # The copies and products that the others are read beside come first, those that compile models last.
 BENCHMARKS = ("ceilings", "quantize", "linear", "grouped_mm", "scale_sweep", "packing", "producers", "mlp_block",
@@ -59,7 +59,7 @@ def measure(names: Sequence[str], folder: Path, quick: bool) -> dict[str, Any]:
 
 def _predicted(found: dict[str, Any]) -> dict[str, Any]:
     """The comparison with predictions, on a GPU that these know, of the benchmarks that ran."""
-    gpu = gpus.present()
+    gpu = hardware.present()
     files = {name: found[name] for name in roofline.FILES if "error" not in found.get(name, {"error": ""})}
     if gpu is None or not files:
         return {}

@@ -3,15 +3,11 @@
 The backend records what only Dynamo knows: which inputs of a graph are parameters, and their names. It puts one pass
 manager into each of two pass slots of Inductor (joint graph and post-grad graph), and gives the graph to `compile_fx`.
 
-By name it is `backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that the environment variable
-FP4COMPILE_RECIPE names.
+`registration` gives the backends their names.
 """
 
-import atexit
 import functools
 import logging
-import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,13 +24,15 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4compile import _compat, _inductor_patches, names, report_cache
+from fp4compile import _inductor_patches
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.passes.saved import Saved
-from fp4compile.recipe import DEFAULT, ENVIRONMENT, Recipe, recipes, resolve
-from fp4compile.report import PassRun, Report, Row
-from fp4compile.weight_cache import marking
+from fp4compile.recipe import Recipe, recipes, resolve
+from fp4compile.report import cache as report_cache
+from fp4compile.report import names
+from fp4compile.report.report import PassRun, Report, Row
+from fp4compile.weights.cache import marking
 
 log = logging.getLogger("fp4compile")
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -317,21 +315,6 @@ def as_passes(slot: Any) -> tuple:
     return tuple(slot) if isinstance(slot, list | tuple) else (slot,)
 
 
-# The functions that stand for backends in Dynamo's registry.
-_named: dict[Backend, Callable] = {}
-
-
-def named_reports() -> list[Report]:
-    """The report of every backend that this process has asked for by name or passed to `torch.compile`, each once."""
-    given = {id(report): report for report in (*(used.report for used in _named), *_given_reports())}
-    return list(given.values())
-
-
-def _given_reports() -> list[Report]:
-    reports = (getattr(backend, "report", None) for backend in _compat.handed_to_dynamo())
-    return [report for report in reports if isinstance(report, Report)]
-
-
 def _backend_of(given: Any) -> Backend | None:
     """The backend that `torch.compile` was given, as an object or by its name; None where it is not this package's."""
     chosen = getattr(given, "chosen", given)
@@ -352,88 +335,3 @@ def _watch_dynamo() -> None:
 
     _inductor_patches.forget_parameters_after_compiling(ours)
     _inductor_patches.watch_recompile_limits(told)
-
-
-def register_with_accelerate() -> None:
-    """Make accelerate, and HuggingFace's `Trainer`, accept this package's backends by name.
-
-    Raises ImportError where accelerate is not installed.
-    """
-    _inductor_patches.accept_in_accelerate(("fp4compile", *(f"fp4compile_{name}" for name in recipes())))
-
-
-def say_what_compiled_nothing() -> None:
-    """At exit, warn of backends that compiled nothing: one that is never called has no earlier chance to warn."""
-    if hasattr(sys, "last_value"):  # the program ends with an exception, which says more
-        return
-    for report in named_reports():
-        if report.graphs == 0:
-            log.warning("fp4compile %s", report.summary())
-
-
-atexit.register(say_what_compiled_nothing)
-
-
-def _by_name(name: str | Recipe) -> Any:
-    """A function that compiles as the backend does, and has its `report` and `reset`.
-
-    Dynamo's registry sets attributes on what it registers, and the fields of a `Backend` are frozen.
-    """
-    chosen = backend(name)
-    if chosen in _named:
-        return _named[chosen]
-
-    def compile_named(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        now = switched_off_passes()
-        if now != chosen.disabled_passes:
-            raise RuntimeError(
-                f"the passes switched off were {sorted(chosen.disabled_passes)} when backend={chosen.__name__!r} was "
-                f"first used, and are {sorted(now)} now: one process has one backend of a name; pass "
-                "fp4compile.backend(...) instead"
-            )
-        return chosen(gm, example_inputs, **kwargs)
-
-    compile_named.__name__ = chosen.__name__
-    compile_named.chosen = chosen  # type: ignore[attr-defined]
-    compile_named.report = chosen.report  # type: ignore[attr-defined]
-    compile_named.reset = chosen.reset  # type: ignore[attr-defined]
-    _named[chosen] = compile_named
-    return compile_named
-
-
-class _FromEnvironment:
-    """`backend="fp4compile"`: the recipe that FP4COMPILE_RECIPE names when the backend's name is first used.
-
-    Dynamo keeps what it once loaded for a name, so this name means one recipe in a process. If the variable has changed
-    since, compiling raises RuntimeError, and no graph of the first recipe serves another `torch.compile` call.
-    """
-
-    def __init__(self) -> None:
-        self.value = os.environ.get(ENVIRONMENT) or None
-        self.compile = _by_name(backend().recipe)
-        self.chosen: Backend = self.compile.chosen
-        self.__name__, self.report, self.reset = self.compile.__name__, self.compile.report, self.compile.reset
-
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        now = os.environ.get(ENVIRONMENT) or None
-        if now != self.value:
-            raise RuntimeError(
-                f"{ENVIRONMENT} was {self.value!r} when backend='fp4compile' was first used, and is {now!r} now: one "
-                f"process has one recipe of that name; pass fp4compile.backend({now or DEFAULT!r}) instead"
-            )
-        return self.compile(gm, example_inputs, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        # Dynamo compares backends before it reuses a graph of one `torch.compile` call for another call.
-        return self is other and (os.environ.get(ENVIRONMENT) or None) == self.value
-
-    __hash__ = object.__hash__
-
-
-def __getattr__(name: str) -> Callable:
-    """The objects that the `torch_dynamo_backends` entry points name: `default`, and one for each named recipe."""
-    if name == "default":
-        return _FromEnvironment()
-    if name in recipes():
-        return _by_name(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,10 +4,10 @@
     python -m fp4compile check-sm100 --run [--only TEXT] [--json FILE]
 
 The first compiles the kernels as they are launched, for GPUs that need not be there, and prints what their machine code
-has beside the lines that it must reach (`fp4compile.machine_code.lines`). That says what the code is, and nothing about
+has beside the lines that it must reach (`fp4compile.check.bounds`). That says what the code is, and nothing about
 speed. It fails on facts (spills, instructions that are missing, loops that do not overlap, values that ptxas lost) and,
 under the version of Triton that set the lines for them, on counts of instructions; under others these are shown. The
-second is for a machine with a GPU: `fp4compile.cli.first_run`.
+second is for a machine with a GPU: `fp4compile.check.first_run`.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from typing import Any
 
 import triton
 
-from fp4compile.cli import environment, first_run
-from fp4compile.machine_code.check import ProductRow, QuantizeRow, Row, check_products, check_quantize
-from fp4compile.machine_code.lines import COMPILER, judges_figures
+from fp4compile.check import environment, first_run
+from fp4compile.check.bounds import COMPILER, judges_figures
+from fp4compile.check.machine_code import ProductRow, QuantizeRow, Row, check_products, check_quantize
 
 _ALL = (("kernel", 29), ("configuration", 26), ("format", 22), ("sm", 3))
 _RESOURCES = (("regs", 4), ("shared", 6), ("spills", 6), ("CTAs", 4))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp4compile.backend import Backend, backend
-from fp4compile.calibrate import calibrate
+from fp4compile.calibration.calibrate import calibrate
 from fp4compile.recipe import Recipe, resolve
 
 BATCH, LENGTH = 8, 64

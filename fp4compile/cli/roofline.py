@@ -7,11 +7,12 @@ from typing import Any
 
 import sympy
 
-from fp4compile import gpus, roofline
+from fp4compile import hardware
 from fp4compile.cli.roofline_shapes import MODELS, Shape, shapes
 from fp4compile.cli.roofline_times import measured
-from fp4compile.gpus import GPUS, Gpu
+from fp4compile.hardware import GPUS, Gpu
 from fp4compile.recipe import DEFAULT, Recipe, recipes, resolve
+from fp4compile.roofline import model as roofline
 
 _HEADER = {"layer": "layer", "m": "M", "n": "N", "k": "K", "experts": "experts", "rows_each": "M/experts",
            "bf16_us": "bf16, us", "recipe_us": "recipe, us", "gain": "gain", "binds": "bound by",
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> None:
         gpu, recipe, wanted = _gpu(args.gpu), resolve(args.recipe), shapes(args.shapes, args.train)
     except (ValueError, TypeError, OSError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if args.measure and gpu != gpus.present():
-        there = gpus.present()
+    if args.measure and gpu != hardware.present():
+        there = hardware.present()
         raise argparse.ArgumentTypeError(
             "--measure: there is no GPU of the list to measure on" if there is None
             else f"--measure: the GPU that is there is {there.name}, and --gpu is {gpu.name}"
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _gpu(name: str | None) -> Gpu:
     if name is not None:
-        return gpus.named(name)
-    there = gpus.present()
+        return hardware.named(name)
+    there = hardware.present()
     if there is None:
         raise ValueError(f"--gpu: the GPU of a prediction is needed, one of {', '.join(GPUS)}")
     return there

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp4compile.backend import named_reports, register_with_accelerate, say_what_compiled_nothing
+from fp4compile.registration import named_reports, register_with_accelerate, say_what_compiled_nothing
 
 
 def add_command(commands: Any) -> None:

@@ -1,1 +1,1 @@
-"""Graph passes: find -> plan -> rewrite in the joint graph. Graph in, graph out; none knows the inside of a kernel."""
+"""Graph passes: rewrite the joint graph, then hoist, merge, fuse and lower. None knows the inside of a kernel."""

@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from fp4compile import _compat
-from fp4compile.operand import Operand
-from fp4compile.passes.graph import ScaledMM, grouped_problem, grouped_values
+from fp4compile.analysis.graph import ScaledMM, grouped_problem, grouped_values
+from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.choose import Choice, candidates, choose, named
 from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.gemm.problem import Problem

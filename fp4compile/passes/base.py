@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.fx import Graph
 
-from fp4compile.report import PassRun
+from fp4compile.report.report import PassRun
 
 _dump_number = itertools.count()
 

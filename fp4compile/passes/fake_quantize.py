@@ -19,9 +19,8 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile import formats, ops, ops_grouped
 from fp4compile._compat import statically_true
-from fp4compile.passes.graph import (
+from fp4compile.analysis.graph import (
     FAKE_QUANTIZE,
     FAKE_QUANTIZE_GROUPED,
     FAKE_QUANTIZE_GROUPED_BOTH,
@@ -36,6 +35,9 @@ from fp4compile.passes.graph import (
     quantise_of,
     scaled_mm_of,
 )
+from fp4compile.formats import formats
+from fp4compile.ops import dense as ops
+from fp4compile.ops import grouped as ops_grouped
 from fp4compile.templates.grouped.choose import choose
 from fp4compile.templates.launch import on_gpu
 

@@ -19,19 +19,12 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile import _compat, ops
-from fp4compile.epilogue import AUXILIARIES, PRODUCT, Epilogue
-from fp4compile.passes.graph import (
-    CAST,
-    RESHAPES,
-    SCALED_MM,
-    SCALED_MM_EPILOGUE,
-    ScaledMM,
-    new_node,
-    scaled_mm_of,
-)
+from fp4compile import _compat
+from fp4compile.analysis.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, ScaledMM, new_node, scaled_mm_of
+from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
+from fp4compile.formats.steps import Step
+from fp4compile.ops import dense as ops
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, operation_of, same_shape
-from fp4compile.pointwise import Step
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ import operator
 
 from torch.fx import Graph, Node
 
-from fp4compile.passes.graph import SCALED_MM, SCALED_MM_HORIZONTAL, new_node, scaled_mm_of
-from fp4compile.passes.views import value_key
+from fp4compile.analysis.graph import SCALED_MM, SCALED_MM_HORIZONTAL, new_node, scaled_mm_of
+from fp4compile.analysis.views import value_key
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 
 _OWN = (4, 5, 6, 8)  # arguments of a product that are its own: B, its scales, its outer scale, the bias

@@ -31,20 +31,14 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
+from fp4compile.analysis.graph import CAST, RESHAPES, SCALED_MM, new_node, scaled_mm_of
+from fp4compile.formats.prologue import OPERANDS, Prologue
+from fp4compile.formats.steps import REDUCTIONS, Step
 from fp4compile.passes.fused import name_operations
-from fp4compile.passes.graph import (
-    CAST,
-    RESHAPES,
-    SCALED_MM,
-    new_node,
-    scaled_mm_of,
-)
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
 from fp4compile.passes.quantisers import call_with_prologue, may_have_prologue, takes_prologue, work_of
 from fp4compile.passes.reductions import reduction_of
 from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
-from fp4compile.pointwise import REDUCTIONS, Step
-from fp4compile.prologue import OPERANDS, Prologue
 from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
 from fp4compile.templates.quantize.prologue_cost import Work, gain

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from fp4compile.passes.graph import QUANTIZE_GROUPED_PROLOGUE, QUANTIZE_PROLOGUE, RESHAPES
+from fp4compile.analysis.graph import QUANTIZE_GROUPED_PROLOGUE, QUANTIZE_PROLOGUE, RESHAPES
 
 _PRODUCT, _OPERATIONS = "fp4compile_product", "fp4compile_operations"
 

@@ -2,7 +2,7 @@
 
 An inference graph would quantise its parameters again at each call, although they rarely change. `hoisting` wraps
 Inductor's `inner_compile`. Every quantise that depends on one parameter and nothing else leaves the graph, and its
-results become additional static inputs. The compiled function is called with the packed weights that `weight_cache`
+results become additional static inputs. The compiled function is called with the packed weights that `weights.cache`
 keeps.
 
 Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fp4compile.analysis.find import parameters_of
+from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.graph import arguments_of_quantise
+from fp4compile.analysis.views import view_of
 from fp4compile.passes.base import Pass, run_passes, summary
-from fp4compile.passes.find import parameters_of
-from fp4compile.passes.gemm import Input
-from fp4compile.passes.graph import arguments_of_quantise
-from fp4compile.passes.views import view_of
-from fp4compile.report import PassRun
-from fp4compile.weight_cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, changes_are_seen, form, packed_weight
+from fp4compile.report.report import PassRun
+from fp4compile.weights.cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, changes_are_seen, form, packed_weight
 
 log = logging.getLogger("fp4compile")
 
@@ -63,7 +63,7 @@ def hoisting(
 ) -> Callable:
     """An `inner_compile` that takes the quantising of weights out of inference graphs.
 
-    inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
+    inputs: one entry for each argument of the compiled function. cache: the recipe's `weights.cache`; "off" leaves all
     graphs as they are, "check" compares the weights' contents at each call. sink: takes the pass's run for each
     inference graph. disabled: names of the passes that are switched off.
     """

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.passes.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, new_node
+from fp4compile.analysis.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, new_node
 from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten

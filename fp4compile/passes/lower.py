@@ -21,9 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
-from fp4compile import _inductor_patches, ops, ops_grouped, ops_grouped_prologue, ops_prologue
-from fp4compile.passes.autotune import fastest, fastest_grouped
-from fp4compile.passes.graph import (
+from fp4compile import _inductor_patches
+from fp4compile.analysis.graph import (
     FAKE_QUANTIZE,
     FAKE_QUANTIZE_GROUPED,
     FAKE_QUANTIZE_GROUPED_BOTH,
@@ -42,6 +41,11 @@ from fp4compile.passes.graph import (
     reads_by_index,
     scaled_mm_of,
 )
+from fp4compile.ops import dense as ops
+from fp4compile.ops import grouped as ops_grouped
+from fp4compile.ops import grouped_prologue as ops_grouped_prologue
+from fp4compile.ops import prologue as ops_prologue
+from fp4compile.passes.autotune import fastest, fastest_grouped
 from fp4compile.templates.grouped.choose import settled
 from fp4compile.templates.launch import on_gpu
 

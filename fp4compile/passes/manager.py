@@ -21,27 +21,27 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from fp4compile import config
-from fp4compile.gpus import Gpu
-from fp4compile.passes import flops
+from fp4compile.analysis import flops
+from fp4compile.analysis.find import find
+from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gradients import is_nested
+from fp4compile.analysis.plan import Decision, Treatment, plan
+from fp4compile.hardware import Gpu
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.passes.fake_quantize import fake_quantize
-from fp4compile.passes.find import find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fused import fused
-from fp4compile.passes.gemm import Gemm, Input, Operand
-from fp4compile.passes.gradients import is_nested
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.pair_prologues import pair_prologues
-from fp4compile.passes.plan import Decision, Treatment, plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
 from fp4compile.recipe import Recipe
-from fp4compile.report import PassRun, Row
+from fp4compile.report.report import PassRun, Row
 from fp4compile.templates.launch import cuda_target
 
 log = logging.getLogger("fp4compile")

@@ -13,8 +13,7 @@ import operator
 
 from torch.fx import Graph, Node
 
-from fp4compile import formats
-from fp4compile.passes.graph import (
+from fp4compile.analysis.graph import (
     QUANTIZE,
     QUANTIZE_BOTH,
     QUANTIZE_GROUPED,
@@ -23,6 +22,7 @@ from fp4compile.passes.graph import (
     new_node,
     quantise_of,
 )
+from fp4compile.formats import formats
 
 _BOTH = {QUANTIZE: QUANTIZE_BOTH, QUANTIZE_GROUPED: QUANTIZE_GROUPED_BOTH}
 

@@ -14,10 +14,10 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from fp4compile.analysis.graph import CAST, QUANTIZE_PROLOGUE, RESHAPES, new_node
+from fp4compile.formats.prologue import Prologue, together
 from fp4compile.passes.fused import name_results
-from fp4compile.passes.graph import CAST, QUANTIZE_PROLOGUE, RESHAPES, new_node
 from fp4compile.passes.quantisers import work_of
-from fp4compile.prologue import Prologue, together
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.dispatch import takes_prologue, takes_several
 from fp4compile.templates.quantize.prologue_cost import fused_time

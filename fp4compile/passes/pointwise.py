@@ -5,9 +5,9 @@ import operator
 import torch
 from torch.fx import Node
 
-from fp4compile import ops
 from fp4compile._compat import statically_true
-from fp4compile.passes.graph import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_EPILOGUE, SCALED_MM_GATHERED
+from fp4compile.analysis.graph import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_EPILOGUE, SCALED_MM_GATHERED
+from fp4compile.ops import dense as ops
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ STORED = (
 
 
 def operation_of(node: Node) -> tuple[str, tuple] | None:
-    """(name, arguments) of an operation of `pointwise`: nodes, and numbers as floats; None for anything else."""
+    """(name, arguments) of an operation of `formats.steps`: nodes, and numbers as floats; None for anything else."""
     if node.target is aten.pow.Tensor_Scalar:
         base, exponent = node.args
         return (_POWERS[exponent], (base,)) if exponent in _POWERS else None

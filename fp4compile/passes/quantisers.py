@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fp4compile import formats
-from fp4compile.passes.graph import (
+from fp4compile.analysis.graph import (
     FAKE_QUANTIZE,
     FAKE_QUANTIZE_GROUPED,
     FAKE_QUANTIZE_GROUPED_BOTH,
@@ -23,7 +22,8 @@ from fp4compile.passes.graph import (
     QUANTIZE_PROLOGUE,
     quantise_of,
 )
-from fp4compile.prologue import Prologue
+from fp4compile.formats import formats
+from fp4compile.formats.prologue import Prologue
 from fp4compile.templates.grouped import dispatch as grouped
 from fp4compile.templates.quantize import dispatch as dense
 from fp4compile.templates.quantize.prologue_cost import Work

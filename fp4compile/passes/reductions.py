@@ -11,7 +11,7 @@ _REDUCTIONS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.def
 
 
 def reduction_of(node: Node) -> tuple[str, tuple[Node, ...]] | None:
-    """(name, arguments) of a reduction of `pointwise.REDUCTIONS` over the last dimension; None for anything else.
+    """(name, arguments) of a reduction of `formats.steps.REDUCTIONS` over the last dimension; None for anything else.
 
     A variance without its mean is none: the kernels find it by the mean.
     """

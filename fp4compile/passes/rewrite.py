@@ -17,10 +17,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp4compile import _compat, formats
-from fp4compile.passes.fused import name_product
-from fp4compile.passes.gemm import Gemm, Operand
-from fp4compile.passes.graph import (
+from fp4compile import _compat
+from fp4compile.analysis.gemm import Gemm, Operand
+from fp4compile.analysis.graph import (
     QUANTIZE,
     QUANTIZE_GROUPED,
     SCALED_GROUPED_MM,
@@ -29,9 +28,11 @@ from fp4compile.passes.graph import (
     fake_value,
     new_node,
 )
-from fp4compile.passes.plan import Decision, Treatment
+from fp4compile.analysis.plan import Decision, Treatment
+from fp4compile.analysis.views import is_cast, source_of, value_key
+from fp4compile.formats import formats
+from fp4compile.passes.fused import name_product
 from fp4compile.passes.saved import mark
-from fp4compile.passes.views import is_cast, source_of, value_key
 from fp4compile.templates.quantize.views import lies_transposed
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.passes.graph import RESHAPES, new_node
+from fp4compile.analysis.graph import RESHAPES, new_node
 from fp4compile.passes.pointwise import contiguous, same_shape
 
 aten = torch.ops.aten

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4compile import formats, gpus
-from fp4compile.formats import unknown_name
+from fp4compile import hardware
+from fp4compile.formats import formats
+from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
 from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
@@ -189,7 +190,7 @@ class Recipe:
         if not isinstance(self.target, str):
             raise TypeError(f"target: expected the name of a GPU, got {type(self.target).__name__}")
         with sources.errors_name("target: "):
-            object.__setattr__(self, "target", gpus.named(self.target).name)
+            object.__setattr__(self, "target", hardware.named(self.target).name)
         object.__setattr__(self, "min_gain", float(self.min_gain))
 
     def scale_rule(self, weight: str | None) -> str:

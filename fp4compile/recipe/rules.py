@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, Protocol, runtime_checkable
 
-from fp4compile.formats import unknown_name
+from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe.named_recipes import FIELDS
 
 _ACTIONS = ("skip", "quantize")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4compile.atomic_file import write_atomically
+from fp4compile.recipe.atomic_file import write_atomically
 from fp4compile.recipe.named_recipes import FIELDS
 
 ENVIRONMENT = "FP4COMPILE_RECIPE"

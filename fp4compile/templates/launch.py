@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp4compile import _compat
-from fp4compile.targets import Target
+from fp4compile.hardware import Target
 
 DEFAULT_STAGES = 3  # Triton's own
 

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile import reference, reference_scales
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import ceil_div
+from fp4compile.formats import reference, reference_scales
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import e4m3_round, encode_scale, reciprocal_e4m3
 from fp4compile.templates.device.elements import INFINITY_BITS, encode_pair, fp8_value, unpack, word_amax
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of

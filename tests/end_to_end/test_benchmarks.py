@@ -15,8 +15,8 @@ from triton.runtime.errors import OutOfResources
 from benchmarks import cells, common, gradient_error, grouped_mm, launches, producers, scale_sweep, training_loss
 from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, loss_of, recipe_of
 from fp4compile.cli.demo import Llama, Shape
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.heuristics import WgmmaConfig
 from fp4compile.templates.launch import dry_run

@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import grouped_mm
 
 import fp4compile
-from fp4compile.clipping import LeastSquares, Percentile
-from fp4compile.formats import get
-from fp4compile.observe import Observation
-from fp4compile.passes.plan import NOT_CALIBRATED
+from fp4compile.analysis.plan import NOT_CALIBRATED
+from fp4compile.calibration.clipping import LeastSquares, Percentile
+from fp4compile.calibration.observers import Observation
+from fp4compile.formats.formats import get
+from fp4compile.formats.reference import fake_quantize, outer_of
 from fp4compile.recipe import Rule, named
-from fp4compile.reference import fake_quantize, outer_of
 from tests.helpers import without_codegen
 
 
@@ -418,7 +418,7 @@ def test_a_recipe_is_read_from_what_it_was_saved_to(tmp_path):
 
 def test_progress_needs_no_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr("fp4compile.batches.find_spec", lambda name: None)
+    monkeypatch.setattr("fp4compile.calibration.batches.find_spec", lambda name: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fp4compile.calibrate(torch.nn.Linear(64, 48), [torch.randn(4, 64)])

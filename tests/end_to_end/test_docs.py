@@ -17,7 +17,7 @@ import pytest
 
 import fp4compile
 from benchmarks import cells, tables
-from fp4compile import formats
+from fp4compile.formats import formats
 from fp4compile.passes import manager
 from fp4compile.recipe import Recipe, recipes
 
@@ -191,8 +191,8 @@ def _ids(node: ast.AST) -> set[int]:
 
 
 # Modules that give reasons, and strings with spaces in them that are none.
-GIVING_REASONS = (*sorted(Path("fp4compile/passes").glob("*.py")), Path("fp4compile/packed/linear.py"),
-                  Path("fp4compile/packed/pack.py"), Path("fp4compile/packed/experts.py"))  # fmt: skip
+GIVING_REASONS = (*sorted(Path("fp4compile/passes").glob("*.py")), Path("fp4compile/weights/linear.py"),
+                  Path("fp4compile/weights/pack.py"), Path("fp4compile/weights/experts.py"))  # fmt: skip
 NO_REASONS = (
     r".+\ .+\ in\ .+\ ms", r".+,\ .+,\ weight=.+,\ activation=.+",
     r".+\ experts,\ .+,\ .+,\ weight=.+,\ activation=.+", "as\\ it\\ comes", r"packed\ layer\ .+:\ .+",

@@ -5,8 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.passes.find import find
-from fp4compile.passes.flops import count
+from fp4compile.analysis.find import find
+from fp4compile.analysis.flops import count
 from fp4compile.recipe import named, resolve
 from tests.helpers.by_hand import assert_rounds_to
 from tests.helpers.by_hand import by_hand as products_by_hand

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp4compile
-from fp4compile import formats
+from fp4compile.formats import formats
 from fp4compile.recipe import named
 from tests.helpers import resume_worker
 

@@ -15,12 +15,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp4compile import formats  # noqa: E402
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.cli import cases, first_run, run_experts, run_prologues, run_times, run_values  # noqa: E402
-from fp4compile.cli.cases import Case, Finding, in_process  # noqa: E402
-from fp4compile.machine_code import launches  # noqa: E402
-from fp4compile.machine_code.launches import Configuration  # noqa: E402
+from fp4compile.check import (  # noqa: E402
+    cases,
+    first_run,
+    launches,  # noqa: E402
+    run_experts,
+    run_prologues,
+    run_times,
+    run_values,
+)
+from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
+from fp4compile.check.launches import Configuration  # noqa: E402
+from fp4compile.formats import formats  # noqa: E402
 from fp4compile.templates.grouped import choose, dequant_tiles  # noqa: E402
 from tests.helpers import in_interpreter  # noqa: E402
 
@@ -74,7 +81,7 @@ def one_of_each():
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("fp4compile.cli.environment.of_gpu", lambda: {"device": "a GPU"})
+    monkeypatch.setattr("fp4compile.check.environment.of_gpu", lambda: {"device": "a GPU"})
     monkeypatch.setattr(run_times, "cases", no_cases)
     monkeypatch.setattr(run_experts, "cases", no_cases)
     monkeypatch.setattr(run_prologues, "cases", no_cases)
@@ -88,7 +95,7 @@ def quick_starts(monkeypatch):
     def context(method):
         assert method == "spawn"
         forks = get_context("forkserver")
-        forks.set_forkserver_preload(["fp4compile.cli.run_prologues", "fp4compile.cli.run_times"])
+        forks.set_forkserver_preload(["fp4compile.check.run_prologues", "fp4compile.check.run_times"])
         return forks
 
     monkeypatch.setattr(multiprocessing, "get_context", context)

@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
-from fp4compile.cli import run_times  # noqa: E402
-from fp4compile.machine_code.launches import CONFIGURATIONS  # noqa: E402
-from fp4compile.targets import Target  # noqa: E402
+from fp4compile.check import run_times  # noqa: E402
+from fp4compile.check.launches import CONFIGURATIONS  # noqa: E402
+from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
 
 KERNELS = {"skinny_block_scaled_sm100": 8.0, "block_scaled_sm100": 16.0, "library_block_scaled": 40.0}

@@ -22,8 +22,8 @@ def entry_points() -> dict[str, str]:
 
 
 def test_every_named_recipe_is_a_backend_by_name():
-    expected = {f"fp4compile_{name}": f"fp4compile.backend:{name}" for name in recipes()}
-    assert entry_points() == {"fp4compile": "fp4compile.backend:default"} | expected
+    expected = {f"fp4compile_{name}": f"fp4compile.registration:{name}" for name in recipes()}
+    assert entry_points() == {"fp4compile": "fp4compile.registration:default"} | expected
 
 
 @pytest.mark.parametrize("name, target", entry_points().items())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile import formats
+from fp4compile.formats import formats
 from fp4compile.recipe import PRODUCTS, Recipe, Rule, named, recipes, resolve, unmatched_rules
 
 BACKWARD = ("dgrad", "wgrad")

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from fp4compile import formats
+from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, Rule, named, resolve
 
 RECIPES = {

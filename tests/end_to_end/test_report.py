@@ -15,7 +15,7 @@ import torch
 from torch._guards import CompileId, TraceId
 
 import fp4compile
-from fp4compile.report import Report, Row, rows_from_json, rows_to_json
+from fp4compile.report.report import Report, Row, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
 
 

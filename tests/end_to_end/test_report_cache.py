@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile import report_cache
+from fp4compile.report import cache as report_cache
 
 ROW = dict.fromkeys(("m", "n", "k", "left", "right", "tier", "reason", "flops")) | {"module": "a", "product": "fprop"}
 UNREADABLE = {

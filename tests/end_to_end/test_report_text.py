@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile.report import Report, Row
-from fp4compile.sensitivity import LayerSensitivity, Sensitivity
+from fp4compile.calibration.sensitivity import LayerSensitivity, Sensitivity
+from fp4compile.report.report import Report, Row
 
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
 

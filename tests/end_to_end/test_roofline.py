@@ -14,11 +14,15 @@ import torch
 import fp4compile
 from benchmarks import roofline as comparison
 from benchmarks import roofline_fit
-from fp4compile import formats, gpus, reference, roofline, roofline_sizes, roofline_steps
-from fp4compile.layouts import to_swizzled
+from fp4compile import hardware
+from fp4compile.formats import formats, reference
+from fp4compile.formats.layouts import to_swizzled
 from fp4compile.recipe import recipes
-from fp4compile.roofline import GPUS, Experts, Gpu, Use, predict
-from fp4compile.roofline_sizes import Sizes
+from fp4compile.roofline import model as roofline
+from fp4compile.roofline import sizes as roofline_sizes
+from fp4compile.roofline import steps as roofline_steps
+from fp4compile.roofline.model import GPUS, Experts, Gpu, Use, predict
+from fp4compile.roofline.sizes import Sizes
 from fp4compile.templates.gemm import choose, cost
 from tests.helpers import without_codegen
 
@@ -355,11 +359,11 @@ def test_the_page_has_every_gpu():
     [("NVIDIA GB200", "GB200"), ("NVIDIA H200", "H200"), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA H100 PCIe", None)],
 )
 def test_the_gpu_that_is_there(device, gpu, monkeypatch):
-    assert gpus.present() is None or torch.cuda.is_available()
+    assert hardware.present() is None or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: device)
-    assert gpus.present() == (None if gpu is None else GPUS[gpu])
+    assert hardware.present() == (None if gpu is None else GPUS[gpu])
 
 
 def own(**changed):
@@ -371,7 +375,7 @@ def test_a_gpu_of_ones_own():
     assert (
         predict("mxfp8", own(bandwidth=2e12), 16, 8192, 8192).seconds < predict("mxfp8", own(), 16, 8192, 8192).seconds
     )
-    assert gpus.named("h200") is GPUS["H200"] and gpus.named(own()) == own()
+    assert hardware.named("h200") is GPUS["H200"] and hardware.named(own()) == own()
     with pytest.raises(ValueError, match="mine has no rate of FP4 products, and library_block_scaled"):
         predict("nvfp4", own(fp4=None), 8192, 8192, 8192)
 

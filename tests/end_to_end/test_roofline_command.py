@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks import run_all
-from fp4compile import gpus
+from fp4compile import hardware
 from fp4compile.cli import roofline, roofline_times
 from fp4compile.cli.main import main
 from fp4compile.cli.roofline_shapes import MODELS, Shape
 from fp4compile.recipe import named
-from fp4compile.roofline import predict
+from fp4compile.roofline.model import predict
 
 
 def test_the_table(capsys):
@@ -24,7 +24,7 @@ def test_the_table(capsys):
     assert title == "mxfp8 on B200, fprop: predicted, not measured"
     assert header.split()[:4] == ["layer", "M", "N", "K"] and header.endswith("bound by")
     assert len(rows) == 12 and rows[-1].split()[:5] == ["down", "8192", "4096", "14336", "574.8"]
-    assert rates == f"rates: {gpus.GPUS['B200'].source}" and "not measured" in shares
+    assert rates == f"rates: {hardware.GPUS['B200'].source}" and "not measured" in shares
 
 
 def test_json_and_expressions(capsys):
@@ -110,7 +110,7 @@ def test_shapes_are_those_of_transformers():
     (["--gpu", "B200", "--plot", "x.png"], "--plot needs matplotlib, which is not installed: pip install"),
 ])  # fmt: skip
 def test_bad_input(options, said, capsys, monkeypatch):
-    monkeypatch.setattr(gpus, "present", lambda: None)
+    monkeypatch.setattr(hardware, "present", lambda: None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as raised:
         main(["roofline", *options])
@@ -118,7 +118,7 @@ def test_bad_input(options, said, capsys, monkeypatch):
 
 
 def test_the_gpu_that_is_there_is_the_default_and_the_one_to_measure_on(capsys, monkeypatch):
-    monkeypatch.setattr(gpus, "present", lambda: gpus.GPUS["H200"])
+    monkeypatch.setattr(hardware, "present", lambda: hardware.GPUS["H200"])
     with pytest.raises(SystemExit):
         main(["roofline", "--gpu", "B200", "--measure"])
     assert "the GPU that is there is H200, and --gpu is B200" in capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_a_run(content, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run_all.common, "environment", lambda device: content["environment"])
-    monkeypatch.setattr(run_all.gpus, "present", lambda: gpus.GPUS["H200"])
+    monkeypatch.setattr(run_all.gpus, "present", lambda: hardware.GPUS["H200"])
     seen = []
 
     def run(name, quick):

@@ -12,9 +12,9 @@ from torch.nn.functional import grouped_mm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4compile
-from fp4compile import reference
+from fp4compile.calibration.sensitivity import LayerSensitivity, Sensitivity
+from fp4compile.formats import reference
 from fp4compile.recipe import Rule, named
-from fp4compile.sensitivity import LayerSensitivity, Sensitivity
 from tests.helpers import without_codegen
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fp4compile
 from benchmarks import packing, scale_sweep
-from fp4compile import reference_scales
+from fp4compile.formats import reference_scales
 
 
 def modelopts_formulas(w, top, hessian=None):

@@ -10,12 +10,14 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4compile import ops, reference
-from fp4compile.groups import Groups
-from fp4compile.operand import Operand
-from fp4compile.passes import graph, lower
-from fp4compile.pointwise import REDUCTIONS
-from fp4compile.targets import Target
+from fp4compile.analysis import graph
+from fp4compile.formats import reference
+from fp4compile.formats.groups import Groups
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.steps import REDUCTIONS
+from fp4compile.hardware import Target
+from fp4compile.ops import dense as ops
+from fp4compile.passes import lower
 from fp4compile.templates.gemm import choose as dense
 from fp4compile.templates.gemm.problem import problem_of
 from fp4compile.templates.grouped import choose as grouped

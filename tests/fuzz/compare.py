@@ -21,10 +21,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
-from fp4compile import names
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.recipe import Recipe
-from fp4compile.report import Row
+from fp4compile.report import names
+from fp4compile.report.report import Row
 from tests.fuzz.oracle import ANY_NAME, Oracle, key_of
 from tests.fuzz.programs import Program
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fp4compile import formats, ops_prologue
-from fp4compile.prologue import Prologue
+from fp4compile.formats import formats
+from fp4compile.formats.prologue import Prologue
+from fp4compile.ops import prologue as ops_prologue
 from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 
 BF16 = torch.bfloat16

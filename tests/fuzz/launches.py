@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch.fx import GraphModule, Interpreter
 
-from fp4compile import targets
+from fp4compile import hardware
+from fp4compile.hardware import Target
 from fp4compile.passes import fuse_prologue, lower
-from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import amax, heuristics, prologue_cost
 from tests.fuzz.check_launches import Launched, difference, kernels_of
@@ -74,8 +74,8 @@ class Setting:
     @contextmanager
     def launching(self) -> Iterator[None]:
         """The context in which kernels run."""
-        known = targets._MULTIPROCESSORS | {90: self.multiprocessors}  # those of an H200 are the interpreter's
-        with mock.patch.object(targets, "_MULTIPROCESSORS", known), self._limits():
+        known = hardware._MULTIPROCESSORS | {90: self.multiprocessors}  # those of an H200 are the interpreter's
+        with mock.patch.object(hardware, "_MULTIPROCESSORS", known), self._limits():
             yield
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What a program must compute: every layer's products by the roles that the recipe gives, composed eagerly.
 
 Nothing here asks `fp4compile.passes`: rules, limits and roles are written down a second time, and numbers come from
-`fp4compile.reference` alone. A program's oracle text calls
+`fp4compile.formats.reference` alone. A program's oracle text calls
 
     q.linear(name, x, w, bias)    a layer: x [..., in], w [out, in], whatever view of the parameter `name` w is
     q.experts(name, x, w, ends)   a layer of experts: rows of x up to ends[0] by w[0], then up to ends[1] by w[1], ...
@@ -17,10 +17,10 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from fp4compile import formats, reference
-from fp4compile.operand import Operand
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
 from fp4compile.recipe import Recipe, named
-from fp4compile.report import Row
+from fp4compile.report.report import Row
 
 MUST = "must"  # a layer's product: quantised wherever the recipe says so
 MAY = "may"  # the compiler may leave it alone; where it does not, roles, formats and numbers are as for MUST

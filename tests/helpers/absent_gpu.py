@@ -12,13 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
 
-from fp4compile.passes.find import Input, find
+from fp4compile.analysis.find import Input, find
+from fp4compile.analysis.plan import plan
+from fp4compile.hardware import Target
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.lower import lower
-from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe, named
-from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.launch import dry_run
 

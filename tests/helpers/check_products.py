@@ -2,8 +2,8 @@
 
 import torch
 
-from fp4compile import reference
-from fp4compile.formats import BlockFormat
+from fp4compile.formats import reference
+from fp4compile.formats.formats import BlockFormat
 from tests.helpers.kernels import on_device
 
 

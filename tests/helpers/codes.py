@@ -2,7 +2,7 @@
 
 import torch
 
-from fp4compile.functional import BlockScaled
+from fp4compile.ops.functional import BlockScaled
 
 SHAPES = [
     (16,),

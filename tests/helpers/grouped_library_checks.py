@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4compile import formats, ops_grouped, reference
-from fp4compile.layouts import from_swizzled
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.formats import formats, reference
+from fp4compile.formats.layouts import from_swizzled
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
+from fp4compile.ops import grouped as ops_grouped
 from fp4compile.templates.grouped import library
 from fp4compile.templates.grouped.choose import to_time
 from fp4compile.templates.grouped.problem import call_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 
-from fp4compile import formats, reference
-from fp4compile.operand import Operand
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
 from tests.helpers import choices
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,8 +45,8 @@ def on_device(value):
 
 def launches(sm, a, b, m, epilogue=None, auxiliaries=(), n=8192):
     """The launches of one product of m x n x 4096, on a GPU that need not be there."""
-    import fp4compile.ops  # noqa: F401
-    from fp4compile.targets import Target
+    import fp4compile.ops.dense  # noqa: F401
+    from fp4compile.hardware import Target
     from fp4compile.templates.gemm.dispatch import scaled_mm
     from fp4compile.templates.launch import dry_run
 

@@ -12,8 +12,8 @@ implementations that torch has of them check the arguments as well.
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp4compile import ops
-from fp4compile.targets import Target
+from fp4compile.hardware import Target
+from fp4compile.ops import dense as ops
 from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.launch import dry_run
 

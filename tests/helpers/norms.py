@@ -2,9 +2,9 @@
 
 import torch
 
-from fp4compile import ops_prologue
-from fp4compile.pointwise import evaluate
-from fp4compile.prologue import Prologue, apply
+from fp4compile.formats.prologue import Prologue, apply
+from fp4compile.formats.steps import evaluate
+from fp4compile.ops import prologue as ops_prologue
 from tests.helpers.kernels import DEVICE
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,7 +5,7 @@ from bisect import bisect_left
 import numpy as np
 import torch
 
-from fp4compile.formats import NAMED, BlockFormat, get
+from fp4compile.formats.formats import NAMED, BlockFormat, get
 
 F32 = np.float32
 FLT_MAX = F32(np.finfo(F32).max)

@@ -6,12 +6,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile import formats, reference
+from fp4compile.analysis.graph import FAKE_QUANTIZE, SCALED_MM_HORIZONTAL
+from fp4compile.formats import formats, reference
+from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
-from fp4compile.passes.graph import FAKE_QUANTIZE, SCALED_MM_HORIZONTAL
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 
 BF16, F32 = torch.bfloat16, torch.float32

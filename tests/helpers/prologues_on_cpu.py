@@ -1,7 +1,8 @@
 """The passes of prologues on a CPU: they run as if tensors lay on an SM100 GPU, and the ops are their references."""
 
-from fp4compile.passes import fuse_prologue, graph, manager, pair_prologues
-from fp4compile.targets import Target
+from fp4compile.analysis import graph
+from fp4compile.hardware import Target
+from fp4compile.passes import fuse_prologue, manager, pair_prologues
 from fp4compile.templates.quantize import prologue_cost
 
 

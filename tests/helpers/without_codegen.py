@@ -10,7 +10,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 
-from fp4compile.explain import _boxed
+from fp4compile.report.explain import _boxed
 
 
 def install(monkeypatch) -> list[dict]:

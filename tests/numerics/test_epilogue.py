@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4compile.epilogue import Epilogue, apply
-from fp4compile.pointwise import OPERATIONS, Step
+from fp4compile.formats.epilogue import Epilogue, apply
+from fp4compile.formats.steps import OPERATIONS, Step
 from fp4compile.templates.device import epilogue as device
 from fp4compile.templates.device.pointwise import _TRITON
 

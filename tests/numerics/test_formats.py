@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from fp4compile import formats
-from fp4compile.formats import NAMED, BlockFormat, compatible, get
+from fp4compile.formats import formats
+from fp4compile.formats.formats import NAMED, BlockFormat, compatible, get
 
 # name -> spec, whether codes are packed, whether blocks are square, bits an element
 EXPECTED = {

@@ -5,10 +5,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import fp4compile
-from fp4compile import formats, ops_grouped, reference  # noqa: F401  defines the ops
-from fp4compile.groups import Groups, padded_rows
-from fp4compile.layouts import ceil_div, from_swizzled, swizzled_numel
-from fp4compile.operand import Operand
+from fp4compile.formats import formats, reference
+from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.layouts import ceil_div, from_swizzled, swizzled_numel
+from fp4compile.formats.operand import Operand
+from fp4compile.ops import grouped as ops_grouped  # noqa: F401  defines the ops
 from tests.helpers.hard_inputs import hard_input
 
 ops = torch.ops.fp4compile

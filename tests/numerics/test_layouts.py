@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp4compile.layouts import ceil_div, from_swizzled, swizzled_numel, to_swizzled
+from fp4compile.formats.layouts import ceil_div, from_swizzled, swizzled_numel, to_swizzled
 
 SHAPES = [(1, 1), (1, 5), (7, 3), (32, 4), (128, 4), (129, 4), (128, 5), (200, 9), (300, 17)]
 

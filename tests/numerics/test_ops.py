@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from fp4compile.formats import NAMED, get
-from fp4compile.functional import quantize, scaled_mm
+from fp4compile.formats.formats import NAMED, get
+from fp4compile.ops.functional import quantize, scaled_mm
 from tests.helpers.codes import SHAPES_AND_DIMS, same, same_bits, static_outer
 from tests.helpers.hard_inputs import DTYPES, hard_input
 

@@ -9,8 +9,9 @@ import re
 import pytest
 import torch
 
-from fp4compile import formats, layouts, ops, reference
-from fp4compile.functional import quantize, scaled_mm
+from fp4compile.formats import formats, layouts, reference
+from fp4compile.ops import dense as ops
+from fp4compile.ops.functional import quantize, scaled_mm
 
 X = torch.randn(4, 64)
 A, B = quantize(X, "nvfp4"), quantize(torch.randn(6, 64), "nvfp4")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from fp4compile import formats
-from fp4compile.formats import NAMED, get
-from fp4compile.functional import BlockScaled, quantize, scaled_mm
+from fp4compile.formats import formats
+from fp4compile.formats.formats import NAMED, get
+from fp4compile.ops.functional import BlockScaled, quantize, scaled_mm
 from tests.helpers.codes import same_bits
 from tests.helpers.hard_inputs import DTYPES, FINITE, hard_input
 

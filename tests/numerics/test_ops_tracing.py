@@ -7,10 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp4compile import formats
-from fp4compile.formats import NAMED, get
-from fp4compile.functional import quantize
-from fp4compile.ops import fake_quantize_cuda
+from fp4compile.formats import formats
+from fp4compile.formats.formats import NAMED, get
+from fp4compile.ops.dense import fake_quantize_cuda
+from fp4compile.ops.functional import quantize
 from tests.helpers.codes import SHAPES_AND_DIMS, same_bits, static_outer
 from tests.helpers.hard_inputs import DTYPES
 

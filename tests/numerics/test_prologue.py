@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4compile.prologue import Prologue, apply, together
+from fp4compile.formats.prologue import Prologue, apply, together
 
 BF16, F32 = torch.bfloat16, torch.float32
 GATE = ["neg aux0", "exp s0", "add s1 1.0", "div aux0 s2", "mul s3 aux1"]

@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
-from fp4compile import reference
-from fp4compile.formats import get
-from fp4compile.functional import quantize
+from fp4compile.formats import reference
+from fp4compile.formats.formats import get
+from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes, codes_of
 from tests.helpers.hard_inputs import DTYPES, FINITE, NAMES, hard_input
 from tests.helpers.number_formats import E2M1, E4M3, EVERY_FORMAT, TE_GRANULARITIES

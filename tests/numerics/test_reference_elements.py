@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fp4compile import reference
+from fp4compile.formats import reference
 from tests.helpers.codes import as_bytes
 from tests.helpers.number_formats import E2M1, E2M1_THRESHOLDS, E4M3, E5M2, around, every_bf16, nearest_even
 

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from fp4compile import reference
-from fp4compile.formats import BlockFormat
-from fp4compile.functional import quantize
+from fp4compile.formats import reference
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes, codes_of
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.number_formats import E2M1, E4M3, E5M2, F32, MODES, MX_ELEMENTS, around, nearest_even

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fp4compile.formats import get
-from fp4compile.functional import quantize
+from fp4compile.formats.formats import get
+from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes, codes_of
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 from tests.helpers.number_formats import (

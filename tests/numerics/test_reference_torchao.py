@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp4compile.formats import BlockFormat
-from fp4compile.functional import quantize
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.ops.functional import quantize
 from tests.helpers.codes import as_bytes, codes_of, is_negative_zero
 from tests.helpers.hard_inputs import DTYPES, NAMES, NON_FINITE, hard_input
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile import formats, reference
-from fp4compile import reference_scales as scales
+from fp4compile.formats import formats, reference
+from fp4compile.formats import reference_scales as scales
 from tests.helpers.hard_inputs import DTYPES, FINITE, hard_input
 
 BLOCKS = {"nvfp4": (1, 16), "nvfp4_16x16": (16, 16)}

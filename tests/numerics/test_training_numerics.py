@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fp4compile import formats, quantize, reference, scaled_mm
+from fp4compile import quantize, scaled_mm
+from fp4compile.formats import formats, reference
 from tests.helpers.hard_inputs import hard_input
 
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

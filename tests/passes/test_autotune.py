@@ -13,12 +13,12 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import fp4compile
-from fp4compile import formats, reference
-from fp4compile.operand import Operand
+from fp4compile.analysis.graph import SCALED_MM, SCALED_MM_EPILOGUE, scaled_mm_of
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.passes import autotune
-from fp4compile.passes.graph import SCALED_MM, SCALED_MM_EPILOGUE, scaled_mm_of
 from fp4compile.passes.lower import lower
-from fp4compile.targets import Target
 from fp4compile.templates.gemm import choose as registry
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.choose import named

@@ -7,13 +7,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile import formats, reference
-from fp4compile.operand import Operand
-from fp4compile.passes.find import find
-from fp4compile.passes.gemm import Input
-from fp4compile.passes.plan import plan
+from fp4compile.analysis.find import find
+from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.plan import plan
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.targets import Target
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.dispatch import call_of, scaled_mm
 from fp4compile.templates.gemm.problem import problem_of

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile import report_cache
+from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
-from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses
 from fp4compile.recipe import named
+from fp4compile.report import cache as report_cache
 from tests.helpers import absent_gpu, without_codegen
 
 

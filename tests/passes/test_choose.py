@@ -11,8 +11,8 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
-from fp4compile import formats
-from fp4compile.targets import Target
+from fp4compile.formats import formats
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm import choose as module
 from fp4compile.templates.gemm import cost
 from fp4compile.templates.gemm.choose import REGISTRY, candidates, choose, named

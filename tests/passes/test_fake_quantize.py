@@ -12,22 +12,22 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile import formats
-from fp4compile.machine_code.check import quantize_row
-from fp4compile.machine_code.launches import Configuration
-from fp4compile.operand import Operand
+from fp4compile.analysis.find import find
+from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.graph import QUANTIZE, SCALED_MM, scaled_mm_of
+from fp4compile.analysis.plan import plan
+from fp4compile.check.launches import Configuration
+from fp4compile.check.machine_code import quantize_row
+from fp4compile.formats import formats
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
-from fp4compile.passes.find import find
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
-from fp4compile.passes.gemm import Input
-from fp4compile.passes.graph import QUANTIZE, SCALED_MM, scaled_mm_of
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
-from fp4compile.targets import Target
 from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch as kernels

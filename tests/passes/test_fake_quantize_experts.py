@@ -12,22 +12,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
-from fp4compile import roofline
-from fp4compile.passes.fake_quantize import fake_quantize
-from fp4compile.passes.find import find
-from fp4compile.passes.gemm import Input
-from fp4compile.passes.graph import (
+from fp4compile.analysis.find import find
+from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.graph import (
     FAKE_QUANTIZE_GROUPED,
     FAKE_QUANTIZE_GROUPED_BOTH,
     SCALED_GROUPED_MM,
     grouped_problem,
 )
+from fp4compile.analysis.plan import plan
+from fp4compile.hardware import Target
+from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
-from fp4compile.targets import Target
+from fp4compile.roofline import model as roofline
 from fp4compile.templates.grouped.choose import choose
 from fp4compile.templates.launch import dry_run
 

@@ -8,8 +8,8 @@ from expecttest import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
-from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 from tests.helpers.graphs import summary
 from tests.helpers.products import multiplied, outer_kept, packed, quantised_each, replaced, traced

@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile.passes.graph import SCALED_MM_EPILOGUE
+from fp4compile.analysis.graph import SCALED_MM_EPILOGUE
+from fp4compile.hardware import Target
 from fp4compile.passes.lower import lower
-from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.block_scaled_sm100 import gemm_block_scaled_sm100
 from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
+from fp4compile.analysis.graph import QUANTIZE_PROLOGUE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_prologue import fuse_prologue
-from fp4compile.passes.graph import QUANTIZE_PROLOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.templates.quantize import prologue_cost

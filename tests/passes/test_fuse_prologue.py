@@ -14,12 +14,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from fp4compile.analysis.graph import CAST, QUANTIZE, QUANTIZE_PROLOGUE
+from fp4compile.hardware import Target
 from fp4compile.passes import fuse_prologue
 from fp4compile.passes.fuse_prologue import MOST_STEPS
-from fp4compile.passes.graph import CAST, QUANTIZE, QUANTIZE_PROLOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import prologue_cost
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS

@@ -5,11 +5,12 @@ import torch
 import torch.nn.functional as F
 
 import fp4compile
-from fp4compile.passes import fuse_prologue, graph, manager
-from fp4compile.passes.graph import QUANTIZE_GROUPED_PROLOGUE
+from fp4compile.analysis import graph
+from fp4compile.analysis.graph import QUANTIZE_GROUPED_PROLOGUE
+from fp4compile.hardware import Target
+from fp4compile.passes import fuse_prologue, manager
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.targets import Target
 from fp4compile.templates.quantize import prologue_cost
 from tests.helpers import without_codegen
 from tests.helpers.absent_gpu import ANY, fused_graph

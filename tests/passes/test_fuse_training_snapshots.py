@@ -16,9 +16,10 @@ from torch import nn
 from torch._inductor import config
 
 import fp4compile
-from fp4compile import ops, ops_prologue
-from fp4compile.passes.graph import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_PROLOGUE
-from fp4compile.targets import Target
+from fp4compile.analysis.graph import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_PROLOGUE
+from fp4compile.hardware import Target
+from fp4compile.ops import dense as ops
+from fp4compile.ops import prologue as ops_prologue
 from fp4compile.templates.launch import dry_run
 from tests.helpers import prologues_on_cpu
 from tests.helpers.graphs import for_inductor, summary

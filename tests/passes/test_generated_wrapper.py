@@ -24,6 +24,7 @@ from torch._subclasses import fake_tensor
 from triton.runtime import driver
 
 from fp4compile import _compat, _inductor_patches
+from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -31,7 +32,6 @@ from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.pair_prologues import pair_prologues
-from fp4compile.targets import Target
 from fp4compile.templates import launch
 from fp4compile.templates.grouped.choose import GroupedChoice
 from fp4compile.templates.quantize import prologue_cost

@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile import _compat, formats, reference_grouped
-from fp4compile.groups import Groups, padded_rows
-from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.operand import Operand
+from fp4compile import _compat
+from fp4compile.analysis.graph import SCALED_GROUPED_MM, grouped_problem
+from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.passes import autotune
-from fp4compile.passes.graph import SCALED_GROUPED_MM, grouped_problem
 from fp4compile.passes.lower import lower
-from fp4compile.targets import Target
 from fp4compile.templates.grouped import choose as registry
 from fp4compile.templates.grouped import library
 from fp4compile.templates.grouped.block_scaled_sm100 import sm100_configs

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fp4compile import formats, reference
-from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.formats import formats, reference
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm import choose, library
 from fp4compile.templates.gemm.dispatch import call_of, scaled_mm
 from fp4compile.templates.launch import dry_run

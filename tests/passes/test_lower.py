@@ -12,12 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import driver
 
 import fp4compile
-from fp4compile import _inductor_patches, formats, ops
-from fp4compile.machine_code.launches import GATE, RMS_NORM, after_steps
-from fp4compile.operand import Operand
+from fp4compile import _inductor_patches
+from fp4compile.check.launches import GATE, RMS_NORM, after_steps
+from fp4compile.formats import formats
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
+from fp4compile.ops import dense as ops
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
-from fp4compile.targets import Target
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.grouped import dispatch as experts

@@ -11,13 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.passes.find import Input, find
+from fp4compile.analysis.find import Input, find
+from fp4compile.analysis.plan import plan
+from fp4compile.hardware import Target
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.plan import plan
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
-from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 
 NATIVE, TILES = "gemm_grouped_block_scaled_sm100", "gemm_dequant_tiles_grouped"

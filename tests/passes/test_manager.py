@@ -8,14 +8,14 @@ import torch
 from torch._dynamo.utils import counters
 
 import fp4compile
-from fp4compile import report_cache
+from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
 from fp4compile.passes.base import Pass, run_passes
-from fp4compile.passes.gemm import Input
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import named
-from fp4compile.report import PassRun, Report
+from fp4compile.report import cache as report_cache
+from fp4compile.report.report import PassRun, Report
 from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 

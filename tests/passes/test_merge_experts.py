@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile import ops_grouped  # noqa: F401  defines the ops
-from fp4compile.passes.graph import QUANTIZE_GROUPED, QUANTIZE_GROUPED_BOTH
+from fp4compile.analysis.graph import QUANTIZE_GROUPED, QUANTIZE_GROUPED_BOTH
+from fp4compile.ops import grouped as ops_grouped  # noqa: F401  defines the ops
 from fp4compile.passes.merge_quantize import merge_quantize
 
 quantize = torch.ops.fp4compile.quantize_grouped

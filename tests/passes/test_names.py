@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile.report import Report, Row
+from fp4compile.report.report import Report, Row
 from tests.helpers import without_codegen
 
 

@@ -5,7 +5,7 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from fp4compile.passes.graph import QUANTIZE_PROLOGUE
+from fp4compile.analysis.graph import QUANTIZE_PROLOGUE
 from tests.helpers import prologues_on_cpu
 from tests.helpers.llama import llama_norm
 

@@ -6,15 +6,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fp4compile import formats
+from fp4compile.analysis.graph import QUANTIZE_PROLOGUE
+from fp4compile.formats import formats
+from fp4compile.formats.prologue import Prologue
+from fp4compile.hardware import Target
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.fused import fused, name_product
-from fp4compile.passes.graph import QUANTIZE_PROLOGUE
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.pair_prologues import pair_prologues
-from fp4compile.prologue import Prologue
-from fp4compile.targets import Target
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import prologue_cost
 

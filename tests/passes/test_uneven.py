@@ -17,12 +17,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 import fp4compile
-from fp4compile import names
+from fp4compile.analysis.gemm import Input
 from fp4compile.passes import manager
-from fp4compile.passes.gemm import Input
 from fp4compile.passes.manager import JointPasses, LowerPasses, analyse
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import Recipe, named
+from fp4compile.report import names
 from tests.helpers import absent_gpu
 
 # The two formats of a product differ, and each role differs from the roles that it could be mistaken for.

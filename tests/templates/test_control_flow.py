@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp4compile.machine_code.control_flow import Block, ControlFlow  # noqa: E402
-from fp4compile.machine_code.ptx import Ptx  # noqa: E402
-from fp4compile.machine_code.sass import Sass  # noqa: E402
+from fp4compile.check.control_flow import Block, ControlFlow  # noqa: E402
+from fp4compile.check.ptx import Ptx  # noqa: E402
+from fp4compile.check.sass import Sass  # noqa: E402
 
 
 def flow(*blocks):

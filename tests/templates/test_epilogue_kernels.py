@@ -14,10 +14,12 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 from triton.backends.nvidia.compiler import CUDABackend
 
-from fp4compile import _compat, formats, ops
-from fp4compile.epilogue import AUXILIARIES, Epilogue
-from fp4compile.machine_code.sass import disassemble
-from fp4compile.operand import Operand
+from fp4compile import _compat
+from fp4compile.check.sass import disassemble
+from fp4compile.formats import formats
+from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
+from fp4compile.formats.operand import Operand
+from fp4compile.ops import dense as ops
 from fp4compile.templates.device.epilogue import source
 from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import fused_graph

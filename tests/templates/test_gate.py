@@ -11,13 +11,15 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
+from fp4compile.check import bounds as lines  # noqa: E402
+from fp4compile.check import launches, resources  # noqa: E402
+from fp4compile.check import machine_code as check  # noqa: E402
+from fp4compile.check.launches import Configuration, Product  # noqa: E402
+from fp4compile.check.machine_code import ProductRow, QuantizeRow, Resources  # noqa: E402
+from fp4compile.check.ptx import Ptx  # noqa: E402
+from fp4compile.check.representatives import representatives  # noqa: E402
+from fp4compile.check.sass import Sass, disassemble  # noqa: E402
 from fp4compile.cli.check_sm100 import instruction_name  # noqa: E402
-from fp4compile.machine_code import check, launches, lines, resources  # noqa: E402
-from fp4compile.machine_code.check import ProductRow, QuantizeRow, Resources  # noqa: E402
-from fp4compile.machine_code.launches import Configuration, Product  # noqa: E402
-from fp4compile.machine_code.ptx import Ptx  # noqa: E402
-from fp4compile.machine_code.representatives import representatives  # noqa: E402
-from fp4compile.machine_code.sass import Sass, disassemble  # noqa: E402
 from tests.helpers import sketches_sm100 as sketches  # noqa: E402
 
 # ---------------------------------------------------------------- overlap

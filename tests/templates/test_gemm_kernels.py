@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from fp4compile import formats, reference, targets
-from fp4compile.formats import BlockFormat, compatible
-from fp4compile.operand import Operand
+from fp4compile import hardware
+from fp4compile.formats import formats, reference
+from fp4compile.formats.formats import BlockFormat, compatible
+from fp4compile.formats.operand import Operand
 from tests.helpers import in_interpreter
 from tests.helpers.check_products import check, name, values
 from tests.helpers.choices import configured, only
@@ -32,7 +33,7 @@ from tests.helpers.kernels import (
 )
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.targets import Target
+    from fp4compile.hardware import Target
     from fp4compile.templates.gemm import choose
     from fp4compile.templates.gemm.call import kernel_operand
     from fp4compile.templates.gemm.dispatch import scaled_mm
@@ -187,7 +188,7 @@ def test_block_scaled_gemm_walks_every_tile(monkeypatch):
     """Programs take several tiles each; rows and columns of tiles that no group divides; every configuration."""
     problem = _nvfp4_problem(1500, 700, 32, Target(100))
     only(monkeypatch, "block_scaled_sm100")
-    monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
+    monkeypatch.setitem(hardware._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     x, w = (quantized(torch.randn(rows, 32), formats.get("nvfp4"), "swizzled") for rows in (1500, 700))
     found = block_scaled_configs(problem)
     assert {(config.bn, config.two_sums) for config in found} == {(256, False), (128, True)}

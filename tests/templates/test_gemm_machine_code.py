@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fp4compile.machine_code.sass import disassemble
+from fp4compile.check.sass import disassemble
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers.kernels import INTERPRETING, compile_ahead, launches, spilled_bytes
 

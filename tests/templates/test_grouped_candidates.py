@@ -15,12 +15,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.runtime import driver
 
-from fp4compile import formats, reference, reference_grouped
-from fp4compile.groups import Groups
-from fp4compile.machine_code.check import compile_launch
-from fp4compile.machine_code.ptx import Ptx
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.check.machine_code import compile_launch
+from fp4compile.check.ptx import Ptx
+from fp4compile.formats import formats, reference, reference_grouped
+from fp4compile.formats.groups import Groups
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.heuristics import SkinnyConfig
 from fp4compile.templates.grouped import indexed, library, skinny

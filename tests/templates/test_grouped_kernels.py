@@ -17,12 +17,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile import _compat, formats, reference_grouped, targets
-from fp4compile.groups import Groups
-from fp4compile.machine_code.check import check_quantize
-from fp4compile.machine_code.launches import GROUPED_CONFIGURATIONS
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile import _compat, hardware
+from fp4compile.check.launches import GROUPED_CONFIGURATIONS
+from fp4compile.check.machine_code import check_quantize
+from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats.groups import Groups
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.launch import dry_run
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import hard_input
@@ -420,7 +421,7 @@ def test_products_of_square_blocks_and_of_small_scales():
 @pytest.mark.parametrize("along_k", [False, True], ids=["rows", "along K"])
 def test_every_program_walks_its_tiles(along_k, monkeypatch):
     """Of several groups, with different numbers of steps."""
-    monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 2)
+    monkeypatch.setitem(hardware._MULTIPROCESSORS, 90, 2)
     x, offs = torch.randn(ROWS, 72), offsets()
     if along_k:
         a, b = of_columns(torch.randn(ROWS, 130), offs, "nvfp4"), of_columns(x, offs, "nvfp4_te")

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from fp4compile import formats, ops_grouped_prologue
-from fp4compile.groups import Groups
-from fp4compile.prologue import Prologue
+from fp4compile.formats import formats
+from fp4compile.formats.groups import Groups
+from fp4compile.formats.prologue import Prologue
+from fp4compile.ops import grouped_prologue as ops_grouped_prologue
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import DEVICE, gpu
 

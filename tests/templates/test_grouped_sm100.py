@@ -15,12 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.runtime import driver
 
-from fp4compile import formats, reference_grouped, targets
-from fp4compile.groups import Groups
-from fp4compile.machine_code import check as check_machine_code
-from fp4compile.machine_code.launches import GroupedProduct
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile import hardware
+from fp4compile.check import machine_code as check_machine_code
+from fp4compile.check.launches import GroupedProduct
+from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats.groups import Groups
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates import launch
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.grouped.block_scaled_sm100 import CANDIDATE, sm100_configs
@@ -120,7 +121,7 @@ def test_offsets(offs, along_k):
 @both_forms
 def test_every_program_walks_its_tiles(along_k, monkeypatch):
     """Several tiles each, with different numbers of steps; every configuration, and another walk."""
-    monkeypatch.setitem(targets._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
+    monkeypatch.setitem(hardware._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     a, b, offs = operands("nvfp4", "nvfp4", along_k, (0, 140, 150, 150, 300), 310, 288, 264, p=160)
     configs = sm100_configs(problem_of(a, b, offs, 310, BF16, Target(100)))
     assert {(config.bn, config.two_sums) for config in configs} == {(256, False), (128, True)}

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile import formats, reference, reference_grouped
-from fp4compile.groups import Groups
-from fp4compile.machine_code.check import quantize_row
-from fp4compile.machine_code.launches import GROUPS, Configuration
-from fp4compile.operand import Operand
+from fp4compile.check.launches import GROUPS, Configuration
+from fp4compile.check.machine_code import quantize_row
+from fp4compile.formats import formats, reference, reference_grouped
+from fp4compile.formats.groups import Groups
+from fp4compile.formats.operand import Operand
 from tests.helpers import ptx_lanes
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import gpu

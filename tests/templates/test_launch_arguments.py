@@ -10,12 +10,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-import fp4compile.ops_grouped  # noqa: F401  defines the ops
-from fp4compile import formats, ops_prologue, reference
-from fp4compile.machine_code.launches import GATE, RMS_NORM, after_steps
-from fp4compile.operand import Operand
-from fp4compile.prologue import Prologue
-from fp4compile.targets import Target
+import fp4compile.ops.grouped  # noqa: F401  defines the ops
+from fp4compile.check.launches import GATE, RMS_NORM, after_steps
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.prologue import Prologue
+from fp4compile.hardware import Target
+from fp4compile.ops import prologue as ops_prologue
 from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.gemm.heuristics import tma_copies
 from fp4compile.templates.grouped import indexed

@@ -9,10 +9,11 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fp4compile import _compat  # noqa: E402
-from fp4compile.machine_code import check, launches  # noqa: E402
-from fp4compile.machine_code.launches import Configuration  # noqa: E402
-from fp4compile.machine_code.representatives import representatives  # noqa: E402
-from fp4compile.machine_code.sass import disassemble  # noqa: E402
+from fp4compile.check import launches  # noqa: E402
+from fp4compile.check import machine_code as check  # noqa: E402
+from fp4compile.check.launches import Configuration  # noqa: E402
+from fp4compile.check.representatives import representatives  # noqa: E402
+from fp4compile.check.sass import disassemble  # noqa: E402
 from fp4compile.templates.device import block_scales  # noqa: E402
 from tests.helpers.kernels import NEW_PTXAS  # noqa: E402
 

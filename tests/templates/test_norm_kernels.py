@@ -12,8 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4compile import _compat, formats, ops_prologue
-from fp4compile.targets import Target
+from fp4compile import _compat
+from fp4compile.formats import formats
+from fp4compile.hardware import Target
+from fp4compile.ops import prologue as ops_prologue
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import heuristics, row_on_chip
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp4compile import formats
-from fp4compile.layouts import ceil_div
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm.heuristics import GemvConfig, SkinnyConfig, WgmmaConfig, with_shared_memory
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes
 from tests.helpers import choices

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile import formats, reference
+from fp4compile.formats import formats, reference
 from fp4compile.templates.device import block_scales, elements, packed_rounding, quick_scales
 from fp4compile.templates.quantize import dispatch as kernels
 from tests.helpers.ptx_player import play

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fp4compile import _compat, formats
-from fp4compile.machine_code.launches import GATE, RMS_NORM, after_steps
-from fp4compile.machine_code.sass import disassemble
-from fp4compile.prologue import Prologue
-from fp4compile.targets import Target
+from fp4compile import _compat
+from fp4compile.check.launches import GATE, RMS_NORM, after_steps
+from fp4compile.check.sass import disassemble
+from fp4compile.formats import formats
+from fp4compile.formats.prologue import Prologue
+from fp4compile.hardware import Target
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch, heuristics
 from tests.helpers.kernels import spilled_bytes

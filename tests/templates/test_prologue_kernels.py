@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
 
-from fp4compile import _compat, formats, ops_prologue
-from fp4compile.machine_code.sass import disassemble
-from fp4compile.prologue import Prologue
-from fp4compile.targets import Target
+from fp4compile import _compat
+from fp4compile.check.sass import disassemble
+from fp4compile.formats import formats
+from fp4compile.formats.prologue import Prologue
+from fp4compile.hardware import Target
+from fp4compile.ops import prologue as ops_prologue
 from fp4compile.templates.device.prologue_source import source
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import dispatch, heuristics

@@ -12,8 +12,9 @@ import os
 import pytest
 import torch
 
-from fp4compile import formats, ops, reference
-from fp4compile.formats import BlockFormat
+from fp4compile.formats import formats, reference
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.ops import dense as ops
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
 

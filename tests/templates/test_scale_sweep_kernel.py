@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fp4compile import formats, reference, reference_scales
+from fp4compile.formats import formats, reference, reference_scales
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, hard_input, of_amax
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fp4compile import _compat, formats
-from fp4compile.epilogue import Epilogue
-from fp4compile.machine_code.sass import disassemble
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile import _compat
+from fp4compile.check.sass import disassemble
+from fp4compile.formats import formats
+from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.problem import OperandType, Problem

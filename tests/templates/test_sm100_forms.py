@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile import reference
+from fp4compile.formats import reference
 from fp4compile.templates.device import column_tile, packed_encoding, philox, pointwise, quick_scales
 from tests.helpers.ptx_player import e2m1_stochastic, play
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4compile import formats, reference
+from fp4compile.formats import formats, reference
 from tests.helpers import in_interpreter, norms
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.ptx_player import e2m1_stochastic, play

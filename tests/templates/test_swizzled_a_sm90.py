@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from fp4compile import formats, reference
-from fp4compile.operand import Operand
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
 from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
@@ -101,7 +101,7 @@ def test_launches(a, m, rows):
 def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     """Only B is read before, and nothing is written; afterwards one copy brings each stage of A."""
     from fp4compile import _compat
-    from fp4compile.machine_code.sass import disassemble
+    from fp4compile.check.sass import disassemble
 
     swizzle, product, *_ = launches(90, torch.bfloat16, "nvfp4", m, n=n)
     swizzles, multiplies = (

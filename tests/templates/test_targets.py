@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp4compile import formats
-from fp4compile.targets import Target
+from fp4compile.formats import formats
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm.choose import choose
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.launch import dry_run, target_of

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fp4compile import formats
-from fp4compile.prologue import Prologue
-from fp4compile.targets import Target
+from fp4compile.formats import formats
+from fp4compile.formats.prologue import Prologue
+from fp4compile.hardware import Target
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import views
 from fp4compile.templates.quantize.row import launch_rows

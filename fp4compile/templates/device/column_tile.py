@@ -8,7 +8,7 @@ transform, packing) combines tensors of the tuple, and stays in the registers of
 import triton
 import triton.language as tl
 
-from fp4compile import reference
+from fp4compile.formats import reference
 from fp4compile.templates.device.elements import magnitude_bits, max_words, unpack
 from fp4compile.templates.device.memory import aligned_row, load_words, store_words
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.epilogue import Epilogue
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_steps, with_functions
 from fp4compile.templates.device.register_tile import log2

@@ -10,7 +10,7 @@ neighbouring runs, sixteen elements whose number in the tensor is the counter: n
 import triton
 import triton.language as tl
 
-from fp4compile import reference
+from fp4compile.formats import reference
 
 ROUNDS = tl.constexpr(reference.PHILOX_ROUNDS)
 

@@ -1,4 +1,4 @@
-"""Steps of `pointwise` printed as Triton, and kernels in which a global name means a device function that was printed.
+"""Steps of `formats.steps` printed as Triton, and kernels in which a global name means a device function that was printed.
 
 `with_functions(kernel, functions)` is a copy of the kernel in which global names mean functions of a printed text.
 Inductor follows the global names of a kernel and writes the source of what it calls into its wrapper, and Triton's
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fp4compile.pointwise import ROUNDINGS, Step, with_silu
+from fp4compile.formats.steps import ROUNDINGS, Step, with_silu
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.sigmoid import exp, sigmoid, silu
@@ -96,7 +96,7 @@ def mul(a, b, ISA: tl.constexpr):
         return a * b
 
 
-# What Inductor computes (torch._inductor.codegen.triton) of float32 values, by the names of `pointwise.OPERATIONS`.
+# What Inductor computes (torch._inductor.codegen.triton) of float32 values, by the names of `formats.steps.OPERATIONS`.
 _TRITON = {
     "add": "{} + {}",
     "sub": "{} - {}",

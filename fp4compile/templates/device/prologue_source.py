@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.formats.prologue import OPERANDS, Prologue
 from fp4compile.templates.device.column_tile import load_column_tile, unpack_column_tile
 from fp4compile.templates.device.elements import pack
 from fp4compile.templates.device.memory import load_tile

@@ -19,8 +19,8 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from fp4compile.pointwise import REDUCTIONS, ROUNDINGS, Step
-from fp4compile.prologue import OPERANDS, Prologue
+from fp4compile.formats.prologue import OPERANDS, Prologue
+from fp4compile.formats.steps import REDUCTIONS, ROUNDINGS, Step
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import pack, unpack
 from fp4compile.templates.device.epilogue import store_rounded

@@ -7,7 +7,7 @@ a kernel must use no Triton operation that needs shared memory, because Triton w
 import triton
 import triton.language as tl
 
-from fp4compile.targets import Target
+from fp4compile.hardware import Target
 
 _RESERVED_TILE = tl.constexpr(4096)  # bytes that Triton's software pipeline allocates for one tile of `reserve`
 MEMORY = tl.constexpr("{ .reg .b32 m; mov.u32 m, global_smem; add.u32 m, m, 1023; and.b32 $0, m, 0xFFFFFC00; }")

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from fp4compile._compat import statically_true
-from fp4compile.epilogue import AUXILIARIES, Epilogue
-from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.operand import Operand
+from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Operand
 from fp4compile.templates.device.epilogue import with_epilogue
 from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.quantize.views import power_of_two

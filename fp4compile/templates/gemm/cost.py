@@ -8,7 +8,7 @@ it again. `benchmarks` on a B200 will tell; then the numbers here are to be repl
 
 from dataclasses import dataclass, replace
 
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig, SkinnyBlockScaledConfig
 from fp4compile.templates.gemm.problem import OperandType, Problem
 

@@ -3,7 +3,7 @@
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm import dequant_tiles
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate

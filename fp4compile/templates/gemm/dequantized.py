@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.layouts import ceil_div
-from fp4compile.targets import Target
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.hardware import Target
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dequantize import load_scales, load_units, repeat_scales
 from fp4compile.templates.device.elements import decode_pair, float_bits

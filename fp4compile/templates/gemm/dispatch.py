@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from fp4compile import reference
 from fp4compile._compat import statically_true
-from fp4compile.epilogue import AUXILIARIES, Epilogue
-from fp4compile.operand import Operand
-from fp4compile.reference import FLOATS
+from fp4compile.formats import reference
+from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.reference import FLOATS
 from fp4compile.templates.gemm import library
 from fp4compile.templates.gemm.call import Call, kernel_operand
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP

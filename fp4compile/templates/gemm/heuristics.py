@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import ceil_div
-from fp4compile.targets import Target
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.hardware import Target
 from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.gemm.problem import Problem
 

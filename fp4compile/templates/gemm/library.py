@@ -14,7 +14,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.operand import Operand
+from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.problem import Problem

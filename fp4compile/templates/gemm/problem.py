@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fp4compile import reference
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat, compatible
-from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.operand import Operand
-from fp4compile.reference import FLOATS
-from fp4compile.targets import Target
+from fp4compile.formats import reference
+from fp4compile.formats.formats import BlockFormat, compatible
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.reference import FLOATS
+from fp4compile.hardware import Target
 
 _COMPUTE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
     codes_in,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.dequantized import dequantized

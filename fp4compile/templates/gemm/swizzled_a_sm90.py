@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.dequantize import load_scales, load_units, repeat_scales

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import TILE_ROWS, ceil_div
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, transform_column_tile
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane

@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import compatible
-from fp4compile.groups import padded_rows
-from fp4compile.layouts import TILE_ROWS, ceil_div
+from fp4compile.formats.formats import compatible
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scaled_tile import (
     code_source,
     codes_in,

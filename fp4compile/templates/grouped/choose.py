@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4compile.groups import padded_rows
+from fp4compile.formats.groups import padded_rows
 from fp4compile.templates.grouped import block_scaled_sm100, dequant_operand, dequant_tiles, library, skinny
 from fp4compile.templates.grouped.heuristics import least_rows_in_memory
 from fp4compile.templates.grouped.problem import GroupedCandidate, GroupedProblem

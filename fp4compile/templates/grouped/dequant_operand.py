@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.epilogue import column_parts, rescale, rescale_mode, store_rounded
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane, rows_of_group, total_tiles

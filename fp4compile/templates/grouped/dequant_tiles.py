@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.dequant_product import multiply_dequantized
 from fp4compile.templates.device.dequantize import bytes_per_unit
 from fp4compile.templates.device.epilogue import rescale, rescale_mode, store_rounded

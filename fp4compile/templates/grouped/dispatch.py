@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fp4compile import reference_grouped
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
-from fp4compile.groups import check_offs, padded_rows
-from fp4compile.layouts import ceil_div, swizzled_numel
-from fp4compile.operand import Operand
-from fp4compile.prologue import Prologue
+from fp4compile.formats import reference_grouped
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.groups import check_offs, padded_rows
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.prologue import Prologue
 from fp4compile.templates import scale_sweep
 from fp4compile.templates.grouped.choose import GroupedChoice, choose, named
 from fp4compile.templates.grouped.problem import call_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4compile._compat import statically_true
-from fp4compile.layouts import TILE_ROWS
+from fp4compile.formats.layouts import TILE_ROWS
 from fp4compile.templates.gemm.heuristics import (
     SKINNY_ROWS,
     DequantTilesConfig,

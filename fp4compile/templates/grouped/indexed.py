@@ -7,8 +7,8 @@ Nothing is gathered, and where two tokens have one expert, the L2 cache serves t
 import torch
 
 from fp4compile._compat import statically_true
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm.call import kernel_operand
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS
 from fp4compile.templates.gemm.problem import check_devices, check_formats, checked_operand

@@ -26,8 +26,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.layouts import TILE_COLS, ceil_div
-from fp4compile.operand import Operand
+from fp4compile.formats.layouts import TILE_COLS, ceil_div
+from fp4compile.formats.operand import Operand
 from fp4compile.templates.device.group_tiles import clear_rows, ends_of, last_of
 from fp4compile.templates.gemm.call import KernelOperand
 from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem
@@ -130,7 +130,7 @@ def run_block_scaled(call: GroupedCall, config: None) -> torch.Tensor:
 
 
 def _by_op(call: GroupedCall, ends: torch.Tensor) -> torch.Tensor:
-    return torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops_grouped`, which calls `product`
+    return torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops.grouped`, which calls `product`
         *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.out_dtype
     )
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fp4compile import reference
 from fp4compile._compat import statically_true
-from fp4compile.groups import check_offs, padded_rows
-from fp4compile.operand import Operand
-from fp4compile.targets import Target
+from fp4compile.formats import reference
+from fp4compile.formats.groups import check_offs, padded_rows
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
 from fp4compile.templates.gemm.call import KernelOperand, kernel_operand
 from fp4compile.templates.gemm.problem import (
     OperandType,

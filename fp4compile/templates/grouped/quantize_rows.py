@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats import BlockFormat
-from fp4compile.groups import padded_rows
-from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
     transform_column_tile,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import encode_run, encode_runs, magnitude_bits, unpack

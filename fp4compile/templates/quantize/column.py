@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import (
     block_scale,
     encode_scale,

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import ceil_div
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.device.block_scales import decode_scale
 from fp4compile.templates.device.elements import decode_pair, pack
 from fp4compile.templates.device.memory import swizzle, tile_of

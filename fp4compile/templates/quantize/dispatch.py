@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fp4compile import reference
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import ceil_div
-from fp4compile.prologue import OPERANDS, STORED, Prologue
+from fp4compile.formats import reference
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.quantize import both
 from fp4compile.templates.quantize.column import launch_columns, outers_of
 from fp4compile.templates.quantize.dequantize import dequantize

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fp4compile.formats import BlockFormat
-from fp4compile.prologue import Prologue
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.prologue import Prologue
 from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP, fits_on_chip
 
 # Instructions that a GPU issues in the time of a byte from memory: 132 multiprocessors * 128 * 1.75 GHz over 4.3 TB/s

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from fp4compile._compat import statically_true
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import ceil_div
-from fp4compile.prologue import Prologue
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.prologue import Prologue
 from fp4compile.templates.device.block_scales import encode_scale, float8_outer, outer_from_amax, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of

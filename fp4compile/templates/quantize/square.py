@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats import BlockFormat
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import block_scale, make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import column_amax, encode_pair, unpack
 from fp4compile.templates.device.memory import (

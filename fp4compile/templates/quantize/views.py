@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from fp4compile._compat import statically_true, tracing
-from fp4compile.formats import BlockFormat
-from fp4compile.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
-from fp4compile.prologue import OPERANDS, STORED, Prologue
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
+from fp4compile.formats.prologue import OPERANDS, STORED, Prologue
 from fp4compile.templates.device.prologue_source import with_prologue
 from fp4compile.templates.launch import target_of
 from fp4compile.templates.quantize.heuristics import PROGRAMS_AHEAD

@@ -1,0 +1,1 @@
+"""Reading a joint graph: which products it has, which role each has, and what the recipe makes of it."""

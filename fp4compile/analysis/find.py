@@ -1,0 +1,382 @@
+"""Find the matrix products of a joint (or inference) graph and what each is for. Never changes the graph.
+
+Entry: `find(graph, inputs)`. A product's role is proven from its operands. The product's position in the graph, equal
+shapes and sequence numbers prove nothing. The roles:
+
+    fprop   activation x weight. A weight is a parameter, possibly cast or viewed, and nothing else.
+    wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter (times the layer's
+            alpha), and the activation is the one that this layer multiplies.
+    dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. The gradient
+            is the one in that layer's wgrad. A frozen layer has no wgrad: there the weight must match, and the
+            autograd node too.
+    attention   activation x activation, batched or not
+
+A layer may have one weight, or one for each expert: the weight is then a batch of matrices, and the product is a
+grouped one (`aten._grouped_mm`) or a batched one (`aten.bmm`). The roles are the same.
+
+A gradient is a value that depends on a tangent (a gradient input of the joint graph). `views.py` tells which nodes hold
+the same value. Everything else that multiplies matrices is listed too, with the reason why it is left alone
+(`Gemm.unsupported`).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fp4compile._compat import statically_true
+from fp4compile.analysis.experts import is_grouped, why_unread
+from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
+from fp4compile.analysis.graph import EXPERT_WEIGHTS
+from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
+from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
+from fp4compile.analysis.selection import feeds_selection
+from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
+from fp4compile.formats import formats
+from fp4compile.ops.dense import FLOAT_DTYPES
+
+aten = torch.ops.aten
+
+# Operators that multiply matrices and are never rewritten, with the reason that the report gives.
+_LEFT_ALONE = {
+    aten.addbmm.default: "batched product with an added term (addbmm)",
+    aten.baddbmm.default: "batched product with an added term (baddbmm)",
+    aten._int_mm.default: "integer product",
+    aten.convolution.default: "convolution",
+    aten.convolution_backward.default: "convolution",
+    aten._scaled_mm.default: "already a scaled product",
+}
+_FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
+_FUSED_LAYER = "torch's fast path of a transformer layer: its products lie inside one operator"
+# The operators that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in the place of their own code.
+_FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
+_BATCHED_WEIGHT = "batched product with a parameter"
+_GROUPED = "grouped product without a parameter"
+_PACKED_GRADIENT = "gradient x packed weights: they are dequantised"
+_COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
+_INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
+_BOTH_ORIENTATIONS = (
+    "its weight is multiplied in both orientations and nothing is a gradient here: it may be one (torch.func.grad)"
+)
+# Operators of other libraries are recognised by name: grouped_mm_fallback, int4_matmul, fused_linear.
+_PRODUCT_NAME = re.compile(r"(^|_)(mm|bmm|addmm|matmul|gemm|linear)(_|$)")
+
+
+def find(graph: Graph, inputs: tuple[Input, ...]) -> list[Gemm]:
+    """Every matrix product of the graph, in graph order.
+
+    inputs: one entry for each argument of the compiled function, in its order.
+    """
+    return _Scan(weights_of(graph, inputs), tangent_dependent(graph), parts_of_gradients(graph)).gemms(graph)
+
+
+def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+    """The placeholders that are parameters, with their fully qualified names."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        index = input_index(node)
+        if index is not None and index < len(inputs) and inputs[index].parameter is not None:
+            found[node] = inputs[index].parameter
+    return found
+
+
+def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
+    """The parameters, and the packed weights of experts with the names that their parameters had."""
+    packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
+    return parameters_of(graph, inputs) | {node: parameter_name(_module_of(node)) for node in packed}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A forward product with a weight.
+
+    root: placeholder of the weight's parameter. weight: its view as [out, in], or as a batch of such matrices.
+    grouping: `Product.grouping`. activation: key of the activation's elements in the order of tokens. gradients: keys
+    of the output gradients that the layer's wgrads multiply, also in the order of tokens; filled in as the wgrads are
+    found.
+    """
+
+    gemm: Gemm
+    root: Node
+    weight: View
+    grouping: tuple
+    activation: tuple
+    gradients: set[tuple] = field(default_factory=set)
+
+
+class _Scan:
+    """One search of a graph. computed: the nodes that are computed from parameters and constants alone."""
+
+    def __init__(self, parameters: dict[Node, str], gradients: set[Node], parts: dict[Node, set[Part]]):
+        self.parameters, self.gradients, self.parts = parameters, gradients, parts
+        self.layers: list[_Layer] = []
+        self.computed: set[Node] = set()
+
+    def gemms(self, graph: Graph) -> list[Gemm]:
+        self.computed = _computed_from(self.parameters, graph)
+        products = [p for node in graph.nodes if (p := product_of(node, self.parameters, self.gradients)) is not None]
+        backward = [product for product in products if product.node in self.gradients]
+        found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
+        if not self.gradients:
+            found |= self._in_both_orientations()
+        # The wgrads come first: they tell which gradient belongs to a layer's output.
+        found |= {p.node: self._wgrad(p) for p in backward if p.weight is None}
+        found |= {p.node: self._dgrad(p) for p in backward if p.weight is not None}
+        return [gemm for node in graph.nodes for gemm in ([found[node]] if node in found else self._others(node))]
+
+    # ------------------------------------------------------------ other operators
+
+    def _others(self, node: Node) -> Iterator[Gemm]:
+        """The products of a node that multiplies matrices by another operator than `product_of` reads."""
+        if node.op != "call_function":
+            return
+        if is_grouped(node.target):
+            if (why := why_unread(node)) is not None:
+                yield Gemm(node, "other", _module_of(node), unsupported=why)
+            return
+        if node.target is torch.ops.fp4compile.scaled_mm.default:
+            yield _packed(node)
+            return
+        why = _unsupported(node.target)
+        if why is not None:
+            yield Gemm(node, "other", _module_of(node), unsupported=why)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            yield from self._nested(node)
+
+    def _nested(self, node: Node) -> Iterator[Gemm]:
+        """The products in the branches and bodies of `cond`, `while_loop` and the like. All are left alone."""
+        operands = [arg for arg in torch.utils._pytree.tree_leaves(node.args) if isinstance(arg, Node)]
+        regions = [arg for arg in operands if arg.op == "get_attr"]
+        operands = [arg for arg in operands if arg.op != "get_attr"]
+        for region in regions:
+            body = getattr(node.graph.owning_module, region.target, None)
+            if not isinstance(body, GraphModule):
+                continue
+            inner = body.graph.find_nodes(op="placeholder")
+            outer = operands[max(len(operands) - len(inner), 0) :]
+            parameters = {i: self.parameters[o] for i, o in zip(inner, outer, strict=False) if o in self.parameters}
+            why = f"inside {node.target.__name__}: products of nested regions are left alone"
+            for gemm in _Scan(parameters, set(), {}).gemms(body.graph):
+                yield replace(gemm, product="other", unsupported=gemm.unsupported or why)
+
+    # ------------------------------------------------------------ forward
+
+    def _forward(self, product: Product) -> Gemm:
+        a, b = product.a, product.b
+        if is_inner_gradient(product.node):
+            return _left_alone(product, _INNER_GRADIENT)
+        if a.root is not None and b.root is not None:
+            return _left_alone(product, "both operands are parameters")
+        if a.root is None and b.root is None:
+            if a.node in self.computed or b.node in self.computed:
+                return _left_alone(product, _COMPUTED_WEIGHT)
+            if product.groups is not None:
+                return _left_alone(product, _GROUPED)
+            return self._gemm(product, "attention", _module_of(product.node), ("attention_a", "attention_b"))
+        weight = product.weight_view
+        if weight is None:
+            return _left_alone(product, _BATCHED_WEIGHT)
+        m, n, k = product.dims
+        weight_is_b = product.weight is b
+        root = product.weight.root
+        why = why_not_packed(product)
+        if why is None and _is_quantised(root) and product.node.meta["val"].dtype in FLOAT_DTYPES:
+            stored = str(root.meta["val"].dtype).removeprefix("torch.")
+            why = f"its weight is stored as {stored}: it is quantised already"
+        if why is not None:
+            return replace(_left_alone(product, why), module=module_name(self.parameters[root]))
+        roles = ("fprop_x", "fprop_w") if weight_is_b else ("fprop_w", "fprop_x")
+        out_features = -1 if weight_is_b != product.swapped else -2
+        gemm = self._gemm(
+            product, "fprop", module_name(self.parameters[root]), roles,
+            # In W @ x the tokens are the columns.
+            layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
+            tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, out_features),
+        )  # fmt: skip
+        if gemm.packed_weight is not None:  # it has no gradients, nor has it another orientation
+            return gemm
+        activation = product.other.view
+        if weight_is_b:
+            weight = weight.swapped()
+        else:
+            activation = activation.swapped()
+        self.layers.append(_Layer(gemm, root, weight, product.grouping, activation.elements))
+        return gemm
+
+    def _in_both_orientations(self) -> dict[Node, Gemm]:
+        """The layers whose weight another product multiplies in the other orientation, as left alone.
+
+        A gradient that is taken inside of the graph looks like a forward product where nothing tells whence its nodes
+        come (`is_inner_gradient`). The only sign is that the weight is contracted along its other dimension.
+        """
+        keys = {layer.weight.key for layer in self.layers}
+        return {
+            layer.gemm.node: replace(layer.gemm, product="other", unsupported=_BOTH_ORIENTATIONS)
+            for layer in self.layers
+            if layer.weight.swapped().key in keys
+        }
+
+    # ------------------------------------------------------------ backward
+
+    def _wgrad(self, product: Product) -> Gemm:
+        """Gradient x activation."""
+        a, b = product.a, product.b
+        if a.is_gradient and b.is_gradient:
+            return _left_alone(product, "gradient x gradient")
+        # Both dY^T @ X and X^T @ dY may be the gradient of a weight; one of them is then that of its transpose.
+        m, n, tokens = product.dims
+        tokens = product.batch * tokens
+        gradient, activation = (a.view.swapped(), b.view) if a.is_gradient else (b.view, a.view.swapped())
+        sizes = (tokens, m, n) if a.is_gradient else (tokens, n, m)
+        layers = [
+            layer for layer in self.layers
+            if (input_index(layer.root), layer.gemm.alpha) in self.parts.get(product.node, ())
+            and layer.activation == activation.elements
+            and layer.grouping == product.grouping
+            and _same_sizes(layer.gemm.layer, sizes)
+        ]  # fmt: skip
+        if not layers and not statically_true(product.batch == 1):
+            return _left_alone(product, "batched product of a gradient")
+        if not layers:
+            return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
+        # Several layers match if they are pieces of one parameter with the same input, or one layer applied twice.
+        # The autograd node tells these apart.
+        layers = [layer for layer in layers if _same_autograd_node(layer.gemm.node, product.node)] or layers
+        for layer in layers:
+            layer.gradients.add(gradient.elements)
+        return self._gradient(product, "wgrad", layers[0].gemm, ("wgrad_dy", "wgrad_x"))
+
+    def _dgrad(self, product: Product) -> Gemm:
+        """Gradient x weight."""
+        weight, gradient = product.weight_view, product.other.view
+        if product.weight.root.target is EXPERT_WEIGHTS:
+            return _left_alone(product, _PACKED_GRADIENT)
+        if weight is None:
+            return _left_alone(product, _BATCHED_WEIGHT)
+        m, n, k = product.dims
+        sizes = (product.batch * m, k, n)
+        if product.weight is product.a:
+            weight, gradient, sizes = weight.swapped(), gradient.swapped(), (product.batch * n, k, m)
+        for layer in self.layers:
+            same = layer.weight.key == weight.key and layer.grouping == product.grouping
+            if same and _same_sizes(layer.gemm.layer, sizes):
+                # A frozen layer has no wgrad to compare the gradient with. Its autograd node must agree instead.
+                same_node = _same_autograd_node(layer.gemm.node, product.node)
+                if gradient.elements in layer.gradients or (not layer.gradients and same_node):
+                    return self._gradient(product, "dgrad", layer.gemm, ("dgrad_dy", "dgrad_w"))
+        return _left_alone(product, "gradient x parameter that is not the input gradient of a layer")
+
+    def _gradient(self, product: Product, kind: str, origin: Gemm, roles: tuple[str, str]) -> Gemm:
+        return self._gemm(
+            product, kind, origin.module, roles if product.a.is_gradient else roles[::-1], layer=origin.layer,
+            tied_to_embedding=origin.tied_to_embedding, selects=origin.selects, forward=origin.node,
+        )  # fmt: skip
+
+    def _gemm(self, product: Product, kind: str, module: str, roles: tuple[str, str], **more) -> Gemm:
+        a, b = (self._operand(side, role, product) for side, role in zip((product.a, product.b), roles, strict=True))
+        more = {"layer": product.dims, "forward": product.node, **more}
+        groups, dims = product.groups, product.sizes
+        if groups is None and product.grouping and kind != "attention":
+            groups = "batch" if product.index is None else "gather"
+        if groups == "gather" and product.weight is product.a:  # computed as x @ W^T
+            m, n, k = product.dims
+            dims = (product.batch * n, m, k)
+        return Gemm(product.node, kind, module, a, b, dims=dims, groups=groups, offs=product.offs, index=product.index,
+                    swapped=product.swapped, **product.terms, **more)  # fmt: skip
+
+    def _operand(self, side: Side, role: str, product: Product) -> Operand:
+        if side.root is None:
+            return _untransposed(side, role)
+        name = self.parameters[side.root]
+        if side is product.weight and side.root.target is EXPERT_WEIGHTS:
+            return Operand(side.root, side is product.b, role, name, packed=True, expert=packed_expert(product))
+        if side is product.a and side.view.is_batched and product.matrices is None:
+            return _untransposed(side, role, name)  # scaled_mm repeats B along a batch, not A
+        return _of_weight(side, product.weight_view, role, name)
+
+
+def _computed_from(parameters: dict[Node, str], graph: Graph) -> set[Node]:
+    """The parameters, and the nodes that depend on parameters and constants alone."""
+    found, constants = set(parameters), set()
+    for node in graph.nodes:
+        if node.op != "placeholder" and all(arg in found or arg in constants for arg in node.all_input_nodes):
+            (found if any(arg in found for arg in node.all_input_nodes) else constants).add(node)
+    return found
+
+
+def _is_quantised(root: Node) -> bool:
+    """Whether a parameter holds codes of another library: integers, or floating-point numbers of 8 bits."""
+    dtype = root.meta["val"].dtype
+    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _left_alone(product: Product, why: str) -> Gemm:
+    layer = product.sizes
+    return Gemm(product.node, "other", _module_of(product.node), dims=layer, layer=layer, unsupported=why)
+
+
+def _same_autograd_node(forward: Node, backward: Node) -> bool:
+    """Whether both have one sequence number. A hint, used only to choose among layers that are proven otherwise."""
+    number = backward.meta.get("seq_nr")
+    return number is not None and forward.meta.get("seq_nr") == number
+
+
+def _same_sizes(sizes: tuple, others: tuple) -> bool:
+    return all(statically_true(size == other) for size, other in zip(sizes, others, strict=True))
+
+
+def _untransposed(side: Side, role: str, parameter: str | None = None) -> Operand:
+    node, transposed = side.node, side.swapped
+    while swaps_last_two(node):
+        node, transposed = node.args[0], not transposed
+    return Operand(node, transposed, role, parameter)
+
+
+def _of_weight(side: Side, weight: View, role: str, parameter: str) -> Operand:
+    """A weight, read from the node nearest to the parameter that holds it or its transpose."""
+    found = None
+    node: Node | None = side.node
+    while node is not None:
+        view = view_of(node)
+        if view.key in (weight.key, weight.swapped().key):
+            found = Operand(node, view.key != weight.key, role, parameter)
+        node = source_of(node)
+    return found or replace(_untransposed(side, role, parameter), repeated=True)
+
+
+def _feeds_embedding(root: Node) -> bool:
+    """Whether an embedding looks up the parameter, or a cast of it."""
+    users = [user for node in (root, *filter(is_cast, root.users)) for user in node.users]
+    return any(user.target is aten.embedding.default for user in users)
+
+
+def _packed(node: Node) -> Gemm:
+    """The product of a `scaled_mm` that was there before this package's passes ran."""
+    a, _, _, a_format, b, _, _, b_format, *_ = node.args
+    *_, m, n = node.meta["val"].shape
+    k = a.meta["val"].shape[-1]
+    if a_format is not None and formats.get(a_format).packed:
+        k = 2 * k
+    return Gemm(node, "fprop", _module_of(node), dims=(m, n, k), forward=node, packed=(a_format, b_format))
+
+
+def _unsupported(target: Callable) -> str | None:
+    """Why an operator that multiplies matrices is left alone; None for one that does not."""
+    if target in _LEFT_ALONE:
+        return _LEFT_ALONE[target]
+    if target in _FAST_PATHS:
+        return _FUSED_LAYER
+    name = getattr(target, "__name__", "").partition(".")[0]
+    if "scaled_dot_product" in name or name == "flex_attention":
+        return _FUSED_ATTENTION
+    return f"operator {target}" if _PRODUCT_NAME.search(name) else None
+
+
+def _module_of(node: Node) -> str:
+    """The module that a node (of a backward node, its forward node) was traced in; "" for the outermost module."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return clean_name(path)

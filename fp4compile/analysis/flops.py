@@ -1,0 +1,203 @@
+"""The FLOPs of each product of a captured graph, and the kind of layer that it belongs to.
+
+The formulas are those of `torch.utils.flop_counter`. Operators without one there have one here. A symbolic size counts
+as the size in the call that was captured. Never changes the graph, never adds a guard.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from fp4compile._compat import statically_true
+from fp4compile.analysis.experts import computed_by
+from fp4compile.analysis.find import weights_of
+from fp4compile.analysis.gemm import Gemm, Input
+from fp4compile.analysis.views import source_of
+from fp4compile.formats import formats
+
+aten = torch.ops.aten
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+_GROUPED = re.compile(r"(^|_)grouped_mm(_|$)")
+_ATTENTION = re.compile(r"scaled_dot_product|flash_attention|efficient_attention|flex_attention|varlen_attn")
+_CONVOLUTION = re.compile(r"conv")
+_BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
+
+
+def count(node: Node) -> int | None:
+    """FLOPs of a node; None where its sizes are unknown or there is no formula for its operator.
+
+    Of an operator that computes both gradients, each result has half of its FLOPs.
+    """
+    made = computed_by(node)
+    if made is not node:
+        both = count(made)
+        return None if both is None else both // 2
+    formula = flop_registry.get(_packet(node.target)) or _formula(node.target)
+    if formula is None:
+        return None
+    try:
+        args, kwargs, out = pytree.tree_map(_sized, (node.args, node.kwargs, node.meta.get("val")))
+        return formula(*args, **kwargs, out_val=out)
+    except (_UnknownSize, AssertionError):  # torch's formulas assert the shapes that they expect
+        return None
+
+
+def others(graph: Graph, listed: set[Node]) -> list[Node]:
+    """The nodes that torch has a FLOP formula for and that are not in `listed`."""
+    return [node for node in graph.nodes
+            if node.op == "call_function" and node not in listed and _packet(node.target) in flop_registry]  # fmt: skip
+
+
+class Categories:
+    """The kind of layer that each product of one graph belongs to: one of `report.CATEGORIES`."""
+
+    def __init__(self, graph: Graph, inputs: tuple[Input, ...], gemms: list[Gemm]):
+        self.parameters = weights_of(graph, inputs)
+        # By the root of each operand of the batched products: the categories of those products. A backward product that
+        # tells nothing by itself reads an operand of its forward product again, and so gets its category.
+        self.operands: dict[Node, set[str]] = {}
+        for gemm in gemms:
+            category = self._forward(gemm)
+            if gemm.node.target in _BATCHED and category != "other":
+                for operand in _tensors(gemm.node):
+                    self.operands.setdefault(_root(operand), set()).add(category)
+
+    def of(self, gemm: Gemm) -> str:
+        """The category of a product."""
+        category = self._forward(gemm)
+        if category != "other" or gemm.node.target not in _BATCHED:
+            return category
+        found = set().union(*(self.operands.get(_root(operand), ()) for operand in _tensors(gemm.node)))
+        return found.pop() if len(found) == 1 else "other"
+
+    def _forward(self, gemm: Gemm) -> str:
+        """The category that the product alone tells; "other" where it tells none."""
+        name = _operator_name(computed_by(gemm.node).target)
+        operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
+        weights = [(operand, root) for operand, root in operands if root in self.parameters]
+        if gemm.groups is not None or _GROUPED.search(name) or _EXPERTS.search(gemm.module):
+            return "experts"
+        if _CONVOLUTION.search(name):
+            return "convolution"
+        if _ATTENTION.search(name):
+            return "attention"
+        # A layer may hold its one matrix in three dimensions: the heads of one projection, say.
+        whole = gemm.product in ("fprop", "dgrad", "wgrad")
+        if any(root.meta["val"].dim() >= 3 and not (whole and _same_count(operand, root)) for operand, root in weights):
+            return "experts"
+        if gemm.product == "attention":
+            return "attention"
+        return "dense" if gemm.product != "other" or weights else "other"
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [arg for arg in node.args if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.Tensor)]
+
+
+def _root(node: Node) -> Node:
+    """The node at the start of a chain of views and casts."""
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
+
+
+def _same_count(node: Node, other: Node) -> bool:
+    """Whether two tensors have the same number of elements."""
+    return statically_true(node.meta["val"].numel() == other.meta["val"].numel())
+
+
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", target)
+
+
+def _operator_name(target: Any) -> str:
+    return getattr(target, "__name__", "").partition(".")[0]
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def _formula(target: Callable) -> Callable | None:
+    if target is torch.ops.fp4compile.scaled_mm.default:
+        return _packed
+    if _packet(target) in _OWN:
+        return _OWN[_packet(target)]
+    name = _operator_name(target)
+    if _GROUPED.search(name):
+        return _grouped_backward if name.endswith("_backward") else _grouped
+    if "scaled_dot_product" in name:  # variants for CPUs and other devices take the arguments of flash attention
+        backward = name.endswith("_backward")
+        return flop_registry[getattr(aten, _FLASH + "_backward" if backward else _FLASH)]
+    return None
+
+
+_FLASH = "_scaled_dot_product_flash_attention"
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
+    """[..., m, k] x [..., k, n]."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _added(term: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int:
+    """A product with an added term."""
+    return _product(a, b)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int | None:
+    """A grouped product. Operands of three dimensions have one matrix a group; others are cut into one part a group."""
+    if a.shape[-1] != b.shape[-2]:
+        return None  # an operator of another library with other arguments
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _grouped_backward(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int | None:
+    """One operator that computes both gradients, as in transformers."""
+    forward = _grouped(a, b)
+    return None if forward is None else 2 * forward
+
+
+def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
+    """`scaled_mm`, whose FP4 operands hold two elements a byte."""
+    data, fmt = args[0], args[3]
+    packed = fmt is not None and formats.get(fmt).packed
+    return 2 * out_val.numel() * data.shape[-1] * (2 if packed else 1)
+
+
+_OWN = {aten.addbmm: _added, aten._int_mm: _product}
+
+
+# ---------------------------------------------------------------- sizes
+
+
+class _UnknownSize(Exception):
+    """A size that depends on the data, so that the captured call does not tell it."""
+
+
+def _sized(value: Any) -> Any:
+    """An argument of a node with numbers for symbolic sizes; a tensor becomes one on the meta device."""
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return _hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    known = hint(size)
+    if known is None:
+        raise _UnknownSize
+    return known
+
+
+def hint(size: int | torch.SymInt) -> int | None:
+    """A size in the call that was captured; None where it depends on the data."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None

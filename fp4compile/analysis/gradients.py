@@ -1,0 +1,134 @@
+"""Which nodes of a graph are gradients, and of which inputs.
+
+AOTAutograd describes every input and output of a joint graph in the placeholders' and the output's `meta["desc"]`. A
+`GradAOTOutput` tells which output is the gradient of which input. A node is a part of that gradient if its elements
+reach the output only by being moved, cast, added or multiplied by one number.
+"""
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile.analysis.views import source_of
+
+aten = torch.ops.aten
+
+# The operators, besides views and casts, that put contributions to one gradient together. The gradient of a slice, a
+# chunk or a broadcast parameter is padded, concatenated or summed.
+_GATHERS = {
+    aten.add.Tensor, aten.cat.default, aten.sum.dim_IntList, aten.slice_scatter.default, aten.select_scatter.default,
+    aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
+    aten.select_backward.default,
+}  # fmt: skip
+# The functions that Dynamo calls there: that of `torch.func`, and `torch.autograd.grad`, which it captures where
+# `torch._dynamo.config.trace_autograd_ops` is set.
+_INNER_BACKWARD = frozenset({"_autograd_grad", "grad"})
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+
+
+def input_index(placeholder: Node) -> int | None:
+    """Position among the compiled function's arguments, from AOTAutograd's input descriptor."""
+    return _index(placeholder.meta.get("desc"))
+
+
+def _index(desc: object) -> int | None:
+    while desc is not None and not hasattr(desc, "idx"):
+        desc = getattr(desc, "base", None)
+    return None if desc is None or "Tangent" in type(desc).__name__ else desc.idx
+
+
+def is_nested(graph: Graph) -> bool:
+    """Whether a graph is the body of a region: a branch of `torch.cond`, a `nested_compile_region` and the like.
+
+    AOTAutograd describes the inputs of the whole function and none of a body's.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    return bool(placeholders) and all(node.meta.get("desc") is None for node in placeholders)
+
+
+def tangent_dependent(graph: Graph) -> set[Node]:
+    """The nodes that depend on a tangent."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if "Tangent" in _descriptor_name(node.meta.get("desc")) or node.name.startswith("tangents"):
+                found.add(node)
+        elif any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def is_inner_gradient(node: Node) -> bool:
+    """Whether a node was traced while `torch.func.grad`, `vjp` or the like took a gradient inside of the graph.
+
+    No tangent leads to such a node. Dynamo has one call for the whole backward of such a function, and every node that
+    comes of tracing it says so (`meta["from_node"]`).
+    """
+    waiting = list(node.meta.get("from_node") or ())
+    while waiting:
+        source = waiting.pop()
+        # The target is kept as text: "<function grad at 0x...>".
+        if not _INNER_BACKWARD.isdisjoint(str(getattr(source.node_info, "target", "")).split()):
+            return True
+        waiting.extend(source.from_node)
+    return False
+
+
+def _descriptor_name(desc: object) -> str:
+    while getattr(desc, "base", None) is not None:
+        desc = desc.base
+    return type(desc).__name__
+
+
+# (position of the input whose gradient it is, number that the part is multiplied by).
+Part = tuple[int, float]
+
+
+def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
+    """For every node that a gradient is put together from: the gradients that it is a part of."""
+    output = graph.output_node()
+    values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
+    descriptors = torch.utils._pytree.tree_leaves(output.meta.get("desc"), is_leaf=_is_descriptor)
+    parts: dict[Node, set[Part]] = {}
+    if len(values) != len(descriptors):
+        return parts
+    for value, desc in zip(values, descriptors, strict=True):
+        index = _gradient_of(desc)
+        if isinstance(value, Node) and index is not None:
+            _walk(value, index, parts)
+    return parts
+
+
+def _is_descriptor(leaf: object) -> bool:
+    return leaf is None or not isinstance(leaf, list | tuple)
+
+
+def _gradient_of(desc: object) -> int | None:
+    while desc is not None and not hasattr(desc, "grad_of"):
+        desc = getattr(desc, "base", None)
+    return None if desc is None else _index(desc.grad_of)
+
+
+def _walk(node: Node, index: int, parts: dict[Node, set[Part]]) -> None:
+    """Add to `parts` the node and all nodes that it is put together from, as parts of the gradient of input `index`."""
+    waiting = [(node, 1.0)]
+    while waiting:
+        node, factor = waiting.pop()
+        if (index, factor) in parts.setdefault(node, set()):
+            continue
+        parts[node].add((index, factor))
+        if node.target in _PRODUCTS and len(node.args) == 2 and isinstance(node.args[1], int | float):
+            waiting.append((node.args[0], factor * node.args[1]))  # the alpha of an addmm
+        else:
+            waiting.extend((source, factor) for source in _put_together_from(node))
+
+
+def _put_together_from(node: Node) -> list[Node]:
+    """The nodes whose elements a node moves, casts, adds or concatenates; none for any other node."""
+    source = source_of(node)
+    if source is not None:
+        return [source]
+    if node.target not in _GATHERS or node.kwargs.get("alpha", 1) != 1:
+        return []
+    if node.target is aten.constant_pad_nd.default and len(node.args) > 2 and node.args[2] != 0:
+        return []
+    return node.all_input_nodes

@@ -1,0 +1,24 @@
+"""Names of modules and parameters, as tensors, wrappers and packed layers have them."""
+
+
+def packed_name(parameter: str) -> str:
+    """The submodule that holds a parameter of experts where it is packed."""
+    return f"{parameter}_packed"
+
+
+def parameter_name(packed: str) -> str:
+    """The inverse of `packed_name`."""
+    return packed.removesuffix("_packed")
+
+
+def module_name(parameter: str) -> str:
+    """The layer that a parameter belongs to: its name without `.weight`."""
+    return parameter.removesuffix(".weight") if parameter != "weight" else ""
+
+
+def clean_name(path: str) -> str:
+    """A module path without the root variable and without the names that wrappers insert."""
+    _, bracket, rest = path.rpartition("']")
+    path = rest.lstrip(".") if bracket else path
+    wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+    return ".".join(part for part in path.split(".") if part not in wrappers)

@@ -1,0 +1,362 @@
+"""Decide by recipe what each product becomes, and give a reason for each product that stays as it is.
+
+Entry: `plan(gemms, recipe, inputs)`. Reads the graph through the `Gemm`s and never changes it.
+"""
+
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fp4compile._compat import statically_true
+from fp4compile.analysis.gain import Products, too_slow
+from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.gradients import tangent_dependent
+from fp4compile.analysis.graph import expert_weights_of, scaled_mm_of
+from fp4compile.formats import formats
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import scale_layout
+from fp4compile.hardware import Gpu, Target
+from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.recipe import Recipe, named
+from fp4compile.templates.gemm.choose import choose
+from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.grouped.choose import choose as choose_grouped
+from fp4compile.templates.grouped.problem import GroupedProblem
+from fp4compile.templates.launch import on_gpu, target_of
+
+NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
+
+# Names that models give to the layer that yields their outputs.
+_HEADS = (
+    "lm_head", "embed_out", "unembed", "output_projection", "proj_out", "classifier", "score", "head", "decoder"
+)  # fmt: skip
+_ROUTERS = ("router", "gating", "shared_expert_gate")
+_DEVICES = ("cpu", "cuda")
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How an operand is quantised.
+
+    format: name of the format. outer: the static outer scale; None computes it from the operand, where the format has
+    one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
+    along the contraction first. layout: of the block scales, "linear" or "swizzled". scale_rule: how the block scales
+    are chosen, see `reference_scales`.
+    """
+
+    format: str
+    outer: float | None = None
+    stochastic: bool = False
+    hadamard: bool = False
+    layout: str = "linear"
+    scale_rule: str = "amax"
+
+    @property
+    def per_group(self) -> bool:
+        """Whether of experts each has an outer scale of its own: a dynamic one that else is the tensor's."""
+        return self.outer is None and formats.get(self.format).outer == "tensor"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to a product.
+
+    reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
+    None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
+    note: in what a quantised product differs from what the recipe says; None where it does not.
+    weight_scales: how the block scales of the weight are chosen; None where the recipe asks for none but "amax".
+    """
+
+    gemm: Gemm
+    reason: str | None = None
+    a: Treatment | None = None
+    b: Treatment | None = None
+    tier: str | None = None
+    note: str | None = None
+    weight_scales: str | None = None
+
+
+# What a report says of weights whose block scales are not chosen as the recipe says.
+TRAINED = "amax (training)"
+
+
+def plan(
+    gemms: list[Gemm], recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None
+) -> list[Decision]:  # fmt: skip
+    """One decision for each product, in the same order.
+
+    meta: the GPU that tensors on the meta device stand for; None leaves their products alone.
+
+    Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
+    """
+    names = [entry.parameter for entry in inputs if entry.parameter]
+    names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
+    layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
+    model = Model.of(recipe, names, layers)
+    if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
+        warnings.warn(
+            f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
+            f"(such as {names[0]!r}): where blocks are compiled one by one, compile only those to be quantised",
+            stacklevel=2,
+        )
+    training = recipe.weight_scales != "amax" and _has_gradients(gemms)
+    products, target = Products.of(gemms), None if meta is None else meta.target
+    return [_decide(gemm, recipe, model, products, target, training) for gemm in gemms]
+
+
+def _has_gradients(gemms: list[Gemm]) -> bool:
+    """Whether the products' graph computes gradients."""
+    of_gradients = any(gemm.product in ("dgrad", "wgrad") for gemm in gemms)
+    return of_gradients or (bool(gemms) and bool(tangent_dependent(gemms[0].node.graph)))
+
+
+def _decide(
+    gemm: Gemm, recipe: Recipe, model: "Model", products: Products, meta: Target | None, training: bool
+) -> Decision:
+    if gemm.packed is not None:
+        a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
+        return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
+    reason = gemm.unsupported or _unfit(gemm, meta)
+    if reason is not None:
+        return Decision(gemm, reason)
+    if gemm.packed_weight is not None:
+        return _of_packed_experts(gemm, gemm.packed_weight, meta)
+    layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
+    if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
+        return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
+    reason = reason or too_slow(gemm, layer_recipe, recipe, products)
+    return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, meta, training)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the recipe's rules, limits and defaults look at in a layer.
+
+    name: fully qualified. dims: (tokens, out features, in features). tied_to_embedding: whether its weight is also the
+    table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs. experts: whether the
+    weight is one matrix for each expert.
+    """
+
+    name: str
+    dims: tuple
+    tied_to_embedding: bool = False
+    selects: bool = False
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the recipe's defaults look at in the model around a layer.
+
+    blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
+    experts. widest_last: name of the last layer if it is also the widest; None if it is not.
+    """
+
+    blocks: dict[str, int] = field(default_factory=dict)
+    with_experts: frozenset[str] = frozenset()
+    widest_last: str | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer]) -> "Model":
+        """names: of all parameters or modules. layers: in the order in which they run, as far as that is known."""
+        names = list(names)
+        experts = (match for match in map(_EXPERTS.search, names) if match is not None)
+        return cls(
+            _count_blocks(recipe, names), frozenset(match.group(1) or "" for match in experts), _widest_last(layers)
+        )  # fmt: skip
+
+
+def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None, str | None]:
+    """(the recipe that holds for a layer, why the layer is left alone or None).
+
+    The recipe is None where a rule skips the layer. Defaults and limits give a reason beside a recipe.
+    """
+    rule = recipe.rule_for(layer.name)
+    if rule is None:  # a rule outranks the defaults for places in the model
+        return recipe, _excluded_place(layer, recipe, model) or _too_small(layer, recipe)
+    if rule.action == "skip":
+        return None, f"rule {rule.pattern!r}"
+    return recipe if rule.action == "quantize" else named(rule.action), _too_small(layer, recipe)
+
+
+def _layer(gemm: Gemm) -> Layer:
+    return Layer(gemm.module, gemm.layer, gemm.tied_to_embedding, gemm.selects, gemm.groups is not None)
+
+
+def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | None, training: bool) -> Decision:
+    chosen, weight_scales, note = {}, None, None
+    for side, operand in (("a", gemm.a), ("b", gemm.b)):
+        fmt, outer = getattr(layer_recipe, operand.role), None
+        if operand.role == "fprop_x" and layer_recipe.activation_scale == "static":
+            outer = recipe.static_scale(gemm.module)
+            note = NOT_CALIBRATED if outer is None else None
+        if fmt is not None and formats.get(fmt).square and _is_batch(operand):
+            # Flattened to one matrix, as F.linear has it, the same operand would have blocks across two matrices.
+            return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
+        if fmt is not None and formats.get(fmt).square and gemm.offs is not None and not operand.role.endswith("_w"):
+            return Decision(gemm, f"format {fmt} has square blocks, and groups may have any number of rows")
+        if fmt is not None:
+            stochastic = operand.role.endswith("_dy") and gemm.product in layer_recipe.stochastic_rounding
+            rule = recipe.scale_rule(fmt) if operand.role == "fprop_w" else "amax"
+            if rule != "amax":
+                rule, weight_scales = ("amax", TRAINED) if training else (rule, rule)
+            hadamard = gemm.product in layer_recipe.hadamard
+            chosen[side] = Treatment(fmt, outer, stochastic, hadamard, scale_rule=rule)
+    a, b = chosen.get("a"), chosen.get("b")
+    if _tier(gemm, *_swizzled(a, b), meta) == "native":
+        a, b = _swizzled(a, b)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note)
+
+
+def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
+    """The product of weights that were packed by a recipe, which then also decided about the activation."""
+    packed = expert_weights_of(weight.source)
+    of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
+    of_activation = None
+    if packed.activation is not None:
+        of_activation = Treatment(packed.activation, packed.activation_outer, layout=packed.layout)
+    a, b = (of_weight, of_activation) if weight is gemm.a else (of_activation, of_weight)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta))
+
+
+def _is_batch(operand: Operand) -> bool:
+    """Whether an operand is a batch of activations or gradients that are all multiplied by one weight."""
+    lead = operand.source.meta["val"].shape[:-2]
+    return operand.role in ("fprop_x", "dgrad_dy") and not all(statically_true(size == 1) for size in lead)
+
+
+def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
+    """The treatments with block scales in the layout that SM100's matrix units read."""
+    return [None if t is None else replace(t, layout=scale_layout(formats.get(t.format), native=True))
+            for t in treatments]  # fmt: skip
+
+
+def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> str:
+    """Which tier computes the product: the reference on a CPU, else that of the kernel which `choose` names."""
+    out = gemm.node.meta["val"]
+    if out.device.type == "cpu" and not on_gpu(out):
+        return "reference"
+    target = target_of(out.device) if meta is None or on_gpu(out) else meta
+    types = [_operand_type(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b))]
+    if gemm.offs is not None:
+        return choose_grouped(_grouped_problem(gemm, *types, target)).tier
+    if gemm.groups is not None:  # a batch, of which each matrix of A has its own B
+        batches, m, n = out.shape
+        if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
+            types, m, n = types[::-1], n, m
+        return choose(Problem(*types, m, n, gemm.dims[2], out.dtype, target, None, batches, True)).tier
+    m, n, k = gemm.dims
+    return choose(Problem(*types, m, n, k, out.dtype, target)).tier
+
+
+def _grouped_problem(gemm: Gemm, a: OperandType, b: OperandType, target: Target) -> GroupedProblem:
+    out, (m, n, k) = gemm.node.meta["val"], gemm.dims
+    along_k, groups = gemm.groups == "contraction", gemm.offs.meta["val"].shape[0]
+    rows = k if along_k else m
+    if along_k:
+        k = padded_rows(rows, groups)
+    return GroupedProblem(a, b, rows, m, n, k, groups, along_k, out.dtype, target)
+
+
+def _tier_of_packed(gemm: Gemm) -> str:
+    """The same for a product that was quantised before the graph was captured: its node says all."""
+    product = scaled_mm_of(gemm.node)
+    return product.choice().tier if product.on_gpu else "reference"
+
+
+def _operand_type(operand: Operand, treatment: Treatment | None, grouped: bool = False) -> OperandType:
+    if treatment is None:
+        return OperandType(None, operand.source.meta["val"].dtype)
+    fmt = formats.get(treatment.format)
+    outer = "group" if grouped and treatment.per_group else fmt.outer or "none"
+    return OperandType(fmt, fmt.data_dtype, treatment.layout == "swizzled", outer)
+
+
+def _unfit(gemm: Gemm, meta: Target | None) -> str | None:
+    """Why dtype or device rule the product out under every recipe; None if they do not."""
+    devices = _DEVICES if meta is None else (*_DEVICES, "meta")
+    for operand in (gemm.a, gemm.b):
+        value = operand.source.meta["val"]
+        if value.dtype not in FLOAT_DTYPES:
+            return f"dtype {str(value.dtype).removeprefix('torch.')}"
+        if value.device.type not in devices:
+            return f"device {value.device.type}"
+    out = gemm.node.meta["val"].dtype
+    return None if out in FLOAT_DTYPES else f"dtype {str(out).removeprefix('torch.')}"
+
+
+def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
+    if gemm.product == "attention":
+        return "no operand is a parameter, and the recipe leaves attention in high precision"
+    return f"recipe {recipe.name} leaves {gemm.product} in high precision"
+
+
+def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
+    """Why the recipe's defaults leave a layer alone for what it is in the model; None if they do not."""
+    if recipe.skip_lm_head and _is_head(layer, model):
+        return "output head"
+    if "lora_" in layer.name:
+        return "LoRA adapter"
+    if layer.selects or _is_router(layer.name, model):
+        return "router: its outputs choose among experts"
+    place = _block_index(layer.name)
+    if place is None:
+        return None
+    container, index = place
+    if index < recipe.skip_first_blocks:
+        return f"block {index} is among the first {recipe.skip_first_blocks}"
+    if recipe.skip_last_blocks and index >= model.blocks.get(container, 0) - recipe.skip_last_blocks:
+        return f"block {index} is among the last {recipe.skip_last_blocks}"
+    return None
+
+
+def _is_head(layer: Layer, model: Model) -> bool:
+    named_so = layer.name == "output" or layer.name.split(".")[-1] in _HEADS
+    return layer.tied_to_embedding or named_so or (layer.name == model.widest_last and layer.name != "")
+
+
+def _is_router(name: str, model: Model) -> bool:
+    """Whether a layer is a router by its name. A `gate` is one only beside experts, else it is half of a gated MLP."""
+    parent, _, own = name.rpartition(".")
+    return own in _ROUTERS or (own == "gate" and parent in model.with_experts)
+
+
+def _widest_last(layers: Sequence[Layer]) -> str | None:
+    """The last layer's name if the layer is the widest, is in no numbered block, of no experts, and has one product."""
+    if len(layers) < 2 or layers[-1].experts or _block_index(layers[-1].name) is not None:
+        return None
+    *others, last = layers
+    wider = all(other.name != last.name and statically_true(last.dims[1] > other.dims[1]) for other in others)
+    return last.name if wider else None
+
+
+def _block_index(module: str) -> tuple[str, int] | None:
+    """("model.layers", 3) of "model.layers.3.mlp.up_proj"; None outside a numbered list."""
+    match = _BLOCK.search(module)
+    return None if match is None else (module[: match.start()], int(match.group(1)))
+
+
+def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
+    """How many blocks each numbered list has; as many as the recipe says, where it says so."""
+    counts: dict[str, int] = {}
+    for name in names:
+        place = _block_index(name)
+        if place is not None:
+            container, index = place
+            counts[container] = max(counts.get(container, 0), index + 1)
+    if recipe.num_blocks is not None:
+        counts = dict.fromkeys(counts, recipe.num_blocks)
+    return counts
+
+
+def _too_small(layer: Layer, recipe: Recipe) -> str | None:
+    """Which of the recipe's lower limits the layer's dimensions miss, as a reason; None if they miss none."""
+    names = (("M", "min_m"), ("N", "min_n"), ("K", "min_k"))
+    for size, (letter, limit) in zip(layer.dims, names, strict=True):
+        # A symbolic size that may be large enough counts as large enough, so that no guard is needed.
+        if statically_true(size < getattr(recipe, limit)):
+            return f"{letter}={size} is below {limit}={getattr(recipe, limit)}"
+    return None

@@ -1,0 +1,75 @@
+"""Which layers choose among alternatives, as a router does: a top-k, sort, softmax or argmax goes over all their
+outputs."""
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from fp4compile._compat import statically_true
+from fp4compile.analysis.views import is_cast, source_of
+
+aten = torch.ops.aten
+
+_SELECTIONS = {aten.topk.default, aten.sort.default, aten.sort.stable, aten._softmax.default, aten._log_softmax.default,
+               aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}  # fmt: skip
+# A layer with more outputs yields features or a vocabulary. Published models have at most a few hundred experts.
+_MOST_CHOICES = 1024
+
+
+def feeds_selection(product: Node, dim: int) -> bool:
+    """Whether one of `_SELECTIONS` goes over all outputs of a layer, after elementwise operations at most.
+
+    product: the node of the layer's product. dim: the dimension of its out features.
+    """
+    value = product.meta["val"]
+    choices = value.shape[dim]
+    if not isinstance(choices, int) or choices > _MOST_CHOICES:
+        return False
+    seen, waiting = {product}, [product]
+    while waiting:
+        for user in waiting.pop().users:
+            if _selects(user, choices):
+                return True
+            if user not in seen and _elementwise(user, value.numel()):
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _selects(node: Node, choices: int) -> bool:
+    """Whether a node is one of `_SELECTIONS` over a dimension of `choices` elements."""
+    if node.target is aten.amax.default:  # a decomposed softmax: exp(x - amax(x))
+        dims = node.args[1] if len(node.args) > 1 else []
+        over = [node.args[0].meta["val"].shape[d] for d in dims]
+        return over == [choices] and any(
+            user.target is aten.sub.Tensor and user.args[1] is node and _exponentiated(user) for user in node.users
+        )
+    if node.target not in _SELECTIONS:
+        return False
+    if node.target in (aten.max.dim, aten.min.dim) and not any(_is_index(user) for user in node.users):
+        return False  # the largest value is no choice
+    value = node.args[0].meta["val"]
+    # topk takes (x, k, dim=-1), the others (x, dim); sort.stable takes dim by name.
+    at = 2 if node.target is aten.topk.default else 1
+    whole = None if node.target in (aten.argmax.default, aten.argmin.default) else -1
+    dim = node.kwargs.get("dim", node.args[at] if len(node.args) > at else whole)
+    return value.dim() > 0 and dim is not None and value.shape[dim] == choices
+
+
+def _is_index(node: Node) -> bool:
+    """Whether a node takes the indices of a maximum, and more than the maximum's own backward reads them."""
+    indices = node.target is operator.getitem and node.args[1] == 1
+    return indices and any(user.meta.get("partitioner_tag") != "is_backward" for user in node.users)
+
+
+def _exponentiated(node: Node) -> bool:
+    return any(user.target is aten.exp.default for user in node.users)
+
+
+def _elementwise(node: Node, count: int | torch.SymInt) -> bool:
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or not statically_true(value.numel() == count):
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or is_cast(node) or source_of(node) is not None

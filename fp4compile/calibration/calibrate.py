@@ -1,0 +1,100 @@
+"""Static activation scales: run a model over sample batches, and record what each layer's scale must represent."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4compile.calibration import batches as sample
+from fp4compile.calibration.clipping import Clipping, Largest, LeastSquares, Percentile
+from fp4compile.calibration.observers import Observation
+from fp4compile.formats import formats
+from fp4compile.formats.formats import unknown_name
+from fp4compile.formats.reference import outer_of
+from fp4compile.recipe import Recipe, resolve
+
+METHODS = ("max", "percentile", "mse")
+
+
+def calibrate(
+    model: Callable,
+    batches: Iterable[Any],
+    recipe: str | dict | Recipe | Path = "nvfp4_static",
+    *,
+    method: str = "max",
+    percentile: float = 99.99,
+    progress: bool = True,
+) -> Recipe:
+    """The recipe, with static activation scales that are measured on the batches. `Recipe.save` writes it to a file.
+
+    A scale is the decode factor amax / 2688 of all activations of a layer, those of all experts included; what is
+    larger than that amax saturates. Not measured are layers that the recipe leaves alone, or whose activations it does
+    not scale so. A layer whose activations were all zero gets no scale; nor does one that also ran outside of the
+    captured graphs, and a warning names it. A layer without a scale computes it when it runs, and the report says so.
+
+    model: a module, its method `generate` or another callable, compiled or not; it runs uncompiled, and without
+        gradients.
+    batches: an iterable of batches. A batch is a tensor, a tuple or list of positional arguments for the model, or a
+        mapping of keyword arguments (such as a dict, or a tokenizer's output).
+    recipe: one whose activations (fprop_x) are NVFP4 with one outer scale a tensor, static or dynamic.
+    method: "max" takes the largest magnitude as amax. "percentile" takes the one that so many percent of the elements
+        other than zero do not exceed, to 1/64 of its value. "mse" takes the one, among 64 between the largest magnitude
+        and a sixteenth of it, with the least squared error of the quantised activations, as far as histograms tell:
+        their bins are a 32nd of a power of two of a block's largest magnitude, and a 45th of it for the other elements.
+    percentile: of "percentile", above 0 and at most 100.
+    progress: whether a terminal shows a progress bar, where the package tqdm is there.
+
+    Raises ValueError for another recipe or method, for a percentile out of range, for no batches, if the recipe gives
+    no layer a static scale, and if an activation is not finite; TypeError for `batches` that are a single batch, a
+    percentile that is no number, and a model that cannot be called.
+    """
+    chosen = resolve(recipe).replace(activation_scale="static")
+    if method not in METHODS:
+        raise ValueError(unknown_name("method", method, METHODS))
+    if not isinstance(percentile, int | float):
+        raise TypeError(f"percentile: expected a number, got {type(percentile).__name__}")
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile={percentile}: expected a number above 0 and at most 100")
+    kept: dict[str, tuple[Clipping, str]] = {}
+
+    def see(names: set[str], format: str, activation: torch.Tensor) -> None:
+        for name in names:
+            clipping, _ = kept.setdefault(name, (_clipping(method, percentile, format), format))
+            clipping.see(activation)
+
+    watched = Observation(model, chosen, see)
+    with torch.no_grad():
+        for batch in sample.over(batches, "calibrate" if progress else None):
+            sample.call(watched, batch)
+    if not kept:
+        raise ValueError(
+            f"model: recipe {chosen.name!r} quantises no layer of it with a static scale, or no graph of it was "
+            "captured; fp4compile.explain shows which"
+        )
+    unseen = watched.unseen()
+    if unseen:
+        warnings.warn(
+            f"layers that also run outside of the captured graphs get no static scale: {', '.join(sorted(unseen))}",
+            stacklevel=2,
+        )
+    factors = {name: _decode_factor(name, *of_layer) for name, of_layer in kept.items() if name not in unseen}
+    return chosen.replace(static_scales={name: factor for name, factor in factors.items() if factor is not None})
+
+
+def _clipping(method: str, percentile: float, format: str) -> Clipping:
+    if method == "max":
+        return Largest()
+    return Percentile(percentile) if method == "percentile" else LeastSquares(format)
+
+
+def _decode_factor(name: str, clipping: Clipping, format: str) -> float | None:
+    """The decode factor of a layer's activations; None where all were zero."""
+    amax = clipping.amax()
+    if not torch.isfinite(amax):
+        raise ValueError(f"batches: the activation of layer {name!r} is not finite")
+    # A recipe takes normal float32 numbers only, because the inverse of a smaller one overflows. Raising the factor to
+    # the smallest of them clips nothing.
+    factor = max(outer_of(amax, formats.get(format)).item(), torch.finfo(torch.float32).tiny)
+    return factor if amax > 0 else None

@@ -1,0 +1,165 @@
+"""What calibration keeps of a layer's activations, and the largest magnitude that it lets a static scale represent.
+
+One class a method: `Largest`, `Percentile`, `LeastSquares`. `see(x)` takes an activation, `amax()` gives the result,
+float32 []. What is kept lies on the activation's device. Its size does not depend on how much was seen.
+
+Histograms have bins by the bits of a float32: a power of two is cut into 2^n equal parts. So the resolution is
+relative, there is a bin for every float, and two histograms add up without a common range.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from fp4compile.formats import formats, reference
+
+_PERCENTILE_BINS = 6  # bits of the mantissa: a bin ends at most 1/64 above its start
+_BLOCK_BINS = 5  # 32 bins a power of two: an E4M3 scale has 8 values there
+_ROWS = 24 << _BLOCK_BINS  # blocks that are 2^24 times smaller than the largest add nothing to the error
+_RATIOS = 45  # of elements to the largest of their block, which has a bin of its own: 46 values are three blocks of 16
+_CANDIDATES = 64  # and four octaves of them, below the largest magnitude
+_AT_ONCE = 1 << 20  # elements, so that temporary memory is bounded
+
+
+class Clipping(Protocol):
+    """What is kept of the activations of a layer."""
+
+    def see(self, x: torch.Tensor) -> None:
+        """Take an activation [..., K]."""
+
+    def amax(self) -> torch.Tensor:
+        """The largest magnitude to represent; not finite where an activation was not finite, 0 where all were 0."""
+
+
+class Largest:
+    """The largest magnitude."""
+
+    def __init__(self) -> None:
+        self.largest: torch.Tensor | None = None
+
+    def see(self, x: torch.Tensor) -> None:
+        """See `Clipping`."""
+        found = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        self.largest = found if self.largest is None else torch.maximum(self.largest, found.to(self.largest.device))
+
+    def amax(self) -> torch.Tensor:
+        """See `Clipping`."""
+        return torch.zeros(()) if self.largest is None else self.largest
+
+
+class Percentile:
+    """The magnitude that so many percent of the elements do not exceed: the end of its bin, at most 1/64 too large.
+
+    Elements that are zero do not count: an activation may have any share of them, and a scale represents zero anyway.
+    """
+
+    def __init__(self, percentile: float) -> None:
+        self.percentile = percentile
+        self.largest = Largest()
+        self.counts: torch.Tensor | None = None
+
+    def see(self, x: torch.Tensor) -> None:
+        """See `Clipping`."""
+        self.largest.see(x)
+        for part in x.flatten().split(_AT_ONCE):
+            found = torch.bincount(_bins(part.float().abs(), _PERCENTILE_BINS), minlength=256 << _PERCENTILE_BINS)
+            self.counts = found if self.counts is None else self.counts + found.to(self.counts.device)
+
+    def amax(self) -> torch.Tensor:
+        """See `Clipping`."""
+        largest = self.largest.amax()
+        if self.counts is None or not largest.isfinite():
+            return largest
+        up_to = self.counts[1:].cumsum(0)  # the first bin has the zeros, and what is below 2^-132
+        if up_to[-1] == 0:
+            return largest
+        # The smallest count that is at least the percentage. As a ceiling in exact integers would be: 100 % is all.
+        wanted = math.ceil(int(up_to[-1]) * (self.percentile / 100))
+        index = torch.searchsorted(up_to, torch.full((1,), wanted, device=up_to.device))
+        return torch.minimum(_ends(index + 1, _PERCENTILE_BINS).squeeze(0), largest)
+
+
+class LeastSquares:
+    """The magnitude whose outer scale quantises what was seen with the least squared error.
+
+    Kept are counts by the largest magnitude of a block (a window of 24 octaves, which moves up as larger ones are seen)
+    and by the ratio of an element to it. Every bin stands for its middle. The blocks of these values are quantised with
+    64 candidates, which go down from the largest magnitude by 2^(1/16) each.
+    """
+
+    def __init__(self, format: str) -> None:
+        self.format = formats.get(format)
+        self.largest = Largest()
+        self.top = 0  # the bin of the largest block, which is the last of the window
+        self.counts: torch.Tensor | None = None
+
+    def see(self, x: torch.Tensor) -> None:
+        """See `Clipping`."""
+        self.largest.see(x)
+        if not self.largest.amax().isfinite() or not self.largest.amax() > 0:
+            return
+        counts = self._moved_to(int(_bins(self.largest.amax(), _BLOCK_BINS)))
+        length = self.format.block_cols
+        blocks = F.pad(x, (0, -x.shape[-1] % length)).reshape(-1, length)
+        for part in blocks.split(max(1, _AT_ONCE // length)):
+            counts += self._counted(part.float().abs().to(counts.device))
+
+    def amax(self) -> torch.Tensor:
+        """See `Clipping`."""
+        largest = self.largest.amax()
+        if self.counts is None or not largest.isfinite():
+            return largest
+        values, counts = self._values(), self.counts.double()
+        candidates = largest * torch.exp2(-torch.arange(_CANDIDATES, device=largest.device) / 16)
+        errors = [self._error(values, counts, candidate) for candidate in candidates]
+        return candidates[torch.stack(errors).argmin()]  # the first of equals: the largest
+
+    def _moved_to(self, top: int) -> torch.Tensor:
+        """The counts, whose window ends at a bin from now on; what falls out of it is forgotten."""
+        if self.counts is None:
+            self.counts = torch.zeros(_ROWS, _RATIOS + 1, dtype=torch.int64, device=self.largest.amax().device)
+        elif top > self.top:
+            kept = self.counts[top - self.top :]
+            self.counts = F.pad(kept, (0, 0, 0, _ROWS - kept.shape[0]))
+        self.top = top
+        return self.counts
+
+    def _counted(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The counts of magnitudes [blocks, block]."""
+        largest = blocks.amax(-1, keepdim=True)
+        row = _bins(largest, _BLOCK_BINS) - self.top + _ROWS - 1
+        column = (blocks / largest * _RATIOS).nan_to_num_().long()  # 0 / 0 where all are zero
+        columns = _RATIOS + 1
+        inside = (row >= 0).expand_as(blocks)
+        found = torch.bincount((row * columns + column)[inside], minlength=_ROWS * columns)
+        return found.view(_ROWS, columns)
+
+    def _values(self) -> torch.Tensor:
+        """The magnitudes that the counts stand for."""
+        largest = self.largest.amax()
+        bins = torch.arange(self.top - _ROWS, self.top + 1, device=largest.device)
+        ends = _ends(bins.clamp(min=0), _BLOCK_BINS)
+        of_block = torch.minimum((ends[:-1] + ends[1:]) / 2, largest).unsqueeze(-1)
+        ratios = (torch.arange(_RATIOS, device=largest.device) + 0.5) / _RATIOS
+        return of_block * torch.cat((ratios, ratios.new_ones(1)))
+
+    def _error(self, values: torch.Tensor, counts: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+        """The squared error, float64 []."""
+        # Each block needs its largest magnitude, the last column, in it.
+        blocks = torch.stack([values[:, [*range(i, i + 15), _RATIOS]] for i in range(0, _RATIOS, 15)], 1)
+        outer = reference.outer_of(amax, self.format)
+        found, _ = reference.fake_quantize(blocks, self.format, outer)
+        errors = (found.float() * outer - blocks).double() ** 2
+        return (torch.cat((errors[..., :15].flatten(1), errors[:, 0, 15:]), -1) * counts).sum()
+
+
+def _bins(magnitudes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bin of each magnitude, int64: its exponent and the first bits of its mantissa."""
+    return (magnitudes.view(torch.int32) >> (23 - bits)).long()
+
+
+def _ends(bins: torch.Tensor, bits: int) -> torch.Tensor:
+    """The float32 at which each bin ends and the next one starts."""
+    return ((bins + 1) << (23 - bits)).to(torch.int32).view(torch.float32)

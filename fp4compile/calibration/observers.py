@@ -1,0 +1,178 @@
+"""`Observation`: run a model, and look at the activations of the layers that a recipe quantises.
+
+The model runs uncompiled, in the graphs that the backend would see (`explain.run_captured`). A layer may also run
+outside of them: Dynamo leaves a function to Python where the function's loop or `try` has a graph break. What enters a
+layer there is not seen, so `Observation` notes that it happened.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp4compile.analysis.find import find, parameters_of
+from fp4compile.analysis.gemm import Gemm, Input, Operand
+from fp4compile.analysis.plan import Decision, plan
+from fp4compile.formats.groups import Groups
+from fp4compile.recipe import Recipe
+from fp4compile.report import names
+from fp4compile.report.explain import run_captured
+
+aten = torch.ops.aten
+
+# Called with the names of a layer, the name of its activation's format, and an activation [..., K].
+See = Callable[[set[str], str, torch.Tensor], None]
+
+
+class Observation:
+    """A model that shows the activations of the layers that read a static scale; call it as the model.
+
+    see: called with each of these activations, and with both names of its layer: the one that rules see, and the full
+        one. They differ where a part of the model is captured by itself.
+    recipe: one with static activation scales.
+    """
+
+    def __init__(self, model: Callable, recipe: Recipe, see: See):
+        self.recipe, self.see = recipe, see
+        self.now: names.Names | None = None
+        self.layers: dict[int, set[str]] = {}  # the names of the layers of each weight, by the weight's address
+        self.outside = _Outside()
+        self.run = run_captured(model, self._watched, self._enter, joint=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.outside.watching():
+            return self.run(*args, **kwargs)
+
+    def unseen(self) -> set[str]:
+        """The names of the layers that have also run outside of the captured graphs, where nothing is seen."""
+        return set().union(*(self.layers.get(address, ()) for address in self.outside.addresses))
+
+    def _enter(self, known: names.Names, now: names.Names) -> None:
+        self.now = now
+
+    def _watched(self, module: GraphModule, known: names.Names) -> Callable:
+        decisions = _with_static_scale(module.graph, self.recipe, known.inputs)
+        watcher = _Watcher(module, known.inputs, decisions, self._saw)
+
+        def run(*values: Any) -> Any:
+            with self.outside.ignored():
+                return watcher.run(*values)
+
+        return run
+
+    def _saw(self, decision: Decision, weight: torch.Tensor, activation: torch.Tensor) -> None:
+        module = decision.gemm.module
+        both = {module, module if self.now is None else self.now.full(module)}
+        self.layers.setdefault(_address(weight), set()).update(both)
+        self.see(both, _format(decision), activation.detach())
+
+
+def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
+    gemms = find(graph, inputs)
+    # Every layer is given a scale here: a layer that is then quantised without one does not read a static scale.
+    scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
+    decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
+    return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
+
+
+def _format(decision: Decision) -> str:
+    """The format of the activation, which alone reads a static scale."""
+    return next(t.format for t in (decision.a, decision.b) if t is not None and t.outer is not None)
+
+
+class _Watcher(Interpreter):
+    """Runs a graph, and calls `see` with the decision, the weight's parameter and the activation of each product."""
+
+    def __init__(self, module: GraphModule, inputs: tuple[Input, ...], decisions: list[Decision], see: Callable):
+        super().__init__(module)
+        self.decisions = {decision.gemm.node: decision for decision in decisions}
+        placeholders: dict[str | None, Node] = {
+            name: node for node, name in parameters_of(module.graph, inputs).items()
+        }
+        self.weights = {d.gemm.node: placeholders[_operands(d.gemm)[1].parameter] for d in decisions}
+        # Values that a product is seen with are kept until it runs: the interpreter frees them after their last use.
+        self.read_by: dict[Node, list[Node]] = {}
+        for node, decision in self.decisions.items():
+            for source in (_operands(decision.gemm)[0].source, decision.gemm.offs, self.weights[node]):
+                if source is not None:
+                    self.read_by.setdefault(source, []).append(node)
+        self.kept: dict[tuple[Node, Node], Any] = {}
+        self.see = see
+
+    def run_node(self, node: Node) -> Any:
+        value = super().run_node(node)
+        for product in self.read_by.get(node, ()):
+            self.kept[product, node] = value
+        if node in self.decisions:
+            self._show(self.decisions[node])
+        return value
+
+    def _show(self, decision: Decision) -> None:
+        gemm = decision.gemm
+        operand, _ = _operands(gemm)
+        x = self.kept.pop((gemm.node, operand.source))
+        if operand.transposed == (operand is gemm.a):  # x @ W has the contraction last, and W @ x has it before
+            x = x.mT
+        if gemm.offs is not None:  # rows of no group may hold anything
+            groups = Groups.of(self.kept.pop((gemm.node, gemm.offs)), x.shape[-2])
+            x = x[groups.of_rows < groups.count]
+        self.see(decision, self.kept.pop((gemm.node, self.weights[gemm.node])), x)
+
+
+def _operands(gemm: Gemm) -> tuple[Operand, Operand]:
+    """(activation, weight) of a forward product."""
+    first, second = (operand for operand in (gemm.a, gemm.b) if operand is not None)
+    return (first, second) if first.role == "fprop_x" else (second, first)
+
+
+# ---------------------------------------------------------------- outside of the captured graphs
+
+_MULTIPLIES = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default, aten.addmv.default,
+    aten.linear.default, aten.matmul.default, aten._grouped_mm.default,
+    aten._to_copy.default,  # as autocast does before it multiplies
+}  # fmt: skip
+
+
+class _Outside(TorchDispatchMode):
+    """Notes the addresses of what is multiplied while it watches and is not told to ignore it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo captures graphs under this mode, as it does without."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+        self.active = True
+
+    def watching(self) -> Any:
+        """The mode itself. A torch that would capture nothing under any mode gets none."""
+        return self if hasattr(TorchDispatchMode, "ignore_compile_internals") else nullcontext()
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """While this lasts, nothing is noted."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.active and func in _MULTIPLIES:
+            self.addresses.update(_addresses(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _addresses(values: Iterable[Any]) -> Iterator[int]:
+    plain = (value for value in values if type(value) in (torch.Tensor, torch.nn.Parameter))
+    return map(_address, plain)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,95 @@
+"""`scale_sweep`: the block maxima by which NVFP4 weights are quantised with the least error."""
+
+import torch
+
+from fp4compile.formats import formats, reference, reference_scales
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.reference_grouped import largest_of_matrices
+from fp4compile.ops.dense import FLOAT_DTYPES
+
+_FORMATS = {(1, 16): "nvfp4", (16, 16): "nvfp4_16x16"}
+
+
+@torch.compiler.disable
+def scale_sweep(
+    w: torch.Tensor,
+    global_amax: torch.Tensor | None = None,
+    hessian: torch.Tensor | None = None,
+    block: tuple[int, int] = (1, 16),
+) -> torch.Tensor:
+    """The amax of each block that gives a weight's NVFP4 quantisation the least error: c * global_amax.
+
+    c is one of the 126 positive finite E4M3 numbers divided by 448; a block's step is c * global_amax / 6. Of several
+    with the same error it is the smallest. `reference_scales` says how errors are computed. `quantize(w, "nvfp4",
+    scales="mse")` (with `per_matrix`, of three dimensions) quantises by these very scales: its scale bytes are c * 448.
+
+    w: bf16, fp16 or fp32, [N, K] or [E, N, K], of any strides; blocks are completed by zeros.
+    global_amax: float32 [] or, of three dimensions, [E] or []; None takes the amax of each matrix.
+    hessian: weighs the rests e = w - q * step of a block as e^T H e, with a symmetric positive H (of another, the
+        symmetric part counts). float32 [K / 16, 16, 16], one for each column of blocks, or [..., N, K / 16, 16, 16],
+        one for each block of w. All 126 scales are then tried. For blocks of (1, 16).
+    block: (1, 16) or (16, 16), the elements that share a scale.
+
+    Returns float32 [..., N / block rows, K / 16], rounded up. It is NaN where a block is not finite, and where no
+    scale's weighted error is a finite number.
+
+    Raises TypeError for what is no tensor of these dtypes, ValueError for other shapes, devices or blocks.
+    """
+    _check(w, global_amax, hessian, block)
+    w, fmt = w.detach(), formats.get(_FORMATS[block])
+    if global_amax is None:
+        amax = largest_of_matrices(w if w.dim() == 3 else w[None]).flatten().float()
+        global_amax = amax if w.dim() == 3 else amax[0]
+    scales = _scales(w, fmt, global_amax, hessian)
+    return reference._divide(scales.float(), reference.E4M3_MAX) * _each(global_amax)
+
+
+def _each(global_amax: torch.Tensor) -> torch.Tensor:
+    """The amax of each matrix, in a shape that broadcasts to blocks."""
+    return global_amax.view(-1, 1, 1) if global_amax.dim() else global_amax
+
+
+def _scales(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
+    """The E4M3 scales of the blocks, by the kernels on a GPU."""
+    if w.is_cuda and w.numel():
+        from fp4compile.templates import scale_sweep as kernels  # here, so that the CPU needs no Triton
+
+        outer = reference_scales.outer_of(amax, "mse")
+        if hessian is not None:
+            return kernels.best_weighted_scales(w, outer, hessian)
+        return kernels.best_scales(w, fmt, outer, "mse")
+    outer = reference_scales.outer_of(_each(amax), "mse")
+    if hessian is not None:
+        return reference_scales.best_weighted_scales(w, outer, hessian)
+    return reference_scales.best_scales(reference._blocks(w.float(), fmt), outer, "mse")
+
+
+def _check(w: object, global_amax: object, hessian: object, block: tuple[int, int]) -> None:
+    if not isinstance(w, torch.Tensor):
+        raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
+    if w.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"w: dtype {w.dtype} cannot be quantised; allowed are bfloat16, float16, float32")
+    if w.dim() not in (2, 3):
+        raise ValueError(f"w: expected two or three dimensions, got shape {tuple(w.shape)}")
+    if block not in _FORMATS:
+        raise ValueError(f"block={block}: allowed are (1, 16) and (16, 16)")
+    if global_amax is not None:
+        _check_tensor("global_amax", global_amax, w.device, [(), *([w.shape[:1]] if w.dim() == 3 else [])])
+    if hessian is not None:
+        if block != (1, 16):
+            raise ValueError(f"hessian: goes with block (1, 16), got block={block}")
+        one = (ceil_div(w.shape[-1], 16), 16, 16)
+        _check_tensor("hessian", hessian, w.device, [one, (*w.shape[:-1], *one)])
+
+
+def _check_tensor(name: str, value: object, device: torch.device, shapes: list) -> None:
+    """Raise TypeError or ValueError for what is no float32 tensor of one of the shapes on the device."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a float32 torch.Tensor, got {type(value).__name__}")
+    if value.dtype != torch.float32 or value.device != device or tuple(value.shape) not in map(tuple, shapes):
+        allowed = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise ValueError(
+            f"{name}: expected float32 of shape {allowed} on {device}, "
+            f"got {value.dtype} of shape {tuple(value.shape)} on {value.device}"
+        )

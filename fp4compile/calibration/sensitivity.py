@@ -1,0 +1,351 @@
+"""`sensitivity`: how much each layer's quantisation changes its own output and that of the model.
+
+The model is captured once (`explain.run_captured`). In each captured graph the quantised products of every layer stand
+beside the original ones, as the backend would compute them, and an interpreter runs those of one layer at a time. So
+nothing is compiled, and a batch takes one pass over the model, and one more for each layer.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from fp4compile.analysis.find import parameters_of
+from fp4compile.analysis.gemm import Gemm
+from fp4compile.analysis.plan import Decision
+from fp4compile.calibration import batches as sample
+from fp4compile.formats.groups import Groups
+from fp4compile.passes.manager import analyse
+from fp4compile.passes.rewrite import insert
+from fp4compile.recipe import Recipe, resolve
+from fp4compile.report import names
+from fp4compile.report.explain import run_captured
+from fp4compile.report.row import one_line
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """What quantising one layer does, in decibels of signal power over the power of the error (SQNR).
+
+    layer: the name that rules see. Layers of one name (of equal parts of a model that are captured by themselves) are
+        one here, because a rule decides about them together.
+    weights: how many elements the layer's weights have.
+    output_db: of the layer's output, with the input that it has in the unquantised model.
+    model_db: of the model's output, when only this layer is quantised.
+    """
+
+    layer: str
+    weights: int
+    output_db: float
+    model_db: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The layers that a recipe quantises, those whose quantisation changes the model's output most first.
+
+    `print(sensitivity)` shows a table. `Recipe.with_budget` makes rules of it.
+
+    recipe: the name of the recipe.
+    layers: one entry a layer.
+    """
+
+    recipe: str
+    layers: tuple[LayerSensitivity, ...]
+
+    def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
+        """The names of the worst layers, by one of two budgets.
+
+        sqnr_db: as few as possible, so that the model's output keeps at least so many decibels without their error. The
+            errors of layers are taken to be independent: their powers add up.
+        share: as many as possible, from the worst on, whose weights are at most this share (0 to 1) of all weights
+            here. A layer that is too large for what is left of the share is passed over.
+
+        Raises ValueError unless one of the two is given, and for a share out of range.
+        """
+        if sqnr_db is not None and share is None:
+            return tuple(one.layer for one in self.layers[: self._beyond(sqnr_db)])
+        if share is None or sqnr_db is not None:
+            raise ValueError(f"sqnr_db={sqnr_db}, share={share}: expected one of the two budgets")
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share}: expected a number from 0 to 1")
+        left, chosen = share * sum(one.weights for one in self.layers), []
+        for one in self.layers:
+            if one.weights <= left:
+                left -= one.weights
+                chosen.append(one.layer)
+        return tuple(chosen)
+
+    def _beyond(self, sqnr_db: float) -> int:
+        """How many of the worst layers must go, so that the others together keep so many decibels."""
+        if math.isnan(sqnr_db):
+            raise ValueError(f"sqnr_db={sqnr_db}: expected a number")
+        return next(count for count in range(len(self.layers) + 1) if self._together(count) >= sqnr_db)
+
+    def _together(self, first: int = 0) -> float:
+        """The decibels of the model's output with the layers from the first on quantised, if errors are independent."""
+        return _decibels(1.0, math.fsum(10 ** (-one.model_db / 10) for one in self.layers[first:]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as JSON takes them: decibels that are not finite are text. `from_dict` makes an equal one."""
+        return {"recipe": self.recipe, "layers": [
+            {name: str(value) if value in (math.inf, -math.inf) else value for name, value in asdict(one).items()}
+            for one in self.layers
+        ]}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Sensitivity":
+        """What `to_dict` gave. Raises ValueError for anything else."""
+        try:
+            layers = [
+                LayerSensitivity(
+                    str(one["layer"]), int(one["weights"]), float(one["output_db"]), float(one["model_db"])
+                )
+                for one in content["layers"]
+            ]
+            return cls(str(content["recipe"]), tuple(layers))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"content: expected what Sensitivity.to_dict gives: {error!r}") from error
+
+    def plot(self, path: str | Path) -> None:
+        """Write a picture with two bars a layer, in a format that the path's ending names (.png, .svg, .pdf).
+
+        Raises ImportError without matplotlib, which `pip install fp4compile[plot]` brings.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("plot: needs matplotlib: pip install fp4compile[plot]") from error
+        figure = Figure(figsize=(8, 1.5 + 0.3 * len(self.layers)), layout="constrained")
+        axes = figure.subplots()
+        places = range(len(self.layers))
+        for name, height, values in (
+            ("the model's output", -0.2, [one.model_db for one in self.layers]),
+            ("the layer's output", 0.2, [one.output_db for one in self.layers]),
+        ):
+            finite = [value if math.isfinite(value) else 0.0 for value in values]
+            axes.barh([place + height for place in places], finite, 0.4, label=name)
+        axes.set_yticks(list(places), [one.layer or "(top)" for one in self.layers])
+        axes.set_ylim(len(self.layers) - 0.5, -0.5)  # the worst at the top
+        axes.set_xlabel(f"SQNR in dB with this layer alone under recipe {self.recipe}")
+        axes.legend()
+        figure.savefig(path)
+
+    def __str__(self) -> str:
+        header = ("layer", "weights", "its output, dB", "model's output, dB")
+        rows = [(one_line(one.layer) or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
+                for one in self.layers]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = [
+            "  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in (header, *rows)
+        ]
+        rule = "-" * len(lines[0])
+        together = (
+            f"recipe {one_line(self.recipe)}: all together about {self._together():.1f} dB, if errors are independent"
+        )
+        return "\n".join((lines[0], rule, *lines[1:], rule, together))
+
+
+def sensitivity(
+    model: Callable,
+    batches: Iterable[Any],
+    recipe: str | dict | Recipe | Path | None = None,
+    *,
+    progress: bool = True,
+) -> Sensitivity:
+    """How much the quantisation of each layer changes the layer's output, and the model's: worst layers first.
+
+    A layer is quantised as the backend would do it, all else is not. For L layers this takes L + 1 passes over the
+    model a batch. Nothing is compiled.
+
+    model: a module or another callable, compiled or not, that computes the same at each call: in eval mode, and with
+        what it is given unchanged. It runs uncompiled and without gradients.
+    batches: an iterable of batches, as for `calibrate`.
+    recipe: as for `fp4compile.backend`.
+    progress: whether a terminal shows a progress bar, where the package tqdm is there.
+
+    Compared are the floating-point tensors of the output (a tensor, or tuples, lists, mappings and dataclasses of them,
+    such as the outputs of transformers), all of them as one vector, where the unquantised ones are finite. Rows that
+    belong to no expert are zeros in both, where PyTorch leaves memory as it was.
+
+    Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no such
+    tensor, or whose output changes its shapes, and where no element of the model's output or of a layer's is finite;
+    what `backend` raises for a bad recipe; TypeError for `batches` that are a single batch, and for a model that cannot
+    be called.
+    """
+    chosen = resolve(recipe)
+    trials = _Trials(model, chosen)
+    with torch.no_grad():
+        for number, batch in enumerate(sample.over(batches), 1):
+            expected = [tensor.clone() for tensor in trials.run(batch, None)]
+            bar = f"sensitivity, batch {number}" if progress else None
+            for layer in sample.with_bar(list(trials.present), bar):
+                trials.of_model[layer].add(expected, trials.run(batch, layer))
+    if not trials.of_layer:
+        raise ValueError(
+            f"model: recipe {chosen.name!r} quantises nothing of it, or no graph of it was captured; "
+            "fp4compile.explain shows which"
+        )
+    for layer, own in trials.of_layer.items():
+        own.check(f"the output of layer {layer!r}")
+        trials.of_model[layer].check("the model's output")
+    found = [
+        LayerSensitivity(layer, sum(trials.weights[layer].values()), own.decibels, trials.of_model[layer].decibels)
+        for layer, own in trials.of_layer.items()
+    ]
+    return Sensitivity(chosen.name, tuple(sorted(found, key=lambda one: (one.model_db, one.output_db, one.layer))))
+
+
+class _Error:
+    """The power of a signal and of its error, summed over pairs of tensors.
+
+    seen, compared: how many elements there were, and how many of them were finite without an error.
+    """
+
+    def __init__(self) -> None:
+        self.signal, self.error = 0.0, 0.0
+        self.seen, self.compared = 0, 0
+
+    def add(self, expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+        """Add pairs of tensors, where the expected ones are finite."""
+        if [one.shape for one in expected] != [one.shape for one in found]:
+            raise ValueError("model: the shapes of its output differ from one call to the next")
+        for one, other in zip(expected, found, strict=True):
+            finite = one.isfinite()
+            signal = torch.where(finite, one, 0).float()
+            error = torch.where(finite, other, 0).float() - signal
+            self.signal += signal.square().sum(dtype=torch.float64).item()
+            self.error += error.square().sum(dtype=torch.float64).item()
+            self.seen += one.numel()
+            self.compared += int(finite.sum().item())
+
+    def check(self, what: str) -> None:
+        """Raise ValueError where nothing could be compared. what: whose tensors these are."""
+        if self.seen and not self.compared:
+            raise ValueError(f"batches: {what} has no finite element, so nothing can be said of its error")
+
+    @property
+    def decibels(self) -> float:
+        """Infinite without an error; minus infinite where the error is not finite."""
+        return _decibels(self.signal, self.error)
+
+
+def _decibels(signal: float, error: float) -> float:
+    if error == 0:
+        return math.inf
+    return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
+
+
+class _Trials:
+    """Runs a model with one layer quantised.
+
+    present: the layers of the graphs that the last run entered. of_layer, of_model: the errors of each layer's output,
+    and of the model's. weights: the sizes of each layer's weights, by their addresses. now: the layer that is
+    quantised.
+    """
+
+    def __init__(self, model: Callable, recipe: Recipe):
+        self.recipe = recipe
+        self.present: dict[str, None] = {}
+        self.of_layer: dict[str, _Error] = {}
+        self.of_model: dict[str, _Error] = {}
+        self.weights: dict[str, dict[int, int]] = {}
+        self.now: str | None = None
+        self.model = run_captured(model, self._captured, joint=False)
+
+    def run(self, batch: Any, layer: str | None) -> list[torch.Tensor]:
+        """The floating-point tensors of the model's output, with one layer quantised, or none."""
+        self.now, self.present = layer, {}
+        with torch.random.fork_rng():  # all runs start with the same random state
+            found = list(_floats(sample.call(self.model, batch)))
+        if not found:
+            raise ValueError("model: its output has no floating-point tensor to compare")
+        return found
+
+    def _captured(self, module: GraphModule, known: names.Names) -> Callable:
+        decisions = [one for one in analyse(module.graph, self.recipe, known.inputs)
+                     if one.reason is None and one.gemm.packed is None]  # fmt: skip
+        layers: dict[str, list[Decision]] = {}
+        for decision in decisions:
+            layers.setdefault(decision.gemm.module, []).append(decision)
+            for errors in (self.of_layer, self.of_model):
+                errors.setdefault(decision.gemm.module, _Error())
+            self.weights.setdefault(decision.gemm.module, {})
+        both = _BothWays(module, parameters_of(module.graph, known.inputs), layers, self)
+
+        def run(*values: Any) -> Any:
+            self.present.update(dict.fromkeys(layers))
+            return both.run(*values)
+
+        return run
+
+
+class _BothWays(Interpreter):
+    """Runs a graph that has the quantised products of all layers beside the original ones.
+
+    inserted: the layer of each node that belongs to quantised products. quantised: of each original product its layer,
+    the product that may take its place, and what it is. holders: the layers whose weight an input is.
+    """
+
+    def __init__(
+        self, module: GraphModule, parameters: dict[Node, str], layers: dict[str, list[Decision]], trials: _Trials
+    ):
+        self.inserted: dict[Node, str] = {}
+        self.quantised: dict[Node, tuple[str, Node, Gemm]] = {}
+        self.holders: dict[Node, set[str]] = {}
+        nodes = {name: node for node, name in parameters.items()}
+        for layer, decisions in layers.items():
+            before = set(module.graph.nodes)
+            for decision, product in zip(decisions, insert(module.graph, decisions), strict=True):
+                self.quantised[decision.gemm.node] = layer, product, decision.gemm
+                for operand in (decision.gemm.a, decision.gemm.b):
+                    if operand is not None and operand.parameter is not None:
+                        self.holders.setdefault(nodes[operand.parameter], set()).add(layer)
+            self.inserted |= {node: layer for node in module.graph.nodes if node not in before}
+        self.trials = trials
+        super().__init__(module)
+
+    def run_node(self, node: Node) -> Any:
+        layer = self.inserted.get(node)
+        if layer is not None and layer != self.trials.now:
+            return None
+        value = super().run_node(node)
+        for holder in self.holders.get(node, ()):
+            self.trials.weights[holder][value.data_ptr()] = value.numel()
+        if node in self.quantised:
+            layer, product, gemm = self.quantised[node]
+            other = self.env.pop(product)
+            if gemm.groups == "rows" and gemm.offs is not None:
+                value = _grouped_rows(value, self.env[gemm.offs], -1 if gemm.swapped else -2)
+            if layer == self.trials.now:
+                self.trials.of_layer[layer].add([value], [other])
+                return other
+        return value
+
+
+def _grouped_rows(value: torch.Tensor, offs: torch.Tensor, dim: int) -> torch.Tensor:
+    """The result of a grouped product, whose rows along `dim` are zeros where they belong to no group."""
+    groups = Groups.of(offs, value.shape[dim])
+    grouped = groups.of_rows < groups.count
+    return torch.where(grouped if dim == -1 else grouped[:, None], value, 0)
+
+
+def _floats(output: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of a model's output."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output.detach()
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, tuple | list):
+        parts = output
+    elif is_dataclass(output):
+        parts = [getattr(output, field.name) for field in fields(output)]
+    for part in parts:
+        yield from _floats(part)

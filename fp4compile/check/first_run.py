@@ -1,0 +1,62 @@
+"""`check-sm100 --run`: the values of every kernel on the GPU that is here against the reference, then their times.
+
+Made for the first machine with an SM100 GPU, and of use on any CUDA GPU: it runs what that GPU has. The cases run in a
+process of their own. One that raises is recorded. One that leaves the GPU unusable (an illegal address or instruction),
+or that does not end, is recorded too, and a new process goes on with the next case.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4compile.check import environment, run_experts, run_prologues, run_times, run_values
+from fp4compile.check.cases import Case, Finding, in_process
+
+_WIDTH = 78
+
+
+def run(file: Path | None, only: str = "") -> int:
+    """Run values and times, print a line a case.
+
+    file: write all of it there as JSON, after each part. only: leave out cases whose names do not contain this.
+    Returns 1 where a value is wrong or a kernel failed. Raises argparse.ArgumentTypeError where there is no CUDA GPU.
+    """
+    if not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("--run: torch sees no CUDA GPU here. Without --run, kernels are compiled for "
+                                         "GPUs that need not be there")  # fmt: skip
+    content: dict[str, Any] = {"environment": environment.of_gpu()}
+    print(", ".join(f"{name} {value}" for name, value in content["environment"].items()))
+    failed = 0
+    parts = (("values", run_values.cases), ("experts", run_experts.cases), ("prologues", run_prologues.cases),
+             ("times", run_times.cases))  # fmt: skip
+    for part, cases in parts:
+        print(f"\n{part}")
+        findings = []
+        for finding in in_process(partial(_chosen, cases, only)):
+            findings.append(finding)
+            failed += finding.failed
+            print(line(finding), flush=True)
+        content[part] = [finding.to_dict() for finding in findings]
+        if file:
+            file.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{failed} cases failed")
+    return 1 if failed else 0
+
+
+def _chosen(cases: Callable[[], Sequence[Case]], only: str) -> list[Case]:
+    return [case for case in cases() if only in case.name]
+
+
+def line(finding: Finding) -> str:
+    """A finding in one line: the name, then what was found."""
+    if finding.error is not None:
+        return f"{finding.name:{_WIDTH}}  FAILED: {finding.error}"
+    if finding.values.get("wrong"):
+        return f"{finding.name:{_WIDTH}}  WRONG: {finding.values['wrong']}"
+    found = (f"{name} {value}" for name, value in finding.values.items() if name != "wrong")
+    return f"{finding.name:{_WIDTH}}  " + (", ".join(found) or "right")

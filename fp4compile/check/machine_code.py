@@ -1,0 +1,305 @@
+"""Compile what `launches` lists, measure its code, and hold it to `lines`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fp4compile import _compat
+from fp4compile.check import launches, resources
+from fp4compile.check.bounds import PRODUCT_LINES, instruction_kind, instruction_line, judges_figures, product_line
+from fp4compile.check.launches import Configuration, GroupedProduct, Product, multiplies
+from fp4compile.check.ptx import Ptx
+from fp4compile.check.sass import Sass, disassemble
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.hardware import Target
+from fp4compile.templates.launch import Launched
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a launch takes of a multiprocessor.
+
+    registers: of a thread. shared: bytes of shared memory, and tensor_columns: columns of tensor memory of a program.
+    spills: accesses of local memory. programs: how many a multiprocessor holds. occupancy: the share of its warps.
+    """
+
+    registers: int
+    shared: int
+    tensor_columns: int
+    spills: int
+    programs: int
+    occupancy: float
+
+    @property
+    def problems(self) -> list[str]:
+        found = [f"{self.spills} local-memory accesses"] if self.spills else []
+        if not self.programs:
+            found.append(f"{self.shared} bytes of shared memory, {self.tensor_columns} columns of tensor memory and "
+                         f"{self.registers} registers: no program fits a multiprocessor")  # fmt: skip
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch. kernel: its name. configuration, format: what was asked for. sm: the compute capability.
+
+    problems: what keeps it below its line. resources: None where it did not compile. unjudged: figures beyond a line
+    that another version of the compiler set (`lines.COMPILER`); they keep nothing below its line.
+    """
+
+    kernel: str
+    configuration: str
+    format: str
+    sm: int
+    problems: tuple[str, ...] = ()
+    resources: Resources | None = None
+    unjudged: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain values: the resources among the others."""
+        values = asdict(self)
+        values.update(values.pop("resources") or {})
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class QuantizeRow(Row):
+    """instructions: thread instructions for 16 elements. budget: what the bandwidth leaves. line: the most it may have.
+
+    conversions: the element and scale types that instructions convert to. loads, stores: bytes of the widest ones.
+    """
+
+    instructions: float = 0.0
+    budget: float = 0.0
+    line: float = 0.0
+    conversions: tuple[str, ...] = ()
+    loads: int = 0
+    stores: int = 0
+
+
+@dataclass(frozen=True)
+class ProductRow(Row):
+    """line: the name of its line. instruction: the matrix instructions. scale_copies, tma_loads, asynchronous_loads,
+    matrix_loads: how many there are. waits: mbarrier waits in the main loop. overlapped: whether loads and products of
+    the main loop run at the same time; why: the reason. stores: bytes of the narrowest store of the result, or "TMA".
+    """
+
+    line: str = ""
+    instruction: tuple[str, ...] = ()
+    scale_copies: int = 0
+    tma_loads: int = 0
+    asynchronous_loads: int = 0
+    matrix_loads: int = 0
+    waits: int = 0
+    overlapped: bool = False
+    why: str = ""
+    stores: int | str = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A launch that was compiled. compiled: Triton's compiled kernel."""
+
+    launched: Launched
+    compiled: Any
+    sass: Sass
+    sm: int
+
+    @property
+    def resources(self) -> Resources:
+        metadata = self.compiled.metadata
+        columns = getattr(metadata, "tmem_size", None) or 0
+        # Partitions of a warp-specialised kernel have warps of their own, which only the metadata counts.
+        warps = max(metadata.num_warps, self.launched.num_warps)
+        held = resources.programs(self.sm, warps, self.sass.registers, metadata.shared, columns)
+        return Resources(self.sass.registers, metadata.shared, columns, self.sass.local_accesses, held,
+                         resources.occupancy(self.sm, warps, held))  # fmt: skip
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        lost = self.sass.lost_values
+        return (f"ptxas lost {len(lost)} values, the first of {lost[0]}",) if lost else ()
+
+
+def compile_launch(launched: Launched, sm: int) -> Compiled:
+    """Compile a launch for a GPU that need not be there. Raises what Triton and ptxas raise."""
+    compiled = _compat.compile_ahead(
+        launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages
+    )
+    return Compiled(launched, compiled, disassemble(compiled.asm["cubin"]), sm)
+
+
+def _signature(launched: Launched) -> tuple:
+    return launched.kernel.__name__, str(launched.args), str(launched.constants), launched.num_warps
+
+
+# ---------------------------------------------------------------- quantising
+
+
+def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
+    """Every launch of every configuration, the same one once; None: of all tables of `launches`."""
+    seen = set()
+    everything = (
+        *launches.CONFIGURATIONS,
+        *launches.GROUPED_CONFIGURATIONS,
+        *launches.PROLOGUE_CONFIGURATIONS,
+    )
+    for configuration in everything if configurations is None else configurations:
+        for launched in configuration.launches(sm):
+            if _signature(launched) not in seen:
+                seen.add(_signature(launched))
+                yield quantize_row(configuration, launched, sm)
+
+
+def quantize_row(configuration: Configuration, launched: Launched, sm: int) -> QuantizeRow:
+    """The row of one launch of a configuration."""
+    where = (launched.kernel.__name__, configuration.label, configuration.format)
+    try:
+        one = compile_launch(launched, sm)
+    except Exception as error:
+        return QuantizeRow(*where, sm, (_does_not_compile(error),))
+    budget = resources.instruction_budget(sm, bytes_moved(launched) / _sixteens(configuration))
+    found = QuantizeRow(
+        *where, sm, resources=one.resources,
+        instructions=_instructions(one, configuration), budget=budget, line=instruction_line(*where, sm, budget),
+        conversions=tuple(sorted(set(map("".join, _CONVERSION.findall(one.sass.text))))),
+        loads=max(one.sass.widths("LDG"), default=0), stores=max(one.sass.widths("STG"), default=0),
+    )  # fmt: skip
+    return _with_figures(replace(found, problems=one.problems + _quantize_problems(found, launched)))
+
+
+def bytes_moved(launched: Launched) -> int:
+    """The bytes of a launch's tensors, each read or written once."""
+    tensors = {id(value): value for value in launched.args.values() if isinstance(value, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _sixteens(configuration: Configuration) -> float:
+    rows, columns = configuration.shape
+    return rows * columns / 16
+
+
+def _instructions(one: Compiled, configuration: Configuration) -> float:
+    trips, idle = configuration.trips(one.launched), configuration.idle_programs(one.launched)
+    executed = one.sass.executed(trips) * (one.launched.grid - idle)
+    if idle:
+        executed += one.sass.executed(trips, idle=True) * idle
+    return executed * 32 * one.launched.num_warps / _sixteens(configuration)
+
+
+# The element or scale type, and .RS where the conversion rounds stochastically.
+_CONVERSION = re.compile(r"F2FP\.SATFINITE\.(E\dM\d|E8)\.(?:F32|BF16)\S*?(\.RS)?\s")
+
+
+def expected_conversions(launched: Launched, sm: int) -> set[str]:
+    """The conversion instructions that a launch should have on SM100 and up."""
+    constants = launched.constants
+    if sm < 100 or "CONTRACT" not in constants:  # an amax or a dequantise kernel
+        return set()
+    conversions = {constants["ELEMENT"].upper()}
+    if constants.get("SEEDED"):
+        conversions = {"E2M1.RS"} if Target(sm).isa == 100 else set()
+    if constants["SCALE"] == "e8m0" and constants["CONTRACT"] == "rceil":
+        conversions.add("E8")
+    return conversions
+
+
+def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...]:
+    problems = list(found.resources.problems) if found.resources else []
+    if missing := expected_conversions(launched, found.sm) - set(found.conversions):
+        problems.append(f"no conversion to {', '.join(sorted(missing))}")
+    # The kernels of columns load 4 or 8 bytes a thread, whole lines a warp: wider ones cost them registers. The
+    # weighted scale sweep computes for so long that its loads and stores do not matter.
+    weighted = found.kernel == "sweep_weighted_scales"
+    narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns") and not weighted
+    # A thread of the scale sweep, or of rows in several tiles, holds one block of each: eight bytes of codes.
+    one_block = found.kernel == "sweep_scales" or launched.constants.get("PIECES", 1) > 1
+    narrow_stores = found.stores < (8 if one_block else 16) and not weighted
+    if narrow_loads or (narrow_stores and not found.kernel.endswith(("_amax", "_statistics"))):
+        problems.append("no 16-byte global accesses")
+    return tuple(problems)
+
+
+def _with_figures(found: QuantizeRow) -> QuantizeRow:
+    """The row with a count of instructions beyond its line: a problem where the line is this compiler's."""
+    if found.sm < 100 or found.instructions <= found.line:
+        return found
+    beyond = f"{found.instructions:.0f} instructions for 16 elements, of {found.line:.0f}"
+    if judges_figures():
+        return replace(found, problems=(*found.problems, beyond))
+    return replace(found, unjudged=(beyond,))
+
+
+# ---------------------------------------------------------------- products
+
+
+def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iterator[ProductRow]:
+    """The launches of every product, equal ones of a product once; None: of `launches.PRODUCTS`."""
+    for product in launches.PRODUCTS if products is None else products:
+        tier, launched = product.launches(sm)
+        for each in {_signature(each): each for each in launched}.values():
+            yield product_row(product, tier, each, sm)
+
+
+def product_row(product: Product, tier: str, launched: Launched, sm: int) -> ProductRow:
+    """The row of one launch of a product."""
+    grouped = isinstance(product, GroupedProduct)
+    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), grouped)
+    where = (launched.kernel.__name__, product.label, product.formats, sm)
+    try:
+        one = compile_launch(launched, sm)
+    except Exception as error:
+        return ProductRow(*where, (_does_not_compile(error),), line=line)
+    ptx = Ptx(one.compiled.asm["ptx"])
+    found = ProductRow(
+        *where, resources=one.resources, line=line, instruction=ptx.products,
+        scale_copies=ptx.count(r"tcgen05\.cp"), tma_loads=ptx.tma_loads, asynchronous_loads=ptx.asynchronous_loads,
+        matrix_loads=ptx.count("ldmatrix"), waits=ptx.waits, overlapped=ptx.overlap.overlapped,
+        why=ptx.overlap.why, stores=_stores(one.sass, ptx),
+    )  # fmt: skip
+    return replace(found, problems=one.problems + _product_problems(found, product))
+
+
+def _aligned(product: Product) -> bool:
+    """Whether the rows of codes of both operands are whole 16 bytes, as TMA and the libraries want them."""
+    for name in (product.a, product.b):
+        fmt = None if name is None else formats.get(name)
+        codes = ceil_div(product.k, fmt.block_cols) * fmt.block_cols if fmt is not None else product.k
+        if codes * (2 if fmt is None else 1) // (2 if fmt is not None and fmt.packed else 1) % 16:
+            return False
+    return True
+
+
+def _stores(sass: Sass, ptx: Ptx) -> int | str:
+    widths = sass.widths("STG")
+    return min(widths) if widths else "TMA" if ptx.tma_stores else 0
+
+
+def _product_problems(found: ProductRow, product: Product) -> tuple[str, ...]:
+    problems = list(found.resources.problems) if found.resources else []
+    if found.sm < 100:
+        return tuple(problems)
+    line = PRODUCT_LINES[found.line]
+    wanted = line.instruction.replace("{kind}", instruction_kind(product.a, product.b, found.sm))
+    if not any(re.match(wanted, each) for each in found.instruction or ("",)):
+        problems.append(f"no {wanted}")
+    for name, what in (("scale_copies", "tcgen05.cp"), ("tma_loads", "TMA loads"),
+                       ("asynchronous_loads", "asynchronous loads"), ("matrix_loads", "ldmatrix")):  # fmt: skip
+        if getattr(found, name) < getattr(line, name):
+            problems.append(f"{getattr(found, name)} {what}")
+    if line.overlapped and not found.overlapped:
+        problems.append(f"the main loop does not overlap: {found.why}")
+    whole = 2 * product.n % line.store_bytes == 0 if line.store_bytes else False
+    if whole and found.stores != "TMA" and int(found.stores) < line.store_bytes:
+        problems.append(f"stores of {found.stores} bytes, of {line.store_bytes}")
+    return tuple(problems)
+
+
+def _does_not_compile(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
+    return f"does not compile: {type(error).__name__}: {said}"[:300]

@@ -1,0 +1,227 @@
+"""PTX as Triton hands it to ptxas: the loop around a product, and whether loads and products overlap in it.
+
+ptxas keeps the order of barriers, asynchronous copies and products. In PTX, unlike SASS, an address has one name
+wherever it is used, so that two instructions can be seen to use the same barrier.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from fp4compile.check.control_flow import Block, ControlFlow, Loop
+
+_PRODUCT = re.compile(r"tcgen05\.mma|wgmma\.mma_async|mma\.sync")
+_TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\S*shared::c\w+\.global")
+_TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\S*global\.shared::cta")
+_COPY = re.compile(r"cp\.async\.c[ag]\.")
+BARRIER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """opcode: with its modifiers, such as "tcgen05.mma.cta_group::1". operands: as they are written."""
+
+    opcode: str
+    operands: str
+
+    @property
+    def address(self) -> str:
+        """The last register in brackets: the mbarrier of a wait, a commit or a TMA load."""
+        return re.findall(r"\[\s*(%\w+)", self.operands)[-1]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Whether loads, products and other work of a loop run at the same time. why: the reason, in words."""
+
+    overlapped: bool
+    why: str
+
+
+class Ptx:
+    """The PTX of one kernel."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.flow: ControlFlow[Instruction] = _control_flow(text)
+
+    @cached_property
+    def all(self) -> list[Instruction]:
+        return self.flow.instructions()
+
+    @cached_property
+    def products(self) -> tuple[str, ...]:
+        """The matrix instructions, each kind once."""
+        return tuple(sorted({one.opcode for one in self.all if _PRODUCT.match(one.opcode)}))
+
+    def count(self, pattern: str) -> int:
+        """How many instructions have an opcode that begins with a regular expression."""
+        return sum(bool(re.match(pattern, one.opcode)) for one in self.all)
+
+    @property
+    def tma_loads(self) -> int:
+        return self.count(_TMA_LOAD.pattern)
+
+    @property
+    def tma_stores(self) -> int:
+        return self.count(_TMA_STORE.pattern)
+
+    @property
+    def asynchronous_loads(self) -> int:
+        """Loads that go to shared memory by themselves, by TMA or by `cp.async`."""
+        return self.tma_loads + self.count(_COPY.pattern)
+
+    @cached_property
+    def main_loop(self) -> Loop | None:
+        """The innermost loop around a product."""
+        return self.flow.loop_around(lambda one: bool(_PRODUCT.match(one.opcode)))
+
+    @property
+    def waits(self) -> int:
+        """Waits for an mbarrier in the main loop."""
+        return sum(one.opcode.startswith("mbarrier.try_wait") for one in self._inside)
+
+    @cached_property
+    def _inside(self) -> list[Instruction]:
+        return [] if self.main_loop is None else self.flow.instructions(self.main_loop.blocks)
+
+    # ------------------------------------------------------------ overlap
+
+    @cached_property
+    def overlap(self) -> Overlap:
+        """The rule. A loop overlaps if no step of it waits for what this step has started:
+
+        1. The step waits for no mbarrier to which it commits its product, so that the product runs on while the warps
+           begin the next step. (`mma.sync` and `wgmma` commit to none.)
+        2. The loads of the loop are asynchronous, and the step waits for none of its own: for no mbarrier that its TMA
+           loads signal; of `cp.async`, each wait leaves at least one group under way.
+        3. A loop without loads is fed by another partition of warps: TMA loads stand in a loop of their own, and go
+           to a ring of at least two buffers.
+        """
+        if self.main_loop is None:
+            return Overlap(False, "no loop around the product")
+        waited = self._barriers("mbarrier.try_wait")
+        if waited & self._barriers(r"tcgen05\.commit"):
+            return Overlap(False, "each step waits for its own product")
+        loads = self._barriers(_TMA_LOAD.pattern)
+        copies = any(_COPY.match(one.opcode) for one in self._inside)
+        if not loads and not copies:
+            return self._fed_by_others()
+        if waited & loads:
+            return Overlap(False, "each step waits for its own loads")
+        left = [int(one.operands) for one in self._inside if one.opcode == "cp.async.wait_group"]
+        if copies and not (left and all(left)):
+            return Overlap(False, "each step waits until no load is under way")
+        return Overlap(True, "loads and products of several steps are under way")
+
+    def _barriers(self, pattern: str) -> set[str]:
+        """The addresses of the mbarriers of some instructions in the main loop."""
+        return {self._value(one.address) for one in self._inside if re.match(pattern, one.opcode)}
+
+    def _fed_by_others(self) -> Overlap:
+        feeding = self.flow.loop_around(lambda one: bool(_TMA_LOAD.match(one.opcode)))
+        if feeding is None or feeding.blocks & self.main_loop.blocks:  # type: ignore[union-attr]
+            return Overlap(False, "no asynchronous loads in a loop")
+        loads = [one for one in self.flow.instructions(feeding.blocks) if _TMA_LOAD.match(one.opcode)]
+        buffers = min(self._ring(one.address) for one in loads)
+        if buffers < 2:
+            return Overlap(False, f"another partition loads, into {buffers} buffer")
+        return Overlap(True, "another partition loads, into several buffers")
+
+    def _ring(self, barrier: str) -> int:
+        """How many mbarriers follow each other in memory from the first one of a ring on. 0: none is known there.
+
+        Triton begins every ring at a multiple of 16 bytes, so that a single mbarrier is never taken for two.
+        """
+        there = {self._offset(one.address) for one in self.all if one.opcode.startswith("mbarrier.init")}
+        at, count = self._offset(barrier), 0
+        while at + BARRIER_BYTES * count in there:
+            count += 1
+        return count
+
+    # ------------------------------------------------------------ registers
+
+    @cached_property
+    def _definitions(self) -> dict[str, Instruction]:
+        """What computes a register, of those that one instruction writes."""
+        found: dict[str, list[Instruction]] = {}
+        for one in self.all:
+            register = re.match(r"(%\w+)\s*,", one.operands)
+            if register and one.opcode.split(".")[0] in _PURE:
+                found.setdefault(register[1], []).append(one)
+        return {register: each[0] for register, each in found.items() if len(each) == 1}
+
+    def _value(self, register: str) -> str:
+        """What a register holds, as an expression of registers that several instructions write, and of constants."""
+        if register not in self._definitions:
+            return register
+        one = self._definitions[register]
+        if one.opcode.startswith(("cvt", "mov")):  # the same address, in 64 bits
+            return self._value(one.operands.split(",")[1].strip())
+        operands = _REGISTER.sub(lambda found: self._value(found[0]), one.operands.split(",", 1)[1])
+        return f"{one.opcode}({operands})"
+
+    def _offset(self, register: str) -> int:
+        """The sum of the constants in an address: where it points to in shared memory, the first of a ring."""
+        one = self._definitions.get(register)
+        if one is None or not one.opcode.startswith(("add", "mov", "cvt")):
+            return 0
+        operands = [operand.strip() for operand in one.operands.split(",")[1:]]
+        return sum(int(each) if re.fullmatch(r"-?\d+", each) else self._offset(each) for each in operands)
+
+
+_PURE = ("add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "mov", "cvt", "cvta", "selp", "min", "max")
+_REGISTER = re.compile(r"%[a-z]+\d+")
+_LABEL = re.compile(r"(\$L__BB\w+):")
+_TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")
+# Inline PTX has several instructions in a line, labels and predicates of its own.
+_INSTRUCTION = re.compile(r"\s*(?:[A-Za-z_]\w*:)?\s*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)")
+_ENDS = ("bra", "brx", "ret", "exit", "trap")
+
+
+def _control_flow(text: str) -> ControlFlow[Instruction]:
+    """Labels inside of inline PTX, where an mbarrier is polled, are no blocks: a wait counts as one instruction."""
+    tables = {name: re.findall(r"\$L__BB\w+", targets) for name, targets in _TABLE.findall(text)}
+    runs: list[list[Instruction]] = [[]]
+    ends: list[tuple[bool, Instruction] | None] = [None]
+    labels: dict[str, int] = {}
+
+    def begin() -> None:
+        runs.append([])
+        ends.append(None)
+
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            begin()
+            labels[label[1]] = len(runs) - 1
+            continue
+        for found in filter(None, map(_INSTRUCTION.match, line.partition("//")[0].split(";")[:-1])):
+            one = Instruction(found[2], found[3].strip())
+            kind = one.opcode.split(".")[0]
+            if kind not in _ENDS:
+                runs[-1].append(one)
+            elif kind != "bra" or "$L__BB" in one.operands:
+                ends[-1] = (bool(found[1]), one)
+                begin()
+    blocks = [
+        Block(tuple(run), _successors(end, (i + 1,) if i + 1 < len(runs) else (), labels, tables))
+        for i, (run, end) in enumerate(zip(runs, ends, strict=True))
+    ]
+    return ControlFlow(blocks)
+
+
+def _successors(
+    end: tuple[bool, Instruction] | None,
+    following: tuple[int, ...],
+    labels: dict[str, int],
+    tables: dict[str, list[str]],
+) -> tuple[int, ...]:
+    """end: whether the last instruction of a block is conditional, and the instruction; None if it goes on."""
+    if end is None:
+        return following
+    conditional, one = end
+    kind = one.opcode.split(".")[0]
+    if kind == "brx":
+        return tuple(labels[target] for target in tables[one.operands.split(",")[1].strip()])
+    targets = (labels[one.operands.split()[-1]],) if kind == "bra" else ()
+    return (*targets, *following) if conditional else targets

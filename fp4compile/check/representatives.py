@@ -1,0 +1,60 @@
+"""Which entries of the tables of `launches` the tests compile; `check-sm100` compiles all."""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from fp4compile.check.launches import CONFIGURATIONS, PRODUCTS, Configuration, Product, multiplies
+from fp4compile.templates.launch import Launched
+
+
+@cache
+def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
+    """(configurations, products): those with a launch that has something new.
+
+    On SM100, for which the kernels are written, that is a combination of number formats and epilogue, a way to load and
+    store, warps or stages, a dtype and, of quantise kernels, any value of any constant. Other GPUs run the same
+    sources: there each kernel comes once, each kind of element, and each combination of formats in a product; on SM103,
+    which has the very launches of SM100, each quantise kernel once, and each kind of element and scale in a product.
+    """
+    configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
+    return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
+
+
+_BRANCHES = ("B_BATCHED", "ALONG_K", "TWO_SUMS")
+_PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
+
+
+def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any], list[Launched]]) -> tuple[Any, ...]:
+    """The plainest entry comes first and stays, even if later ones have all that it has: it is what most users run."""
+    chosen, seen = [], set[Any]()
+    for entry in table:
+        traits = {trait for one in launches(entry) for trait in _traits(one, getattr(entry, "epilogue", ""), sm)}
+        if not traits <= seen:
+            chosen.append(entry)
+            seen |= traits
+    return tuple(chosen)
+
+
+def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
+    """What a launch has that another may lack."""
+    name, constants = launched.kernel.__name__, launched.constants
+    formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
+    if sm == 103:
+        kind = (constants.get("A_ELEMENT"), constants.get("SCALE"))
+        return {kind if multiplies(launched) else (name,)}
+    if sm != 100:
+        return {(name,), formats if multiplies(launched) else (constants.get("ELEMENT"),)}
+    keys = _BRANCHES if multiplies(launched) else constants
+    values = {(name, key, str(constants.get(key))) for key in keys}
+    whole = launched.args["n"] % 16 == 0 if "n" in launched.args else None  # else rows of results start anywhere
+    path = (name, *(str(constants.get(key)) for key in _PATH), whole)
+    dtype = launched.args["x_ptr"].dtype if "x_ptr" in launched.args else None
+    return {
+        *values,
+        (name, formats),
+        (name, epilogue),
+        path,
+        (name, dtype),
+        (name, launched.num_warps, launched.num_stages),
+    }

@@ -1,0 +1,85 @@
+"""What a multiprocessor has, how many programs of a kernel it holds, and how many instructions its bandwidth leaves.
+
+**The budget of a kernel that reads and writes memory once.** Let it move B bytes for 16 elements. At the GPU's
+bandwidth W (bytes a second) that takes B / W seconds. In a second each of the GPU's P multiprocessors issues, with its
+four schedulers at the clock C, 4 * C instructions for warps of 32 threads: 128 * C * P thread instructions in all. So
+the kernel keeps up with memory only if it executes at most
+
+    budget = B / W * 128 * C * P
+
+thread instructions for 16 elements. On a B200 (P = 148, C = 1.9 GHz, W = 8 TB/s) that is 4.4992 * B: NVFP4 rows of
+bf16 read 32 bytes and write 8 of codes and 1 of scales, B = 41 and the budget 184; along both directions they write
+twice that, B = 50 and the budget 225. It is a bound and no prediction: dependent instructions, and those that take the
+scheduler several clocks, leave less.
+"""
+
+from dataclasses import dataclass
+
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.hardware import Target
+
+SCHEDULERS, LANES = 4, 32
+REGISTERS = 65536  # of a multiprocessor
+TENSOR_COLUMNS = 512  # of its tensor memory
+RESERVED = 1024  # bytes of shared memory that the system takes for each program
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """shared: bytes of shared memory. threads, programs: the most it holds. clock: in Hz. bandwidth: bytes a second
+    from the memory of a GPU of so many multiprocessors as `Target` counts."""
+
+    shared: int
+    threads: int
+    programs: int
+    clock: float
+    bandwidth: float
+
+
+# H200, B200, B300 and RTX PRO 6000 Blackwell: limits from the CUDA programming guide's table of compute capabilities,
+# bandwidth and boost clock (rounded down) as published by the vendor. None was measured here, but for the H200's.
+_MULTIPROCESSORS = {
+    90: Multiprocessor(228 * 1024, 2048, 32, 1.98e9, 4.8e12),
+    100: Multiprocessor(228 * 1024, 2048, 32, 1.9e9, 8e12),
+    103: Multiprocessor(228 * 1024, 2048, 32, 1.9e9, 8e12),
+    120: Multiprocessor(100 * 1024, 1536, 24, 2.6e9, 1.79e12),
+}
+
+
+def multiprocessor(sm: int) -> Multiprocessor:
+    """By compute capability; one that is not listed counts as the nearest one below it.
+
+    Raises ValueError for one below all of these.
+    """
+    known = [each for each in _MULTIPROCESSORS if each <= sm]
+    if not known:
+        raise ValueError(f"sm={sm}: expected a compute capability from {min(_MULTIPROCESSORS)} on")
+    return _MULTIPROCESSORS[max(known)]
+
+
+def programs(sm: int, warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
+    """How many programs of a kernel a multiprocessor holds; 0 where not even one fits.
+
+    registers: of a thread. shared: bytes of shared memory, and tensor_columns: columns of tensor memory of a program.
+    """
+    has = multiprocessor(sm)
+    warp_registers = 256 * ceil_div(LANES * registers, 256)  # a warp's are given out in units of 256
+    limits = [
+        has.programs, has.threads // (LANES * warps), REGISTERS // (warp_registers * warps),
+        has.shared // (shared + RESERVED),
+    ]  # fmt: skip
+    if tensor_columns:
+        limits.append(TENSOR_COLUMNS // tensor_columns)
+    return min(limits)
+
+
+def occupancy(sm: int, warps: int, held: int) -> float:
+    """The share of a multiprocessor's warps that so many programs fill."""
+    return held * warps * LANES / multiprocessor(sm).threads
+
+
+def instruction_budget(sm: int, bytes_per_16: float) -> float:
+    """Thread instructions for 16 elements that the bandwidth leaves time for; derived at the top of this file."""
+    has = multiprocessor(sm)
+    slots = SCHEDULERS * LANES * has.clock * Target(sm).multiprocessors
+    return bytes_per_16 / has.bandwidth * slots

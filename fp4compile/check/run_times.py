@@ -1,0 +1,138 @@
+"""The times of `check-sm100 --run`: quantise kernels beside a copy of the same bytes, products beside the libraries.
+
+Every time is the median of replays of a CUDA graph. Weights are multiplied in turns of several copies, so that the L2
+cache does not hold them; what a model's weights would do.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fp4compile.check.cases import Case
+from fp4compile.check.launches import CONFIGURATIONS, Configuration, dequantize
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.operand import Operand
+from fp4compile.templates.gemm.choose import candidates, choose
+from fp4compile.templates.gemm.dispatch import scaled_mm
+from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.templates.launch import target_of
+from fp4compile.templates.quantize import dispatch as kernels
+
+REPLAYS = 21
+CALLS = 10  # of a graph
+COPIED = 512 * 2**20  # bytes of which a copy is timed
+NOT_CACHED = 512 * 2**20  # bytes of all copies of a weight: several times the L2 cache of every GPU
+MOST_COPIES = 32
+PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
+         ("mxfp4", "mxfp4"), (None, "nvfp4"))  # fmt: skip
+SHAPES = ((8192, 8192, 8192), (1024, 14336, 4096), (64, 8192, 8192), (16, 8192, 8192), (1, 8192, 8192))
+
+
+def cases() -> list[Case]:
+    return [
+        Case("copy of the device", copied),
+        *(Case(f"time of quantise {one.label}, {one.format}", partial(quantized, one))
+          for one in CONFIGURATIONS if one.call is not dequantize),
+        *(Case(f"time of product {a or 'bf16'} x {b}, {m}x{n}x{k}", partial(multiplied, a, b, m, n, k))
+          for m, n, k in SHAPES for a, b in PAIRS),
+    ]  # fmt: skip
+
+
+def graph_time(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of a call: the median replay of a CUDA graph of these calls."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def copy_rate() -> float:
+    """Bytes a microsecond that a copy reads and writes together."""
+    source = torch.empty(COPIED // 16, dtype=torch.int64, device="cuda")
+    target = torch.empty_like(source)
+    return COPIED / graph_time([lambda: target.copy_(source)] * CALLS)
+
+
+def copied() -> dict[str, Any]:
+    return {"TB/s": round(copy_rate() / 1e6, 2)}
+
+
+def quantized(configuration: Configuration) -> dict[str, Any]:
+    """The time of a configuration, its bytes a second, and the share of a copy's rate.
+
+    Every kernel of it reads the input: those of an amax, too.
+    """
+    fmt, sm = configuration.block_format, target_of(torch.device("cuda")).sm
+    layout, reads = configuration.layout_on(sm), len(configuration.launches(sm))
+    inputs = [torch.randn(configuration.shape, device="cuda").to(configuration.dtype) for _ in range(2)]
+    moved = reads * _bytes(inputs[0]) + _bytes(configuration.call(inputs[0], fmt, layout))
+    time = graph_time([partial(configuration.call, x, fmt, layout) for x in inputs] * (CALLS // 2))
+    return {
+        "us": round(time, 1),
+        "TB/s": round(moved / time / 1e6, 2),
+        "of a copy": round(moved / time / copy_rate(), 2),
+    }
+
+
+def _bytes(outputs: Any) -> int:
+    if isinstance(outputs, torch.Tensor):
+        return outputs.numel() * outputs.element_size()
+    return sum(map(_bytes, outputs or ()))
+
+
+def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
+    """The time of a product by each kernel that may compute it, and of the library's bf16 product; TFLOP/s of the best.
+
+    A kernel that fails is named with what it raised; the others are timed all the same. "wrong" says so.
+    """
+    copies = min(max(1, NOT_CACHED // (n * k // 2)), MOST_COPIES)
+    left = _operand(a, m, k)
+    rights = [_operand(b, n, k) for _ in range(copies)]
+    turns = rights * ceil_div(CALLS, copies)
+    problem = problem_of(left, rights[0], None, torch.bfloat16, target_of(torch.device("cuda")))
+    chosen = choose(problem).kernel
+    found: dict[str, Any] = {"chosen": chosen}
+    wrong = []
+    for name in dict.fromkeys((chosen, *candidates(problem))):
+        choice = choose(problem, name)
+        try:
+            calls = [partial(scaled_mm, left, right, None, torch.bfloat16, choice=choice) for right in turns]
+            found[f"{name} us"] = round(graph_time(calls), 2)
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(ceil_div(copies, 4))]
+    found["bf16 us"] = round(
+        graph_time([partial(torch.mm, x, w.t()) for w in weights] * ceil_div(CALLS, len(weights))), 2
+    )
+    if f"{chosen} us" in found:
+        found["TFLOP/s"] = round(2 * m * n * k / found[f"{chosen} us"] / 1e6, 1)
+        found["over bf16"] = round(found["bf16 us"] / found[f"{chosen} us"], 2)
+    return found | ({"wrong": wrong} if wrong else {})
+
+
+def _operand(name: str | None, rows: int, k: int) -> Operand:
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    if name is None:
+        return Operand(x)
+    native = target_of(x.device).block_scaled_matrix_units
+    return Operand(
+        *kernels.quantize(x, formats.get(name), layout="swizzled" if native else "linear"), formats.get(name)
+    )

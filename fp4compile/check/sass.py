@@ -1,0 +1,141 @@
+"""SASS, the machine code of a GPU, as nvdisasm prints it: its control flow, and what its instructions are."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fp4compile import _compat
+from fp4compile.check.control_flow import Block, ControlFlow
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """predicate: such as "@!P0", else empty. opcode: with its modifiers. operands: as they are printed."""
+
+    predicate: str
+    opcode: str
+    operands: str
+
+
+@dataclass(frozen=True)
+class Sass:
+    """The machine code of one kernel. text: as nvdisasm prints it. usage: what `cuobjdump -res-usage` says of it."""
+
+    text: str
+    usage: str
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        return int(re.search(r"REG:(\d+)", self.usage)[1])  # type: ignore[index]
+
+    @property
+    def local_accesses(self) -> int:
+        """Accesses of local memory: registers that were spilled, or an array that is indexed.
+
+        What is never read back is neither: beside each TMA load on SM120, ptxas 12.8 stores a zero.
+        """
+        read_back = re.search(r"\bLDL\b", self.text)
+        return len(re.findall(r"\b(?:LDL|STL)\b", self.text)) if read_back else 0
+
+    @property
+    def lost_values(self) -> list[str]:
+        """Instructions that compute with R1, the stack pointer, in a kernel that has no stack.
+
+        ptxas 12.8, which comes with Triton 3.6, lost values of 16 bits of a kernel and read R1 in their place: its
+        block scales were all alike. To pack two values, of which one is read by nobody, any register will do.
+        """
+        if "STACK:0" not in self.usage:
+            return []
+        found = []
+        for one in self.flow.instructions():
+            sources = one.operands.partition(",")[2]
+            packs = one.opcode.startswith("F2FP") and "PACK_AB" in one.opcode or one.opcode == "PRMT"
+            if not packs and re.search(r"\bR1\b", re.sub(r"\[[^]]*\]", "", sources)):
+                found.append(f"{one.opcode} {one.operands}".rstrip(" ;"))
+        return found
+
+    @cached_property
+    def flow(self) -> ControlFlow[Instruction]:
+        """The control flow of the kernel. A call goes on with the next instruction; what it calls is left out."""
+        return _control_flow(self.text)
+
+    def widths(self, opcode: str) -> list[int]:
+        """Bytes that each global access of an opcode ("LDG", "STG") moves for a thread."""
+        found = (one.opcode for one in self.flow.instructions() if one.opcode.split(".")[0] == opcode)
+        return [_width(one.split(".")) for one in found]
+
+    def executed(self, trips: int = 1, idle: bool = False) -> int:
+        """Instructions that a thread executes; trips: of each of its loops; idle: of a program without work.
+
+        See `ControlFlow.way`.
+
+        A call is rare: ptxas calls the slow path of a division or a reciprocal, for operands at the ends of float32.
+        """
+        return len(self.flow.way(lambda one: one.opcode.startswith("CALL"), trips, idle))
+
+
+def disassemble(cubin: bytes) -> Sass:
+    """The machine code of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = _run("nvdisasm", "-c", "-ndf", file.name)
+        if re.search(r"\bBRX\b", text):  # where it leads takes an analysis, which is slow
+            text = _run("nvdisasm", "-c", file.name)
+        return Sass(text, _run("cuobjdump", "-res-usage", file.name))
+
+
+def _run(tool: str, *arguments: str) -> str:
+    """What a tool says. Raises RuntimeError with what it says where it fails, as of an architecture that it lacks."""
+    done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(" ".join(said.split()) or f"{tool} ended with status {done.returncode}")
+    return said
+
+
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+
+def _width(modifiers: Iterable[str]) -> int:
+    return next((_WIDTHS[one] for one in modifiers if one in _WIDTHS), 4)
+
+
+_LABEL = re.compile(r"(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z]\S*)\s*(.*)")
+
+
+def _control_flow(text: str) -> ControlFlow[Instruction]:
+    _, _, body = text.partition("\n.text.")
+    runs: list[list[Instruction]] = [[]]
+    labels: dict[str, int] = {}
+    for line in body.splitlines():
+        if label := _LABEL.match(line):
+            if runs[-1]:
+                runs.append([])
+            labels[label[1]] = len(runs) - 1
+        elif found := _INSTRUCTION.match(line):
+            runs[-1].append(Instruction(found[1] or "", found[2], found[3]))
+            if found[2].split(".")[0] in ("BRA", "BRX", "EXIT", "RET", "CALL"):
+                runs.append([])
+    blocks = [Block(tuple(run), _successors(run, i, len(runs), labels)) for i, run in enumerate(runs)]
+    return ControlFlow([*blocks, Block((), ())])  # the last one: where an EXIT with a predicate leads
+
+
+def _successors(run: list[Instruction], index: int, count: int, labels: dict[str, int]) -> tuple[int, ...]:
+    following = (index + 1,) if index + 1 < count else ()
+    last = run[-1] if run else Instruction("", "", "")
+    opcode = last.opcode.split(".")[0]
+    if opcode == "BRX":
+        return tuple(labels[label] for label in re.findall(r"\.L_x_\d+", last.operands.partition("TARGETS")[2]))
+    conditional = bool(last.predicate) or bool(re.match(r"!?U?P\d", last.operands))
+    if opcode == "BRA":
+        target = labels[re.findall(r"\.L_x_\d+", last.operands)[0]]
+        return (target, *following) if conditional else (target,)
+    if opcode in ("EXIT", "RET"):
+        return (count, *following) if conditional else ()
+    return following

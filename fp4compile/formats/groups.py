@@ -1,0 +1,68 @@
+"""Groups of rows: which rows of a tensor belong to which matrix of a grouped product.
+
+offs: int32 [G], on the device of the rows; group g is the rows offs[g-1] to offs[g] (of the first group, from 0). Rows
+from offs[-1] on belong to no group. Offsets that decrease count as equal to the largest before them, and offsets
+beyond the last row as the number of rows: their values are only known on the device, and are never read by the host.
+
+Where groups lie along the contraction (wgrad), each is padded to whole tiles of 128 rows, so that neither a block of
+codes nor a tile of swizzled scales has rows of two groups. The padded rows are numbered like the rows: those of group 0
+first. As many are allocated as any sizes of the groups can need.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4compile.formats.layouts import TILE_ROWS, ceil_div
+
+
+def padded_rows(rows: Any, groups: int) -> Any:
+    """Rows that any cut of `rows` rows into `groups` groups needs when it is padded; rows may be symbolic."""
+    return TILE_ROWS * (rows // TILE_ROWS + groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The groups of `rows` rows as tensors on the device of the offsets, int64 [G] each.
+
+    starts, ends: the first row of each group, and the row after its last. padded_starts: its first padded row.
+    """
+
+    rows: int
+    starts: torch.Tensor
+    ends: torch.Tensor
+    padded_starts: torch.Tensor
+
+    @classmethod
+    def of(cls, offs: torch.Tensor, rows: int) -> "Groups":
+        ends = offs.long().clamp(0, rows).cummax(0).values
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        padded = ceil_div(ends - starts, TILE_ROWS) * TILE_ROWS
+        return cls(rows, starts, ends, padded.cumsum(0) - padded)
+
+    @property
+    def count(self) -> int:
+        return self.ends.shape[0]
+
+    @property
+    def of_rows(self) -> torch.Tensor:
+        """The group of each row, int64 [rows]; `count` for a row of no group."""
+        row = torch.arange(self.rows, device=self.ends.device)
+        return torch.searchsorted(self.ends, row, right=True)
+
+    def of_padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(group, row) of each padded row, int64 [padded_rows]; the row is `rows` where it is padding."""
+        slot = torch.arange(padded_rows(self.rows, self.count), device=self.ends.device)
+        group = torch.searchsorted(self.padded_starts, slot, right=True) - 1  # the last of those that start here
+        row = self.starts[group] + slot - self.padded_starts[group]
+        return group, torch.where(row < self.ends[group], row, self.rows)
+
+
+def check_offs(offs: torch.Tensor, groups: int | None = None) -> None:
+    """Raises TypeError for offsets that are not int32, ValueError for a wrong shape. groups: how many there must be."""
+    if offs.dtype != torch.int32:
+        raise TypeError(f"offs: expected int32, got {offs.dtype}")
+    if offs.dim() != 1 or offs.shape[0] == 0 or (groups is not None and offs.shape[0] != groups):
+        wanted = "one dimension and at least one element" if groups is None else f"shape ({groups},), one a matrix"
+        raise ValueError(f"offs: expected {wanted}, got shape {tuple(offs.shape)}")

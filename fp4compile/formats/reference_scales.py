@@ -1,0 +1,230 @@
+"""Block scales of weights by least error, in plain PyTorch: the CPU implementation, and the oracle of the kernel.
+
+A weight is quantised once, so its NVFP4 block scales may cost more than a maximum. Two rules choose them by the squared
+error of the block:
+
+"mse": among all 126 positive finite E4M3 numbers the scale of least error, the smallest of several (the FP8 scale sweep
+    of ModelOpt 0.47).
+"four_over_six": the better of two scales, those by which the largest element becomes 6 or 4, ties to 6 (Cook et al.,
+    "Four Over Six", arXiv:2512.02010). By the scale for 4 a block of the largest element has 3/2 of the scale for 6.
+    So that it stays below E4M3's 448, outer scales are made as if E4M3 ended at 256: amax / (6 * 256).
+
+The outer scale is g / 2688 ("mse") or g / 1536 ("four_over_six"), where g is the amax of the tensor; 1 where that is 0.
+An element is E2M1 of x / (scale * outer), divided with one rounding. For "mse" these are the bits that ModelOpt writes.
+
+**The error.** Let u = min(|x| * (1 / outer), 2^20). The error of a scale e is the sum of (u - q e)^2 over the block,
+where q is u * (1 / e) rounded to E2M1. All is float32 with one rounding an operation; q e is exact. Sums are pairwise:
+neighbours first, along the row and then (square blocks) along the rows. The bound of 2^20 lets no square overflow. It
+decides nothing: every scale clips what is larger than 6 * 448.
+
+**Which scales "mse" looks at.** Let a be the largest u of the block, and n the number of its elements (16 or 256).
+
+- Where a <= 6 e, doubling e never lowers the error. Up to 6 e, the grid of 2 e (0, 1, 2, 3, 4, 6 times e; then 8 e) has
+  no number that the grid of e lacks. Float32 keeps that: halving is exact, and every operation is monotone. So a scale
+  whose half is a scale too, and at least a / 6, is no better than its half, which wins a tie. What is left from a / 6
+  upwards is one octave: 8 scales or, where halves would be no E4M3 numbers, those up to 15 * 2^-9.
+- Where n = 16 and a >= 8 e, doubling e lowers the error. That of a falls by at least 4 e^2, from (a - 6 e)^2. That of
+  each of the 15 others rises by at most e^2 / 4, for what is e / 2 off the grid of 2 e. (n = 256: where a >= 15 e, by
+  72 e^2 against 63.75 e^2.) So such a scale cannot win while its double is a scale, up to 224.
+- Where a > 6 e, a alone costs (a - 6 e)^2, which grows as e falls. Once that exceeds the best error so far, no smaller
+  scale can win.
+
+So the search starts at the top of the octave above a / 6, and goes down until one of the last two holds. For a block of
+16 in a tensor whose amax is g, that is at most 12 of the 126 scales, or up to 15 where they are subnormal; for a square
+block 20.
+
+**A weighted error** (`best_weighted_scales`). With a Hessian H of a block, the error of a scale is e^T H e, where e are
+the rests x - q e of the block, in units of the outer scale and with their signs. It is the sum of e_i t_i, neighbours
+first, where t_i = L_i0 e_0 + L_i1 e_1 + ... + L_ii e_i, summed in this order. L is lower triangular: H_ij + H_ji, and
+H_ii. So it takes H's symmetric part alone, and with the identity it is the error above. Doubling a scale says nothing
+of this error, so all 126 are tried.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from fp4compile.formats import reference
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.reference import E4M3_MAX
+
+CANDIDATES = 126  # positive finite E4M3 numbers: the bytes 1 to 126
+E4M3_MIN = 2.0**-9
+FOUR_OVER_SIX_MAX = 256.0  # what outer scales take for the largest block scale, so that 3/2 of it is one too
+U_MAX = 2.0**20
+# An element this many times the scale tells that the double scale has less error, by the elements of a block.
+DOUBLE_WINS = {16: 8.0, 256: 15.0}
+LAST_WITH_DOUBLE = 224.0
+MOST_SCALES = 20  # that are tried for a block, of any kind
+SUBNORMALS = 15  # bytes up to this one are all multiples of 2^-9, and the odd ones have no half
+_CHUNK = 2**14  # blocks that are searched at a time, so that what is computed stays in the CPU's cache
+_WEIGHTED_CHUNK = 2**11  # the same where errors are weighted: many operations, each too small for several threads
+
+
+def quantize(
+    x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, rule: str,
+    amax: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """`reference.quantize` with the block scales of a rule, "mse" or "four_over_six".
+
+    amax: float32, what the outer scale is made of where it is not given; None takes it from x. [] or [..., 1, 1].
+    """
+    if x.dim() == 1:
+        return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, rule, amax), layout)
+    x = x.float()
+    if outer is None and fmt.outer is not None:
+        outer = outer_of(reference.largest(x, per_row=False) if amax is None else amax, rule)
+    factor = x.new_ones(()) if outer is None else outer
+    blocks = reference._blocks(x, fmt)
+    scales = best_scales(blocks, factor, rule)
+    steps = scales.float() * factor
+    y = reference._matrix(blocks / steps[..., :, None, :, None], x.shape[-2])
+    codes = reference.e2m1_encode(y.clamp(-6.0, 6.0), y < 0)
+    return reference.pack(codes).contiguous(), reference._lay_out(scales, fmt, x.shape[-2], layout), outer
+
+
+def outer_of(amax: torch.Tensor, rule: str) -> torch.Tensor:
+    """The outer scale that a rule makes of an amax, float32 of its shape."""
+    largest = E4M3_MAX if rule == "mse" else FOUR_OVER_SIX_MAX
+    outer = reference._divide(amax, 6.0 * largest)
+    return torch.where(outer == 0, 1.0, outer)
+
+
+def best_scales(blocks: torch.Tensor, outer: torch.Tensor, rule: str) -> torch.Tensor:
+    """The E4M3 block scales [..., R, C] of float32 blocks [..., R, rows, C, 16]; NaN where a block is not finite.
+
+    outer: float32 [] or [..., 1, 1].
+    """
+    factor = reference._encode_scale(outer)
+    rows, columns = blocks.shape[-3], blocks.shape[-1]
+    shape = (*blocks.shape[:-3], blocks.shape[-2])
+    factor = factor.expand(shape).reshape(-1)
+    flat = blocks.transpose(-3, -2).reshape(-1, rows, columns)
+    search = _least_error if rule == "mse" else _four_or_six
+    found = [
+        _byte(part, own, search) for part, own in zip(flat.split(_CHUNK), factor.split(_CHUNK), strict=True)
+    ]  # fmt: skip
+    byte = torch.cat(found) if found else flat.new_empty(0, dtype=torch.uint8)
+    return byte.view(shape).view(torch.float8_e4m3fn)
+
+
+def _byte(blocks: torch.Tensor, factor: torch.Tensor, search: Callable) -> torch.Tensor:
+    """The scale bytes of blocks [B, rows, 16], whose elements are multiplied by a factor [B] first."""
+    magnitude = blocks.abs()
+    largest = magnitude.amax((-2, -1))
+    u = (magnitude * factor[:, None, None]).clamp(max=U_MAX)
+    top = (largest * factor).clamp(max=U_MAX)
+    return torch.where(largest.isfinite() & ~top.isnan(), search(u, top), 0x7F).to(torch.uint8)
+
+
+def _least_error(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """The bytes of rule "mse", int32 [B], for blocks u [B, rows, 16] whose largest elements are `top` [B]."""
+    double_wins = DOUBLE_WINS[u.shape[-2] * u.shape[-1]]
+    byte = _first(top)
+    best, winner = torch.full_like(top, torch.inf), byte
+    active = torch.ones_like(byte, dtype=torch.bool)
+    while active.any():
+        error = block_error(u, value(byte))
+        better = active & (error <= best)
+        best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
+        byte = (byte - 1).clamp(min=0)
+        scale = value(byte)
+        excess = (top - 6.0 * scale).clamp(min=0.0)
+        double_loses = (top < double_wins * scale) | (scale > LAST_WITH_DOUBLE)
+        active &= (byte > 0) & (excess * excess <= best) & double_loses
+    return winner
+
+
+def _four_or_six(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """The bytes of rule "four_over_six", as `_least_error`."""
+    six, four = (_nearest(reference._divide(top, element)) for element in (6.0, 4.0))
+    return torch.where(block_error(u, value(four)) < block_error(u, value(six)), four, six)
+
+
+def _first(top: torch.Tensor) -> torch.Tensor:
+    """The largest scale byte that can win: the seventh above the first scale that is larger than top / 6.
+
+    The upper 12 bits of a float32 are an E4M3 byte plus 8 * (127 - 7), where both are normal numbers. The product with
+    1/6 may be too small by less than one in its last place; taking the scale above the product makes up for it.
+    """
+    above = ((top * reference._f32(1.0 / 6.0)).view(torch.int32) >> 20) - 8 * 120 + 1
+    return (above + 7).clamp(SUBNORMALS, CANDIDATES)
+
+
+def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """The E4M3 scales [..., N, C] of least weighted error of blocks of 16 of x [..., N, K]; see above.
+
+    outer: float32 [] or [..., 1, 1]. hessian: float32 [C, 16, 16] or [..., N, C, 16, 16]. A scale is NaN where the
+    block is not finite, or where no error is a finite number.
+    """
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16))
+    factor = reference._encode_scale(outer).expand(*x.shape[:-1], 1).reshape(-1, 1, 1)
+    blocks = padded.reshape(factor.shape[0], padded.shape[-1] // 16, 16)
+    row, column = torch.tril_indices(16, 16, device=x.device)
+    lower = torch.zeros_like(hessian)
+    lower[..., row, column] = lower_triangle(hessian)
+    if hessian.dim() > 3:
+        lower = lower.reshape(*blocks.shape, 16)
+    step = max(1, _WEIGHTED_CHUNK // max(1, blocks.shape[1]))
+    found = []
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        own = lower if lower.dim() == 3 else lower[part]
+        found.append(_least_weighted_error(blocks[part], factor[part], own))
+    byte = torch.cat(found) if found else blocks.new_empty(blocks.shape[:2], dtype=torch.uint8)
+    return byte.view(*x.shape[:-1], blocks.shape[1]).view(torch.float8_e4m3fn)
+
+
+def lower_triangle(hessian: torch.Tensor) -> torch.Tensor:
+    """[..., 16, 16] -> [..., 136]: the entries of L on and below its diagonal, row by row; see above."""
+    row, column = torch.tril_indices(16, 16, device=hessian.device)
+    mirrored = torch.where(row == column, 0.0, hessian[..., column, row])
+    return (hessian[..., row, column] + mirrored).contiguous()
+
+
+def _least_weighted_error(blocks: torch.Tensor, factor: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """The bytes [R, C] of blocks [R, C, 16] with factors [R, 1, 1]. lower: [C, 16, 16] or [R, C, 16, 16]."""
+    u = (blocks.abs() * factor).clamp(max=U_MAX)
+    best = torch.full_like(u[..., 0], torch.inf)
+    winner = torch.full_like(best, 0x7F, dtype=torch.uint8)
+    for byte in range(1, CANDIDATES + 1):
+        rests = rest(u, value(torch.tensor(byte, device=u.device))) * blocks.sign()
+        weighted = torch.zeros_like(rests)
+        for j in range(16):
+            weighted = weighted + lower[..., j] * rests[..., j : j + 1]
+        error = _sum_neighbours(weighted * rests, -1).squeeze(-1)
+        better = error < best
+        best, winner = torch.where(better, error, best), torch.where(better, byte, winner)
+    return torch.where(blocks.isfinite().all(-1), winner, 0x7F)
+
+
+def value(byte: torch.Tensor) -> torch.Tensor:
+    """Positive E4M3 bytes (any integers) -> float32."""
+    return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _nearest(scale: torch.Tensor) -> torch.Tensor:
+    """float32 -> the byte of the nearest positive E4M3 number, int32."""
+    code = reference.saturate(scale.clamp(min=E4M3_MIN), torch.float8_e4m3fn)
+    return code.view(torch.uint8).to(torch.int32)
+
+
+def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What quantising leaves of magnitudes u (float32) by a scale that broadcasts to them: u - q * scale."""
+    y = (u * (1.0 / scale)).clamp(max=6.0)
+    q = torch.where(y < 2.0, (2.0 * y).round() * 0.5, torch.where(y < 4.0, y.round(), (0.5 * y).round() * 2.0))
+    return u - q * scale
+
+
+def block_error(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The squared error [B] of blocks u [B, rows, 16] by a scale [B] each; see above."""
+    squares = rest(u, scale[:, None, None]).square()
+    return _sum_neighbours(_sum_neighbours(squares, -1), -2)[:, 0, 0]
+
+
+def _sum_neighbours(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """Pairwise sums along a dimension, counted from the end; it stays, of size one."""
+    while terms.shape[dim] > 1:
+        first, second = terms.unflatten(dim, (-1, 2)).unbind(dim)
+        terms = first + second
+    return terms

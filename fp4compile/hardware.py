@@ -1,0 +1,209 @@
+"""GPUs: what kernels and launches depend on (`Target`), and what vendors publish of them (`Gpu`, for predicted times).
+
+How kernels are launched on a GPU is in the `heuristics` of each family of templates. Each published figure has its
+source. A share of a published rate is what was measured on an H200, in the file that is named; nothing was run on any
+other GPU here, so the shares of other GPUs are assumptions, and `GPUS[name].share_source` says so.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile.formats.formats import unknown_name
+
+# Multiprocessors by compute capability, for a GPU that is not there: H200 (90), B200 (100), B300 (103), RTX PRO 6000
+# Blackwell (120).
+_MULTIPROCESSORS = {90: 132, 100: 148, 103: 160, 120: 188}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU, as far as kernels and their launches depend on it.
+
+    sm: its compute capability, 90 for 9.0; 0 stands for Triton's interpreter. multiprocessors: how many it has. GPUs of
+    one capability differ in that: an H100 PCIe has 114, a MIG slice of an H200 fewer. Where it is not given, it is that
+    of the listed capability which is nearest below, or of an H200 if there is none.
+    """
+
+    sm: int
+    multiprocessors: int = 0
+
+    def __post_init__(self) -> None:
+        if self.multiprocessors == 0:
+            known = [sm for sm in _MULTIPROCESSORS if sm <= self.sm]
+            object.__setattr__(self, "multiprocessors", _MULTIPROCESSORS[max(known, default=90)])
+
+    @property
+    def block_scaled_matrix_units(self) -> bool:
+        """Whether the matrix units multiply NVFP4 and MX operands."""
+        return self.sm >= 100
+
+    @property
+    def float8_matrix_units(self) -> bool:
+        """Whether the matrix units multiply FP8 operands."""
+        return self.sm >= 89
+
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel can start before the previous one is done; see `templates.device.dependent_launch`."""
+        return self.sm >= 90
+
+    @property
+    def shared_memory(self) -> int:
+        """The most bytes of shared memory that one program can have."""
+        if self.sm < 80 or self.sm in (86, 89, 120, 121):
+            return 99 * 1024
+        return 163 * 1024 if self.sm < 90 else 227 * 1024
+
+    @property
+    def isa(self) -> int:
+        """Which form of the device functions in `templates.device.elements` the GPU runs: 0, 90, 100 or 120."""
+        if self.sm >= 100:
+            return 120 if self.sm >= 120 else 100
+        return 90 if self.sm >= 89 else 0
+
+    @property
+    def arch(self) -> str:
+        """The architecture name that ptxas needs for the instructions used here, e.g. "sm_90" or "sm_100a"."""
+        return f"sm_{self.sm}a" if self.sm >= 100 else f"sm_{self.sm}"
+
+
+_MEASURED = "benchmarks/results/linear_h200.json, quantize_h200.json, ceilings_h200.json"
+_ASSUMED = f"not measured; the shares of the H200 ({_MEASURED})"
+# cuBLAS is published at 5.4 PFLOP/s for NVFP4 with M = N = K = 8192 on a B200, of 9.
+_ASSUMED_FP4 = f"{_ASSUMED}; FP4 as published for cuBLAS on a B200"
+
+
+_RATES = ("bf16", "fp8", "fp4", "bandwidth", "launch", "product_launch")
+_SHARES = ("bf16_share", "fp8_share", "fp4_share", "memory_share")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as far as predicted times depend on it.
+
+    name: what users call it. sm: its compute capability, 90 for 9.0. multiprocessors: how many it has.
+    bf16, fp8, fp4: dense FLOP/s of the matrix units with float32 sums; None where they have no such operands.
+    bandwidth: bytes/s of device memory.
+    source: where these figures are published.
+    bf16_share, fp8_share, fp4_share: of the FLOP/s, that a large product of the library reaches.
+    memory_share: of the bandwidth, that a large copy reaches.
+    launch: seconds of one more kernel in a CUDA graph, its work apart. product_launch: the same of a product, whose
+        pipeline has to fill and to drain.
+    share_source: where the shares and the seconds come from.
+    devices: the names that torch gives to this GPU, by which `present` finds it.
+
+    Raises ValueError for a figure that is not positive and finite, and for a share above 1; TypeError for one that is
+    no number.
+    """
+
+    name: str
+    sm: int
+    multiprocessors: int
+    bf16: float
+    bandwidth: float
+    source: str
+    fp8: float | None = None
+    fp4: float | None = None
+    bf16_share: float = 0.75
+    fp8_share: float = 0.71
+    fp4_share: float = 0.6
+    memory_share: float = 0.88
+    launch: float = 1.4e-6
+    product_launch: float = 4.7e-6
+    share_source: str = _ASSUMED_FP4
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("sm", "multiprocessors"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: expected a whole number")
+        for name in (*_RATES, *_SHARES):
+            value = getattr(self, name)
+            if (not isinstance(value, int | float) or isinstance(value, bool)) and value is not None:
+                raise TypeError(f"{name}={value!r}: expected a number")
+        for name in ("sm", "multiprocessors", *_RATES):
+            value = getattr(self, name)
+            if value is None and name in ("fp8", "fp4"):
+                continue
+            if value is None or not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value}: must be positive and finite")
+        for name in _SHARES:
+            value = getattr(self, name)
+            if value is None or not 0 < value <= 1:
+                raise ValueError(f"{name}={value}: must be above 0 and at most 1")
+
+    @property
+    def target(self) -> Target:
+        """What kernels and their launches depend on."""
+        return Target(self.sm, self.multiprocessors)
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes/s that a large copy reads and writes together."""
+        return self.bandwidth * self.memory_share
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            "H100", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=3.35e12,
+            share_source=_ASSUMED, devices=("NVIDIA H100 80GB HBM3",),
+            source="NVIDIA H100 Tensor Core GPU data sheet, H100 SXM, half of the figures with sparsity",
+        ),
+        Gpu(
+            "H200", 90, 132, bf16=989.4e12, fp8=1978.9e12, bandwidth=4.8e12,
+            share_source=_MEASURED, devices=("NVIDIA H200",),
+            source="NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, half of the figures with sparsity",
+        ),
+        Gpu(
+            "B200", 100, 148, bf16=2.25e15, fp8=4.5e15, fp4=9e15, bandwidth=8e12, devices=("NVIDIA B200",),
+            source="NVIDIA HGX B200 data sheet, an eighth of eight GPUs, without sparsity",
+        ),
+        Gpu(
+            "GB200", 100, 148, bf16=2.5e15, fp8=5e15, fp4=10e15, bandwidth=8e12, devices=("NVIDIA GB200",),
+            source="NVIDIA GB200 NVL72 data sheet, a 72nd of 72 GPUs, half of the figures with sparsity",
+        ),
+        Gpu(
+            "B300", 103, 160, bf16=2.25e15, fp8=4.5e15, fp4=13.5e15, bandwidth=8e12, devices=("NVIDIA B300 SXM6 AC",),
+            source="NVIDIA HGX B300 data sheet, an eighth of eight GPUs, without sparsity",
+        ),
+        Gpu(
+            "RTX PRO 6000", 120, 188, bf16=500e12, fp8=1000e12, fp4=2000e12, bandwidth=1.792e12,
+            devices=("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
+            source="NVIDIA RTX PRO 6000 Blackwell Workstation Edition data sheet, half of its 4000 AI TOPS (FP4 with "
+            "sparsity); FP8 and bf16 taken as a half and a quarter of FP4, which the data sheet does not list",
+        ),
+        Gpu(
+            "RTX 5090", 120, 170, bf16=209.5e12, fp8=419e12, fp4=1676e12, bandwidth=1.792e12,
+            devices=("NVIDIA GeForce RTX 5090",),
+            source="NVIDIA RTX Blackwell GPU Architecture, GeForce RTX 5090, dense, with FP32 accumulation",
+        ),
+    )
+}  # fmt: skip
+
+
+def named(gpu: str | Gpu) -> Gpu:
+    """The GPU of a name of `GPUS`, in capitals or not; a `Gpu` as it is.
+
+    Raises ValueError for an unknown name, with those that are known; TypeError for anything else.
+    """
+    if isinstance(gpu, Gpu):
+        return gpu
+    if not isinstance(gpu, str):
+        raise TypeError(f"gpu: expected a name or a Gpu, got {type(gpu).__name__}")
+    found = {name.lower(): each for name, each in GPUS.items()}.get(gpu.lower())
+    if found is None:
+        raise ValueError(unknown_name("GPU", gpu, GPUS))
+    return found
+
+
+def present() -> Gpu | None:
+    """The current CUDA device if it is one of `GPUS`; None for another one (a MIG slice, too), and without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_name(torch.cuda.current_device())
+    return next((gpu for gpu in GPUS.values() if device in gpu.devices), None)

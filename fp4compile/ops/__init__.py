@@ -1,0 +1,1 @@
+"""The functional op set: the language between the graph passes and the kernels."""

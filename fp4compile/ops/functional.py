@@ -1,0 +1,273 @@
+"""The eager interface: quantise, multiply and dequantise tensors outside of any compiled graph."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import fp4compile.ops.grouped  # noqa: F401  defines the grouped ops below
+from fp4compile.formats import formats
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.groups import Groups, padded_rows
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.operand import Operand
+from fp4compile.formats.reference_grouped import with_linear_scales
+from fp4compile.ops.dense import FLOAT_DTYPES, check_layout
+
+
+@dataclass(frozen=True, eq=False)  # no `==`: the comparison of two tensors has no truth value
+class BlockScaled:
+    """A quantised tensor: codes, scales and what they mean. value = element * block scale * outer.
+
+    data: the codes, with the quantised dimension last and padded to whole blocks: uint8 with two codes a byte (E2M1),
+        float8_e4m3fn or float8_e5m2.
+    scales: the block scales, float8_e4m3fn or float8_e8m0fnu; None for a format without block scales. In the layout
+        "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
+        matrix.
+    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With `groups`, that of each group: [G],
+        or [G, columns, 1] of each column where the groups lie along the quantised dimension.
+    format: the `BlockFormat`, see `formats`.
+    shape: the shape of the represented values, with the quantised dimension last and without padding.
+    layout: where the block scales lie, "linear" or "swizzled", see `layouts`.
+    groups: of a tensor whose groups were quantised one by one: "rows" (of data), "columns" (of data, each group padded
+        to whole 128), or "matrices". None for any other tensor.
+    offs, rows: the offsets of the groups of "rows" and "columns", and how many rows the tensor had; see `groups`.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    outer: torch.Tensor | None
+    format: BlockFormat
+    shape: tuple[int, ...]
+    layout: str = "linear"
+    groups: str | None = None
+    offs: torch.Tensor | None = None
+    rows: int | None = None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The represented values, of shape `shape`. dtype: bf16, fp16 or fp32; ValueError for another one."""
+        _check_float("dtype", dtype)
+        if self.groups is None:
+            outer, made = self.outer, dtype
+        else:
+            outer, made = None, torch.float32
+        values = torch.ops.fp4compile.dequantize(
+            self.data, self._linear_scales(), outer, self.format.name, self.shape[-1], made
+        )
+        if self.groups is None or self.outer is None:
+            return values.to(dtype)
+        return (values * self._outer_of_values(self.outer)).to(dtype)
+
+    def _linear_scales(self) -> torch.Tensor | None:
+        """The block scales as `dequantize` takes them: those of groups of rows without the padding between groups."""
+        if self.groups != "rows" or self.layout != "swizzled" or self.scales is None:
+            return self.scales
+        return with_linear_scales(Operand(self.data, self.scales, None, self.format), self._cut()).scales
+
+    def _cut(self) -> Groups:
+        if self.offs is None or self.rows is None:
+            raise ValueError(f"offs, rows: groups of {self.groups} need both, got {self.offs} and {self.rows}")
+        return Groups.of(self.offs, self.rows)
+
+    def _outer_of_values(self, outer: torch.Tensor) -> torch.Tensor:
+        """The outer scale of each value, in a shape that broadcasts to `shape`."""
+        if self.groups == "matrices":
+            return outer.view(-1, 1, 1) if outer.dim() == 1 else outer
+        if outer.dim() == 0 or (self.groups == "rows" and outer.dim() == 2):
+            return outer
+        groups = self._cut()
+        if self.groups == "rows":
+            return torch.cat((outer, outer.new_ones(1)))[groups.of_rows].unsqueeze(-1)
+        of_columns, _ = groups.of_padded()
+        return outer[of_columns] if outer.dim() == 1 else outer[of_columns].squeeze(-1).t()
+
+
+def quantize(
+    x: torch.Tensor,
+    format: str | BlockFormat,
+    *,
+    dim: int = -1,
+    outer: torch.Tensor | None = None,
+    layout: str = "linear",
+    seed: torch.Tensor | None = None,
+    hadamard: bool = False,
+    offs: torch.Tensor | None = None,
+    per_matrix: bool = False,
+    scales: str = "amax",
+) -> BlockScaled:
+    """Quantise a tensor to a block format.
+
+    x: bf16, fp16 or fp32, of one dimension or more, any strides and any size; it is padded with zeros to whole blocks.
+    format: a name of `formats.NAMED`, a spec string or a `BlockFormat`.
+    dim: the dimension to quantise along. It is the last dimension of the result: dim=0 of a matrix gives the codes of
+        the transposed matrix, whose blocks are columns of x (32x1).
+    outer: a static factor that decodes, float32, [] (or [..., rows, 1] where the format scales rows); None computes it.
+    layout: "linear" or "swizzled": where the block scales of the result lie.
+    seed: int64 [], to round E2M1 elements stochastically; the same seed gives the same codes. None rounds to nearest.
+    hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
+        result represents the transformed values, and its shape has whole groups.
+    offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `groups`. With dim=0, the
+        result has each group padded to whole 128. per_matrix: to quantise each matrix of x [G, R, C] as if it were
+        alone. The results are the operands of `scaled_grouped_mm`.
+    scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
+        that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
+        two; the bits are then those of `reference_scales`. Not with a seed, hadamard or offs.
+
+    Returns a `BlockScaled`, which is not differentiable.
+
+    Raises TypeError for an argument of the wrong type, and for an x that is not bf16, fp16 or fp32; ValueError for an
+    unknown format or layout, a dim out of range, an outer scale or a seed of wrong shape, dtype or device, and for a
+    seed, a transform or scales that the format does not support.
+    """
+    fmt = formats.get(format)
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x: dtype {x.dtype} cannot be quantised; allowed are bfloat16, float16, float32")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
+    check_layout(layout)
+    formats.check_scale_rule("scales", scales, fmt)
+    if scales != "amax" and (seed is not None or hadamard or offs is not None):
+        raise ValueError(f"scales={scales!r}: is for weights, and goes without seed, hadamard and offs")
+    lead = list(x.shape)
+    k = lead.pop(dim)
+    grouped = offs is not None or per_matrix
+    if offs is not None and (x.dim() != 2 or per_matrix):
+        raise ValueError(f"offs: they go with a matrix x and without per_matrix, x has shape {tuple(x.shape)}")
+    if outer is not None and grouped and fmt.outer == "row":
+        raise ValueError(f"outer: format {fmt.name} scales rows, whose scales are computed where there are groups")
+    if outer is not None:
+        _check_outer(outer, fmt, lead, x.device)
+    if seed is not None and (not isinstance(seed, torch.Tensor) or seed.device != x.device):
+        raise TypeError(f"seed: expected an int64 torch.Tensor on {x.device}, got {seed!r}")
+    options: dict[str, Any] = {
+        "outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard, "scale_rule": scales
+    }  # fmt: skip
+    if grouped:
+        dim = dim if dim < 0 else dim - x.dim()
+        data, block_scales, computed = torch.ops.fp4compile.quantize_grouped(x.detach(), offs, fmt.name, dim, **options)
+        k = padded_rows(k, offs.shape[0]) if offs is not None and dim == -2 else k
+    else:
+        data, block_scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, **options)
+    if hadamard:
+        k = ceil_div(k, fmt.block_cols) * fmt.block_cols
+    if outer is None and fmt.outer is not None:
+        outer = computed
+    block_scales = block_scales if fmt.scale else None
+    if not grouped:
+        return BlockScaled(data, block_scales, outer, fmt, (*lead, k), layout)
+    kind = "matrices" if offs is None else "rows" if dim == -1 else "columns"
+    rows = None if offs is None else x.shape[0]
+    return BlockScaled(data, block_scales, outer, fmt, (*lead, k), layout, kind, offs, rows)
+
+
+def scaled_mm(
+    a: BlockScaled, b: BlockScaled, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """A @ B^T of two quantised operands: [..., M, K] x [..., N, K] -> [..., M, N] in out_dtype.
+
+    The float32 product is multiplied once by a.outer * b.outer, bias is added, and the result is cast.
+
+    a, b: both quantised along K. Operands of different formats can be multiplied if their scale types and block lengths
+        are equal (such as MXFP8 with MXFP4, or NVFP4 blocks of 1x16 with blocks of 16x16).
+    bias: [N], bf16, fp16 or fp32; None adds nothing.
+    out_dtype: bf16, fp16 or fp32.
+
+    Raises TypeError for an operand that is no `BlockScaled` or a bias that is no tensor of these dtypes, ValueError
+    for shapes, formats, devices, a bias or an out_dtype that do not fit.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, BlockScaled):
+            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
+        if len(operand.shape) < 2:
+            raise ValueError(f"{name}: expected two dimensions or more, got shape {operand.shape}")
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
+    if a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(f"batch dimensions differ: a has {a.shape[:-2]}, b has {b.shape[:-2]}")
+    if not formats.compatible(a.format, b.format):
+        raise ValueError(
+            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
+        )
+    if a.data.device != b.data.device:
+        raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}")
+    if bias is not None:
+        _check_bias(bias, b.shape[-2], a.data.device)
+    _check_float("out_dtype", out_dtype)
+    return torch.ops.fp4compile.scaled_mm(
+        a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
+    )
+
+
+def scaled_grouped_mm(
+    a: BlockScaled, b: BlockScaled, offs: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """The products of groups, each as `scaled_mm` would compute it: those of experts, whose tokens lie in a row.
+
+    a, b: A [M, K], whose rows `offs` cuts in groups, and B [G, N, K], one matrix a group: out [M, N], zero in rows of
+        no group. Or both quantised with offs along the rows (dim=0), [P, rows] and [Q, rows]: out [G, P, Q]. See
+        `quantize` for how they are made. Formats go together as in `scaled_mm`.
+    offs: int32 [G], the end of each group, on the operands' device. Its values are never read by the host: those that
+        decrease count as empty groups, and those beyond M as M.
+    out_dtype: bf16, fp16 or fp32.
+
+    Raises TypeError for an operand that is no `BlockScaled` and for offs that are not int32, ValueError for shapes,
+    formats, groups, devices or an out_dtype that do not fit.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, BlockScaled):
+            raise TypeError(f"{name}: expected a BlockScaled, got {type(operand).__name__}")
+    if not isinstance(offs, torch.Tensor):
+        raise TypeError(f"offs: expected an int32 torch.Tensor, got {type(offs).__name__}")
+    along = a.groups == b.groups == "columns"
+    if not along and (len(a.shape), len(b.shape)) != (2, 3):
+        raise ValueError("a, b: expected [M, K] and [G, N, K], or two that were quantised with offs and dim=0; "
+                         f"got shapes {a.shape} and {b.shape}, groups {a.groups!r} and {b.groups!r}")  # fmt: skip
+    if along and a.rows != b.rows:
+        raise ValueError(f"numbers of rows differ: a was made of {a.rows}, b of {b.rows}")
+    if not along and a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"contraction dimensions differ: a has {a.shape[-1]}, b has {b.shape[-1]}")
+    if not formats.compatible(a.format, b.format):
+        raise ValueError(
+            f"formats {a.format.name} and {b.format.name} cannot be multiplied: scale types or block lengths differ"
+        )
+    if not a.data.device == b.data.device == offs.device:
+        raise ValueError(f"devices differ: a is on {a.data.device}, b on {b.data.device}, offs on {offs.device}")
+    for operand in (a, b):
+        if operand.offs is not None and operand.offs.shape != offs.shape:
+            raise ValueError(f"offs: expected the {operand.offs.shape[0]} groups of an operand, got {offs.shape[0]}")
+    _check_float("out_dtype", out_dtype)
+    rows = a.rows if along else a.shape[0]
+    return torch.ops.fp4compile.scaled_grouped_mm(
+        a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, offs, rows, out_dtype
+    )
+
+
+def _check_bias(bias: torch.Tensor, n: int, device: torch.device) -> None:
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: expected a torch.Tensor, got {type(bias).__name__}")
+    if bias.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"bias: dtype {bias.dtype}; allowed are bfloat16, float16, float32")
+    if bias.shape != (n,) or bias.device != device:
+        raise ValueError(f"bias: expected shape ({n},) on {device}, got {tuple(bias.shape)} on {bias.device}")
+
+
+def _check_float(name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name}={dtype}: allowed are bfloat16, float16, float32")
+
+
+def _check_outer(outer: torch.Tensor, fmt: BlockFormat, lead: list[int], device: torch.device) -> None:
+    if not isinstance(outer, torch.Tensor):
+        raise TypeError(f"outer: expected a float32 torch.Tensor, got {type(outer).__name__}")
+    if fmt.outer is None:
+        raise ValueError(f"outer: format {fmt.name} has no outer scale")
+    allowed = (*lead, 1) if fmt.outer == "row" else ()
+    if outer.dtype != torch.float32 or outer.device != device or tuple(outer.shape) != allowed:
+        raise ValueError(
+            f"outer: expected float32 of shape {allowed} on {device}, "
+            f"got {outer.dtype} of shape {tuple(outer.shape)} on {outer.device}"
+        )

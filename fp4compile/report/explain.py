@@ -1,0 +1,199 @@
+"""Look at a model's graphs without compiling them: `explain` reports on products.
+
+`run_captured` captures the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that these are the
+graphs that the backend will see, and runs them as its caller says: `explain` unchanged.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import OptimizedModule
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+from torch._guards import CompileContext
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+
+from fp4compile import hardware
+from fp4compile.analysis.gain import predicted
+from fp4compile.analysis.gradients import is_nested
+from fp4compile.hardware import Gpu
+from fp4compile.passes.manager import analyse, describe
+from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.report import names
+from fp4compile.report.report import NOTHING_CAPTURED, Report, Row
+
+# A function of a captured graph and the names of its inputs; it returns the function that runs in the graph's place.
+GraphRunner = Callable[[GraphModule, names.Names], Callable]
+
+
+def explain(
+    model: Callable, *args: Any, recipe: str | dict | Recipe | Path | None = None, gpu: str | Gpu | None = None,
+    all: bool = False, **kwargs: Any,
+) -> Report:  # fmt: skip
+    """Run model(*args, **kwargs) once, uncompiled; print and return what a recipe would do to its matrix products.
+
+    Where gradients are enabled and something requires them, the report has the products of the backward pass too.
+    Gives a warning for each rule of the recipe that decides for no layer.
+
+    A model on the meta device takes no memory and computes nothing: tensors there stand for those on the GPU of `gpu`.
+
+    model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
+    gpu: for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU that is there,
+        if it is one of these, and none else. all: whether to print one line for each product, and not equal layers
+        together.
+
+    Raises what `backend` raises for a bad recipe, ValueError for an unknown GPU and if Dynamo captures no graph of the
+    model, and TypeError for a model that cannot be called.
+    """
+    chosen = resolve(recipe)
+    target = hardware.present() if gpu is None else hardware.named(gpu)
+    report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name)
+    made: dict[int, list[Row]] = {}
+    shown: list[tuple] = []
+
+    def look(module: GraphModule, known: names.Names) -> Callable:
+        times = None if target is None else partial(predicted, recipe=chosen, gpu=target)
+        rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs, target), times)
+        report.graphs = (report.graphs or 0) + 1
+        report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id())
+        made.setdefault(id(known), []).extend(rows)
+        shown.append((id(known), known.modules, known.prefix))
+        return module.forward
+
+    def enter(known: names.Names, now: names.Names) -> None:
+        entry = (id(known), now.modules, now.prefix)
+        if entry not in shown:  # Dynamo runs the graph of one part of the model for another part too
+            shown.append(entry)
+            report.add(now.in_full(made.get(id(known), [])), {})
+
+    with torch.random.fork_rng():
+        run_captured(model, look, enter)(*args, **kwargs)
+    if report.graphs == 0:
+        raise ValueError(f"model: no graph of it was captured. {NOTHING_CAPTURED}")
+    print(report.table(all=all))
+    for rule in unmatched_rules(chosen, {row.name or row.module for row in report.rows}):
+        warnings.warn(f"rule {rule.pattern!r} of recipe {chosen.name!r} decides for no layer", stacklevel=2)
+    return report
+
+
+def run_captured(
+    model: Callable,
+    runner: GraphRunner,
+    enter: Callable[[names.Names, names.Names], None] | None = None,
+    *,
+    joint: bool = True,
+) -> Callable:
+    """The model, as a function that captures its graphs and runs each as `runner` says.
+
+    runner: called once with each graph. What it returns runs in the place of an inference graph.
+    enter: called at each run of a graph, with the names of its inputs when it was captured and those of this run.
+    joint: what `runner` is called with in training: the joint graph, which is then partitioned and run as it is; or
+        the forward graph alone, in whose place runs what `runner` returns.
+
+    Where the model or a part of it is compiled already, the uncompiled original is captured. Of a module's method
+    `generate`, the calls of the module are captured, and the loop around them runs as it is: it takes Dynamo long.
+
+    Raises TypeError for a model that cannot be called.
+    """
+    if not callable(model):
+        raise TypeError(f"model: expected a module or another callable, got {type(model).__name__}")
+    model = model._orig_mod if isinstance(model, OptimizedModule) else model
+    owner = getattr(model, "__self__", None)
+    root = model if isinstance(model, torch.nn.Module) else owner if isinstance(owner, torch.nn.Module) else None
+
+    def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        known = names.record(gm, example_inputs, root)
+
+        def run_forward(module: GraphModule, _: Any) -> Callable:
+            return _boxed(module.forward if joint else runner(module, known))
+
+        def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+            if joint and not is_nested(graph.graph):
+                runner(graph, known)
+            kwargs.pop("static_lifetime_input_indices", None)
+            return default_partition(graph, joint_inputs, **kwargs)
+
+        compiler = aot_autograd(
+            fw_compiler=run_forward,
+            bw_compiler=lambda module, _: _boxed(module.forward),
+            inference_compiler=lambda module, _: _boxed(runner(module, known)),
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        compiled = compiler(gm, example_inputs)
+        if enter is None:
+            return compiled
+
+        def run(*values: Any) -> Any:
+            enter(known, known.entered_by(values, root))
+            return compiled(*values)
+
+        return run
+
+    called = root if root is owner and getattr(model, "__name__", None) == "generate" else None
+    captured = torch.compile(model if called is None else called._call_impl, backend=capturing_backend)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _as_written(root), _compiled_by(captured, called), _every_call_captured():
+            return captured(*args, **kwargs) if called is None else model(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
+    """While this lasts, the modules inside the model that are compiled already run uncompiled."""
+    changed: list[tuple[dict, str, Any]] = []
+    for part in () if model is None else model.modules():
+        attributes = vars(part)
+        if isinstance(part, OptimizedModule):
+            changed.append((attributes, "forward", attributes["forward"]))
+            attributes["forward"] = part._orig_mod.__call__
+        elif part._compiled_call_impl is not None:
+            changed.append((attributes, "_compiled_call_impl", part._compiled_call_impl))
+            attributes["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for attributes, name, value in changed:
+            attributes[name] = value
+
+
+@contextmanager
+def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator[None]:
+    """While this lasts, calls of the module run what was compiled of it."""
+    if module is None:
+        yield
+        return
+    before = module._compiled_call_impl
+    module._compiled_call_impl = captured
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = before
+
+
+def _every_call_captured() -> Any:
+    """While this lasts, Dynamo compiles anew as often as it has to. Else it stops at 8 times, and runs what is not
+    captured."""
+    return dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
+
+
+def _boxed(function: Callable) -> Callable:
+    """A function under AOTAutograd's calling convention: it takes one list of arguments, and empties the list."""
+
+    def call(args: list) -> Any:
+        values = list(args)
+        args.clear()
+        return function(*values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

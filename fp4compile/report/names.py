@@ -1,0 +1,288 @@
+"""Names of the tensors that enter a Dynamo graph: one that rules decide by, and a full one for the report.
+
+Entry: `record(gm, example_inputs, root)`.
+
+A rule sees the name of a parameter below the module whose `forward` was captured, as Dynamo's source of the parameter
+gives it. It cannot be the full name, because Dynamo lets equal modules of a model share one graph.
+
+The full name is found by identity: some module on the call stack holds the very tensor that enters the graph, and that
+module knows the name of the tensor.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn.parallel import DistributedDataParallel
+
+from fp4compile.analysis.gemm import Input
+from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.report.report import Row, is_below
+
+_ROOT = re.compile(r"([LG])\['([^']+)'\]")
+# How Dynamo spells the same step in a module whose forward sets attributes of the module.
+_DICT_STEP = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
+_STEP = re.compile(r"\.(_modules|_parameters|_buffers)\['([^']+)'\]|\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
+# Attributes that Python and functools.partial put between a function and the objects that it carries.
+_CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What is known of a graph's inputs.
+
+    inputs: by position, with the names of those that are parameters.
+    names: by position, the name of each input that a module holds, parameter or not; None for other inputs.
+    modules: the full name of each layer whose name in the graph is shorter.
+    prefix: what the full names have before the names of the graph; "" where that is not known.
+    root: the outermost module that was being called; None where there is none.
+    """
+
+    inputs: tuple[Input, ...]
+    names: tuple[str | None, ...] = ()
+    modules: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    root: torch.nn.Module | None = None
+
+    def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
+        """The same names, with the full names for the part of the model that Dynamo runs the graph for now.
+
+        values: the graph's inputs in this run. root: the model; None looks for it on the call stack.
+        """
+        return _in_model(self.inputs, self.names, values, root)
+
+    def in_full(self, rows: list[Row]) -> list[Row]:
+        """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules see."""
+        return [self._in_full(row) for row in rows]
+
+    def full(self, module: str) -> str:
+        """The full name of a layer, given the one that rules see."""
+        return self.modules.get(module, (self.prefix + module).removesuffix("."))
+
+    def _in_full(self, row: Row) -> Row:
+        full = self.full(row.module)
+        return row if full == row.module else replace(row, module=full, name=row.module)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where Dynamo found an input.
+
+    root: the expression of an object. path: the name of the input below that object, along a chain of modules.
+    label: the name of the variable that holds the object. always: whether the label belongs to the input's name even
+    where no other object is among the roots. parameter: whether the input is a parameter.
+    """
+
+    root: str
+    path: str
+    label: str
+    always: bool
+    parameter: bool
+
+
+def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
+    """Which inputs of a Dynamo graph are parameters, and what they are called.
+
+    root: the model; None looks for it on the call stack, so this must be called while Dynamo calls the backend: then
+        the user's call of the model is on the stack.
+    """
+    nodes = gm.graph.find_nodes(op="placeholder")
+    values = [_example(node, value) for node, value in zip(nodes, example_inputs, strict=True)]
+    places = [_place(node, value) for node, value in zip(nodes, values, strict=True)]
+    names = _names(places)
+    inputs = tuple(
+        Input(name if place is not None and place.parameter else None)
+        for name, place in zip(names, places, strict=True)
+    )
+    return _in_model(inputs, tuple(names), values, root)
+
+
+def _in_model(
+    inputs: tuple[Input, ...], names: tuple[str | None, ...], values: Sequence[Any], root: torch.nn.Module | None
+) -> Names:
+    """The names, completed with those by which the model on the call stack knows the tensors that enter the graph."""
+    named = [(name, value) for name, value in zip(names, values, strict=True)
+             if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
+    stack = [] if root is None else [_unwrapped(root)]
+    stack.extend(_modules_on_stack())
+    full: dict[str, str] = {}
+    owner = None
+    for module in stack:
+        if len(full) == len(named):
+            break
+        known = _tensors_of(module)
+        for name, value in named:
+            if name not in full and id(value) in known:
+                full[name] = _best_alias(known[id(value)], name)
+                owner = owner or module
+    prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
+    if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
+        prefixes = {_path_of(stack[-1], stack)}
+    modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    return Names(inputs, names, modules, prefix, owner or next(iter(stack), None))
+
+
+def _best_alias(paths: list[str], name: str) -> str:
+    """Of the full names of a shared tensor, one that ends in the name by which this graph reaches the tensor."""
+    return next((path for path in paths if is_below(name, path)), paths[0])
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:
+    """The names of a module's parameters and buffers, by the tensor's id."""
+    found: dict[int, list[str]] = {}
+    for listing in (module.named_parameters, module.named_buffers):
+        for path, value in listing(remove_duplicate=False):
+            found.setdefault(id(value), []).append(clean_name(path))
+    return found
+
+
+def _path_of(inner: torch.nn.Module, stack: list[torch.nn.Module]) -> str:
+    """The name of a module in the outermost module that has it, with a dot behind; "" for the outermost itself."""
+    for module in stack:
+        for path, part in module.named_modules():
+            if part is inner:
+                path = clean_name(path)
+                return f"{path}." if path else ""
+    return ""
+
+
+# ---------------------------------------------------------------- the call stack
+
+
+def _modules_on_stack() -> list[torch.nn.Module]:
+    """The modules whose methods are running, each once, the outermost first."""
+    found: dict[int, torch.nn.Module] = {}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = _self_of(frame)
+        if isinstance(module, torch.nn.Module):
+            module = _unwrapped(module)
+            found[id(module)] = found.pop(id(module), module)  # moved to the end: the place of its outermost call
+        frame = frame.f_back
+    return list(found.values())[::-1]
+
+
+def _self_of(frame: FrameType) -> Any:
+    """The `self` of the method that a frame runs; None where it runs something else."""
+    code = frame.f_code
+    if not code.co_argcount or code.co_varnames[0] != "self":
+        return None
+    values = frame.f_locals
+    found = values.get("self")
+    # Up to Python 3.12 `f_locals` is a copy that the frame keeps alive, with every tensor in it: empty it.
+    if isinstance(values, dict):
+        values.clear()
+    return found
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside torch.compile's and DDP's wrappers."""
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(module, torch._dynamo.OptimizedModule):
+            module = module._orig_mod
+        else:
+            return module
+
+
+# ---------------------------------------------------------------- Dynamo's sources
+
+
+def _example(node: Node, value: Any) -> Any:
+    """The tensor that the user's model holds; the example input that Dynamo passes may be a fake one in its place."""
+    example = getattr(node.meta.get("grapharg"), "example", None)
+    return value if example is None else example
+
+
+def _place(node: Node, value: Any) -> _Place | None:
+    """Where an input comes from; None for an input that is no parameter and that no module holds."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    text = getattr(source, "name", None)
+    text = text() if callable(text) else text
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    place = _parsed(text, _is_free(source), is_parameter) if text else None
+    if place is None and is_parameter:
+        return _Place(node.name, node.name, "", False, True)
+    return place
+
+
+def _is_free(source: Any) -> bool:
+    """Whether a source starts at a variable of the function's closure."""
+    while getattr(source, "base", None) is not None:
+        source = source.base
+    return bool(getattr(source, "is_derefed_cell_contents", False))
+
+
+def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
+    """The place that a source's text names; None where the text has another form, or names no tensor of a module.
+
+    Of "L['self']._modules['layers']._modules['0']._parameters['weight']" it is "layers.0.weight" below "L['self']".
+    """
+    text = _DICT_STEP.sub(r".\1", text)
+    start = _ROOT.match(text)
+    steps = list(_STEP.finditer(text, start.end())) if start else []
+    if start is None or "".join(step.group() for step in steps) != text[start.end() :]:
+        return None
+    first = next((i for i, step in enumerate(steps) if step.group(1)), len(steps))
+    kinds = [step.group(1) for step in steps[first:]]
+    if kinds and kinds[-1] == "_parameters":
+        is_parameter = True
+    elif steps and steps[-1].group(3) == "_local_tensor" and "_parameters" in kinds:  # a shard of a DTensor
+        steps, is_parameter = steps[:-1], True
+    elif not is_parameter and (not kinds or kinds[-1] != "_buffers"):
+        return None
+    variable = start.group(2)
+    # Dynamo's own wrapper calls `fn` what it was given where that is a module of torch's, or no function.
+    free = (free or start.group(1) == "G") and variable != "fn" and not variable.startswith("__import_")
+    inner = [_name(step) for step in steps[:first] if not _CARRIERS.fullmatch(_name(step))]
+    passed = variable == "args" or (steps[0].group(3) in ("args", "keywords") if steps else False)
+    below = clean_name(".".join(_name(step) for step in steps[first:]))
+    root = text[: steps[first].start()] if first < len(steps) else text
+    attribute = bool(inner) and steps[0].group(3) is not None and not free and not passed  # of `self`, say
+    label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
+    if not below:
+        return _Place(root, label, "", False, True)
+    # A layer in a list, or a single layer in a function's closure, has no other name than its variable's. A whole model
+    # in the closure, and one that is an argument, needs none: its layers have names of their own.
+    listed = any(step.group(4) or step.group(5) for step in steps[:first])
+    always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
+    return _Place(root, below, label, always, is_parameter)
+
+
+def _name(step: re.Match) -> str:
+    return step.group(2) or step.group(3) or step.group(4) or step.group(5)
+
+
+def _names(places: Sequence[_Place | None]) -> list[str | None]:
+    """The names that rules see. Inputs of the same name below two roots also get the names of the roots' variables."""
+    paths = [None if place is None else place.path for place in places]
+    ambiguous = {root for roots in _roots(paths, places).values() if len(roots) > 1 for root in roots}
+    names = [None if place is None else _prefixed(place, ambiguous) for place in places]
+    roots = _roots(names, places)  # two variables may have the same name too: a function's, and its module's
+    return [
+        name if name is None or place is None or len(roots[name]) == 1 else f"{name}#{roots[name].index(place.root)}"
+        for name, place in zip(names, places, strict=True)
+    ]
+
+
+def _roots(names: list[str | None], places: Sequence[_Place | None]) -> dict[str, list[str]]:
+    """The roots below which each name occurs, in the order of the inputs."""
+    found: dict[str, list[str]] = {}
+    for name, place in zip(names, places, strict=True):
+        if name is not None and place is not None and place.root not in found.setdefault(name, []):
+            found[name].append(place.root)
+    return found
+
+
+def _prefixed(place: _Place, ambiguous: set[str]) -> str:
+    """The path of a place, after its variable's name where that is part of the name."""
+    if place.label and (place.always or place.root in ambiguous):
+        return f"{place.label}.{place.path}"
+    return place.path

@@ -1,0 +1,374 @@
+"""What was quantised, what was not, and why: one `Row` for each matrix product, gathered in a `Report`."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
+
+from torch._guards import TraceId
+
+from fp4compile.report import page
+from fp4compile.report.row import CATEGORIES, Row, is_below, one_line, row_of, shown_name
+from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_name
+
+__all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below", "rows_from_json", "rows_to_json"]
+
+
+class PassRun(NamedTuple):
+    """What a pass did on one graph, or in sum on several: how many places it changed, and the seconds it took."""
+
+    matches: int
+    seconds: float
+
+
+_NO_GRAPH = (
+    "what runs is not what is captured (a wrapper calls the original model, or `.module` or `._orig_mod` of the "
+    "compiled one); compilation is switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable); "
+)
+NOTHING_CAPTURED = f"Likely causes: {_NO_GRAPH}or the model does nothing to tensors."
+NOTHING_COMPILED = (
+    "Likely causes: a module of torch's own was compiled in place (nn.Sequential(...).compile(): Dynamo passes over "
+    f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}"
+    "another backend reached Dynamo's limit of recompilations; or the model was never called."
+)
+_HEADER: tuple[str, ...] = (
+    "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "fused", "saved", "bf16, us",
+    "planned, us", "gain", "left alone because",
+)  # fmt: skip
+_OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain")
+
+
+@dataclass
+class Report:
+    """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
+
+    `print(report)` shows the `table` of the rows, equal layers together, and the line of `summary`.
+
+    recipe: the name of the recipe.
+    rows: one for each matrix product.
+    counts: how often each pass matched, by the pass's name, summed over the graphs. A pass that is switched off is in
+        neither `counts` nor `seconds`.
+    graphs: how many graphs were compiled; None where the rows do not come from graphs (`fp4compile.pack_`).
+    lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
+    seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache takes none.
+    gpu: the name of the GPU that the rows' times are predicted for; None where they are not.
+    uncompiled: the functions that Dynamo compiles no more, for inputs that fit none of its compilations, and the limit
+        in `torch._dynamo.config` that was reached.
+    """
+
+    recipe: str
+    rows: list[Row] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    graphs: int | None = None
+    lost: int = 0
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
+    gpu: str | None = None
+    uncompiled: dict[str, str] = field(default_factory=dict)
+    _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
+
+    def add(
+        self,
+        rows: list[Row],
+        counts: Mapping[str, int],
+        trace: TraceId | None = None,
+        *,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Add the rows of one graph, and the match counts and times of its passes.
+
+        trace: Dynamo's identity of the compilation. A recompilation of a function adds only rows that the earlier
+            compilations of this function did not have. None adds all rows.
+        """
+        self.rows.extend(rows if trace is None else self._unseen(rows, trace))
+        for name, count in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        for name, took in (seconds or {}).items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + took
+
+    @property
+    def passes(self) -> dict[str, PassRun]:
+        """Matches and seconds of each pass that ran, by its name, in the order of the passes."""
+        return {name: PassRun(count, self.seconds.get(name, 0.0)) for name, count in self.counts.items()}
+
+    def _unseen(self, rows: list[Row], trace: TraceId) -> list[Row]:
+        compilation = trace.compile_id
+        function = (compilation.compiled_autograd_id, compilation.frame_id)
+        frame = self._frames.setdefault(function, _Frame())
+        frame.enter((compilation.frame_compile_id, trace.attempt))
+        return [row for row in rows if frame.is_new(row)]
+
+    def complete(self, rows: list[Row], fused: Mapping[str, str]) -> None:
+        """Say in rows that the report has what was fused, by their nodes; a backward graph may be compiled late."""
+        changed = {(row, row.node): text for row in rows if (text := fused.get(row.node or "")) is not None}
+        self.rows = [
+            replace(row, fused=changed[row, row.node]) if (row, row.node) in changed else row for row in self.rows
+        ]
+
+    def forget_compilations(self) -> None:
+        """Forget which functions were compiled: after `torch.compiler.reset()`, Dynamo numbers functions anew."""
+        self._frames.clear()
+        self.uncompiled.clear()
+
+    @property
+    def quantised(self) -> list[Row]:
+        """The rows of the products that are quantised."""
+        return [row for row in self.rows if row.quantised]
+
+    def reasons(self) -> dict[str, int]:
+        """How many products were left alone for each reason."""
+        counted: dict[str, int] = {}
+        for row in self.rows:
+            if row.reason is not None:
+                counted[row.reason] = counted.get(row.reason, 0) + 1
+        return counted
+
+    def flops_share(self, category: str | None = None) -> float | None:
+        """The quantised share (0 to 1) of the FLOPs that are known; None where none are.
+
+        category: one of CATEGORIES, to count its products only.
+        """
+        rows = [row for row in self.rows if category in (None, row.category)]
+        total = sum(row.flops or 0 for row in rows)
+        return sum(row.flops or 0 for row in rows if row.quantised) / total if total else None
+
+    def flops_shares(self) -> dict[str, float]:
+        """The `flops_share` of each category that has FLOPs."""
+        shares = {category: self.flops_share(category) for category in CATEGORIES}
+        return {category: share for category, share in shares.items() if share is not None}
+
+    def saved(self) -> tuple[int, int]:
+        """(bytes of packed activations that are kept for the backward pass, bytes of these activations unquantised)."""
+        return sum(row.saved or 0 for row in self.rows), sum(row.saved_plain or 0 for row in self.rows)
+
+    def summary(self) -> str:
+        """One line: how many products are quantised, their share of the FLOPs, and the share of each category."""
+        recipe = one_line(self.recipe)
+        if self.graphs == 0 and not self.uncompiled:
+            return f"recipe {recipe}: compiled nothing. {NOTHING_COMPILED}"
+        share, shares = self.flops_share(), self.flops_shares()
+        line = f"recipe {recipe}: {len(self.quantised)} of {len(self.rows)} matrix products quantised"
+        if share is not None:
+            line += f", {share:.1%} of their FLOPs"
+        if len(shares) > 1:
+            line += f" ({', '.join(f'{category} {part:.1%}' for category, part in shares.items())})"
+        unknown = sum(row.flops is None for row in self.rows)
+        if unknown:
+            line += f"; {unknown} of unknown size not counted"
+        if self.uncompiled:
+            line += "; what runs uncompiled is not counted"
+        if self.lost:
+            line += f"; rows of {self.lost} graphs from Inductor's cache are gone, and these not counted"
+        packed, plain = self.saved()
+        return line + (f"; saved for backward: {_size(packed)} packed, unquantised {_size(plain)}" if packed else "")
+
+    def to_dict(self) -> dict:
+        """The report as JSON takes it: recipe, rows, counts, and the figures of the summary."""
+        return {
+            "recipe": self.recipe,
+            "rows": [asdict(row) for row in self.rows],
+            "counts": dict(self.counts),
+            "seconds": dict(self.seconds),
+            "quantised": len(self.quantised),
+            "flops_share": self.flops_share(),
+            "flops_shares": self.flops_shares(),
+            "graphs": self.graphs,
+            "lost": self.lost,
+            "saved": self.saved()[0],
+            "saved_plain": self.saved()[1],
+            "gpu": self.gpu,
+            "uncompiled": dict(self.uncompiled),
+            "gains": self.gains(),
+        }
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, all: bool = False) -> str:
+        """The rows and the summary as text. Layers that differ in numbers of their names are one line, largest first.
+
+        Characters of names that are not printable are escaped.
+
+        all: one line for each row instead, in the order of compilation.
+        """
+        header, cells = self._lines(all)
+        table = [header, *cells]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        rule = "-" * max(len(line) for line in lines)
+        return "\n".join((lines[0], rule, *lines[1:], rule, *self._notes()))
+
+    def to_csv(self) -> str:
+        """All rows as CSV, with the names of the fields of `Row` in the first line.
+
+        A text that a spreadsheet would take for a formula has an apostrophe in front.
+        """
+        return page.to_csv(self.rows)
+
+    def to_html(self) -> str:
+        """The table as one HTML page that needs no other file; with bars where times are predicted."""
+        title = one_line(f"fp4compile, recipe {self.recipe}") + (f", predicted on {self.gpu}" if self.gpu else "")
+        header, cells = self._lines(all=False)
+        return page.to_html(title, groups(self.rows), header, cells, "\n".join(self._notes()))
+
+    def gains(self) -> dict[str, float]:
+        """How many times faster than in bf16 each quantised layer is predicted to be, all its products together.
+
+        Equal layers are one entry, as in the table. Layers without a prediction are left out.
+        """
+        found = {}
+        for rows in by_layer(self.rows):
+            expected = gain(rows) if any(row.quantised for row in rows) else None
+            if expected is not None:
+                found[layer_name(rows)] = expected
+        return found
+
+    def reason_shares(self) -> dict[str, tuple[float | None, float | None]]:
+        """(share of the FLOPs, share of the predicted time as planned) of what is left alone, by reason, largest first.
+
+        None where no FLOPs are known, or no times predicted.
+        """
+        flops, seconds = sum(row.flops or 0 for row in self.rows), sum(row.seconds or 0 for row in self.rows)
+        found: dict[str, tuple[float, float]] = {}
+        for row in self.rows:
+            if row.reason is not None:
+                known = found.get(row.reason, (0, 0))
+                found[row.reason] = (known[0] + (row.flops or 0), known[1] + (row.seconds or 0))
+        ordered = sorted(found.items(), key=lambda item: (-item[1][1], -item[1][0]))
+        return {
+            reason: (count / flops if flops else None, took / seconds if seconds else None)
+            for reason, (count, took) in ordered
+        }
+
+    def _lines(self, all: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The header and the lines of the table, without the optional columns that are empty everywhere."""
+        shown = [Group((row,)) for row in self.rows] if all else groups(self.rows)
+        cells = [_cells(group) for group in shown]
+        dropped = {name for name in _OPTIONAL if not any(line[_HEADER.index(name)] for line in cells)}
+        kept = [place for place, name in enumerate(_HEADER) if name not in dropped]
+        return tuple(_HEADER[place] for place in kept), [tuple(line[place] for place in kept) for line in cells]
+
+    def _notes(self) -> list[str]:
+        """What stands below the table."""
+        lines = (
+            *self._reason_lines(), self.summary(), *self._uncompiled_lines(), *self._note_lines(),
+            *self._predicted_lines(), *self._passes_line(),
+        )  # fmt: skip
+        return [one_line(line) for line in lines]
+
+    def _uncompiled_lines(self) -> list[str]:
+        """A line for each of Dynamo's limits that was reached, with the functions that it leaves uncompiled."""
+        functions: dict[str, list[str]] = {}
+        for function, limit in self.uncompiled.items():
+            functions.setdefault(limit, []).append(function)
+        return [
+            "runs uncompiled for further inputs (compile with dynamic=True, or raise "
+            f"torch._dynamo.config.{limit}): {', '.join(names)}"
+            for limit, names in functions.items()
+        ]
+
+    def _note_lines(self) -> list[str]:
+        """A line for each note, with the layers that have it."""
+        layers: dict[str, dict[str, None]] = {}
+        for row in self.rows:
+            if row.note is not None:
+                layers.setdefault(row.note, {})[shown_name(row)] = None
+        return [f"{note}: {', '.join(names)}" for note, names in layers.items()]
+
+    def _reason_lines(self) -> list[str]:
+        """The shares of each reason, where there is a prediction: else the FLOPs of the summary say enough."""
+        if self.gpu is None:
+            return []
+        return [
+            f"left alone, {_share(flops)} of the FLOPs, {_share(seconds)} of the predicted time: {reason}"
+            for reason, (flops, seconds) in self.reason_shares().items()
+        ]
+
+    def _predicted_lines(self) -> list[str]:
+        """The sum of the predicted times, and the layers that are predicted to lose."""
+        if self.gpu is None:
+            return []
+        timed = [row for row in self.rows if row.seconds is not None]
+        if not timed:
+            return [f"predicted on {self.gpu}: no product of a kind and size that the model is for"]
+        plain, planned = sum(row.plain_seconds or 0 for row in timed), sum(row.seconds or 0 for row in timed)
+        line = (f"predicted on {self.gpu}, not measured: {_time(plain)} us in bf16, {_time(planned)} us as planned, "
+                f"{plain / planned:.2f} times as fast")  # fmt: skip
+        if len(timed) < len(self.rows):
+            line += f"; {len(self.rows) - len(timed)} products not predicted"
+        losing = [f"{name} ({value:.2f})" for name, value in self.gains().items() if value < 1]
+        advice = f"predicted to lose, better left alone (min_gain=1.0, target={self.gpu!r}): {', '.join(losing)}"
+        return [line, *([advice] if losing else [])]
+
+    def _passes_line(self) -> list[str]:
+        """A line with the matches of each pass, and its time where it is known."""
+        told = (f"{name} {run.matches}" + f" ({1e3 * run.seconds:.1f} ms)" * (run.seconds > 0)
+                for name, run in self.passes.items())  # fmt: skip
+        return [f"passes: {', '.join(told)}"] if self.passes else []
+
+
+@dataclass
+class _Frame:
+    """A function that Dynamo compiles, maybe several times.
+
+    number: that of the compilation under way. rows: how often each row is in it. earlier: the same for the compilations
+    before it, of each row the largest count.
+    """
+
+    number: tuple[int, ...] | None = None
+    rows: Counter = field(default_factory=Counter)
+    earlier: Counter = field(default_factory=Counter)
+
+    def enter(self, number: tuple[int, ...]) -> None:
+        """Begin a compilation if the number is a new one. One compilation may make several graphs, under one number."""
+        if self.number is not None and number != self.number:
+            self.earlier, self.rows = self.earlier | self.rows, Counter()
+        self.number = number
+
+    def is_new(self, row: Row) -> bool:
+        """Count a row, and return whether the compilation under way now has it more often than each earlier one."""
+        self.rows[row] += 1
+        return self.rows[row] > self.earlier[row]
+
+
+def _cells(group: Group) -> tuple[str, ...]:
+    row = group.first
+    saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
+    plain, planned, gained = group.plain_seconds, group.seconds, group.gain
+    values = (
+        group.name, row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, row.fused,
+        saved,
+        None if plain is None else _time(plain), None if planned is None else _time(planned),
+        None if gained is None else f"{gained:.2f}", row.reason,
+    )  # fmt: skip
+    return tuple("" if value is None else one_line(str(value)) for value in values)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f}"
+
+
+def _share(part: float | None) -> str:
+    return "?" if part is None else f"{part:.1%}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def rows_to_json(rows: list[Row], counts: dict[str, int]) -> str:
+    """One line of JSON with the rows and the match counts of a graph."""
+    return json.dumps({"rows": [asdict(row) for row in rows], "counts": counts})
+
+
+def rows_from_json(text: str) -> tuple[list[Row], dict[str, int]]:
+    """(rows, match counts) of what `rows_to_json` wrote. Raises ValueError for any other text."""
+    stored = json.loads(text)
+    match stored:
+        case {"rows": list(rows), "counts": dict(counts), **others} if not others:
+            pass
+        case _:
+            raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
+    if wrong := [count for count in counts.values() if type(count) is not int]:
+        raise ValueError(f"a count is {wrong[0]!r}")
+    return [row_of(row) for row in rows], counts

@@ -1,0 +1,106 @@
+"""The rows of a report as a reader wants them: equal layers of a deep model together, the largest first.
+
+Only the numbers in the layers' names may differ inside a group: `layers.*.mlp.up_proj x32`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fp4compile.report.row import PRODUCTS, Row, shown_name
+
+_NUMBER = re.compile(r"(?<![^.\[])\d+(?=[.\]]|$)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that differ in nothing but numbers in the layers' names."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def first(self) -> Row:
+        """The row that stands for all."""
+        return self.rows[0]
+
+    @property
+    def name(self) -> str:
+        """The layers' name, with `*` for numbers that differ, and how many rows there are."""
+        names = {shown_name(row) for row in self.rows}
+        name = names.pop() if len(names) == 1 else _pattern(self.first)
+        return name if len(self.rows) == 1 else f"{name} x{len(self.rows)}"
+
+    @property
+    def flops(self) -> int:
+        """Of all rows, where they are known."""
+        return sum(row.flops or 0 for row in self.rows)
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Predicted for all rows together, in bf16; None where it is not predicted."""
+        return _sum(row.plain_seconds for row in self.rows)
+
+    @property
+    def seconds(self) -> float | None:
+        """The same as planned."""
+        return _sum(row.seconds for row in self.rows)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times faster than bf16; None where it is not predicted."""
+        return gain(self.rows)
+
+
+def groups(rows: Sequence[Row]) -> list[Group]:
+    """The groups, those of the largest layers first, by predicted time in bf16 or else by FLOPs."""
+    timed = any(row.plain_seconds for row in rows)
+    found = []
+    for members in by_layer(rows):
+        size = sum((row.plain_seconds if timed else row.flops) or 0 for row in members)
+        equal: dict[Row, list[Row]] = {}
+        for row in members:
+            equal.setdefault(_anywhere(row), []).append(row)
+        parts = [Group(tuple(same)) for same in equal.values()]
+        found.append((size, sorted(parts, key=lambda group: PRODUCTS.index(group.first.product))))
+    found.sort(key=lambda layer: -layer[0])  # of layers of one size, the earlier one first
+    return [group for _, parts in found for group in parts]
+
+
+def by_layer(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of equal layers together, all products of these: layers whose names differ in numbers alone, and whose
+    products are the same."""
+    layers: dict[str, list[Row]] = {}
+    for row in rows:
+        layers.setdefault(shown_name(row), []).append(row)
+    found: dict[tuple, list[Row]] = {}
+    for members in layers.values():
+        found.setdefault((_pattern(members[0]), *map(_anywhere, members)), []).extend(members)
+    return list(found.values())
+
+
+def layer_name(rows: Sequence[Row]) -> str:
+    """The name of the rows of equal layers, with `*` for numbers that differ, and how many layers there are."""
+    names = {shown_name(row) for row in rows}
+    return names.pop() if len(names) == 1 else f"{_pattern(rows[0])} x{len(names)}"
+
+
+def gain(rows: Iterable[Row]) -> float | None:
+    """How many times faster than in bf16 products are predicted to be; None where one of them is not predicted."""
+    rows = list(rows)
+    plain, planned = _sum(row.plain_seconds for row in rows), _sum(row.seconds for row in rows)
+    return None if plain is None or not planned else plain / planned
+
+
+def _anywhere(row: Row) -> Row:
+    """The row without its place in the model."""
+    return replace(row, module="", name=None)
+
+
+def _pattern(row: Row) -> str:
+    return _NUMBER.sub("*", shown_name(row))
+
+
+def _sum(values: Iterable[Any]) -> Any:
+    values = list(values)
+    return None if None in values else sum(values)

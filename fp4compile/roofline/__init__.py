@@ -1,0 +1,1 @@
+"""Predicted times of linear layers and experts on a GPU."""

@@ -1,0 +1,119 @@
+"""Sizes of a layer's products: lines of the operands, elements of the result, FLOPs of whole tiles; of experts, too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from fp4compile.formats.layouts import ceil_div
+
+# The rows of A, the rows of B and the contraction of each product, of the layer's (M, N, K).
+DIMS: dict[str, Callable] = {
+    "fprop": lambda m, n, k: (m, n, k),
+    "dgrad": lambda m, n, k: (m, k, n),
+    "wgrad": lambda m, n, k: (n, k, m),
+}
+GROUPINGS = ("rows", "batch", "gather")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How many matrices a layer's weight has, and how rows find theirs.
+
+    count: of the products that are one: matrices of the weight; of "gather", of indices, each read for itself.
+    grouping: "rows" where offsets cut the rows in groups, of unknown sizes; "batch" where each matrix has as many rows;
+        "gather" where an index says which matrix each of a batch multiplies (`analysis.gemm.Gemm.groups`).
+
+    Raises ValueError for another count or grouping.
+    """
+
+    count: int
+    grouping: str = "rows"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count <= 0:
+            raise ValueError(f"experts: count={self.count!r}, expected a positive whole number")
+        if self.grouping not in GROUPINGS:
+            raise ValueError(f"experts: unknown grouping {self.grouping!r}; allowed are {', '.join(GROUPINGS)}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A product [rows, contraction] x [columns, contraction], or those of all experts.
+
+    rows are of all experts together in fprop and dgrad, where each has its own matrix of `columns`. along_k: in wgrad
+    they share the contraction, and each has a result of [rows, columns].
+    """
+
+    rows: Any
+    columns: Any
+    contraction: Any
+    experts: Experts | None = None
+    along_k: bool = False
+
+    @classmethod
+    def of(cls, product: str, m: Any, n: Any, k: Any, experts: Experts | None) -> "Sizes":
+        """Of a product of the layer [m, k] x [n, k]."""
+        rows, columns, contraction = DIMS[product](m, n, k)
+        return cls(rows, columns, contraction, experts, product == "wgrad")
+
+    @property
+    def count(self) -> int:
+        """Matrices of B, or of the result."""
+        return 1 if self.experts is None else self.experts.count
+
+    @property
+    def lines(self) -> tuple[Any, Any]:
+        """Lines of A and of B along the contraction, all experts together."""
+        return self.rows, self.columns if self.along_k else self.count * self.columns
+
+    @property
+    def lines_read(self) -> tuple[Any, Any]:
+        """The same, as the product reads them: each of fewer rows than experts has an expert of its own."""
+        if self.along_k or self.experts is None:
+            return self.lines
+        return self.rows, least(self.count, self.rows) * self.columns
+
+    @property
+    def result(self) -> Any:
+        """Elements of the result."""
+        return self.rows * self.columns * (self.count if self.along_k else 1)
+
+    def flops(self, tile: tuple[int, int] | None, at_once: int) -> Any:
+        """Of whole tiles, `at_once` of them in each turn; of the product alone without a tile."""
+        if tile is None:
+            return 2 * self.rows * self.columns * self.contraction
+        contraction = self.contraction / self.count if self.along_k else self.contraction
+        return 2 * tile[0] * tile[1] * contraction * self.turns(tile, at_once) * at_once
+
+    def turns(self, tile: tuple[int, int], at_once: int) -> Any:
+        """How many tiles are computed one after the other, `at_once` of them beside each other.
+
+        Groups of unknown sizes that have rows, as many as there can be, end on average in the middle of a tile; each
+        has one at least.
+        """
+        height, width = tile
+        across = ceil_div(self.columns, width)
+        if self.along_k:
+            tiles = self.count * ceil_div(self.rows, height) * across
+        elif self.experts is None:
+            tiles = ceil_div(self.rows, height) * across
+        elif self.experts.grouping == "rows":
+            groups = least(self.count, self.rows)
+            tiles = largest(groups, ceil_div(2 * self.rows + groups * height, 2 * height)) * across
+        else:
+            tiles = self.count * ceil_div(ceil_div(self.rows, self.count), height) * across
+        return ceil_div(tiles, at_once)
+
+
+def least(a: Any, b: Any) -> Any:
+    """The smaller one of two numbers or expressions."""
+    return -largest(-a, -b)
+
+
+def largest(a: Any, b: Any) -> Any:
+    """The larger one of two numbers or expressions."""
+    if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
+        return sympy.Max(a, b)
+    return max(a, b)

@@ -1,0 +1,225 @@
+"""A block-scaled weight as the buffers of a module: what packed layers and packed experts have in common."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp4compile.ops.grouped  # noqa: F401  defines one of the ops below
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.weights.scale_checks import check_static
+from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
+
+BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How a packed layer multiplies.
+
+    weight: the name of the weight's format. activation: that of the activation's; None leaves it unquantised.
+    activation_outer: the static outer scale of the activation; None computes it.
+
+    Raises ValueError for formats that do not exist or that cannot be multiplied, and for an outer scale that is no
+    positive normal float32 number or that the activation's format does not have.
+    """
+
+    weight: str
+    activation: str | None
+    activation_outer: float | None = None
+
+    def __post_init__(self) -> None:
+        weight = formats.get(self.weight)
+        if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
+            raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
+        if self.activation_outer is not None:
+            check_static(self.activation_outer)
+            if self.activation is None or formats.get(self.activation).outer != "tensor":
+                raise ValueError(f"activation_outer: activations in {self.activation} have no outer scale of a tensor")
+
+
+class PackedWeight(nn.Module):
+    """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
+
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
+        move between devices and are never cast. The block scales lie as the device multiplies them, see
+        `weights.scale_layout`: swizzled where it does so natively, else linear. In a state dict they are linear.
+    experts: the number of matrices; None for a single one.
+    weight_dtype: the dtype of the dequantised weight. At first it is that of the weight that was packed; casts such as
+        `.half()` set it.
+    in_first: whether the weight that was packed is [..., in, out] and not [..., out, in].
+    """
+
+    weight_data: Any
+    weight_scales: Any
+    weight_outer: Any
+    experts: int | None = None  # pickles from before there were packed experts lack it
+
+    def __init__(
+        self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
+        weight_dtype: torch.dtype, in_first: bool,
+    ):  # fmt: skip
+        super().__init__()
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.layer_format, self.weight_dtype, self.in_first = layer_format, weight_dtype, in_first
+        for name in BUFFERS:
+            self.register_buffer(name, None)
+
+    def store(self, weight: torch.Tensor, scale_rule: str) -> None:
+        """Quantise a weight along the in features, of experts each alone.
+
+        Under autocast, it is cast first, as autocast casts it before a product.
+        """
+        fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
+        weight = weight.detach()
+        dtype = autocast_dtype(weight.device)
+        weight = weight if dtype is None else weight.to(dtype)
+        layout = self.scale_layout_on(weight.device)
+        if self.experts is None:
+            found = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout, scale_rule=scale_rule)
+        else:
+            found = torch.ops.fp4compile.quantize_grouped(
+                weight, None, fmt.name, dim, layout=layout, scale_rule=scale_rule
+            )  # fmt: skip
+        data, scales, outer = found
+        self.weight_data = data
+        self.weight_scales = scales if fmt.scale else None
+        self.weight_outer = outer if fmt.outer else None
+
+    @property
+    def scale_layout(self) -> str:
+        """How the block scales lie now, "linear" or "swizzled"."""
+        return layout_of(self.weight_scales, matrices=self.experts is not None)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
+        """Move and cast as every module does, but for codes and scales, which only move."""
+        device = None if self.weight_data is None else self.weight_data.device
+        with torch.no_grad():
+            probe = fn(torch.empty(0, dtype=self.weight_dtype, device=device))
+        moved = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
+        if self.weight_scales is not None and self.scale_layout_on(probe.device) == "linear":
+            # A copy to the CPU may be under way for a while, so the scales are not left to be converted there.
+            moved["weight_scales"] = self.scales_as("linear", self.weight_scales)
+        # A cast of a module casts its floating-point tensors. As integers, codes and scales stay what they are.
+        hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in moved.items()}
+        self._buffers.update(hidden)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for name, tensor in moved.items():
+                self._buffers[name] = _uncast(tensor, hidden[name], self._buffers[name])
+        self.lay_out_scales()
+        self.weight_dtype = probe.dtype if probe.dtype.is_floating_point else self.weight_dtype
+        return self
+
+    def scale_layout_on(self, device: torch.device) -> str:
+        """The layout of the block scales on a device, "linear" or "swizzled"."""
+        formats_of = self.layer_format.activation, self.layer_format.weight
+        return layout_on(device, *formats_of, self.out_features, self.in_features, self.experts)
+
+    def scales_as(self, layout: str, scales: torch.Tensor) -> torch.Tensor:
+        """Block scales of this layer's weight in a layout; as they are where the shape is not of this weight."""
+        shape, _ = buffer_shapes(self)["weight_scales"]
+        return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
+
+    def lay_out_scales(self) -> None:
+        """Let the block scales lie as their device multiplies them."""
+        scales = self._buffers["weight_scales"]
+        if scales is not None:
+            self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickle cannot read storages of scales and FP8 codes, so they are pickled as integers.
+        hidden = {name: None if t is None else t.view(_INTEGERS[t.dtype.itemsize]) for name, t in self._buffers.items()}
+        return vars(self) | {"_buffers": hidden}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, (_, dtype) in buffer_shapes(self).items():
+            if self._buffers[name] is not None:
+                self._buffers[name] = self._buffers[name].view(dtype)
+        self.lay_out_scales()  # the file may have been written on another device
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.scale_layout == "swizzled":
+            # A write to the linear scales would not change the layer. To an inference tensor it raises.
+            with torch.inference_mode():
+                destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        problem = self._misfit(state_dict, prefix)
+        if problem is not None:  # load nothing of it
+            errors.append(f"packed layer {prefix.removesuffix('.')!r}: {problem}")
+            return
+        name = f"{prefix}weight_scales"
+        if self.weight_scales is not None and name in state_dict:
+            scales = self.scales_as(self.scale_layout, state_dict[name])
+            state_dict = {**state_dict, name: scales}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
+        )  # fmt: skip
+        self.lay_out_scales()  # assign=True may have brought scales of another device
+
+    def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Why a state does not fit this layer; None where it does. Shapes are left to the check of every module."""
+        state = state_dict.get(f"{prefix}_extra_state", self.get_extra_state())
+        if state != self.get_extra_state():
+            return f"the state is of {state}, the layer is {self.get_extra_state()}"
+        for name in BUFFERS:
+            mine, given = self._buffers[name], state_dict.get(prefix + name)
+            if mine is not None and given is not None and mine.dtype != given.dtype:
+                return f"{name} is {given.dtype} in the state, the layer has {mine.dtype}"
+        return None
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The layer's format and sizes, which state dicts and files of `save_packed` hold."""
+        return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing is set: `_misfit` has made sure that the state is this layer's own."""
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts operands to on a device; None where it is off, and on meta, which has none."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+# The integer type of each item size among the buffers.
+_INTEGERS = {1: torch.uint8, 4: torch.int32}
+
+
+def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A buffer with its own dtype again, after a module's `_apply`.
+
+    before: the buffer. hidden: the same memory as integers. after: what `_apply` has made of `hidden`.
+    """
+    if after is hidden:
+        return before
+    if after.dtype != hidden.dtype:  # `Module.type` casts integers too
+        return before.to(after.device)
+    return after.view(before.dtype)
+
+
+def buffer_shapes(layer: PackedWeight) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each buffer that a layer's format has."""
+    fmt = formats.get(layer.layer_format.weight)
+    lead = () if layer.experts is None else (layer.experts,)
+    blocks = ceil_div(layer.in_features, fmt.block_cols)
+    cols = blocks * fmt.block_cols // (2 if fmt.packed else 1)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "weight_data": ((*lead, layer.out_features, cols), fmt.data_dtype)
+    }
+    if fmt.block is not None:
+        shapes["weight_scales"] = ((*lead, ceil_div(layer.out_features, fmt.block[0]), blocks), fmt.scale_dtype)
+    if fmt.outer:
+        shapes["weight_outer"] = ((*lead, layer.out_features, 1) if fmt.outer == "row" else lead, torch.float32)
+    return shapes

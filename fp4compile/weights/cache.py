@@ -1,0 +1,342 @@
+"""The packed weights of inference graphs: quantised once, and quantised again when the weight changes.
+
+`passes/hoist.py` takes the quantising of weights out of the graphs; `packed_weight` below does it instead.
+
+The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, and nothing holds a
+weak reference on the parameter, which would forbid `torch.utils.swap_tensors`.
+
+They are used as long as nothing visible of the weight has changed: storage, address, shape, strides, dtype, version
+counter. When something has, the weight is quantised again, into the same memory if it fits, because CUDA graphs hold
+the address of that memory.
+
+Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
+the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
+this backend, because any code may update the parameters after it; and the beginning and the end of torch.distributed's
+default process group, because collectives raise no counter. While there is such a group, weights are quantised at every
+call. `refresh` lets the user mark storages after a write that nothing can notice.
+"""
+
+import functools
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import fp4compile.ops.grouped  # noqa: F401  defines the ops below
+from fp4compile import _inductor_patches
+from fp4compile.weights.fingerprint import fingerprint_of
+
+QUANTIZE = torch.ops.fp4compile.quantize.default
+QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
+_ATTRIBUTE = "_fp4compile_packed"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a weight that is packed, where that is not the whole weight unchanged: a slice, a reshape, a cast.
+
+    Element (i, j, ...) of the piece is element number offset + i * stride[0] + j * stride[1] + ... of the weight in
+    row-major order, cast to each dtype of `casts` in turn.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    casts: tuple[torch.dtype, ...]
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The piece of a weight."""
+        flat = weight.reshape(-1)
+        piece = flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+        for dtype in self.casts:
+            piece = piece.to(dtype)
+        return piece
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a weight, or a piece of it, is packed as: the arguments of its quantise op.
+
+    `form` makes one object for each combination. Forms are therefore compared by identity, which costs little at every
+    call of the compiled model.
+    """
+
+    format: str
+    dim: int
+    layout: str
+    piece: Piece | None
+    grouped: bool
+    scale_rule: str
+
+
+def form(
+    format: str,
+    dim: int = -1,
+    layout: str = "linear",
+    piece: Piece | None = None,
+    grouped: bool = False,
+    scale_rule: str = "amax",
+) -> Form:
+    """The form of a quantise's format, dimension, layout, piece and rule of the block scales.
+
+    grouped: each matrix by itself, see `groups`.
+    """
+    return _form(format, dim, layout, piece, grouped, scale_rule)
+
+
+# A function of its own, because the cache distinguishes positional from keyword arguments; `form` passes all one way.
+_form = functools.cache(Form)
+
+
+class _Storage:
+    """A storage that some weight was packed from, and the number of its last mark (0: never marked).
+
+    While the weak reference exists, no other storage object gets the same address.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.reference = StorageWeakRef(storage)
+        self.address: int = self.reference.cdata
+        self.mark = 0
+
+
+# By address of the storage object; an entry disappears with the last weight that was packed from the storage.
+_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+_marks = itertools.count(1)
+_NEVER = -1  # no storage has this mark
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Packed tensors (data, scales, outer scale), and everything visible of the weight when they were made from it.
+
+    Storage and address imply the offset and the device. mark: the storage's; _NEVER where the tensors must not be used
+    again. fingerprint: that of the contents; None where it was not asked for.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    storage: _Storage
+    mark: int
+    version: int
+    address: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    fingerprint: tuple[int, int] | None
+
+    def fits(self, weight: torch.Tensor) -> bool:
+        """Whether nothing visible of the weight has changed."""
+        return (
+            self.mark == self.storage.mark
+            and self.version == weight._version
+            and self.address == weight.data_ptr()
+            and self.storage.address == weight.untyped_storage()._cdata
+            and self.shape == weight.shape
+            and self.strides == weight.stride()
+            and self.dtype is weight.dtype
+            and not weight.is_inference()  # `.data = ...` may have made it one, and it then has no version counter
+        )
+
+
+@dataclass(slots=True)
+class _Forms:
+    """The attribute of a weight: its packed tensors, by form.
+
+    owner: id of the weight. It tells whether the attribute was copied or swapped from another tensor; then it is not
+    used.
+    """
+
+    owner: int
+    packed: dict[Form, _Packed] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple:
+        # A pickle or a copy of the parameter has an empty dictionary in this place, which needs no package to read.
+        return OrderedDict, ()
+
+
+def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) -> tuple[torch.Tensor, ...]:
+    """(data, scales, outer scale) of a weight, kept until the weight changes or its storage is marked.
+
+    check: None, or the parameter's name, to compare the contents as well. RuntimeError is then raised where they have
+    changed and nothing visible has.
+    """
+    forms = getattr(weight, _ATTRIBUTE, None)
+    if type(forms) is _Forms and forms.owner == id(weight):
+        kept = forms.packed.get(form)
+        if kept is not None and kept.fits(weight) and (check is None or _unchanged(weight, kept, check)):
+            return kept.tensors
+    if weight.is_inference():  # it has no version counter, so a change would be invisible
+        return _quantize(weight, form)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Nothing runs now, so nothing can be kept. Each replay of the user's CUDA graph quantises the weight anew.
+        return _quantize(weight, form)
+    with _lock:
+        return _pack(weight, form, check)
+
+
+def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Tensor, ...]:
+    forms = getattr(weight, _ATTRIBUTE, None)
+    if type(forms) is not _Forms or forms.owner != id(weight):
+        forms = _Forms(id(weight))
+        setattr(weight, _ATTRIBUTE, forms)
+    kept = forms.packed.get(form)
+    if kept is not None and kept.fits(weight) and (check is None or kept.fingerprint is not None):
+        return kept.tensors  # another thread packed it meanwhile
+    storage = _tracked(weight.untyped_storage())
+    # This is read before the contents are. So a write or a mark from now on makes the packed weight out of date.
+    mark = storage.mark if changes_are_seen() else _NEVER
+    seen = (storage, mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    fingerprint = None if check is None else fingerprint_of(weight)
+    fresh = _quantize(weight, form)
+    if kept is not None and all(map(_alike, kept.tensors, fresh)):
+        for old, new in zip(kept.tensors, fresh, strict=True):
+            old.copy_(new)
+        fresh = kept.tensors
+    if weight.is_cuda:
+        # As soon as another thread finds the packed tensors, it may read them on another stream.
+        torch.cuda.current_stream(weight.device).synchronize()
+    forms.packed[form] = _Packed(fresh, *seen, fingerprint)
+    return fresh
+
+
+def changes_are_seen() -> bool:
+    """Whether packed weights may be kept now: not while torch.distributed has its default process group.
+
+    Collectives and FSDP fill storages without a trace. The first call makes what writes to weights tell of it.
+    """
+    return _watch() and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device
+
+
+def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
+    source = weight.detach() if form.piece is None else form.piece.of(weight.detach())
+    if form.grouped:
+        return QUANTIZE_GROUPED(
+            source, None, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule
+        )  # fmt: skip
+    return QUANTIZE(source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule)
+
+
+def _tracked(storage: torch.UntypedStorage) -> _Storage:
+    known = _storages.get(storage._cdata)
+    if known is None:
+        known = _storages[storage._cdata] = _Storage(storage)
+    return known
+
+
+def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
+    """Make the next inference call quantise weights again, after a write that fp4compile cannot notice.
+
+    Such a write goes through `parameter.data`, through numpy, or through another tensor on the parameter's memory that
+    does not share its version counter; or it is made by a kernel that PyTorch does not know, or by the replay of a CUDA
+    graph.
+
+    model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. Every weight in one of
+        these storages is quantised again. None marks the storage of every packed weight.
+
+    Raises TypeError for anything else.
+    """
+    if model is None:
+        _mark_storages([storage.address for storage in _storages.values()])
+        return
+    if isinstance(model, torch.nn.Module):
+        model = itertools.chain(model.parameters(), model.buffers())
+    elif isinstance(model, torch.Tensor):
+        model = [model]
+    elif not isinstance(model, Iterable):
+        raise TypeError(f"model: expected a module, a tensor, tensors or None, got {type(model).__name__}")
+    tensors = list(model)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"model: expected a module, a tensor, tensors or None, got a {type(tensor).__name__} in it")
+    _mark(tensors)
+
+
+def _mark(tensors: Iterable[Any]) -> None:
+    if _storages:
+        _mark_storages(_addresses(tensors))
+
+
+def _mark_storages(addresses: Iterable[int]) -> None:
+    for address in addresses:
+        storage = _storages.get(address)
+        if storage is not None:
+            storage.mark = next(_marks)
+
+
+def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
+    """The addresses of the storage objects of tensors, and of the tensors inside a wrapper subclass."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from _addresses(getattr(tensor, name) for name in names)
+        elif isinstance(tensor, torch.Tensor) and torch._C._has_storage(tensor):
+            yield tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def _watch() -> bool:
+    """From now on, steps of optimisers mark their parameters, and torch.distributed marks all: see `changes_are_seen`.
+
+    Returns False where this version of torch does not tell of process groups. A second call changes nothing.
+    """
+    register_optimizer_step_post_hook(_stepped)
+    return _inductor_patches.watch_process_groups(refresh)
+
+
+@torch.compiler.disable
+def _stepped(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    _mark(tensor for group in optimizer.param_groups for tensor in group["params"])
+
+
+def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
+    """A compiled training graph whose every run, forward and backward, marks the storages of its parameters.
+
+    parameters: the positions of the parameters among the arguments.
+    """
+
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        weights = [args[i] for i in parameters]
+        outputs = compiled(*args)
+        _mark(weights)
+
+        @torch.compiler.disable
+        def mark(*gradients: Any) -> None:
+            _mark(weights)
+
+        # A weight that is packed between forward and backward is older than the update that follows the backward.
+        for node in {tensor.grad_fn for tensor in outputs if isinstance(tensor, torch.Tensor)} - {None}:
+            node.register_hook(mark)
+        return outputs
+
+    return call
+
+
+def _unchanged(weight: torch.Tensor, kept: _Packed, name: str) -> bool:
+    """Whether the contents are known to be those that were packed; False where no fingerprint was taken of them.
+
+    Raises RuntimeError where the contents differ.
+    """
+    if kept.fingerprint is None:
+        return False
+    if kept.fingerprint != fingerprint_of(weight):
+        raise RuntimeError(
+            f"weight_cache='check': the contents of parameter {name!r} changed, and nothing told of it (a write through"
+            " `.data` or numpy?), since it was quantised. Call fp4compile.refresh(model) after such a write."
+        )
+    return True

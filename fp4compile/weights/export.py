@@ -1,0 +1,247 @@
+"""`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for the programs that read those."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4compile.analysis.module_names import parameter_name
+from fp4compile.formats import formats
+from fp4compile.formats.formats import unknown_name
+from fp4compile.weights.buffers import PackedWeight
+from fp4compile.weights.experts import PackedExperts
+from fp4compile.weights.integration import published_names
+from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
+from fp4compile.weights.published.expert_modules import parts_of
+from fp4compile.weights.published.expert_names import PublishedNames
+from fp4compile.weights.published.quantization_config import MODELOPT_SCHEMES, Scheme
+from fp4compile.weights.published.shards import Checkpoint, write_checkpoint
+from fp4compile.weights.scale_checks import check_model
+from fp4compile.weights.sharing import arrange
+
+_BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}
+
+
+def export_packed(
+    model: nn.Module, path: str | PathLike, layout: str = "modelopt", *, max_shard_size: int = 5 * 2**30
+) -> None:
+    """Write a model with packed layers or experts to a directory, as another library lays such checkpoints out.
+
+    layout: "modelopt" (NVFP4 with static activation scales or weights only, MXFP8, MXFP4) or "compressed-tensors" (the
+        same formats).
+    path: a directory; it is made where there is none.
+    max_shard_size: in bytes. A larger model is written in several files with an index.
+
+    Written are the tensors, hf_quant_config.json (ModelOpt), and config.json: the model's `config`, if it has one as
+    those of transformers do, with a quantization_config. Codes and scales are written as they are. compressed-tensors
+    stores outer scales as divisors: those of weights in bf16 or fp16 are exact, so that `load_packed` gives the same
+    bits; others may differ in the last bit.
+
+    Packed experts are written one by one, and all tensors under the names that transformers knows of a model's
+    checkpoints (`block_sparse_moe.experts.3.w1` of Mixtral), where it knows some. A static activation scale is written
+    for each expert.
+
+    Raises TypeError for what is no module; ValueError for a model without packed layers, for packed experts whose names
+    in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a static
+    scale, for packed weights that were not finite, for tensors on the meta device, for a max_shard_size that is no
+    positive integer, and for a directory that has safetensors files; OSError where it cannot be written. A try that is
+    aborted leaves nothing in the directory, or what the next one removes.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if layout not in LAYOUTS:
+        raise ValueError(unknown_name("layout", layout, LAYOUTS))
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
+        raise ValueError(f"max_shard_size: expected a positive number of bytes, got {max_shard_size!r}")
+    chosen, names, state = LAYOUTS[layout], published_names(model), _state(model)
+    layers = _layers(model, chosen, names, state)
+    tensors = _plain(model, names, state)
+    left = sorted({_module(name) for name, tensor in tensors.items() if name.endswith(".weight") and tensor.dim() == 2})
+    for name, layer in layers.items():
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in layer.tensors.items()}
+    schemes = {name: layer.scheme for name, layer in layers.items()}
+    configs = (_modelopt if layout == "modelopt" else _compressed_tensors)(schemes, left)
+    own: Any = getattr(model, "config", None)
+    described = own.to_dict() if hasattr(own, "to_dict") else {}
+    configs[CONFIG] = described | {"quantization_config": configs[CONFIG]}
+    write_checkpoint(Path(path), Checkpoint(Path(path), tensors, configs), max_shard_size)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer as it is written: how it is quantised, and its tensors by the last part of their names."""
+
+    scheme: Scheme
+    tensors: dict[str, torch.Tensor]
+
+
+def _layers(
+    model: nn.Module, layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
+) -> dict[str, _Layer]:
+    """The layers to write, by name: each packed layer, and of packed experts the layers of each expert."""
+    packed = _packed(model)
+    if not packed:
+        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    check_model(packed, state)
+    found: dict[str, _Layer] = {}
+    for name, module in packed.items():
+        if module.in_first:
+            raise ValueError(f"model: {name!r} has its weight as [in, out], which these layouts do not hold")
+        scheme = _scheme(name, module, layout.name)
+        for buffer, suffix in layout.tensor_names(scheme).items():
+            for layer, part in _parts(module, name, names, _buffer(module, name, buffer, state)):
+                found.setdefault(layer, _Layer(scheme, {})).tensors[suffix] = _stored(layout, scheme, buffer, part)
+    return found
+
+
+def _parts(
+    module: PackedWeight, name: str, names: PublishedNames, tensor: torch.Tensor
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The layers that a packed weight is in a checkpoint, and what each has of one of its tensors."""
+    if not isinstance(module, PackedExperts):
+        return [(_module(str(names.source(f"{name}.weight"))), tensor)]
+    experts = names.source(parameter_name(name))
+    if isinstance(experts, str):
+        raise ValueError(f"model: {name!r} has packed experts, whose names in checkpoints are not known")
+    return parts_of(experts, tensor)
+
+
+def _packed(model: nn.Module) -> dict[str, PackedWeight]:
+    """The packed weights by every name that the model has for them."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, PackedWeight)}
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(".weight")
+
+
+def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
+    """How a layout says what a packed layer is."""
+    fmt = layer.layer_format
+    static = fmt.activation_outer is not None
+    scheme = Scheme(fmt.weight, fmt.activation, static)
+    allowed = list(MODELOPT_SCHEMES.values())
+    if layout == "compressed-tensors":
+        allowed += [Scheme("mxfp8", None), Scheme("mxfp4", None)]
+    if scheme == Scheme("nvfp4", "nvfp4"):
+        raise ValueError(f"layer {name!r}: {layout} stores a static scale of its NVFP4 activation, and it is dynamic: "
+                         "pack under a recipe of fp4compile.calibrate")  # fmt: skip
+    if scheme not in allowed:
+        pairs = ", ".join(f"{one.weight} with activations {one.activation or 'as they come'}" for one in allowed)
+        raise ValueError(f"layer {name!r}: {layout} has no weights in {fmt.weight} with activations "
+                         f"{fmt.activation or 'as they come'}; allowed are {pairs}")  # fmt: skip
+    return scheme
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model. Raises ValueError where one has no values."""
+    state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
+    return state
+
+
+def _plain(model: nn.Module, names: PublishedNames, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors to write that are not packed. Of those that are the same memory, the first is written."""
+    buffers = {f"{name}.{buffer}" for name, layer in _packed(model).items() for buffer in layer._buffers}
+    plain = {name: tensor for name, tensor in state.items() if name not in buffers}
+    kept, sharing = arrange(plain)
+    kept |= {name: plain[name].detach().clone() for name in sharing.views}
+    written: dict[str, torch.Tensor] = {}
+    for name in (name for name in state if name in kept):
+        source = names.source(name)
+        if isinstance(source, str):
+            written[source] = kept[name]
+        else:
+            written |= {f"{layer}.weight": part for layer, part in parts_of(source, kept[name])}
+    return written
+
+
+def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A buffer of a packed weight, or the outer scale of its activation, for each expert where it has experts."""
+    if buffer != "activation_outer":
+        return state[f"{name}.{buffer}"].detach().cpu().contiguous()
+    outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
+    return outer if layer.experts is None else outer.expand(layer.experts)
+
+
+def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a packed layer as the layout stores it."""
+    if buffer.endswith("_outer"):
+        return divisor_of(tensor).reshape(1) if layout.divides else tensor.clone()
+    bytes_alone = buffer == "weight_scales" and formats.get(scheme.weight).scale == "e8m0"
+    return tensor.view(torch.uint8) if bytes_alone else tensor
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def _modelopt(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
+    """The configurations that ModelOpt writes. schemes: of the packed layers. left: what else has a matrix."""
+    names = {scheme: name for name, scheme in MODELOPT_SCHEMES.items()}
+    entries = {
+        layer: {"quant_algo": names[scheme], "group_size": formats.get(scheme.weight).block_cols}
+        for layer, scheme in schemes.items()
+    }
+    first, *others = entries.values()
+    mixed = any(other != first for other in others)
+    what: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": entries} if mixed else first
+    producer = {"name": "fp4compile", "version": version("fp4compile")}
+    quantization = {**what, "kv_cache_quant_algo": None, "exclude_modules": left}
+    return {
+        HF_QUANT_CONFIG: {"producer": producer, "quantization": quantization},
+        CONFIG: {**what, "ignore": left, "producer": producer, "quant_method": "modelopt"},
+    }
+
+
+def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
+    """The configuration that compressed-tensors writes; arguments as of `_modelopt`."""
+    targets: dict[Scheme, list[str]] = {}
+    for layer, scheme in schemes.items():
+        targets.setdefault(scheme, []).append(layer)
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(targets) == 1 else layers,
+            "weights": _arguments(scheme.weight, False),
+            "input_activations": _arguments(scheme.activation, "local" if scheme.static else True),
+            "output_activations": None,
+            "format": _format_name(scheme),
+        }
+        for i, (scheme, layers) in enumerate(targets.items())
+    }
+    names = {group["format"] for group in groups.values()}
+    config = {
+        "config_groups": groups,
+        "format": names.pop() if len(names) == 1 else "mixed-precision",
+        "ignore": left,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+    return {CONFIG: config}
+
+
+def _arguments(fmt: str | None, dynamic: bool | str) -> dict[str, Any] | None:
+    if fmt is None:
+        return None
+    nvfp4 = formats.get(fmt).scale == "e4m3"
+    return {
+        "num_bits": _BITS[fmt],
+        "type": "float",
+        "symmetric": True,
+        "group_size": formats.get(fmt).block_cols,
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "dynamic": dynamic,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+
+
+def _format_name(scheme: Scheme) -> str:
+    return "mxfp8-quantized" if scheme.weight == "mxfp8" else f"{scheme.weight}-pack-quantized"

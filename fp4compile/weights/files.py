@@ -1,0 +1,364 @@
+"""Packed models in safetensors files: `save_packed` and `load_packed`.
+
+A file holds the state of a model; memory that several tensors share is in it once. The metadata of the file say how the
+packed layers multiply, and which tensors of the model share memory: see `sharing.Sharing`, whose fields they hold.
+Files of version 0.1 have `aliases` alone, which they found by address and shape.
+"""
+
+import json
+import warnings
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4compile.analysis.module_names import parameter_name
+from fp4compile.recipe import Recipe, resolve
+from fp4compile.recipe.atomic_file import write_atomically
+from fp4compile.weights.buffers import BUFFERS, PackedWeight, buffer_shapes
+from fp4compile.weights.experts import PackedExperts
+from fp4compile.weights.integration import published_names, save_as_packed
+from fp4compile.weights.linear import leave_fast_paths
+from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
+from fp4compile.weights.published.expert_modules import in_model
+from fp4compile.weights.published.shards import (
+    naming,
+    parse_json,
+    read_checkpoint,
+    read_metadata,
+    read_tensors,
+    write_tensors,
+)
+from fp4compile.weights.replacements import Place, check_states, places_of
+from fp4compile.weights.scale_checks import check_buffers, check_model
+from fp4compile.weights.sharing import (
+    Sharing,
+    arrange,
+    check_shared,
+    is_byte_float,
+    repeats,
+    restored,
+    same_bits,
+    share,
+    sharing_of,
+)
+
+States = tuple[dict[str, dict], dict[str, dict]]  # of packed layers, and of packed experts, by name
+
+_METADATA = "fp4compile"  # the key, in a file's metadata, of what `save_packed` writes there
+_EXTRA_STATE = "_extra_state"
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_packed(model: nn.Module, path: str | PathLike) -> None:
+    """Write the state of a model with packed layers to a safetensors file.
+
+    Parameters and persistent buffers are written, and memory that several of them share is written once. A warning says
+    where a module has extra state of another kind, which is not written. A file that exists at `path` stays until the
+    new one is complete. What a killed process has left of an earlier try is removed.
+
+    Raises TypeError for what is no module; ValueError if the model has no packed layer, has tensors on the meta device,
+    or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file cannot be
+    written, as where the disk is full.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    modules = list(model.named_modules(remove_duplicate=False))
+    packed = {name: module for name, module in modules if isinstance(module, PackedWeight)}
+    layers = {name: one.get_extra_state() for name, one in packed.items() if not isinstance(one, PackedExperts)}
+    experts = {parameter_name(name): one.get_extra_state() for name, one in packed.items() if name not in layers}
+    if not packed:
+        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    state = _tensors(model)
+    state |= _shared_scales(packed, state)
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
+    for key in model.state_dict():
+        name = key.rpartition(".")[0]
+        if _is_extra_state(key) and name not in packed:
+            warnings.warn(f"{path}: the extra state of {name!r} is not written", stacklevel=2)
+    check_model(packed, state)
+    tensors, sharing = arrange(state)
+    metadata = {_METADATA: json.dumps({"layers": layers, "experts": experts, **vars(sharing)})}
+    write_atomically(path, lambda file: write_tensors(tensors, file, metadata))
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model by name: the objects, not detached copies."""
+    state = model.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)}
+
+
+def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The linear scales, in a state, of packed layers that have them swizzled; one tensor where layers share them."""
+    made: dict[tuple, torch.Tensor] = {}
+    swizzled = (
+        (f"{name}.weight_scales".removeprefix("."), one)
+        for name, one in packed.items()
+        if one.scale_layout == "swizzled"
+    )
+    return {name: made.setdefault(_place(layer), state[name]) for name, layer in swizzled if name in state}
+
+
+def _place(layer: PackedWeight) -> tuple:
+    """Equal for layers whose block scales are the same memory, read alike."""
+    scales = layer.weight_scales
+    return scales.untyped_storage()._cdata, scales.storage_offset(), buffer_shapes(layer)["weight_scales"]
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_packed(
+    model: nn.Module,
+    path: str | PathLike,
+    device: str | torch.device | None = None,
+    *,
+    recipe: str | dict | Recipe | Path | None = None,
+) -> None:
+    """Replace layers and fill tensors of an unpacked model by those of a file, in place.
+
+    model: of the same architecture as the model that was saved.
+    path: a file of `save_packed`; or a checkpoint, as a directory or as a file beside its configuration: of ModelOpt or
+        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it
+        holds one by one become packed experts of a transformers model; see `docs/experts.md` for their scales.
+    device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
+    recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
+        format, in the layers that its rules do not skip. None leaves activations as they come.
+
+    Tensors that shared memory when the file was written share it again. Everything is checked before the model is
+    changed.
+
+    Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
+    that is broken or of no known kind, for scales that no finite weight has, for layers and experts that the model
+    does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors that
+    share memory in the model and differ in the file, for buffers on the meta device that the file does not have, for a
+    recipe that does not go with the file, and what `backend` raises for a bad recipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    target = _device(device)
+    states, stored, sharing = _contents(model, path, recipe)
+    with naming(path):
+        packed = places_of(model, *states)
+    replaced = set().union(*(place.replaced for place in packed))
+    kept = {name: tensor for name, tensor in _tensors(model).items() if name not in replaced}
+    _add_tied(stored, kept)
+    _check_meta(model, replaced | kept.keys())
+    with naming(path):
+        expected = _expected(kept, packed)
+        _check_tensors(stored, expected)
+        _check_sharing(sharing, expected)
+        check_buffers(_buffers(packed, stored))
+        _check_twins(stored, packed)
+        check_shared(stored, kept)
+    _insert(model, packed, stored, target)
+    _materialise(model, stored, target)
+    for name, tensor in kept.items():
+        if not tensor.is_meta:
+            _fill(tensor, stored[name])
+    if sharing is not None:
+        share(model, sharing)
+    _lay_out_scales(model)  # at the end, because files describe views of linear scales
+    leave_fast_paths(model)
+    save_as_packed(model)
+
+
+def _contents(
+    model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
+) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
+    """What `_read` gives, of a file of `save_packed` or of a checkpoint that others wrote."""
+    place = Path(path)
+    if place.is_dir() or _METADATA not in read_metadata(place):
+        chosen = None if recipe is None else resolve(recipe)
+        contents = read_published(read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG)), chosen)
+        with naming(path):
+            contents = in_model(model, contents, published_names(model))
+        return (contents.layers, contents.experts), contents.tensors, None
+    if recipe is not None:
+        raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")
+    return _read(place)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=chosen)
+    except (TypeError, RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"device: expected one that tensors can be on, got {device!r}: {error}") from None
+    if chosen.type == "meta":
+        raise ValueError("device: tensors on the meta device have no values; allowed are those that hold tensors")
+    return chosen
+
+
+def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
+    """(states of the packed layers and of the packed experts, tensors by name, which of them share memory) of a file.
+
+    The last is None for a file of version 0.1.
+    """
+    metadata, tensors = read_metadata(path)[_METADATA], read_tensors(path)
+    with naming(path):
+        states, sharing, old = _parse(metadata)
+        return states, restored(tensors, sharing), None if old else sharing
+
+
+def _parse(metadata: str) -> tuple[States, Sharing, bool]:
+    """(states of packed layers and experts, which tensors share memory, whether the file is of version 0.1)."""
+    try:
+        content = parse_json(metadata)
+        if not isinstance(content, dict):
+            raise ValueError(f"expected an object, got {type(content).__name__}")
+        states: Any = content.get("layers"), content.get("experts", {})  # files of version 0.1 lack experts
+        check_states(*states)
+        return states, sharing_of(content), "views" not in content
+    except ValueError as error:
+        raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
+
+
+# ---------------------------------------------------------------- checks before the model is touched
+
+
+def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, tuple]:
+    """The shape and dtype of every tensor that the packed model will have, by name."""
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
+    for place in packed:
+        shapes = buffer_shapes(place.like())
+        expected |= {f"{name}.{buffer}": shape for name in place.names for buffer, shape in shapes.items()}
+    return expected
+
+
+def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+    """Add the tensors that a file has under another name of the same tensor of the model, as of tied embeddings.
+
+    kept: the tensors of the model that the file will fill.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in kept.items():
+        if name in stored:
+            first.setdefault(id(tensor), name)
+    stored |= {name: stored[first[id(t)]] for name, t in kept.items() if name not in stored and id(t) in first}
+
+
+def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
+    """Raise where tensors of a file are missing, unknown, or of another shape or dtype than expected.
+
+    Tensors of bytes for which a dtype of one byte is expected become tensors of that dtype.
+    """
+    for name, (shape, dtype) in expected.items():
+        if name not in stored:
+            raise ValueError(f"tensor {name!r} is missing")
+        if stored[name].dtype == torch.uint8 and is_byte_float(dtype):
+            stored[name] = stored[name].view(dtype)
+        found = stored[name]
+        if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+            raise ValueError(
+                f"tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}"
+            )
+    unknown = sorted(name for name in set(stored) - set(expected) if not _is_extra_state(name))
+    if unknown:
+        raise ValueError(f"the model has no {unknown[0]!r}")
+
+
+def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
+    """Raise where what shares memory in a file is no tensor of the model. Files may hold extra state besides those."""
+    views, aliases = ({}, {}) if sharing is None else (sharing.views, sharing.aliases)
+    named = {*views, *(source for source, *_ in views.values()), *aliases, *aliases.values()}
+    if named - expected.keys():
+        raise ValueError(f"the model has no {min(named - expected.keys())!r}")
+
+
+def _buffers(packed: list[Place], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those tensors of a file that are buffers of packed layers, by name."""
+    names = (f"{name}.{buffer}" for place in packed for name in place.names for buffer in BUFFERS)
+    return {name: stored[name] for name in names if name in stored}
+
+
+def _check_twins(stored: dict[str, torch.Tensor], packed: list[Place]) -> None:
+    """Raise where the file has different packed weights under several names of one layer of the model."""
+    for place in packed:
+        for buffer in BUFFERS:
+            found = [stored[key] for name in place.names if (key := f"{name}.{buffer}") in stored]
+            if not all(same_bits(tensor, found[0]) for tensor in found):
+                names = " and ".join(map(repr, place.names))
+                raise ValueError(f"{names} are one layer of the model, the file has different weights for them")
+
+
+def _check_meta(model: nn.Module, restored: set[str]) -> None:
+    """Raise where a tensor of the model is on the meta device, and loading does not give it values."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if tensor.is_meta and name not in restored:
+            raise ValueError(f"model: {name!r} is on the meta device, and the file has only parameters and persistent "
+                             "buffers: give it values first")  # fmt: skip
+
+
+# ---------------------------------------------------------------- changing the model
+
+
+def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
+    """Put the packed layers into the model. Empties the list `packed` on the way, to free each weight."""
+    made: dict[tuple, PackedWeight] = {}
+    while packed:
+        place = packed.pop(0)
+        name = place.names[0]
+        # A layer that the model holds in several places stays one layer if the file has one weight for all of them.
+        key = (id(place.holder), stored[f"{name}.weight_data"].data_ptr())
+        if key not in made:
+            layer = made[key] = place.empty()
+            device = target if place.weight.is_meta else place.weight.device
+            for buffer in buffer_shapes(layer):
+                setattr(layer, buffer, stored[f"{name}.{buffer}"].to(device))
+        place.put(model, made[key])
+        del place  # frees the weight
+
+
+def _lay_out_scales(model: nn.Module) -> None:
+    """Let the scales of the packed layers lie as their devices multiply them. Layers that share them still do."""
+    sharing: dict[tuple, list[PackedWeight]] = {}
+    for layer in model.modules():
+        if isinstance(layer, PackedWeight) and layer.weight_scales is not None:
+            layout = layer.scale_layout_on(layer.weight_scales.device)
+            if layout != layer.scale_layout:
+                sharing.setdefault((layout, *_place(layer)), []).append(layer)
+    for (layout, *_), layers in sharing.items():
+        scales = layers[0].scales_as(layout, layers[0].weight_scales)
+        for layer in layers:
+            layer.weight_scales = scales
+
+
+def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torch.device) -> None:
+    """Replace the tensors on the meta device by stored ones; one object in several places stays one object."""
+    made: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for tensors in (module._parameters, module._buffers):
+            for child, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _made_of(tensor, stored[f"{path}.{child}" if path else child].to(target))
+                tensors[child] = made[id(tensor)]
+
+
+def _made_of(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A tensor or parameter with these values, and with what else the old one has."""
+    new = nn.Parameter(values, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else values
+    vars(new).update(vars(old))
+    return new
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if repeats(tensor):  # torch refuses to write to such a tensor
+        tensor.data = values.to(tensor.device)
+        return
+    with torch.no_grad():
+        tensor.copy_(values)

@@ -1,0 +1,235 @@
+"""`PackedLinear`: the module that `fp4compile.pack_` puts in the place of a linear layer, and what it can replace."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fp4compile.formats import formats
+from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
+
+_KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+# The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as the one of weight_norm does.
+_REFUSED_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward hook",
+    "_state_dict_hooks": "a state-dict hook",
+    "_state_dict_pre_hooks": "a state-dict hook",
+    "_load_state_dict_pre_hooks": "a state-dict hook",
+    "_load_state_dict_post_hooks": "a state-dict hook",
+}
+
+
+class PackedLinear(PackedWeight):
+    """A linear layer for inference whose weight is block-scaled: y = x @ W^T + bias.
+
+    weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
+        move between devices and are never cast. The block scales lie as the device multiplies them, see
+        `weights.scale_layout`: swizzled where it does so natively, else linear. In a state dict they are linear.
+    bias: a parameter [out_features], or None. It is cast as in every module.
+    weight_dtype: the dtype of `weight`. At first it is that of the layer that was packed; casts such as `.half()` set
+        it.
+    in_first: whether `weight` is [in, out], as in the Conv1D of transformers, and not [out, in].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        layer_format: LayerFormat,
+        bias: nn.Parameter | None,
+        *,
+        weight_dtype: torch.dtype = torch.float32,
+        in_first: bool = False,
+    ):
+        super().__init__(None, in_features, out_features, layer_format, weight_dtype, in_first)
+        self.bias = bias
+
+    @classmethod
+    def pack(cls, linear: nn.Module, layer_format: LayerFormat, scale_rule: str = "amax") -> "PackedLinear":
+        """The packed form of a linear layer. The weight is quantised along the in features.
+
+        scale_rule: how its block scales are chosen, see `reference_scales`.
+
+        Under autocast, it is cast first, as autocast casts it before a product.
+        """
+        packed = cls.in_place_of(linear, layer_format)
+        packed.store(linear.weight, scale_rule)
+        return packed
+
+    @classmethod
+    def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
+        """A packed layer that still lacks its weight, with all else of a linear layer.
+
+        It has the layer's sizes, its bias, its forward hooks, its attributes and its training mode.
+        """
+        in_features, out_features = sizes(linear)
+        dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
+        packed = cls(in_features, out_features, layer_format, linear.bias, weight_dtype=dtype, in_first=in_first)
+        # The packed layer takes over the dictionaries of hooks, because the handles that remove hooks refer to them.
+        packed.__dict__.update({name: getattr(linear, name) for name in _KEPT_HOOKS})
+        packed.__dict__.update(_attributes(linear))
+        return packed.train(linear.training)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight that the layer multiplies with, dequantised anew at each access, in weight_dtype.
+
+        It has the shape of the weight that was packed. It is an inference tensor, so that writing to it, which would
+        not change the layer, raises (writing through `.data` does not).
+        """
+        dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
+        with torch.inference_mode():
+            weight = torch.ops.fp4compile.dequantize(
+                self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features,
+                dtype,
+            ).to(self.weight_dtype)  # fmt: skip
+            return weight.t() if self.in_first else weight
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError("weight: that of a packed layer cannot be assigned; assign it before packing")
+        super().__setattr__(name, value)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
+
+        Raises TypeError for another dtype or what is no dense tensor, ValueError for another last dimension,
+        RuntimeError where a gradient would have to pass to the input or to the bias.
+        """
+        self._check(input)
+        if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            raise RuntimeError("a packed layer has no gradient: run it under torch.no_grad() or torch.inference_mode()")
+        dtype = autocast_dtype(input.device)
+        input = input if dtype is None else input.to(dtype)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return torch.ops.fp4compile.scaled_mm(
+            *self._activation(input), self.layer_format.activation,
+            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, bias, input.dtype,
+        ).view(*input.shape[:-1], self.out_features)  # fmt: skip
+
+    def _check(self, input: torch.Tensor) -> None:
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input: expected a torch.Tensor, got {type(input).__name__}")
+        if input.is_nested:
+            raise TypeError("input: expected a dense tensor, got a nested one")
+        if input.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"input: dtype {input.dtype} cannot be multiplied; allowed are bfloat16, float16, float32")
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
+            raise ValueError(f"input: expected shape (..., {self.in_features}), got {tuple(input.shape)}")
+
+    def _activation(self, x: torch.Tensor) -> tuple:
+        x = x.reshape(-1, self.in_features)
+        if self.layer_format.activation is None:
+            return x, None, None
+        fmt, outer = formats.get(self.layer_format.activation), None
+        if self.layer_format.activation_outer is not None:
+            outer = torch.full((), self.layer_format.activation_outer, device=x.device)
+        # Both operands lie alike: the matrix units read swizzled scales of both.
+        layout = self.scale_layout
+        data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
+        return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
+
+    def extra_repr(self) -> str:
+        activation = self.layer_format.activation or "as it comes"
+        return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
+
+
+# ---------------------------------------------------------------- what can be packed
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is an `nn.Linear`, a layer of a subclass, or the Conv1D of transformers."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D: y = x @ W + bias with W [in, out], as in GPT-2.
+
+    The class is compared by name, so that transformers need not be installed.
+    """
+    return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def sizes(linear: nn.Module) -> tuple[int, int]:
+    """(in features, out features) of a linear layer."""
+    return (linear.nx, linear.nf) if _is_conv1d(linear) else (linear.in_features, linear.out_features)
+
+
+def obstacle(linear: nn.Module) -> str | None:
+    """Why a packed layer could not replace this linear layer with the same behaviour; None where it could."""
+    if parametrize.is_parametrized(linear):
+        return f"parametrised: {', '.join(linear.parametrizations)}"
+    if not (type(linear) is nn.Linear or _is_conv1d(linear)):
+        return f"class {type(linear).__name__} is a subclass of Linear"
+    extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]
+    if extra:  # weight_norm, spectral_norm and pruning add some, for example
+        return f"it holds more than weight and bias: {', '.join(sorted(extra))}"
+    return _odd_tensors(linear) or _odd_hooks(linear) or _odd_attributes(linear)
+
+
+def _odd_tensors(linear: nn.Module) -> str | None:
+    inner, outer = sizes(linear)
+    shapes = {"weight": (inner, outer) if _is_conv1d(linear) else (outer, inner), "bias": (outer,)}
+    for name, shape in shapes.items():
+        tensor = linear._parameters.get(name)
+        if tensor is None and name == "bias":
+            continue
+        if type(tensor) is not nn.Parameter:  # a DTensor, or another library's packed weight
+            return f"its {name} is a {type(tensor).__name__}"
+        if tuple(tensor.shape) != shape:
+            return f"its {name} has shape {tuple(tensor.shape)}"
+    dtype = linear.weight.dtype
+    return None if dtype in FLOAT_DTYPES else f"dtype {str(dtype).removeprefix('torch.')}"
+
+
+def _odd_hooks(linear: nn.Module) -> str | None:
+    found = next((what for name, what in _REFUSED_HOOKS.items() if getattr(linear, name)), None)
+    return None if found is None else f"it has {found}"
+
+
+def _odd_attributes(linear: nn.Module) -> str | None:
+    for name in _attributes(linear):
+        if hasattr(type(linear), name) or hasattr(PackedLinear, name) or name in _OWN:
+            return f"its attribute {name!r} stands in the way of the class's"
+    return None
+
+
+def _attributes(linear: nn.Module) -> dict[str, Any]:
+    """The attributes that were set on a layer, besides those that every linear layer has."""
+    standard = vars(nn.Module()).keys() | (set() if _is_conv1d(linear) else {"in_features", "out_features"})
+    return {name: value for name, value in vars(linear).items() if name not in standard}
+
+
+# The attributes of a packed layer itself.
+_OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(BUFFERS)
+
+
+def replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the submodule of that name. Raises ValueError for "", the model itself."""
+    parent, _, child = name.rpartition(".")
+    if not name:
+        raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
+    setattr(model.get_submodule(parent), child, module)
+
+
+# ---------------------------------------------------------------- torch's transformer encoders
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Make torch's transformer encoders call their packed layers.
+
+    In inference, an encoder layer takes a fast path that reads `linear1.weight` and calls no linear layer, so the
+    activations of a packed layer would not be quantised. An encoder also gives its layers nested tensors. The two
+    attributes set here switch off both. torch itself sets them so where the fast path does not apply, such as for
+    other activation functions.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(isinstance(child, PackedLinear) for child in module.children()):
+                module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(m, PackedLinear) for m in module.modules()):
+            module.use_nested_tensor = False

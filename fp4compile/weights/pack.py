@@ -1,0 +1,242 @@
+"""`pack_`: store the weights of a model packed, in place of its parameters. `weights.files` writes and reads the result.
+
+The backend keeps packed weights beside the parameters (`weights.cache`). `pack_` removes the parameters, so that a model
+needs less memory. A packed layer computes what the compiled layer would compute, with the same bits, both eagerly and
+compiled.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
+from fp4compile.formats import formats
+from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.report.report import Report, Row
+from fp4compile.weights.buffers import LayerFormat
+from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
+from fp4compile.weights.experts import obstacle as experts_obstacle
+from fp4compile.weights.integration import save_as_packed
+from fp4compile.weights.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, replace, sizes
+
+UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
+
+
+def pack_(
+    model: nn.Module,
+    recipe: str | dict | Recipe | Path | None = None,
+    *,
+    contracted: Mapping[str, int] | None = None,
+) -> Report:
+    """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
+
+    recipe: as for `fp4compile.backend`; what it says of the forward product decides.
+    contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
+        multiplied: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. The experts of
+        transformers mostly say it themselves (`is_transposed`).
+
+    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer that has several names in the
+    model is packed once. Left alone, with a reason in the report, are layers of a subclass, parametrised layers, layers
+    with other hooks than forward hooks, and layers whose weight another linear layer has too. A weight that an
+    embedding has too stays with the embedding.
+
+    Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
+    reads them dequantised; compiled by `fp4compile.backend`, their products are those of the codes. A parameter of
+    which nothing says what is contracted is left alone.
+
+    Each weight is freed on the way. Packed layers are for inference. They keep the forward hooks and the attributes of
+    the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are cast before
+    they are quantised, as in a run.
+
+    Returns a report of what was packed, and of why the rest was not. Warns of rules that decide about no layer.
+
+    Raises TypeError for what is no module, ValueError for a model that is itself a linear layer, TypeError or
+    ValueError for a bad `contracted`, and what `backend` raises for a bad recipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    chosen = resolve(recipe)
+    known = check_contracted({} if contracted is None else contracted)
+    places = _places(model)
+    experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
+    _warn_of_rules(model, chosen, places)
+    report = Report(chosen.name)
+    choice = _Choice(model, chosen, places, experts)
+    for names in places:  # names, because a list of the modules would keep the weights alive
+        linear = model.get_submodule(names[0])
+        layer_format, note = choice.layer_format(names, linear)
+        if isinstance(layer_format, LayerFormat):
+            packed = PackedLinear.pack(linear, layer_format, chosen.scale_rule(layer_format.weight))
+            for name in names:
+                replace(model, name, packed)
+        report.add([_row(names[0], linear, layer_format, chosen, note)], {})
+        del linear
+    for one in experts:
+        layer_format, note = choice.experts_format(one)
+        row = _experts_row(one, layer_format, chosen, note)
+        if isinstance(layer_format, LayerFormat):
+            rule = chosen.scale_rule(layer_format.weight)
+            pack_parameter(one.place, layer_format, bool(one.in_first), rule)
+        report.add([row] if row else [], {})
+    leave_fast_paths(model)
+    save_as_packed(model)
+    return report
+
+
+# A format, or the reason why a weight is left alone; and in what a packed one differs from what the recipe says.
+_Found = tuple[LayerFormat | str, str | None]
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """A parameter that may be the weights of experts. in_first: as `experts.in_first` gives it."""
+
+    place: Place
+    in_first: bool | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(in features, out features), as if in came last where nothing tells."""
+        _, rows, columns = self.place.parameter.shape
+        return (rows, columns) if self.in_first else (columns, rows)
+
+
+def _places(model: nn.Module) -> list[list[str]]:
+    """The names of each linear layer: one name for every attribute of a module that holds the layer."""
+    found: dict[int, list[str]] = {id(module): [] for module in model.modules() if is_linear(module)}
+    if is_linear(model):
+        found[id(model)].append("")
+    for path, parent in model.named_modules():
+        for child, module in parent._modules.items():
+            if id(module) in found:
+                found[id(module)].append(f"{path}.{child}" if path else child)
+    return list(found.values())
+
+
+class _Choice:
+    """Decides what a recipe makes of each linear layer and of each weight of experts of a model.
+
+    around: what the recipe must know of the whole model. linears: the names of the linear layers that hold each
+    parameter, by the parameter's id. elsewhere: the ids of the parameters that other modules hold, and how many do.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
+        self.recipe = recipe
+        parameters = [clean_name(name) for name, _ in model.named_parameters()]
+        parameters += [clean_name(name) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
+        layers = {names[0]: _layer(names[0], sizes(model.get_submodule(names[0])), recipe) for names in places}
+        layers |= {one.place.names[0]: _layer(one.place.names[0], one.sizes, recipe, experts=True) for one in experts}
+        self.around = Model.of(recipe, parameters, [layers[name] for name in _in_order(model) if name in layers])
+        # By id, because references to modules or parameters would keep the weights alive.
+        self.linears: dict[int, list[str]] = {}
+        for names in places:
+            for parameter in model.get_submodule(names[0]).parameters(recurse=False):
+                self.linears.setdefault(id(parameter), []).append(names[0])
+        others = (module for module in model.modules() if not is_linear(module))
+        self.elsewhere = Counter(id(parameter) for module in others for parameter in module._parameters.values())
+
+    def layer_format(self, names: list[str], linear: nn.Module) -> _Found:
+        """The format that a layer is packed in, or the reason why it is left alone; and a note for the report."""
+        reason = obstacle(linear)
+        if reason is not None:
+            return reason, None
+        tied = [name for name in self.linears[id(linear.weight)] if name != names[0]]
+        if tied:
+            return f"its weight is that of {tied[0]!r} too", None
+        tied_elsewhere = id(linear.weight) in self.elsewhere
+        return self._format([_layer(name, sizes(linear), self.recipe, tied_elsewhere) for name in names], names)
+
+    def experts_format(self, one: _Experts) -> _Found:
+        """The same for the weights of experts."""
+        if one.in_first is None:
+            return UNKNOWN_DIMENSION, None
+        reason = experts_obstacle(one.place)
+        if reason is not None:
+            return reason, None
+        key = id(one.place.parameter)
+        if self.elsewhere[key] + len(self.linears.get(key, ())) > 1:
+            return "another module has the same parameter", None
+        names = one.place.names
+        found, note = self._format([_layer(name, one.sizes, self.recipe, experts=True) for name in names], names)
+        if isinstance(found, LayerFormat) and found.activation and formats.get(found.activation).square:
+            return f"format {found.activation} has square blocks, and groups may have any number of rows", None
+        return found, note
+
+    def _format(self, layers: list[Layer], names: Sequence[str]) -> _Found:
+        """What the recipe makes of a layer. layers: one for each of its names."""
+        layer_recipe, reason = self._decide(layers, names)
+        if layer_recipe is None or reason is not None:
+            return str(reason), None  # without a recipe there is always a reason
+        if layer_recipe.fprop_w is None:
+            return f"recipe {layer_recipe.name} leaves weights in high precision", None
+        if layer_recipe.activation_scale == "dynamic":
+            return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x), None
+        outer = next((scale for layer in layers if (scale := self.recipe.static_scale(layer.name)) is not None), None)
+        note = NOT_CALIBRATED if outer is None else None
+        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer), note
+
+    def _decide(self, layers: list[Layer], names: Sequence[str]) -> tuple[Recipe | None, str | None]:
+        """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
+        decisions = [of_layer(layer, self.recipe, self.around) for layer in layers]
+        if any(decision != decisions[0] for decision in decisions):
+            return None, f"the recipe treats it differently under its names {', '.join(names)}"
+        return decisions[0]
+
+
+def _in_order(model: nn.Module) -> Iterator[str]:
+    """The names of modules and parameters, as far as it goes in the order in which the model runs."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield path
+        yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
+
+
+def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False, *, experts: bool = False) -> Layer:
+    inner, outer = sizes
+    parameter = name if experts else f"{name}.weight"
+    # The number of tokens is unknown here, and counts as large enough.
+    return Layer(module_name(clean_name(parameter)), (recipe.min_m, outer, inner), tied, experts=experts)
+
+
+def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row:
+    weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
+    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed, recipe, note)
+
+
+def _experts_row(one: _Experts, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row | None:
+    """The row of a parameter; None for one that is no weight of experts by its shape."""
+    parameter = one.place.parameter
+    if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like
+        return None
+    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed, recipe, note)
+
+
+def _row_of(
+    name: str, sizes: tuple[int, int], dtype: torch.dtype | None, packed: LayerFormat | str, recipe: Recipe,
+    note: str | None,
+) -> Row:  # fmt: skip
+    inner, outer = sizes
+    rule = None
+    if isinstance(packed, str):
+        left, right, reason = None, None if dtype is None else str(dtype).removeprefix("torch."), packed
+    else:
+        left, right, reason = packed.activation, packed.weight, None
+        rule = recipe.scale_rule(packed.weight)
+    return Row(
+        name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
+        weight_scales=None if rule == "amax" else rule, note=note,
+    )  # fmt: skip
+
+
+def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) -> None:
+    # To the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
+    matrices = (name for name, parameter in model.named_parameters() if parameter.dim() > 1)
+    names = [*(name for group in places for name in group), *map(module_name, matrices)]
+    for rule in unmatched_rules(recipe, map(clean_name, names)):
+        known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
+        warnings.warn(f"recipe {recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=3)

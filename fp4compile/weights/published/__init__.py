@@ -1,0 +1,1 @@
+"""Checkpoints that other tools have written."""

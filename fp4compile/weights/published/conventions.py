@@ -1,0 +1,233 @@
+"""The layouts of NVFP4, MXFP8 and MXFP4 checkpoints that ModelOpt and compressed-tensors write, as packed layers.
+
+Both store what a packed layer stores: codes, linear block scales, outer scales. They differ in the tensors' names, in
+where they say what is quantised, and in the direction of the outer scale:
+
+    ModelOpt             multiplies: weight_scale_2 = amax / 2688. value = code * block scale * weight_scale_2
+    compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
+
+Sources: the exports of nvidia-modelopt 0.47 and compressed-tensors 0.20.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4compile.formats import formats
+from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.reference import NVFP4_MAX
+from fp4compile.recipe import Recipe
+from fp4compile.weights.buffers import LayerFormat
+from fp4compile.weights.published.gpt_oss import has_mxfp4_experts, read_mxfp4_experts
+from fp4compile.weights.published.quantization_config import (
+    Scheme,
+    Schemes,
+    compressed_schemes,
+    member,
+    modelopt_schemes,
+)
+from fp4compile.weights.published.shards import Checkpoint, Contents, naming
+from fp4compile.weights.scale_checks import TINY, check_block_scales, check_outer
+from fp4compile.weights.sharing import is_byte_float
+
+_SCALES = "weight_scale"
+_CACHE_SCALES = (".k_scale", ".v_scale")
+# Where the outer scale is out of the range that these largest values give, it is taken for its reciprocal. No weight
+# is as large as 2688, whose outer scale is 1. An activation is below the largest fp16.
+_LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
+HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a library stores a packed layer.
+
+    data: the name of the codes, given a format. outer, activation_outer: the names of the outer scales. divides:
+    whether these are divisors. schemes: what a configuration says of layers; it raises ValueError for what is unknown.
+    """
+
+    name: str
+    data: Callable[[str], str]
+    outer: str
+    activation_outer: str
+    divides: bool
+    schemes: Callable[[dict[str, Any]], Schemes]
+
+    def tensor_names(self, scheme: Scheme) -> dict[str, str]:
+        """Buffer of a packed layer -> name of the tensor; "activation_outer" is that of the activation's scale."""
+        named = {"weight_data": self.data(scheme.weight), "weight_scales": _SCALES}
+        if formats.get(scheme.weight).outer:
+            named["weight_outer"] = self.outer
+        if scheme.static:
+            named["activation_outer"] = self.activation_outer
+        return named
+
+
+MODELOPT = Layout("modelopt", lambda fmt: "weight", "weight_scale_2", "input_scale", False, modelopt_schemes)
+COMPRESSED_TENSORS = Layout(
+    "compressed-tensors", lambda fmt: "weight_packed" if formats.get(fmt).packed else "weight",
+    "weight_global_scale", "input_global_scale", True, compressed_schemes,
+)  # fmt: skip
+LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Contents:
+    """A checkpoint in one of the layouts, or gpt-oss'. recipe: for the latter alone, see `load_packed`.
+
+    Raises ValueError, naming the tensor or the configuration, for a layout or algorithm that is not known, for tensors
+    that are missing or of another dtype or shape, for scales that are NaN, negative or infinite, for outer scales that
+    look like the reciprocals of what the layout stores, and for a recipe that does not go with the checkpoint.
+    """
+    if has_mxfp4_experts(checkpoint.tensors):
+        with naming(checkpoint.path):
+            return read_mxfp4_experts(checkpoint.tensors, recipe)
+    layout, file, config = _recognised(checkpoint)
+    if recipe is not None:
+        raise ValueError(f"recipe: a checkpoint of {layout.name} says itself how its layers multiply; expected None")
+    tensors = _without_cache_scales(checkpoint, config)
+    suffixes = (f".{_SCALES}", ".weight_packed")
+    marked = {name.rpartition(".")[0] for name in tensors if name.endswith(suffixes)}
+    bytes_alone = {name.rpartition(".")[0] for name, tensor in tensors.items() if _is_codes(name, tensor)}
+    with naming(checkpoint.folder / file):
+        scheme_of = layout.schemes(config)
+        schemes = {layer: scheme_of(layer) for layer in sorted(marked | bytes_alone)}
+    with naming(checkpoint.path):
+        layers = {layer: _take(layout, scheme, layer, tensors) for layer, scheme in schemes.items()}
+    return Contents(layers, tensors=tensors)
+
+
+def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
+    """The layout, and the file and the part of it that say what is quantised."""
+    modelopt = _part(checkpoint, HF_QUANT_CONFIG, "quantization")
+    if modelopt:
+        return MODELOPT, HF_QUANT_CONFIG, modelopt
+    config = _part(checkpoint, CONFIG, "quantization_config")
+    with naming(checkpoint.folder / CONFIG):
+        layout = LAYOUTS.get(member(config, "quant_method", str, ""))
+    if layout is None:
+        raise ValueError(
+            f"{checkpoint.path}: was not written by fp4compile.save_packed, and neither {HF_QUANT_CONFIG} nor the "
+            f"quantization_config of {CONFIG} beside it names a layout; known are {', '.join(LAYOUTS)}"
+        )
+    return layout, CONFIG, config
+
+
+def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
+    """An object in a configuration; an empty one where there is none."""
+    with naming(checkpoint.folder / file):
+        return member(checkpoint.configs.get(file, {}), key, dict, {})
+
+
+def _without_cache_scales(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, without the scales of a quantised KV cache where the configuration says that there is one."""
+    if not (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")):
+        return dict(checkpoint.tensors)
+    warnings.warn(f"{checkpoint.path}: the KV cache is not quantised; its scales are not used", stacklevel=5)
+    return {name: tensor for name, tensor in checkpoint.tensors.items() if not name.endswith(_CACHE_SCALES)}
+
+
+def _is_codes(name: str, tensor: torch.Tensor) -> bool:
+    return name.endswith(".weight") and (tensor.dtype == torch.uint8 or is_byte_float(tensor.dtype))
+
+
+def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Rename the tensors of a layer to the buffers of a packed one; its state."""
+    named = {buffer: f"{layer}.{suffix}" for buffer, suffix in layout.tensor_names(scheme).items()}
+    for name in named.values():
+        if name not in tensors:
+            raise ValueError(f"tensor {name!r} is missing")
+    found = {buffer: tensors.pop(name) for buffer, name in named.items()}
+    rows, columns = _check_matrices(scheme, named, found)
+    for kind in ("weight", "activation"):
+        buffer = f"{kind}_outer"
+        if buffer in found:
+            outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
+            zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # which have no other scale
+            if outer * NVFP4_MAX >= _LARGEST[kind] and not zeros:
+                raise ValueError(_reciprocal(layout, named[buffer], outer))
+    static = found.pop("activation_outer", None)
+    state = LayerFormat(scheme.weight, scheme.activation, None if static is None else static.item())
+    tensors |= {f"{layer}.{buffer}": tensor for buffer, tensor in found.items()}
+    return vars(state) | {"in_features": columns, "out_features": rows}
+
+
+def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """(rows, columns) of a weight, whose codes and block scales are checked and get their own dtypes."""
+    fmt = formats.get(scheme.weight)
+    data, scales = found["weight_data"], found["weight_scales"]
+    for buffer, dtype in (("weight_data", fmt.data_dtype), ("weight_scales", fmt.scale_dtype)):
+        tensor = found[buffer]
+        if tensor.dtype == torch.uint8 and is_byte_float(dtype):
+            found[buffer] = tensor = tensor.view(dtype)
+        if tensor.dtype != dtype or tensor.dim() != 2:
+            raise ValueError(f"tensor {named[buffer]!r}: expected {dtype} of two dimensions, got {tensor.dtype} of "
+                             f"shape {tuple(tensor.shape)}")  # fmt: skip
+    rows, columns = data.shape[0], data.shape[1] * (2 if fmt.packed else 1)
+    expected = (rows, ceil_div(columns, fmt.block_cols))
+    if tuple(scales.shape) != expected:
+        codes = f"{fmt.block_cols} elements of {named['weight_data']!r} {(rows, columns)}"
+        raise ValueError(f"tensor {named['weight_scales']!r}: expected shape {expected}, one scale for {codes}; got "
+                         f"{tuple(scales.shape)}")  # fmt: skip
+    check_block_scales(named["weight_scales"], found["weight_scales"])
+    return rows, columns
+
+
+def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
+    """The outer scale by which values are decoded, float32 []."""
+    if stored.dtype != torch.float32 or stored.numel() != 1:
+        raise ValueError(f"tensor {name!r}: expected one float32, got {stored.dtype} of shape {tuple(stored.shape)}")
+    stored = stored.reshape(())
+    check_outer(name, stored, TINY)
+    return multiplier_of(stored) if layout.divides else stored
+
+
+def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
+    """The message for an outer scale, by which values would be decoded, that is taken for its reciprocal."""
+    kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
+    stored = 1 / outer if layout.divides else outer
+    return (f"tensor {name!r}: {stored.item():g}, as the {kinds[layout.divides]} of {layout.name}, would be of an amax "
+            f"of {outer.item() * NVFP4_MAX:g}; it looks like a {kinds[not layout.divides]}")  # fmt: skip
+
+
+# ---------------------------------------------------------------- multipliers and divisors
+
+
+def multiplier_of(divisor: torch.Tensor) -> torch.Tensor:
+    """amax / 2688 of 2688 / amax, float32 []. See `divisor_of`."""
+    return _converted(divisor, _divisor, _multiplier, _divisor(divisor))
+
+
+def divisor_of(multiplier: torch.Tensor) -> torch.Tensor:
+    """2688 / amax of amax / 2688, float32 [].
+
+    Where amax is a number of 16 bits, as it is for weights in bf16 or fp16, the result is that of this very amax: a
+    file that is read and written has the same bits. Otherwise it is the rounded reciprocal.
+    """
+    return _converted(multiplier, _multiplier, _divisor, multiplier * NVFP4_MAX)
+
+
+_Conversion = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _converted(given: torch.Tensor, to_given: _Conversion, to_other: _Conversion, amax: torch.Tensor) -> torch.Tensor:
+    """amax: about that of `given`."""
+    for dtype in (torch.bfloat16, torch.float16):
+        near = amax.to(dtype).float()
+        if torch.equal(to_given(near), given):
+            return to_other(near)
+    return torch.ones(()) / given
+
+
+# Tensor by tensor, because a number over a tensor is a product with a reciprocal in PyTorch, which rounds twice.
+def _multiplier(amax: torch.Tensor) -> torch.Tensor:
+    return amax / torch.tensor(NVFP4_MAX)
+
+
+def _divisor(amax: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(NVFP4_MAX) / amax

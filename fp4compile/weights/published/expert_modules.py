@@ -1,0 +1,195 @@
+"""Experts that a checkpoint holds one by one, put together as the parameters of a model.
+
+A parameter is [experts, out, in]: the experts are stacked, and the layers of each (gate and up) follow one another
+along the out features. Codes and block scales stay as they are. Of two other scales packed experts have fewer:
+
+- The outer scale of the weights is one an expert. Its layers must have the same, as those that ModelOpt exports have.
+- The static scale of the activations is one for all experts. It is the largest of theirs, by which nothing saturates
+  that did not before.
+"""
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fp4compile.analysis.module_names import packed_name
+from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.published.expert_names import Experts, PublishedNames, Target, expert_of
+from fp4compile.weights.published.shards import Contents
+from fp4compile.weights.sharing import is_byte_float
+
+
+def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Contents:
+    """The contents of a checkpoint under the names of a model, with its experts put together.
+
+    Takes tensors out of `contents` on the way, to free each. Experts that are not quantised become the parameter that
+    the model has. Warns where the activation scales of experts differ, and of tensors that are left out.
+
+    Raises ValueError, naming the tensor or the layer, where one of an expert is missing, has another shape than in the
+    model or another format than the others, where the outer scales of an expert's layers differ, where the model has no
+    such parameter, and where two tensors are the same one of the model.
+    """
+    _leave_unused(model, contents, names)
+    targets = {name: _target(name, contents, names) for name in contents.tensors}
+    found = Contents(experts=dict(contents.experts))
+    for layer, state in contents.layers.items():
+        target = names.layer(layer)
+        if not target.leaves:
+            found.layers[target.name] = state
+    known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
+    # What the model does not have keeps its name, by which the error that follows tells of it.
+    renamed = {name: target.name if target.name in known else name
+               for name, target in targets.items() if not target.leaves}  # fmt: skip
+    _rename(contents, renamed, found)
+    scales = [_put_together(model, experts, contents, found) for experts in _experts(targets)]
+    unknown = next(iter(contents.tensors), None)
+    if unknown is not None:
+        raise ValueError(f"the model has no {unknown.rpartition('.')[0]!r}")
+    if any(len(one) > 1 for one in scales):
+        warnings.warn("the static activation scales of the experts of a layer differ; the largest is used for all",
+                      stacklevel=4)  # fmt: skip
+    return found
+
+
+def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The layers of experts, and a copy of what each has of a tensor [experts, out, ...] or [experts].
+
+    The inverse of what `in_model` does with one tensor.
+    """
+    for expert, one in enumerate(tensor):
+        layers = experts.layers(expert)
+        rows = one.chunk(len(layers)) if one.dim() else [one] * len(layers)
+        yield from ((layer, part.clone()) for layer, part in zip(layers, rows, strict=True))
+
+
+def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
+    """Leave out what the model is known not to have, as the layers that predict further tokens; with a warning."""
+    present = set(model.state_dict())
+    layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
+    left = []
+    for name in contents.tensors:
+        weight = f"{layers[name]}.weight" if name in layers else name
+        if names.is_unused(weight) and names.target(weight).name not in present:
+            left.append(name)
+    for name in left:
+        del contents.tensors[name]
+        contents.layers.pop(layers.get(name, ""), None)
+    if left:
+        warnings.warn(f"some tensors of the checkpoint, such as {left[0]!r}, are not used: the class of the model "
+                      "leaves them out", stacklevel=5)  # fmt: skip
+
+
+def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
+    """Where a tensor belongs; the buffers of a packed layer where its weight does."""
+    layer, _, buffer = name.rpartition(".")
+    if layer not in contents.layers or buffer not in BUFFERS:
+        return names.target(name)
+    target = names.layer(layer)
+    return target if target.leaves else Target(f"{target.name}.{buffer}")
+
+
+def _rename(contents: Contents, renamed: dict[str, str], found: Contents) -> None:
+    """Move tensors from `contents` to `found`, under their new names."""
+    for name, target in renamed.items():
+        if target in found.tensors:
+            twins = [one for one in renamed if renamed[one] == target]
+            raise ValueError(f"tensors {twins[0]!r} and {twins[1]!r} are both {target!r} of the model")
+        found.tensors[target] = contents.tensors.pop(name)
+
+
+def _experts(targets: dict[str, Target]) -> list[Experts]:
+    """The parameters of experts of which a checkpoint has parts, each once."""
+    found: dict[Experts, None] = {}
+    for name, target in targets.items():
+        place = expert_of(name.rpartition(".")[0])
+        if target.leaves and place is not None:
+            found[Experts(target.name, place[0], target.leaves)] = None
+    return list(found)
+
+
+def _put_together(model: nn.Module, experts: Experts, contents: Contents, found: Contents) -> set[float | None]:
+    """Move the layers of experts from `contents` to `found`, as one parameter; the scales of their activations."""
+    if experts.name in found.tensors:
+        raise ValueError(f"the experts {experts.prefix!r} and another tensor are both {experts.name!r} of the model")
+    count, outer, inner = _shape(model, experts)
+    layers = [experts.layers(expert) for expert in range(count)]
+    flat = [layer for one in layers for layer in one]
+    _check(experts, flat, (outer // len(experts.leaves), inner), contents)
+    states = [contents.layers[layer] for layer in flat if layer in contents.layers]
+    if not states:
+        found.tensors[experts.name] = _stacked(contents, layers, "weight")
+        return set()
+    for buffer in BUFFERS:
+        if f"{flat[0]}.{buffer}" in contents.tensors:
+            join = _one_each if buffer == "weight_outer" else _stacked
+            found.tensors[f"{packed_name(experts.name)}.{buffer}"] = join(contents, layers, buffer)
+    outers = {state["activation_outer"] for state in states}
+    found.experts[experts.name] = states[0] | {
+        "activation_outer": None if None in outers else max(outers), "out_features": outer, "experts": count,
+        "in_first": False,
+    }  # fmt: skip
+    return outers
+
+
+def _shape(model: nn.Module, experts: Experts) -> tuple[int, int, int]:
+    """(experts, out features, in features) of a parameter of the model."""
+    try:
+        shape = tuple(model.get_parameter(experts.name).shape)
+    except AttributeError:
+        shape = ()
+    if len(shape) != 3:
+        raise ValueError(f"layer '{experts.layers(0)[0]}': the model has no parameter of experts {experts.name!r}")
+    return shape
+
+
+def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents: Contents) -> None:
+    """Raise where one of the layers of experts is missing, or has another shape, or another format than the first."""
+    for layer in layers:
+        if layer not in contents.layers and f"{layer}.weight" not in contents.tensors:
+            raise ValueError(f"tensor '{layer}.weight' is missing")
+        if (found := _sizes(contents, layer)) != shape:
+            raise ValueError(f"layer {layer!r}: the file has out and in features {found}, as a part of "
+                             f"{experts.name!r} the model has {shape}")  # fmt: skip
+        first, fmt = _format(contents, layers[0]), _format(contents, layer)
+        if first != fmt:
+            raise ValueError(f"layers {layers[0]!r} and {layer!r} are {first} and {fmt}; as parts of {experts.name!r} "
+                             "they must have the same format")  # fmt: skip
+
+
+def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:
+    """(out features, in features) of a layer, packed or not."""
+    state = contents.layers.get(layer)
+    if state is None:
+        return tuple(contents.tensors[f"{layer}.weight"].shape)
+    return state["out_features"], state["in_features"]
+
+
+def _format(contents: Contents, layer: str) -> str:
+    """How a layer is quantised, for a comparison and for a message."""
+    state = contents.layers.get(layer)
+    if state is None:
+        return f"{contents.tensors[f'{layer}.weight'].dtype}"
+    scale = "dynamic" if state["activation_outer"] is None else "static"
+    return f"{state['weight']} with {scale} activations in {state['activation']}"
+
+
+def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
+    """[experts, out, ...] of a tensor of the layers of each expert."""
+    parts = [contents.tensors.pop(f"{layer}.{tensor}") for one in layers for layer in one]
+    dtype = parts[0].dtype
+    # As bytes, because not every operator knows floating-point numbers of one byte.
+    stored = torch.uint8 if is_byte_float(dtype) else dtype
+    return torch.cat([part.view(stored) for part in parts]).unflatten(0, (len(layers), -1)).view(dtype)
+
+
+def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
+    """[experts] of a tensor [] that the layers of an expert have in common."""
+    scales = [[contents.tensors.pop(f"{layer}.{tensor}") for layer in one] for one in layers]
+    for one, names in zip(scales, layers, strict=True):
+        for scale, layer in zip(one, names, strict=True):
+            if not torch.equal(scale, one[0]):
+                raise ValueError(f"layers {names[0]!r} and {layer!r} have outer scales {one[0].item():g} and "
+                                 f"{scale.item():g}; as parts of one weight they must have the same")  # fmt: skip
+    return torch.stack([one[0] for one in scales])

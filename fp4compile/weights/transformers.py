@@ -1,0 +1,165 @@
+"""Packed models in transformers' `save_pretrained` and `from_pretrained`: the quantiser of quant_method "fp4compile".
+
+The quantization_config in config.json holds the state of every packed layer, so the skeleton on the meta device gets
+its packed layers before any weight is read, and no weight in high precision is ever made.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fp4compile.analysis.module_names import packed_name, parameter_name
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes
+from fp4compile.weights.experts import PackedExperts
+from fp4compile.weights.linear import leave_fast_paths
+from fp4compile.weights.replacements import LinearPlace, Place, check_states, places_of
+from fp4compile.weights.scale_checks import check_buffers
+from fp4compile.weights.sharing import is_byte_float, storable
+
+METHOD = "fp4compile"
+
+
+class Fp4CompileConfig(QuantizationConfigMixin):
+    """The quantization_config of a packed model.
+
+    layers, experts: the states of the packed layers and experts, by name, as modules give them for state dicts.
+    """
+
+    def __init__(self, layers: dict[str, dict], experts: dict[str, dict], quant_method: str = METHOD):
+        self.quant_method = quant_method  # type: ignore[assignment]  # which is no member of transformers' enum
+        self.layers, self.experts = layers, experts
+
+
+class Fp4CompileQuantizer(HfQuantizer):
+    """Loads and saves packed models."""
+
+    quantization_config: Fp4CompileConfig
+
+    def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.waiting: list[tuple[Place, PackedWeight, _Shell]] = []
+
+    # ------------------------------------------------------------ loading
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError where the checkpoint is not packed."""
+        if not self.pre_quantized:
+            raise ValueError("quantization_config: the checkpoint is not packed; load it without, and call "
+                             "fp4compile.pack_")  # fmt: skip
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        config = self.quantization_config
+        check_states(config.layers, config.experts)
+        for place in places_of(model, config.layers, config.experts):
+            packed = place.empty()
+            shell = _Shell(packed, place.weight, getattr(packed, "bias", None))
+            self.waiting.append((place, packed, shell))
+            place.put(model, shell)
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for place, _, shell in self.waiting:
+            if shell.missing:
+                raise ValueError(f"tensor '{place.names[0]}.{min(shell.missing)}' is missing in the checkpoint")
+        for place, packed, shell in self.waiting:
+            buffers = {name: getattr(shell, name).view(dtype) for name, (_, dtype) in buffer_shapes(packed).items()}
+            check_buffers({f"{place.names[0]}.{name}": tensor for name, tensor in buffers.items()})
+            for name, tensor in buffers.items():
+                setattr(packed, name, tensor)
+            _put(model, place, packed, shell)
+            packed.lay_out_scales()
+        self.waiting.clear()
+        leave_fast_paths(model)
+        return model
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Codes, scales and outer scales keep their dtype: it is that of the skeleton's buffers."""
+        return dtype
+
+    # ------------------------------------------------------------ saving
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
+        """The tensors as files hold them. The configuration is brought up to date, which is saved after this."""
+        self.quantization_config.__dict__.update(vars(config_of(model)))
+        state = model.state_dict().items()
+        return {name: storable(tensor.detach()) for name, tensor in state if isinstance(tensor, torch.Tensor)}, {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class _Shell(nn.Module):
+    """What stands in a packed layer's place while weights are loaded: its buffers, scales and FP8 codes as bytes.
+
+    missing: the buffers that were not loaded. transformers puts uninitialised memory there, and warns; what it has
+    loaded bears its mark.
+    """
+
+    def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
+        super().__init__()
+        self.bias = bias
+        self.weight = (weight,)  # in a tuple, so that it is no parameter
+        self.missing = set(buffer_shapes(packed))
+        for name, (shape, dtype) in buffer_shapes(packed).items():
+            stored = torch.uint8 if is_byte_float(dtype) else dtype
+            self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
+
+    def forward(self) -> nn.Parameter:
+        """The weight on the meta device, for code of transformers that would initialise it."""
+        return self.weight[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(value, "_is_hf_initialized", False):
+            self.missing.discard(name)
+        super().__setattr__(name, value)
+
+
+def _put(model: nn.Module, place: Place, packed: PackedWeight, shell: _Shell) -> None:
+    """Put a packed layer where its shell is."""
+    if isinstance(place, LinearPlace):
+        packed.bias = shell.bias
+        place.put(model, packed)
+    else:
+        place.place.module._modules[packed_name(place.place.child)] = packed
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def config_of(model: nn.Module) -> Fp4CompileConfig:
+    """The quantization_config of a packed model."""
+    named = model.named_modules(remove_duplicate=False)
+    packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
+    of_experts = {parameter_name(n): m.get_extra_state() for n, m in packed.items() if isinstance(m, PackedExperts)}
+    layers = {name: m.get_extra_state() for name, m in packed.items() if not isinstance(m, PackedExperts)}
+    return Fp4CompileConfig(layers, of_experts)
+
+
+def attach(model: nn.Module) -> None:
+    """Let `save_pretrained` save a packed model as one, where it is a model of transformers."""
+    config = config_of(model)
+    if not isinstance(model, PreTrainedModel) or not (config.layers or config.experts):
+        return
+    register()
+    model.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
+    model.config.quantization_config = config
+
+
+def register() -> None:
+    """Make `from_pretrained` read checkpoints of this quantiser. Does nothing the second time."""
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(Fp4CompileConfig)
+        register_quantizer(METHOD)(Fp4CompileQuantizer)

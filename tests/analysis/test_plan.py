@@ -1,0 +1,309 @@
+"""Which layers a recipe quantises, and why it leaves others alone, as `explain` reports it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4compile
+from fp4compile.analysis.find import find
+from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.analysis.plan import plan
+from fp4compile.recipe import named
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.q, self.up = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.up(self.q(x).relu())
+
+
+class Model(torch.nn.Module):
+    def __init__(self, blocks=12):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(blocks))
+        self.lm_head = torch.nn.Linear(64, 96)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def reasons(recipe, model=None, x=None):
+    """{module: why its forward product is left alone, None where it is quantised}."""
+    with torch.no_grad():
+        report = fp4compile.explain(model or Model(), torch.randn(8, 64) if x is None else x, recipe=recipe)
+    return {row.module: row.reason for row in report.rows}
+
+
+def quantised(recipe, **kwargs):
+    return {module for module, reason in reasons(recipe, **kwargs).items() if reason is None}
+
+
+def blocks(*indices):
+    return {f"layers.{i}.{name}" for i in indices for name in ("q", "up")}
+
+
+def test_every_layer_but_the_head():
+    assert quantised("mxfp8") == blocks(*range(12))
+    assert reasons("mxfp8")["lm_head"] == "output head"
+    assert quantised({"recipe": "mxfp8", "skip_lm_head": False}) == blocks(*range(12)) | {"lm_head"}
+
+
+def test_first_and_last_blocks():
+    recipe = {"recipe": "mxfp8", "skip_first_blocks": 2, "skip_last_blocks": 3}
+    assert quantised(recipe) == blocks(*range(2, 9))
+    assert reasons(recipe)["layers.1.q"] == "block 1 is among the first 2"
+    assert reasons(recipe)["layers.11.up"] == "block 11 is among the last 3"
+
+
+def test_number_of_blocks_given():
+    assert quantised({"recipe": "mxfp8", "skip_last_blocks": 3, "num_blocks": 13}) == blocks(*range(10))
+
+
+def test_blocks_by_number_where_names_have_none():
+    """A block that is compiled alone does not know its number, and `num_blocks` does not help."""
+    block = torch.nn.Sequential()
+    block.add_module("up", torch.nn.Linear(64, 64))
+    for fields in ({"skip_first_blocks": 1}, {"skip_last_blocks": 1, "num_blocks": 4}):
+        with pytest.warns(UserWarning, match="leaves blocks alone by their number.*'up.weight'"):
+            assert quantised({"recipe": "mxfp8", **fields}, model=block) == {"up"}
+
+
+def test_globs_respect_dots():
+    recipe = {"recipe": "mxfp8", "rules": [("layers.1.*", "skip")]}
+    assert quantised(recipe) == blocks(0, *range(2, 12))
+    assert reasons(recipe)["layers.1.q"] == "rule 'layers.1.*'"
+
+
+def test_first_matching_rule_decides_and_outranks_the_defaults():
+    rules = [("layers.0.q", "quantize"), ("*.q", "skip"), ("lm_head", "quantize")]
+    recipe = {"recipe": "mxfp8", "skip_first_blocks": 1, "rules": rules}
+    assert quantised(recipe) == {"layers.0.q", "lm_head"} | {f"layers.{i}.up" for i in range(1, 12)}
+
+
+def test_rule_gives_a_layer_another_recipe():
+    report = fp4compile.explain(Model(2), torch.randn(8, 64), recipe={"recipe": "nvfp4", "rules": [("*.up", "mxfp8")]})
+    formats = {(row.module, row.product): (row.left, row.right) for row in report.quantised}
+    assert formats["layers.0.up", "wgrad"] == ("mxfp8", "mxfp8")
+    assert formats["layers.0.q", "wgrad"] == ("nvfp4", "nvfp4")
+
+
+@pytest.mark.parametrize("limit,shape", [("min_m", "M=8"), ("min_n", "N=64"), ("min_k", "K=64")])
+def test_minimum_dimensions(limit, shape):
+    recipe = {"recipe": "mxfp8", limit: 65}
+    assert reasons(recipe)["layers.0.q"] == f"{shape} is below {limit}=65"
+    assert quantised(recipe | {limit: 8}) == blocks(*range(12))
+
+
+def test_limits_are_those_of_the_layer_in_the_backward_too():
+    """wgrad is [N, tokens] x [tokens, K]. A small number of tokens must not count as a small K."""
+    report = fp4compile.explain(torch.nn.Linear(64, 96), torch.randn(8, 64, requires_grad=True), recipe="mxfp8")
+    assert {(row.product, row.m, row.n, row.k, row.reason) for row in report.rows} == {
+        ("fprop", 8, 96, 64, None), ("wgrad", 96, 64, 8, None), ("dgrad", 8, 64, 96, None),
+    }  # fmt: skip
+
+
+class Odd(torch.nn.Module):
+    """One product of each kind that is left alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = torch.nn.Parameter(torch.randn(64, 64))
+        self.conv = torch.nn.Conv1d(64, 64, 3)
+        self.fast = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True).eval()
+        self.matrix = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):  # [4, 8, 64]
+        a = torch.bmm(self.shared.expand(4, -1, -1), x.transpose(1, 2)).transpose(1, 2)
+        b = self.conv(x.transpose(1, 2)).sum()
+        c = F.scaled_dot_product_attention(*(x.unflatten(-1, (2, 32)).transpose(1, 2),) * 3).sum()
+        d = torch.baddbmm(a, x, a.transpose(1, 2) @ a)
+        e = self.matrix @ self.matrix
+        return d + b + c + e.sum() + self.fast(x)
+
+
+def test_everything_else_that_multiplies_has_a_reason():
+    with torch.no_grad():
+        report = fp4compile.explain(Odd(), torch.randn(4, 8, 64), recipe="mxfp8")
+    found = {row.reason for row in report.rows}
+    assert found == {
+        "batched product with a parameter",
+        "convolution",
+        "fused attention: its products lie inside one kernel",
+        "torch's fast path of a transformer layer: its products lie inside one operator",
+        "batched product with an added term (baddbmm)",
+        "no operand is a parameter, and the recipe leaves attention in high precision",
+        "both operands are parameters",
+    }
+
+
+@torch.library.custom_op("tests::expert_mm", mutates_args=())
+def expert_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+@expert_mm.register_fake
+def _(x, w):
+    return x @ w
+
+
+def test_operators_of_other_libraries_are_named():
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    with torch.no_grad():
+        report = fp4compile.explain(lambda x: expert_mm(x, weight), torch.randn(4, 64), recipe="mxfp8")
+    assert [row.reason for row in report.rows] == ["operator tests.expert_mm.default"]
+
+
+def test_a_product_that_the_recipe_leaves_has_that_reason():
+    report = fp4compile.explain(torch.nn.Linear(64, 64), torch.randn(8, 64), recipe="nvfp4_weight_only")
+    assert [(row.product, row.reason) for row in report.rows] == [
+        ("fprop", None), ("wgrad", "recipe nvfp4_weight_only leaves wgrad in high precision"),
+    ]  # fmt: skip
+
+
+def test_a_device_without_kernels_is_left_alone():
+    with FakeTensorMode():
+        x, w = (torch.empty(rows, 64, device="mps") for rows in (8, 48))
+        graph = make_fx(lambda x, w: x @ w.t())(x, w).graph
+    recipe = named("mxfp8").replace(attention_a="mxfp8", attention_b="mxfp8")
+    assert [decision.reason for decision in plan(find(graph, ()), recipe, ())] == ["device mps"]
+
+
+def test_two_layers_that_share_input_and_shape_keep_their_names():
+    class Twins(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Linear(64, 64, bias=bias) for bias in (True, False))
+
+        def forward(self, x):
+            return self.a(x).sin() + self.b(x).cos()
+
+    report = fp4compile.explain(Twins(), torch.randn(8, 64, requires_grad=True), recipe="mxfp8")
+    pairs = sorted((row.module, row.product) for row in report.rows)
+    assert pairs == sorted((m, p) for m in "ab" for p in ("fprop", "dgrad", "wgrad"))
+
+
+def modules(**layers):
+    """A model of linear layers of these names ("head.proj" is nested), run in order; the last three share an input."""
+
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.names = list(layers)
+            for name, layer in layers.items():
+                *path, own = name.split("__")
+                parent = self
+                for part in path:
+                    if not hasattr(parent, part):
+                        parent.add_module(part, torch.nn.Module())
+                    parent = getattr(parent, part)
+                parent.add_module(own, layer)
+
+        def forward(self, x):
+            return [self.get_submodule(name.replace("__", "."))(x) for name in self.names]
+
+    return Named()
+
+
+def linear(out=64):
+    return torch.nn.Linear(64, out)
+
+
+HEADS = ("lm_head", "proj_out", "classifier", "score", "head", "decoder", "cls__predictions__decoder", "m__unembed")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_output_heads_by_name_at_any_depth(name):
+    model = modules(**{"up": linear(256), name: linear(), "down": linear(96)})
+    assert quantised("mxfp8", model=model) == {"up", "down"}
+    assert quantised({"recipe": "mxfp8", "rules": [("*" + name.split("__")[-1], "quantize")]}, model=model) == {
+        "up", "down", name.replace("__", ".")
+    }  # fmt: skip
+
+
+def test_an_output_head_by_its_width():
+    """The last layer is a head if it is the widest, is not applied in pieces and is in no numbered list."""
+    model = modules(up=linear(128), down=linear(), vocabulary=linear(512))
+    assert reasons("mxfp8", model=model) == {"up": None, "down": None, "vocabulary": "output head"}
+    assert quantised({"recipe": "mxfp8", "skip_lm_head": False}, model=model) == {"up", "down", "vocabulary"}
+    assert quantised("mxfp8", model=modules(up=linear(512), down=linear())) == {"up", "down"}
+    assert quantised("mxfp8", model=torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(512))) == {"0", "2"}
+    assert quantised("mxfp8", model=modules(only=linear(512))) == {"only"}
+
+
+def test_a_head_tied_to_the_embedding():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = torch.nn.Embedding(96, 64), linear(256)
+            self.to_words = torch.nn.Linear(64, 96, bias=False)
+            self.to_words.weight = self.table.weight
+
+        def forward(self, tokens):
+            x = self.table(tokens)
+            return self.layer(x), self.to_words(x)
+
+    report = fp4compile.explain(Tied(), torch.arange(32), recipe="mxfp8")
+    found = {(row.module, row.product): row.reason for row in report.rows}
+    heads = {reason for (module, _), reason in found.items() if module != "layer"}
+    assert heads == {"output head"} and len(found) == 6
+    assert {reason for (module, _), reason in found.items() if module == "layer"} == {None}
+
+
+def test_routers_by_name():
+    """A `gate` beside experts is a router; a `gate` in a gated MLP is not."""
+    model = modules(moe__gate=linear(), moe__experts__up=linear(), mlp__gate=linear(), moe__shared_expert_gate=linear(),
+                    a__router=linear())  # fmt: skip
+    assert quantised("mxfp8", model=model) == {"moe.experts.up", "mlp.gate"}
+    assert reasons("mxfp8", model=model)["moe.gate"] == "router: its outputs choose among experts"
+
+
+SELECTIONS = {
+    "topk": lambda y: torch.topk(y, 2, dim=-1)[0],
+    "softmax": lambda y: y.softmax(-1),
+    "topk of sigmoids": lambda y: torch.topk(y.float().sigmoid() + 1.0, 2)[1],
+    "sort": lambda y: torch.sort(y, dim=-1, descending=True)[0],
+    "argmax": lambda y: y.argmax(-1),
+    "maximum and its index": lambda y: torch.mul(*y.max(-1)),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_routers_by_what_their_outputs_become(name):
+    """A router is left alone forward and backward. The layer beside it feeds no selection over all its outputs."""
+
+    class Choosing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.choose, self.plain = linear(48), linear(96)
+
+        def forward(self, x):
+            y = self.plain(x)
+            no_choice = y.softmax(0).sum() + torch.topk(y[:, :48], 3)[0].sum() + y.max(-1)[0].sum() + y.argmax()
+            return SELECTIONS[name](self.choose(x)).sum() + no_choice
+
+    recipe = {"recipe": "mxfp8", "skip_lm_head": False}
+    report = fp4compile.explain(Choosing(), torch.randn(8, 64, requires_grad=True), recipe=recipe)
+    assert {row.reason for row in report.rows if row.module == "plain"} == {None}
+    assert {row.reason for row in report.rows if row.module == "choose"} == {"router: its outputs choose among experts"}
+
+
+def test_features_are_no_experts():
+    """A sparse autoencoder keeps the largest of thousands of features."""
+    model = torch.nn.Linear(64, 2048)
+    report = fp4compile.explain(lambda x: torch.topk(model(x), 4)[0].sum(), torch.randn(8, 64), recipe="mxfp8")
+    assert {row.reason for row in report.rows} == {None}
+
+
+def test_names():
+    assert clean_name("L['self'].layers.0.mlp") == "layers.0.mlp"
+    assert clean_name("_orig_mod.layers.0._checkpoint_wrapped_module.mlp") == "layers.0.mlp"
+    assert module_name("layers.0.weight") == "layers.0"
+    assert module_name("layers.0.w1") == "layers.0.w1"
+    assert module_name("weight") == ""

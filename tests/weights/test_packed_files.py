@@ -1,0 +1,435 @@
+"""Files of packed models: what was written comes back, ties and views too, or the model stays as it was."""
+
+import copy
+import json
+import os
+import stat
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import fp4compile
+from fp4compile.recipe import recipes
+from fp4compile.weights.linear import PackedLinear
+from tests.helpers.packed_models import Net, Twice, recipe_of, run
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_file_round_trip(name, tmp_path):
+    model, fresh = Net(), Net()
+    fp4compile.pack_(model, recipe_of(name))
+    fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    fp4compile.load_packed(fresh, tmp_path / "packed.safetensors")
+    assert torch.equal(run(model), run(fresh))
+    assert fresh.lm_head.weight is fresh.embed.weight
+
+
+def assert_refused(model, path, match):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=match):
+        fp4compile.load_packed(model, path)
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bad_files_leave_the_model_as_it_was(tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    with pytest.raises(ValueError, match="no packed layer"):
+        fp4compile.save_packed(model, path)
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    assert_refused(Net(width=128), path, "layer 'layers.0': the file has in and out features")
+    assert_refused(torch.nn.Sequential(torch.nn.Linear(64, 64)), path, "no layer 'layers.0'")
+    assert_refused(Net().bfloat16(), path, "the model needs torch.bfloat16")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert_refused(Net(), path, "not a whole safetensors file")
+
+    save_file({"x": torch.ones(1)}, path)
+    assert_refused(Net(), path, "not written by")
+
+
+def without(state, *path):
+    *parents, last = path
+    for key in parents:
+        state = state[key]
+    del state[last]
+
+
+def with_value(state, value, *path):
+    *parents, last = path
+    for key in parents:
+        state = state[key]
+    state[last] = value
+
+
+@pytest.mark.parametrize("spoil, match", [
+    (lambda meta: meta.clear(), "metadata"),
+    (lambda meta: without(meta, "aliases"), "metadata"),
+    (lambda meta: without(meta, "layers", "layers.0", "activation"), "metadata"),
+    (lambda meta: with_value(meta, [], "layers", "layers.0"), "metadata"),
+    (lambda meta: with_value(meta, "gone", "aliases", "lm_head.weight"), "'gone', which 'lm_head.weight' shares"),
+    (lambda meta: with_value(meta, "nvfp5", "layers", "layers.0", "weight"), "unknown format 'nvfp5'"),
+    (lambda meta: with_value(meta, "mxfp4", "layers", "layers.0", "weight"), "cannot be multiplied"),
+    (lambda meta: with_value(meta, "mxfp8", "layers", "layers.0", "activation"), "cannot be multiplied"),
+    (lambda meta: with_value(meta, "nvfp5", "layers", "layers.0", "activation"), "unknown format 'nvfp5'"),
+    (lambda meta: with_value(meta, "nvfp4_rowwise", "layers", "layers.0", "weight"), "'layers.0.weight_outer' is"),
+])  # fmt: skip
+def test_files_of_another_format_leave_the_model_as_it_was(spoil, match, tmp_path):
+
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    with safe_open(path, "pt") as file:
+        metadata = json.loads(file.metadata()["fp4compile"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    spoil(metadata)
+    save_file(tensors, path, {"fp4compile": json.dumps(metadata)})
+    assert_refused(Net(), path, match)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "mxfp8")
+    fp4compile.save_packed(model, path)
+    whole = path.read_bytes()
+    for length in (0, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert_refused(Net(), path, "not a whole safetensors file")
+
+
+# ---------------------------------------------------------------- ties and views
+
+
+class Views(nn.Module):
+    """Tied in every way: one object twice, a transposed square, part of another, two parameters of one memory."""
+
+    def __init__(self, tied=True):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.embed = nn.Embedding(40, 40)
+        self.same = nn.Embedding(40, 40)
+        self.swapped = nn.Linear(40, 40, bias=False)
+        self.twin = nn.Embedding(40, 40)
+        self.part = nn.Parameter(torch.randn(7, 40))
+        self.strided = nn.Parameter(torch.randn(40, 3))
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+        self.register_buffer("repeated", torch.randn(1).expand(5))
+        self.register_buffer("columns", torch.randn(4, 6).t())
+        self.register_buffer("count", torch.tensor(3))
+        self.float8 = nn.Parameter(torch.randn(4, 8).to(torch.float8_e4m3fn), requires_grad=False)
+        if tied:
+            self.same.weight = self.embed.weight
+            self.swapped.weight.data = self.embed.weight.data.t()
+            self.twin.weight.data = self.swapped.weight.data
+            self.part.data = self.embed.weight.data[3:10]
+            self.strided.data = self.embed.weight.data[:, 5:11:2]
+
+    def tied(self):
+        """Whether each is tied to the embedding, in the order of the constructor."""
+        marked = torch.arange(1600.0).view(40, 40)
+        with torch.no_grad():
+            self.embed.weight.copy_(marked)
+        return [
+            self.same.weight is self.embed.weight,
+            torch.equal(self.swapped.weight, marked.t()),
+            torch.equal(self.twin.weight, marked.t()),
+            torch.equal(self.part, marked[3:10]),
+            torch.equal(self.strided, marked[:, 5:11:2]),
+        ]
+
+
+def views_file(path):
+    model = Views()
+    fp4compile.pack_(model, fp4compile.Recipe(fprop_w="nvfp4", rules=[("swapped", "skip")]))
+    fp4compile.save_packed(model, path)
+    return model
+
+
+def assert_same_state(one, other):
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        if isinstance(value, torch.Tensor):
+            assert (value.dtype, value.shape) == (second[name].dtype, second[name].shape), name
+            assert value.cpu().tolist() == second[name].tolist() if value.itemsize > 1 else True, name
+            bits = [t.contiguous().view(-1).view(torch.uint8).tolist() for t in (value, second[name])]
+            assert bits[0] == bits[1], name
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_ties_and_views_come_back(tied, device, tmp_path):
+    path = tmp_path / "views.safetensors"
+    saved = views_file(path)
+    assert all(saved.tied()) and not all(Views(tied=False).tied())
+    saved = views_file(path)
+    with torch.device(device):
+        fresh = Views(tied)
+    fp4compile.load_packed(fresh, path)
+    assert_same_state(saved, fresh)
+    assert fresh.tied() == [True] * 5
+    with safe_open(path, "pt") as file:  # and the memory was written once
+        stored = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    assert sum(size == 6400 for size in stored.values()) == 1 and not {"part", "strided"} & stored.keys()
+    assert {"none", "nothing"} <= stored.keys()
+
+
+def test_tensors_that_overlap_come_apart_with_their_values(tmp_path):
+    class Overlapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+            flat = torch.randn(100)
+            self.a, self.b = nn.Parameter(flat[:60]), nn.Parameter(flat[40:])
+            self.register_buffer("bits", flat.view(torch.int32)[:50])
+            self.register_buffer("every", flat[::2])
+            self.register_buffer("columns", torch.randn(6, 4).t())
+            self.register_buffer("column", self.columns[1])
+
+    model, path = Overlapping(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "mxfp8")
+    fp4compile.save_packed(model, path)
+    fresh = Overlapping()
+    fp4compile.load_packed(fresh, path)
+    assert_same_state(model, fresh)
+
+
+def test_values_that_the_model_cannot_hold_are_refused(tmp_path):
+    """Tied in the model, apart in the file: no loading would be right."""
+    path = tmp_path / "packed.safetensors"
+    model = Views(tied=False)
+    fp4compile.pack_(model, fp4compile.Recipe(fprop_w="nvfp4", rules=[("swapped", "skip")]))
+    fp4compile.save_packed(model, path)
+    assert_refused(Views(), path, "shares memory with")
+    net = Net()
+    net.lm_head.weight = nn.Parameter(net.lm_head.weight + 1)
+    fp4compile.pack_(net, "nvfp4")
+    fp4compile.save_packed(net, path)
+    assert_refused(Net(), path, "'embed.weight' shares memory with 'lm_head.weight'")
+    same = Net()
+    same.lm_head.weight = nn.Parameter(same.embed.weight.detach().clone())
+    fp4compile.pack_(same, "nvfp4")
+    fp4compile.save_packed(same, path)
+    fresh = Net()
+    fp4compile.load_packed(fresh, path)
+    assert torch.equal(run(fresh), run(same))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_with_two_names(device, tmp_path):
+    model, path, x = Twice(), tmp_path / "packed.safetensors", torch.randn(3, 64)
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    with torch.device(device):
+        fresh = Twice()
+    fp4compile.load_packed(fresh, path)
+    assert fresh.a is fresh.b and isinstance(fresh.a, PackedLinear) and fresh.one is fresh.two
+    with torch.no_grad():
+        assert torch.equal(fresh(x), model(x))
+        apart = Twice()
+        apart.b, apart.two = copy.deepcopy(apart.a), copy.deepcopy(apart.one)
+        fp4compile.load_packed(apart, path)
+        assert apart.a is not apart.b and apart.a.weight_data is apart.b.weight_data
+        assert torch.equal(apart(x), model(x))
+
+
+def test_two_layers_do_not_load_into_one(tmp_path):
+    model, path = Twice(), tmp_path / "packed.safetensors"
+    model.two = copy.deepcopy(model.one)
+    with torch.no_grad():
+        model.two[0].weight.add_(1)  # and the same bias
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    assert_refused(Twice(), path, "'one.0' and 'two.0' are one layer of the model, the file has different weights")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "float8_rowwise"])
+def test_conv1d(name, tmp_path):
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    one, other = (nn.Sequential(conv1d(72, 40), nn.Linear(72, 33)) for _ in range(2))
+    fp4compile.pack_(one, name)
+    fp4compile.save_packed(one, tmp_path / "packed.safetensors")
+    fp4compile.load_packed(other, tmp_path / "packed.safetensors")
+    x = torch.randn(3, 40)
+    with torch.no_grad():
+        assert torch.equal(one(x), other(x))
+    assert isinstance(other[0], PackedLinear) and other[0].weight.shape == (40, 72)
+    assert torch.equal(one[0].weight, other[0].weight)
+
+
+# ---------------------------------------------------------------- models on the meta device
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+@pytest.mark.parametrize("name", recipes())
+def test_a_model_on_meta_is_materialised(name, device, tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    model.embed.weight.requires_grad_(False)
+    fp4compile.pack_(model, recipe_of(name))
+    fp4compile.save_packed(model, path)
+    with torch.device("meta"):
+        fresh = Net().requires_grad_(False)
+    fresh.layers[0].bias.requires_grad_(True)
+    fresh.embed.weight.note = "kept"
+    fp4compile.load_packed(fresh, path, device)
+    assert not any(tensor.is_meta for tensor in (*fresh.parameters(), *fresh.buffers()))
+    assert torch.equal(run(model), run(fresh))
+    assert fresh.lm_head.weight is fresh.embed.weight and fresh.embed.weight.note == "kept"
+    assert [name for name, parameter in fresh.named_parameters() if parameter.requires_grad] == ["layers.0.bias"]
+
+
+def test_part_of_a_model_on_meta(tmp_path):
+    model, path, fresh = Net(), tmp_path / "packed.safetensors", Net()
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    fresh.layers.to("meta")
+    embed = fresh.embed.weight
+    fp4compile.load_packed(fresh, path)
+    assert torch.equal(run(model), run(fresh)) and fresh.embed.weight is embed
+
+
+def test_what_the_file_cannot_restore(tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    with torch.device("meta"):
+        fresh = Net()
+        fresh.layers[1].register_forward_hook(lambda *args: None)
+        fresh.embed.register_buffer("frequencies", torch.ones(3), persistent=False)
+    with pytest.raises(ValueError, match="'embed.frequencies' is on the meta device"):
+        fp4compile.load_packed(fresh, path)
+    assert type(fresh.layers[0]) is nn.Linear and all(tensor.is_meta for tensor in fresh.parameters())
+    fresh.embed.frequencies = torch.ones(3)
+    fp4compile.load_packed(fresh, path)
+    assert torch.equal(run(fresh), run(model)) and len(fresh.layers[1]._forward_hooks) == 1
+
+
+def test_nothing_is_saved_of_a_model_on_meta(tmp_path):
+    model = Net()
+    fp4compile.pack_(model, "nvfp4")
+    for change in (lambda: model.embed.to("meta"), lambda: model.to("meta")):
+        change()
+        with pytest.raises(ValueError, match="model: 'embed.weight' is on the meta device"):
+            fp4compile.save_packed(model, tmp_path / "packed.safetensors")
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+# ---------------------------------------------------------------- bad arguments
+
+
+@pytest.mark.parametrize("device, error", [
+    ("nowhere", ValueError), ("meta", ValueError), ("cuda:77", ValueError), (1.5, TypeError), ([], TypeError),
+])  # fmt: skip
+def test_bad_devices_leave_the_model_as_it_was(device, error, tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    with torch.device("meta"):
+        fresh = Net()
+    with pytest.raises(error, match="device: "):
+        fp4compile.load_packed(fresh, path, device)
+    assert type(fresh.layers[0]) is nn.Linear and fresh.embed.weight.is_meta
+
+
+def test_what_is_no_module(tmp_path):
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got NoneType"):
+        fp4compile.save_packed(None, tmp_path / "x")
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got dict"):
+        fp4compile.load_packed({}, tmp_path / "x")
+
+
+def test_layers_that_cannot_be_packed_are_refused(tmp_path):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    fresh = Net()
+    fresh.layers[1].register_forward_pre_hook(lambda module, args: None)
+    assert_refused(fresh, path, "layer 'layers.1': .* cannot be: it has a forward pre-hook")
+    fresh = Net()
+    nn.utils.parametrizations.weight_norm(fresh.layers[0])
+    with pytest.raises(ValueError, match="layer 'layers.0': .* parametrised: weight"):
+        fp4compile.load_packed(fresh, path)
+
+
+def test_extra_state_is_not_dropped_without_a_word(tmp_path):
+    class Counting(nn.Module):
+        def get_extra_state(self):
+            return {"count": 3}
+
+        def set_extra_state(self, state):
+            raise AssertionError
+
+    def build():
+        return nn.Sequential(nn.Linear(64, 64), Counting())
+
+    model, path = build(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    with pytest.warns(UserWarning, match="the extra state of '1' is not written"):
+        fp4compile.save_packed(model, path)
+    fresh = build()
+    fp4compile.load_packed(fresh, path)
+    assert_same_state(fresh, model)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "nvfp4")
+    fp4compile.save_packed(model, path)
+    before = path.read_bytes()
+
+    def dies(tensors, filename, metadata):
+        with open(filename, "wb") as file:
+            file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", dies)
+    with pytest.raises(KeyboardInterrupt):
+        fp4compile.save_packed(model, path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        fp4compile.save_packed(model, path)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+
+def test_a_link_stays_one_and_files_are_readable(tmp_path):
+    model = Net()
+    fp4compile.pack_(model, "nvfp4")
+    (tmp_path / "store").mkdir()
+    link, file = tmp_path / "link", tmp_path / "store" / "packed.safetensors"
+    link.symlink_to(file)
+    fp4compile.save_packed(model, str(link))
+    assert link.is_symlink() and os.listdir(file.parent) == [file.name]
+    plain = tmp_path / "plain"
+    plain.write_bytes(b"")
+    assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+# ---------------------------------------------------------------- files of version 0.1
+
+
+def test_files_of_version_0_1_load(tmp_path):
+    """Their metadata: the layers by their first name, and aliases."""
+    model, path = Net(), tmp_path / "packed.safetensors"
+    fp4compile.pack_(model, "float8_rowwise")
+    fp4compile.save_packed(model, path)
+    with safe_open(path, "pt") as file:
+        content = json.loads(file.metadata()["fp4compile"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert content["aliases"] == {"lm_head.weight": "embed.weight"} and len(tensors) == 6
+    old = {"layers": content["layers"], "aliases": content["aliases"]}
+    save_file(tensors, path, {"fp4compile": json.dumps(old)})
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            fresh = Net()
+        fp4compile.load_packed(fresh, path)
+        assert torch.equal(run(fresh), run(model)) and fresh.lm_head.weight is fresh.embed.weight

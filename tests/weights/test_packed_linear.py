@@ -1,0 +1,383 @@
+"""A packed layer as a module: its weight, its input, casts and moves, state, hooks; torch's encoders that hold one."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+
+import fp4compile
+from fp4compile.recipe import named
+from fp4compile.weights.buffers import BUFFERS
+from fp4compile.weights.linear import PackedLinear
+
+BF16 = torch.bfloat16
+FORMATS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "nvfp4_train": "nvfp4_16x16", "float8_rowwise": "float8_rowwise"}
+
+
+def packed(recipe="nvfp4", inner=48, outer=80, dtype=BF16, bias=True):
+    model = nn.Sequential(nn.Linear(inner, outer, bias=bias, dtype=dtype)).eval().requires_grad_(False)
+    fp4compile.pack_(model, recipe)
+    return model
+
+
+def contents(layer):
+    """Codes and scales as bytes, with their types and strides."""
+    found = {name: getattr(layer, name) for name in BUFFERS if getattr(layer, name) is not None}
+    return {name: (t.dtype, t.stride(), t.reshape(-1).view(torch.uint8).tolist()) for name, t in found.items()}
+
+
+# ---------------------------------------------------------------- weight
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_the_weight_is_the_dequantised_one(recipe, dtype):
+    linear = nn.Linear(40, 70, dtype=dtype)
+    model = nn.Sequential(linear)
+    fp4compile.pack_(model, recipe)
+    expected = fp4compile.quantize(linear.weight, FORMATS[recipe]).dequantize(dtype)
+    weight = model[0].weight
+    assert (weight.dtype, weight.device, weight.shape) == (dtype, linear.weight.device, (70, 40))
+    assert torch.equal(weight, expected)
+    assert not isinstance(weight, nn.Parameter)
+    assert [name for name, _ in model.named_parameters()] == ["0.bias"]
+
+
+def test_the_weight_is_not_to_be_written_to():
+    model = packed()
+    before = model[0].weight.clone()
+    with pytest.raises(AttributeError, match="weight: that of a packed layer cannot be assigned"):
+        model[0].weight = nn.Parameter(torch.zeros(80, 48))
+    with pytest.raises(AttributeError, match="cannot be assigned"):
+        model[0].weight = before
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        model[0].weight.zero_()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_code_that_reads_the_weight_compiles():
+    model = packed(inner=64, outer=64)
+
+    def read(x):
+        return model(x.to(model[0].weight.dtype)) @ model[0].weight.to(x.dtype).to(BF16)
+
+    x = torch.randn(3, 64)
+    compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), read(x))
+    compiled = torch.compile(lambda x: x @ model[0].weight.float(), backend="aot_eager", fullgraph=True)
+    x.requires_grad_()
+    compiled(x).sum().backward()  # eagerly, an inference tensor would have to be cloned for that
+    torch.testing.assert_close(x.grad, model[0].weight.float().sum(1).expand(3, 64))
+
+
+# ---------------------------------------------------------------- input
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float64, torch.complex64])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_input_of_another_type(dtype, autocast):
+    model = packed()
+    with torch.autocast("cpu", enabled=autocast), pytest.raises(TypeError, match=f"input: dtype {dtype}"):
+        model(torch.ones(2, 48).to(dtype))
+
+
+def test_input_that_does_not_fit():
+    model = packed()
+    with pytest.raises(TypeError, match="input: expected a torch.Tensor, got list"):
+        model([1.0] * 48)
+    for shape in ((96,), (2, 24), (48, 2), (), (2, 0)):  # of 96 elements, two rows of 48 could be made
+        with pytest.raises(ValueError, match=r"input: expected shape \(..., 48\)"):
+            model(torch.ones(shape, dtype=BF16))
+    with pytest.raises(TypeError, match="nested"):
+        model(torch.nested.nested_tensor([torch.ones(2, 48), torch.ones(3, 48)]))
+    assert model[0](input=torch.ones(0, 3, 48, dtype=BF16)).shape == (0, 3, 80)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_checks_break_no_graph(dynamic):
+    model = packed(dtype=torch.float32)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for rows in (2, 5):
+            x = torch.randn(rows, 3, 48)
+            assert torch.equal(compiled(x), model(x))
+
+
+def test_a_bias_gets_no_gradient_silently():
+    model = nn.Sequential(nn.Linear(64, 64))
+    fp4compile.pack_(model, "mxfp8")
+    with pytest.raises(RuntimeError, match="no gradient"):
+        model(torch.randn(2, 64))
+    model.requires_grad_(False)
+    model(torch.randn(2, 64))
+
+
+# ---------------------------------------------------------------- casts and moves
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("cast, dtype", [
+    (nn.Module.half, torch.float16),
+    (nn.Module.bfloat16, BF16),
+    (nn.Module.float, torch.float32),
+    (nn.Module.double, torch.float64),
+    (lambda m: m.to(torch.float16), torch.float16),
+    (lambda m: m.to("cpu", torch.float32), torch.float32),
+    (lambda m: m.type(torch.float16), torch.float16),
+    (lambda m: m.cpu(), BF16),
+    (lambda m: m.share_memory(), BF16),
+    (lambda m: copy.deepcopy(m), BF16),
+    (lambda m: pickle.loads(pickle.dumps(m)), BF16),
+])  # fmt: skip
+def test_casts_change_bias_and_weight_dtype_alone(recipe, cast, dtype):
+    model = packed(recipe)
+    before, x = contents(model[0]), torch.randn(5, 48, dtype=BF16)
+    expected = model(x)
+    model = cast(model)
+    assert contents(model[0]) == before
+    assert model[0].bias.dtype == model[0].weight.dtype == dtype
+    assert torch.equal(model[0].weight, packed_weight(before, model, dtype))
+    assert torch.equal(model(x), expected)
+
+
+def packed_weight(before, model, dtype):
+    layer = copy.deepcopy(model[0])
+    layer.weight_dtype = torch.float32
+    assert contents(layer) == before
+    return layer.weight.to(dtype)
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_empty_and_meta(recipe):
+    model = packed(recipe)
+    before = {name: value[:2] for name, value in contents(model[0]).items()}
+    meta = copy.deepcopy(model).to("meta")
+    assert {getattr(meta[0], name).device.type for name in before} == {"meta"}
+    assert (meta[0].weight.device.type, meta[0].weight.shape) == ("meta", (80, 48))
+    empty = meta.to_empty(device="cpu")
+    assert {name: value[:2] for name, value in contents(empty[0]).items()} == before
+    with pytest.raises(NotImplementedError):
+        copy.deepcopy(model).to("meta").to("cpu")
+    with torch.device("meta"):
+        packed_there = packed(recipe)
+        assert packed_there(torch.ones(3, 48, dtype=BF16)).shape == (3, 80)
+    loaded = packed_there.to_empty(device="cpu")
+    loaded.load_state_dict(model.state_dict())
+    assert contents(loaded[0]) == contents(model[0])
+
+
+def test_no_codes_are_cast_on_the_way():
+    """Not even for a moment: in float32 the codes of a model need four to eight times their memory."""
+    model, seen = packed("mxfp8"), []
+    model._apply(lambda tensor: seen.append(tensor.dtype) or tensor)
+    assert sorted(map(str, seen)) == ["torch.bfloat16"] * 2 + ["torch.uint8"] * 2
+
+
+def test_a_cast_that_fails_leaves_the_codes():
+    model = packed()
+    before = contents(model[0])
+
+    def fails(tensor):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        model._apply(fails)
+    assert contents(model[0]) == before
+
+
+def test_shared_memory_is_shared():
+    model = packed().share_memory()
+    assert all(getattr(model[0], name).is_shared() for name in BUFFERS)
+
+
+# ---------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_state_dict(recipe, assign):
+    one, other = packed(recipe), packed(recipe)
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    assert contents(one[0]) != contents(other[0])
+    missing = other.load_state_dict(torch.load(file), strict=True, assign=assign)
+    assert not missing.missing_keys and not missing.unexpected_keys
+    x = torch.randn(3, 48, dtype=BF16)
+    assert contents(other[0]) == contents(one[0]) and torch.equal(other(x), one(x))
+
+
+def test_a_state_of_another_layer_is_not_taken():
+    model = packed("nvfp4")
+    before = contents(model[0])
+    for state, match in (
+        (packed("nvfp4_weight_only").state_dict(), "packed layer '0': the state is of"),
+        ({**packed("nvfp4").state_dict(), "0.weight_scales": torch.ones(80, 3)}, "weight_scales is torch.float32"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            model.load_state_dict(state)
+        assert contents(model[0]) == before
+    with pytest.raises(RuntimeError, match="[Mm]issing.*weight_data"):
+        model.load_state_dict(nn.Sequential(nn.Linear(48, 80)).state_dict())
+
+
+# ---------------------------------------------------------------- hooks and attributes
+
+
+def test_forward_hooks_are_kept():
+    model, seen = nn.Sequential(nn.Linear(64, 32, dtype=BF16)), []
+    linear = model[0]
+    linear.register_forward_hook(lambda module, args, output: seen.append(type(module)) or output * 2)
+    linear.register_forward_hook(lambda m, a, kwargs, output: seen.append(list(kwargs)), with_kwargs=True)
+    linear.register_forward_hook(lambda m, a, output: seen.append("always"), always_call=True)
+    handle = linear.register_forward_hook(lambda m, a, output: output + 1000)
+    report = fp4compile.pack_(model, "nvfp4")
+    assert report.rows[0].quantised
+    x = torch.randn(3, 64, dtype=BF16)
+    plain = copy.deepcopy(model[0])
+    plain._forward_hooks.clear()
+    with torch.no_grad():
+        expected = plain(x)
+        assert torch.equal(model[0](input=x), expected * 2 + 1000)
+        assert seen == [PackedLinear, ["input"], "always"]
+        handle.remove()
+        assert torch.equal(model(x), expected * 2)
+        seen.clear()
+        with pytest.raises(TypeError):
+            model(x.long())
+    assert seen == ["always"]
+
+
+def hooked(register, *args):
+    def change(linear):
+        getattr(linear, register)(*args)
+        return linear
+
+    return change
+
+
+def with_attribute(name, value):
+    def change(linear):
+        object.__setattr__(linear, name, value)
+        return linear
+
+    return change
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 3
+
+
+def with_parametrization(linear):
+    nn.utils.parametrize.register_parametrization(linear, "weight", Twice())
+    return linear
+
+
+def with_extra(linear):
+    linear.register_buffer("scale", torch.ones(3))
+    return linear
+
+
+def with_other_weight(linear):
+    linear.weight = nn.Parameter(linear.weight[:, :32].detach())
+    return linear
+
+
+def with_broadcast_bias(linear):
+    linear.bias = nn.Parameter(torch.ones(1))
+    return linear
+
+
+@pytest.mark.parametrize("change, reason", [
+    (weight_norm, "it holds more than weight and bias: weight_g, weight_v"),
+    (spectral_norm, "it holds more than weight and bias: weight_orig, weight_u"),
+    (lambda linear: prune.l1_unstructured(linear, "weight", 3), "weight_mask, weight_orig"),
+    (parametrizations.weight_norm, "parametrised: weight"),
+    (parametrizations.spectral_norm, "parametrised: weight"),
+    (lambda linear: parametrizations.weight_norm(linear, "bias", dim=None), "parametrised: bias"),
+    (with_parametrization, "parametrised: weight"),
+    (with_extra, "it holds more than weight and bias: scale"),
+    (with_other_weight, "its weight has shape (64, 32)"),
+    (with_broadcast_bias, "its bias has shape (1,)"),
+    (lambda linear: Scaled(64, 64), "class Scaled is a subclass of Linear"),
+    (lambda linear: linear.double(), "dtype float64"),
+    (hooked("register_forward_pre_hook", lambda m, a: (a[0] * 2,)), "it has a forward pre-hook"),
+    (hooked("register_full_backward_hook", lambda m, a, b: None), "it has a backward hook"),
+    (hooked("register_full_backward_pre_hook", lambda m, a: None), "it has a backward hook"),
+    (hooked("register_state_dict_pre_hook", lambda m, a, b: None), "it has a state-dict hook"),
+    (hooked("register_state_dict_post_hook", lambda *a: None), "it has a state-dict hook"),
+    (hooked("register_load_state_dict_pre_hook", lambda *a: None), "it has a state-dict hook"),
+    (hooked("register_load_state_dict_post_hook", lambda *a: None), "it has a state-dict hook"),
+    (with_attribute("forward", lambda x: x), "its attribute 'forward'"),
+    (with_attribute("_compiled_call_impl", lambda x: x), "its attribute '_compiled_call_impl'"),
+    (with_attribute("layer_format", 1), "its attribute 'layer_format'"),
+])  # fmt: skip
+def test_layers_that_cannot_be_packed_stay_with_a_reason(change, reason):
+    model = nn.Sequential(change(nn.Linear(64, 64)), nn.Linear(64, 64))
+    layer = model[0]
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    report = fp4compile.pack_(model, "mxfp8")
+    assert model[0] is layer and isinstance(model[1], PackedLinear)
+    assert [row.module for row in report.rows] == ["0", "1"]
+    assert reason in report.rows[0].reason
+    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_attributes_go_over():
+    model = nn.Sequential(nn.Linear(64, 64)).eval()
+    model[0].gain = 3
+    model[0].note = ["kept"]
+    note = model[0].note
+    fp4compile.pack_(model, "mxfp8")
+    assert model[0].gain == 3 and model[0].note is note and not model[0].training
+
+
+# ---------------------------------------------------------------- torch's encoders
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_encoder_layer_runs_its_packed_layers(recipe, compiled):
+    layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True).eval()
+    x = torch.randn(2, 5, 64)
+    report = fp4compile.pack_(layer, recipe)
+    assert {row.module: row.quantised for row in report.rows} == {
+        "self_attn.out_proj": False, "linear1": True, "linear2": True,
+    }  # fmt: skip
+    run = torch.compile(layer, backend="eager") if compiled else layer
+    with torch.no_grad():
+        attended = layer.norm1(x + layer.self_attn(x, x, x, need_weights=False)[0])
+        inner = torch.relu(layer.linear1(attended))
+        expected = layer.norm2(attended + layer.linear2(inner))
+        # The fast path would multiply the dequantised weights with activations as they are: that is 1e-2 off.
+        torch.testing.assert_close(run(x), expected, rtol=0, atol=1e-6)
+
+
+def test_an_encoder_makes_no_nested_tensors():
+    layer = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True, norm_first=False)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    recipe = named("mxfp8").replace(rules=[("layers.0.*", "skip")])
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    x = torch.randn(2, 5, 64)
+    fp4compile.pack_(encoder, recipe)
+    slow = copy.deepcopy(encoder)
+    assert not isinstance(encoder.layers[0].linear1, PackedLinear)
+    with torch.no_grad():
+        got = encoder(x, src_key_padding_mask=padding)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            expected = slow(x, src_key_padding_mask=padding)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(got[~padding], expected[~padding], rtol=0, atol=1e-5)

@@ -1,0 +1,227 @@
+"""`pack_`: the results of the compiled model with less memory, and what stays as it is, with the reason."""
+
+import weakref
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile.analysis.plan import NOT_CALIBRATED
+from fp4compile.recipe import named, recipes
+from fp4compile.weights.pack import PackedLinear
+from tests.helpers.packed_models import TOKENS, Net, Twice, recipe_of
+from tests.helpers.rewritten import rewritten
+
+
+def test_weights_are_freed_as_it_goes(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(5)])
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive, pack = [], PackedLinear.pack
+
+    def counted(*args):
+        alive.append(sum(weight() is not None for weight in weights))
+        return pack(*args)
+
+    monkeypatch.setattr(PackedLinear, "pack", counted)
+    fp4compile.pack_(model, "nvfp4")
+    assert alive == [5, 4, 3, 2, 1]
+
+
+def by_backend(model, recipe):
+    """The model as the backend rewrites its graphs, which then run as they are."""
+    return rewritten(model, recipe)[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", recipes())
+def test_packed_model_computes_what_the_backend_does(name, autocast):
+    model, recipe = Net(), recipe_of(name)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected = by_backend(model, recipe)(TOKENS)
+        report = fp4compile.pack_(model, recipe)
+        assert torch.equal(model(TOKENS), expected)
+        assert torch.equal(by_backend(model, recipe)(TOKENS), expected)
+    assert [(row.left, row.right) for row in report.quantised] == [(recipe.fprop_x, recipe.fprop_w)] * 2
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_packed_model_computes_what_the_compiled_model_does(autocast):
+    recipe = named("mxfp8").replace(rules=[("layers.0", "nvfp4_rowwise")])
+    model = Net()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected = torch.compile(model, backend=fp4compile.backend(recipe))(TOKENS)
+        fp4compile.pack_(model, recipe)
+        if not autocast:  # eager rounds to bf16 after every operation, compiled code after every fused loop
+            torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+        backend = fp4compile.backend(recipe, strict=True)
+        torch.testing.assert_close(torch.compile(model, backend=backend)(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    packed = [(row.left, row.right) for row in backend.report.quantised]
+    assert packed == [("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8")]
+
+
+def test_report_and_memory():
+    model = Net().bfloat16()
+    before = sum(p.numel() * p.element_size() for p in model.layers.parameters())
+    report = fp4compile.pack_(model, "nvfp4")
+    reasons = {row.module: row.reason for row in report.rows}
+    assert reasons == {"layers.0": None, "layers.1": None, "lm_head": "output head"}
+    assert all(isinstance(layer, PackedLinear) for layer in model.layers)
+    after = sum(t.numel() * t.element_size() for t in model.layers.state_dict().values() if isinstance(t, torch.Tensor))
+    assert after < 0.3 * before
+    assert model.lm_head.weight is model.embed.weight
+
+
+def test_rules_apply():
+    model = Net()
+    recipe = named("mxfp8").replace(rules=[("layers.0", "nvfp4_weight_only")], skip_first_blocks=2)
+    report = fp4compile.pack_(model, recipe)
+    assert [(r.left, r.right) for r in report.quantised] == [(None, "nvfp4")]
+    assert report.rows[1].reason == "block 1 is among the first 2"
+
+
+def test_no_gradient_passes_silently():
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    fp4compile.pack_(layer, "mxfp8")
+    with pytest.raises(RuntimeError, match="no_grad"):
+        layer(torch.randn(2, 64, requires_grad=True))
+
+
+def test_a_bare_layer_cannot_be_replaced():
+    with pytest.raises(ValueError, match="model: a single linear layer"):
+        fp4compile.pack_(torch.nn.Linear(64, 64), "mxfp8")
+
+
+@pytest.mark.parametrize("model", [None, torch.zeros(3), torch.nn.Linear, lambda x: x])
+def test_what_is_no_module(model):
+    with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got"):
+        fp4compile.pack_(model, "nvfp4")
+
+
+# ---------------------------------------------------------------- layers with two names, weights with two layers
+
+
+def test_a_layer_with_two_names_is_one():
+    model, x = Twice(), torch.randn(3, 64)
+    recipe = named("mxfp8").replace(rules=[("*2", "nvfp4_weight_only")])
+    with torch.no_grad():
+        expected = by_backend(model, recipe)(x)
+    weights = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() == 2]
+    report = fp4compile.pack_(model, recipe)
+    assert isinstance(model.a, PackedLinear) and model.a is model.b and model.one is model.two
+    assert [row.module for row in report.rows] == ["a", "one.0", "one.2"]
+    assert not any(weight() is not None for weight in weights)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+
+
+def test_names_that_the_recipe_treats_differently():
+    model = Twice()
+    layer = model.a
+    report = fp4compile.pack_(model, named("mxfp8").replace(rules=[("b", "skip")]))
+    assert model.a is model.b is layer
+    assert report.rows[0].reason == "the recipe treats it differently under its names a, b"
+
+
+def test_a_static_scale_under_either_name():
+    model = Twice()
+    report = fp4compile.pack_(model, named("nvfp4_static").replace(static_scales={"b": 0.5}))
+    assert model.a.layer_format.activation_outer == 0.5 and model.a is model.b
+    # The others have none, and compute it.
+    assert [row.note for row in report.rows] == [None, NOT_CALIBRATED, NOT_CALIBRATED]
+    assert model.one[0].layer_format.activation_outer is None and all(row.quantised for row in report.rows)
+
+
+def test_a_weight_of_two_linear_layers_stays():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=i > 0) for i in range(3)))
+    model[2].weight = model[0].weight
+    report = fp4compile.pack_(model, "nvfp4")
+    reasons = [row.reason for row in report.rows]
+    assert reasons == ["its weight is that of '2' too", None, "its weight is that of '0' too"]
+    assert type(model[0]) is type(model[2]) is torch.nn.Linear and model[2].weight is model[0].weight
+    assert isinstance(model[1], PackedLinear)
+
+
+def test_a_head_of_an_embedding_is_packed_where_the_recipe_says_so():
+    model, recipe = Net(), named("nvfp4").replace(skip_lm_head=False)
+    with torch.no_grad():
+        expected = by_backend(model, recipe)(TOKENS)
+        report = fp4compile.pack_(model, recipe)
+        assert torch.equal(model(TOKENS), expected)
+    assert all(row.quantised for row in report.rows) and isinstance(model.lm_head, PackedLinear)
+
+
+def test_a_tied_head_is_one_whatever_its_name():
+    model = Net()
+    model.to_words = model.lm_head
+    del model.lm_head
+    report = fp4compile.pack_(model, "nvfp4")
+    assert [(row.module, row.reason) for row in report.rows][2] == ("to_words", "output head")
+    assert model.to_words.weight is model.embed.weight
+
+
+# ---------------------------------------------------------------- names and rules
+
+
+def test_rules_that_match_nothing():
+    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(64, 2), "mlp": torch.nn.Linear(64, 64)})
+    rules = [("mlp", "nvfp4"), ("attn.in_proj*", "skip"), ("*.mlp", "skip"), ("atn.*", "skip")]
+    with pytest.warns(UserWarning) as caught:
+        fp4compile.pack_(model, named("mxfp8").replace(rules=rules))
+    said = [str(warning.message) for warning in caught if "rule" in str(warning.message)]
+    assert len(said) == 2 and "rule '*.mlp' decides for no layer" in said[0] and "rule 'atn.*'" in said[1]
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="the model has no layer"):
+        fp4compile.pack_(torch.nn.ReLU(), named("mxfp8").replace(rules=rules[:1]))
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one():
+    model = Net()
+    recipe = named("nvfp4").replace(rules=[("layers.0", "mxfp8")], skip_last_blocks=1)
+    report = fp4compile.pack_(torch.compile(model, backend="eager"), recipe)
+    assert [row.right for row in report.quantised] == ["mxfp8"]
+    assert report.rows[1].reason == "block 1 is among the last 1"
+    assert isinstance(model.layers[0], PackedLinear)
+
+
+def test_attention_keeps_its_projection():
+    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(64, 2)})
+    report = fp4compile.pack_(model, "mxfp8")
+    assert [(row.module, row.reason) for row in report.rows] == [
+        ("attn.out_proj", "class NonDynamicallyQuantizableLinear is a subclass of Linear")
+    ]
+
+
+# ---------------------------------------------------------------- transformers' Conv1D
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_train", "mxfp8_32x32", "float8_rowwise", "nvfp4_weight_only"])
+def test_conv1d(name, autocast):
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    # 40 in features are no multiple of a block, and 72 out features would be padded otherwise.
+    model, recipe = torch.nn.Sequential(conv1d(72, 40), torch.nn.Tanh(), torch.nn.Linear(72, 33)), named(name)
+    weight, x = model[0].weight.detach().clone(), torch.randn(2, 3, 40)
+    torch.nn.init.normal_(model[0].bias)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        expected = by_backend(model, recipe)(x)
+        report = fp4compile.pack_(model, recipe)
+        assert torch.equal(model(x), expected)
+    assert [(row.module, row.n, row.k, row.right) for row in report.rows] == [
+        ("0", 72, 40, recipe.fprop_w), ("2", 33, 72, recipe.fprop_w),
+    ]  # fmt: skip
+    assert (model[0].nf, model[0].nx, model[0].weight.shape) == (72, 40, weight.shape)
+    multiplied = weight.bfloat16() if autocast else weight
+    expanded = fp4compile.quantize(multiplied, recipe.fprop_w, dim=0).dequantize()
+    assert torch.equal(model[0].weight, expanded.t())
+
+
+def test_only_the_conv1d_of_transformers():
+    class Conv1D(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nx, self.nf, self.weight = 64, 64, torch.nn.Parameter(torch.ones(64, 64))
+
+    assert not fp4compile.pack_(torch.nn.Sequential(Conv1D()), "mxfp8").rows
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    changed = type("Conv1D", (conv1d,), {"forward": lambda self, x: x})
+    assert not fp4compile.pack_(torch.nn.Sequential(changed(64, 64)), "mxfp8").quantised

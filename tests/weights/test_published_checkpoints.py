@@ -1,0 +1,458 @@
+"""Checkpoints of ModelOpt and compressed-tensors: read, refused where they are broken, written with the same bits."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fp4compile
+from fp4compile.weights.linear import PackedLinear
+from fp4compile.weights.published.conventions import divisor_of, multiplier_of
+from tests.helpers.checkpoints import DATA, E2M1, bits, decoded, tensors_of
+
+MODELOPT = ("modelopt_nvfp4", "modelopt_nvfp4_weight_only", "modelopt_mxfp8")
+TOKENS = torch.arange(16).view(2, 8)
+DOWN = "model.layers.0.mlp.down_proj"
+GATE = "model.layers.0.mlp.gate_proj"
+
+
+def fresh_model(folder=DATA / "modelopt_nvfp4", dtype=torch.float32):
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def loaded(folder):
+    model = fresh_model()
+    fp4compile.load_packed(model, folder)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+# ---------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_modelopt_weights_are_what_its_layout_means(name):
+    tensors, model = tensors_of(DATA / name), loaded(DATA / name)
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert set(packed) == {key.removesuffix(".weight_scale") for key in tensors if key.endswith(".weight_scale")}
+    for layer, module in packed.items():
+        assert torch.equal(module.weight, decoded(tensors, layer)), layer
+        static = tensors.get(f"{layer}.input_scale")
+        assert module.layer_format.activation_outer == (None if static is None else static.item())
+    for key, tensor in model.state_dict().items():
+        if key in tensors:
+            assert torch.equal(tensor, tensors[key]), key
+
+
+def test_weight_only_logits_are_those_of_the_dequantised_weights():
+    folder = DATA / "modelopt_nvfp4_weight_only"
+    plain, tensors = fresh_model(), tensors_of(folder)
+    state = {n: decoded(tensors, n.removesuffix(".weight")) for n in tensors if n.endswith("_proj.weight")}
+    plain.load_state_dict({n: t for n, t in tensors.items() if n in plain.state_dict()} | state)
+    torch.testing.assert_close(logits(loaded(folder)), logits(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_static_activations_are_quantised_by_the_scale_of_the_file():
+    model = loaded(DATA / "modelopt_nvfp4")
+    layer = model.get_submodule(DOWN)
+    x = torch.randn(5, layer.in_features)
+    outer = torch.tensor(layer.layer_format.activation_outer)
+    a = fp4compile.quantize(x, "nvfp4", outer=outer).dequantize()
+    torch.testing.assert_close(layer(x), a @ decoded(tensors_of(DATA / "modelopt_nvfp4"), DOWN).T)
+
+
+def by_hand(folder, weights, amax, shards=1):
+    """Write linear weights as compressed-tensors does: NVFP4, divisors. Returns what the codes mean."""
+    tensors, meant = {}, {}
+    for name, tensor in fresh_model().state_dict().items():
+        layer = name.removesuffix(".weight")
+        if layer not in weights:
+            tensors[name] = tensor
+            continue
+        codes = torch.randint(0, 256, (tensor.shape[0], tensor.shape[1] // 2), dtype=torch.uint8)
+        scales = torch.rand(tensor.shape[0], tensor.shape[1] // 16).mul(448).to(torch.float8_e4m3fn)
+        divisor = torch.full((1,), 2688.0) / amax
+        tensors |= {f"{layer}.weight_packed": codes, f"{layer}.weight_scale": scales}
+        tensors |= {f"{layer}.weight_global_scale": divisor, f"{layer}.input_global_scale": divisor / 4}
+        elements = torch.stack([E2M1[(codes & 15).long()], E2M1[(codes >> 4).long()]], -1).flatten(1)
+        meant[layer] = elements * scales.float().repeat_interleave(16, 1) / divisor
+    folder.mkdir()
+    names, files = sorted(tensors), {}
+    for i in range(shards):
+        files[f"part-{i}.safetensors"] = {name: tensors[name] for name in names[i::shards]}
+    for file, part in files.items():
+        save_file(part, folder / file)
+    if shards > 1:
+        weight_map = {name: file for file, part in files.items() for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    group = {
+        "targets": ["re:.*proj"],
+        "weights": {"num_bits": 4, "type": "float", "group_size": 16, "symmetric": True},
+        "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": "local"},
+    }
+    config = json.loads((DATA / "modelopt_nvfp4" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors, meant
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_compressed_tensors_divide_by_their_global_scale(tmp_path, shards):
+    tensors, meant = by_hand(tmp_path / "ct", {DOWN, "model.layers.0.self_attn.q_proj"}, 0.15625, shards)
+    model = loaded(tmp_path / "ct")
+    for layer, weight in meant.items():
+        torch.testing.assert_close(model.get_submodule(layer).weight, weight, rtol=3e-7, atol=0)
+    fp4compile.export_packed(model, tmp_path / "again", "compressed-tensors", max_shard_size=8000)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors)
+
+
+def test_tied_weights_are_stored_once():
+    model = fresh_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    fp4compile.pack_(model, "nvfp4_weight_only")
+    with pytest.MonkeyPatch.context() as patch:
+        written = {}
+        patch.setattr("fp4compile.weights.export.write_checkpoint", lambda _, c, __: written.update(c.tensors))
+        fp4compile.export_packed(model, "nowhere")
+    assert "model.embed_tokens.weight" in written and "lm_head.weight" not in written
+
+
+def test_a_tied_head_needs_no_tensor_of_its_own(tmp_path):
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "tied")
+    tensors = tensors_of(tmp_path / "tied")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "tied" / "model.safetensors")
+    model = fresh_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    fp4compile.load_packed(model, tmp_path / "tied")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
+    with pytest.raises(ValueError, match=r"'lm_head.weight' is missing"):
+        fp4compile.load_packed(fresh_model(), tmp_path / "tied")
+
+
+# ---------------------------------------------------------------- what is broken
+
+
+def truncate(folder, tensors):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def edit(layer=DOWN, **changes):
+    """A corruption that changes tensors of a layer. None: the tensor goes."""
+
+    def corrupt(folder, tensors):
+        for suffix, change in changes.items():
+            name = f"{layer}.{suffix}"
+            tensor = tensors.pop(name)
+            if change is not None:
+                tensors[name] = change(tensor).contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+    return corrupt
+
+
+def with_byte(value):
+    def change(tensor):
+        tensor.view(torch.uint8)[3, 1] = value
+        return tensor
+
+    return change
+
+
+def configure(**changes):
+    def corrupt(folder, tensors):
+        file = folder / "hf_quant_config.json"
+        content = json.loads(file.read_text())
+        content["quantization"] |= changes
+        file.write_text(json.dumps(content))
+
+    return corrupt
+
+
+def extra(folder, tensors):
+    save_file(tensors | {f"{DOWN}.weight_shift": torch.zeros(1)}, folder / "model.safetensors")
+
+
+def missing_shard(folder, tensors):
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {f"{DOWN}.weight": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def misplaced(folder, tensors):
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | {f"{DOWN}.zeros": "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+BROKEN = {
+    "truncated": (truncate, "not a whole safetensors file"),
+    "no block scales": (edit(weight_scale=None), rf"'{DOWN}.weight_scale' is missing"),
+    "no outer scale": (edit(weight_scale_2=None), rf"'{DOWN}.weight_scale_2' is missing"),
+    "no activation scale": (edit(input_scale=None), rf"'{DOWN}.input_scale' is missing"),
+    "no codes": (edit(weight=None), rf"'{DOWN}.weight' is missing"),
+    "wrong dtype": (edit(weight_scale=lambda t: t.float()), rf"'{DOWN}.weight_scale': expected torch.float8_e4m3fn"),
+    "outer of wrong dtype": (edit(weight_scale_2=lambda t: t.half()), rf"'{DOWN}.weight_scale_2': expected one"),
+    "transposed": (edit(GATE, weight=lambda t: t.T), rf"'{GATE}.weight_scale': expected shape .* of '{GATE}.weight'"),
+    "both transposed": (
+        edit(weight=lambda t: t[:, :16], weight_scale=lambda t: t[:, :2]), rf"layer '{DOWN}': the file has"
+    ),
+    "reciprocal outer scale": (edit(weight_scale_2=lambda t: 1 / t), rf"'{DOWN}.weight_scale_2': .*like a divisor"),
+    "reciprocal input scale": (edit(input_scale=lambda t: 1 / t), rf"'{DOWN}.input_scale': .*looks like a divisor"),
+    "zero outer scale": (edit(weight_scale_2=lambda t: t * 0), rf"'{DOWN}.weight_scale_2': expected a positive"),
+    "infinite outer scale": (edit(input_scale=lambda t: t / 0), rf"'{DOWN}.input_scale': expected a positive"),
+    "NaN scale": (edit(weight_scale=with_byte(0x7F)), rf"'{DOWN}.weight_scale': has scales that are NaN or negative"),
+    "flipped sign": (edit(weight_scale=with_byte(0x90)), rf"'{DOWN}.weight_scale': has scales that are NaN or neg"),
+    "unknown algorithm": (configure(quant_algo="NVFP4_AWQ"), "unknown quant_algo 'NVFP4_AWQ'"),
+    "wrong group size": (configure(group_size=32), "group_size: expected 16 for nvfp4, got 32"),
+    "extra tensor": (extra, rf"the model has no '{DOWN}.weight_shift'"),
+    "missing shard": (missing_shard, rf"shard 'model-2.safetensors' of tensor '{DOWN}.weight' is missing"),
+    "tensor of the index": (misplaced, rf"tensor '{DOWN}.zeros' should be in 'model.safetensors'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_checkpoints_are_refused_and_change_nothing(tmp_path, what):
+    folder = tmp_path / "broken"
+    shutil.copytree(DATA / "modelopt_nvfp4", folder)
+    corrupt, message = BROKEN[what]
+    corrupt(folder, tensors_of(folder))
+    model = fresh_model()
+    before = {name: (id(t), t.clone()) for name, t in model.named_parameters()}
+    with pytest.raises(ValueError, match=message) as caught:
+        fp4compile.load_packed(model, folder)
+    assert str(folder) in str(caught.value) or what == "both transposed"
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(id(after[n]) == address and torch.equal(after[n], t) for n, (address, t) in before.items())
+
+
+def test_e8m0_scales_that_are_nan_are_refused(tmp_path):
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "nan")
+    tensors = tensors_of(tmp_path / "nan")
+    tensors[f"{DOWN}.weight_scale"][2, 0] = 255
+    save_file(tensors, tmp_path / "nan" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"'{DOWN}.weight_scale': has scales that are NaN"):
+        loaded(tmp_path / "nan")
+
+
+def test_a_divisor_that_is_a_multiplier_is_refused(tmp_path):
+    by_hand(tmp_path / "ct", {DOWN}, amax=2688.0 * 400)  # 2688 / amax is 0.0025, as a multiplier of small weights is
+    with pytest.raises(ValueError, match=rf"'{DOWN}.weight_global_scale': .*looks like a multiplier"):
+        loaded(tmp_path / "ct")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64, bias=False)
+        self.layer.weight.data.copy_(weight)
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_outer_scales_are_refused_from_the_first_that_cannot_be(tmp_path, layout):
+    """1, of an amax of 2688. The largest below it loads; and 1 where it is the scale of a weight that is all zero."""
+    model = Layer(torch.randn(64, 64))
+    fp4compile.pack_(model, fp4compile.Recipe(fprop_w="nvfp4"))
+    below = torch.ones(()).nextafter(torch.zeros(()))
+    for outer, fits in ((below, True), (torch.ones(()), False)):
+        model.layer.weight_outer = outer
+        fp4compile.export_packed(model, tmp_path / str(fits), layout)
+        fresh = Layer(torch.zeros(64, 64))
+        if fits:
+            fp4compile.load_packed(fresh, tmp_path / str(fits))
+            torch.testing.assert_close(fresh.layer.weight_outer, below)
+        else:
+            with pytest.raises(ValueError, match=r"'layer.weight_\w+': 1, as .* amax of 2688; it looks like"):
+                fp4compile.load_packed(fresh, tmp_path / str(fits))
+    zeros, fresh = Layer(torch.zeros(64, 64)), Layer(torch.ones(64, 64))
+    fp4compile.pack_(zeros, fp4compile.Recipe(fprop_w="nvfp4"))
+    fp4compile.export_packed(zeros, tmp_path / "zeros", layout)
+    fp4compile.load_packed(fresh, tmp_path / "zeros")
+    assert fresh.layer.weight_outer == 1 and not fresh.layer.weight.any()
+
+
+def test_scales_of_a_quantised_cache_are_left_with_a_warning(tmp_path):
+    shutil.copytree(DATA / "modelopt_mxfp8", tmp_path / "kv")
+    scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
+    save_file(tensors_of(tmp_path / "kv") | scale, tmp_path / "kv" / "model.safetensors")
+    with pytest.raises(ValueError, match="k_scale"):
+        loaded(tmp_path / "kv")
+    configure(kv_cache_quant_algo="FP8")(tmp_path / "kv", {})
+    with pytest.warns(UserWarning, match="KV cache is not quantised"):
+        loaded(tmp_path / "kv")
+
+
+# ---------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_what_modelopt_wrote_is_written_again_bit_for_bit(tmp_path, name):
+    fp4compile.export_packed(loaded(DATA / name), tmp_path / "again")
+    assert bits(tensors_of(tmp_path / "again")) == bits(tensors_of(DATA / name))
+    for file, part in (("hf_quant_config.json", "quantization"), ("config.json", "quantization_config")):
+        ours, theirs = (json.loads((d / file).read_text())[part] for d in (tmp_path / "again", DATA / name))
+        assert ours["quant_algo"] == theirs["quant_algo"]
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "compressed-tensors"])
+def test_layers_of_several_formats(tmp_path, layout):
+    model = fresh_model(dtype=torch.bfloat16)
+    recipe = fp4compile.Recipe.from_dict({"recipe": "nvfp4_static", "rules": [("*gate_proj", "mxfp8")]})
+    recipe = fp4compile.calibrate(model, [TOKENS], recipe)
+    fp4compile.pack_(model, recipe)
+    fp4compile.export_packed(model, tmp_path / "mixed", layout)
+    again = fresh_model(dtype=torch.bfloat16)
+    fp4compile.load_packed(again, tmp_path / "mixed")
+    formats = {m.layer_format.weight for m in again.modules() if isinstance(m, PackedLinear)}
+    assert formats == {"nvfp4", "mxfp8"}
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_outer_scales_of_16_bit_weights_come_back_from_their_divisors():
+    for dtype in (torch.bfloat16, torch.float16):
+        amax = torch.linspace(2**-8, 4, 3000).to(dtype).float().unique()
+        outer = amax / torch.tensor(2688.0)
+        divisor = torch.stack([divisor_of(one) for one in outer])
+        assert torch.equal(divisor, torch.tensor(2688.0) / amax)
+        assert torch.equal(torch.stack([multiplier_of(one) for one in divisor]), outer)
+
+
+def refused(model, message, folder="nowhere", **arguments):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fp4compile.export_packed(model, folder, **arguments)
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    model = fresh_model()
+    refused(model, "has no packed layer")
+    refused(model, "unknown layout 'gguf'", layout="gguf")
+    refused("model", "expected a torch.nn.Module, got str")
+    fp4compile.pack_(model, "nvfp4")
+    refused(model, "calibrate")
+    rowwise = fresh_model()
+    fp4compile.pack_(rowwise, "float8_rowwise")
+    refused(rowwise, "modelopt has no weights in float8_rowwise")
+    good = loaded(DATA / "modelopt_mxfp8")
+    refused(good, "max_shard_size: expected a positive", max_shard_size=0)
+    (tmp_path / "old.safetensors").touch()
+    refused(good, "has safetensors files already", tmp_path)
+
+
+# ---------------------------------------------------------------- transformers
+
+
+class Made(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records how large the floating-point tensors are that operators make off the meta device."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type != "meta" and out.dtype.itemsize > 1:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def small_model(kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    more = {"num_local_experts": 4} if kind == "mixtral" else {"attention_bias": True}
+    config = AutoConfig.for_model(kind, **sizes | heads | more)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def plain(model):
+    return {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_from_pretrained_makes_no_weight_in_high_precision(tmp_path, kind, monkeypatch):
+    fp4compile.register_with_transformers()
+    model = small_model(kind)
+    fp4compile.pack_(model, {"recipe": "mxfp8", "rules": [("*down_proj", "nvfp4_weight_only")]})
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # other threads are not seen by a dispatch mode
+    with Made() as made:
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert made.largest == 32 * 32  # the embedding; the weights of the MLP are twice as large
+    assert bits(plain(again)) == bits(plain(model))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_from_pretrained_refuses_what_lacks_a_tensor(tmp_path):
+    fp4compile.register_with_transformers()
+    model = small_model("llama")
+    fp4compile.pack_(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    del tensors[f"{DOWN}.weight_scales"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"'{DOWN}.weight_scales' is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("what, match", [
+    ("scale", rf"'{DOWN}.weight_scales': has scales that are NaN"),
+    ("layers", "expected the states of layers by name, got list"),
+    ("format", rf"layer '{DOWN}': format: expected a name"),
+])  # fmt: skip
+def test_from_pretrained_refuses_what_is_broken(what, match, tmp_path):
+    fp4compile.register_with_transformers()
+    model = small_model("llama")
+    fp4compile.pack_(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    tensors, config = tensors_of(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    quantization = config["quantization_config"]
+    if what == "scale":
+        tensors[f"{DOWN}.weight_scales"][0, 0] = 255
+    elif what == "layers":
+        quantization["layers"] = []
+    else:
+        quantization["layers"][DOWN]["weight"] = 5
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=match):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_several_groups_of_compressed_tensors(tmp_path):
+    """A name goes before a regular expression, and that before a class; equals that differ are refused."""
+    by_hand(tmp_path / "ct", {DOWN}, 0.15625)
+    file = tmp_path / "ct" / "config.json"
+    config = json.loads(file.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    right, eight = groups["group_0"], {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}
+    cases = [
+        ((["Linear"], eight), ([r"re:.*\.down_proj$"], right), None), ((["re:.*down.*"], eight), ([DOWN], right), None),
+        ((["Linear"], right), (["Linear"], right), None), (([DOWN], right), (["nothing"], {"weights": None}), None),
+        ((["re:.*"], right), (["re:.*down.*"], eight), "is a target of several groups"),
+    ]  # fmt: skip
+    for *found, message in cases:
+        new = {f"group_{i}": group | {"targets": targets} for i, (targets, group) in enumerate(found)}
+        config["quantization_config"]["config_groups"] = new
+        file.write_text(json.dumps(config))
+        if message is None:
+            assert isinstance(loaded(tmp_path / "ct").get_submodule(DOWN), PackedLinear)
+        else:
+            with pytest.raises(ValueError, match=message):
+                loaded(tmp_path / "ct")
+
+
+def test_from_pretrained_packs_nothing(tmp_path):
+    fp4compile.register_with_transformers()
+    small_model("llama").save_pretrained(tmp_path)
+    wanted = {"quant_method": "fp4compile", "layers": {}, "experts": {}}
+    with pytest.raises(ValueError, match=r"call fp4compile.pack_"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=wanted)

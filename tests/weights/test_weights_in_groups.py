@@ -1,0 +1,199 @@
+"""Packed weights of graphs that were compiled before torch.distributed began: its writes raise no version counter."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fp4compile
+from fp4compile import _inductor_patches
+from fp4compile.weights import cache as weight_cache
+from fp4compile.weights.cache import form, packed_weight
+from tests.helpers import group_partner
+from tests.helpers.cached_weights import uncached
+from tests.helpers.graphs import compile_recorded
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+
+def recv(weight):
+    dist.recv(weight.data, group_partner.RANK)
+
+
+def broadcast_later(weight):
+    dist.broadcast(weight.detach(), group_partner.RANK, async_op=True).wait()
+
+
+# What the first rank calls, and what the second one does meanwhile.
+WRITES = {
+    "broadcast(weight)": (lambda weight: dist.broadcast(weight, group_partner.RANK), "broadcast"),
+    "broadcast(weight.detach())": (lambda weight: dist.broadcast(weight.detach(), group_partner.RANK), "broadcast"),
+    "asynchronous broadcast": (broadcast_later, "broadcast"),
+    "broadcast(weight.data)": (lambda weight: dist.broadcast(weight.data, group_partner.RANK), "broadcast"),
+    "all_reduce(weight.data)": (lambda weight: dist.all_reduce(weight.data), "reduce"),
+    "recv(weight.data)": (recv, "send"),
+}
+
+
+@contextmanager
+def alone():
+    """The default process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_current(weight, packed):
+    expected = fp4compile.quantize(weight.detach().clone(), "nvfp4")
+    return all(map(torch.equal, packed, (expected.data, expected.scales, expected.outer)))
+
+
+@pytest.fixture
+def partner(tmp_path):
+    """Begins a group of two; ends it, and the other process."""
+    store = tmp_path / "store"
+    operations = [operation for _, operation in WRITES.values()]
+    command = [sys.executable, group_partner.__file__, str(store), *operations]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def begin():
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
+
+    try:
+        yield begin
+        dist.destroy_process_group()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    finally:
+        process.kill()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test_every_write_of_a_group_that_began_after_compiling_is_seen(partner, packings):
+    layer, x = torch.nn.Linear(64, 48), torch.randn(8, 64)
+    assert layer.weight.shape == group_partner.SHAPE
+    compiled, recorder = compile_recorded(layer, fp4compile.backend("nvfp4"))
+    compiled(x), compiled(x)
+    assert len(packings) == 1 and recorder.graphs[0].count("fp4compile.quantize") == 1  # of the activation
+    partner()
+    stale = []
+    for number, (write, _) in enumerate(WRITES.values()):
+        before, version = layer.weight.clone(), layer.weight._version
+        write(layer.weight)
+        written = group_partner.values(number)
+        torch.testing.assert_close(layer.weight, torch.nn.Parameter(written + before if number == 4 else written))
+        assert layer.weight._version == version, "the write raises no counter"
+        if not torch.allclose(compiled(x), uncached(layer, x), rtol=1e-5, atol=1e-5):
+            stale.append(list(WRITES)[number])
+    assert stale == []
+    assert len(recorder.graphs) == 1, "the graph that was compiled before"
+
+
+def test_weights_are_packed_at_every_call_while_there_is_a_group(packings):
+    weight = torch.nn.Parameter(torch.randn(48, 64))
+    kept = packed_weight(weight, form("nvfp4"))
+    addresses = [tensor.data_ptr() for tensor in kept]
+    with alone():
+        for _ in range(3):
+            weight.data.mul_(-1.5)
+            packed = packed_weight(weight, form("nvfp4"))
+            assert is_current(weight, packed)
+            assert [tensor.data_ptr() for tensor in packed] == addresses  # CUDA graphs hold them
+        assert len(packings) == 4
+        weight.data.mul_(-1.5)
+    for _ in range(2):
+        assert is_current(weight, packed_weight(weight, form("nvfp4")))  # packed in the group, which ended
+    assert len(packings) == 5, "kept again"
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_cuda_graphs_read_what_a_group_wrote():
+    layer, x = torch.nn.Linear(64, 48).cuda(), torch.randn(8, 64, device="cuda")
+    compiled = torch.compile(layer, backend=fp4compile.backend("nvfp4"), mode="reduce-overhead")
+
+    def check(calls):
+        for _ in range(calls):  # recorded by the second, replayed from the third on
+            torch.testing.assert_close(compiled(x).cpu(), uncached(layer, x), rtol=1e-5, atol=1e-5)
+
+    check(3)
+    with alone():
+        for _ in range(3):
+            layer.weight.data.mul_(-1.5)
+            check(2)
+        layer.weight.data.mul_(-0.5)
+    check(2)
+
+
+def test_what_was_kept_before_a_group_is_out_of_date_after_it(packings):
+    weight, other = (torch.nn.Parameter(torch.randn(48, 64)) for _ in range(2))
+    for each in (weight, other):
+        packed_weight(each, form("nvfp4"))
+    with alone():
+        weight.data.mul_(-1.5)  # and no call while the group is there
+    for each in (weight, other):
+        assert is_current(each, packed_weight(each, form("nvfp4")))
+    assert len(packings) == 4
+
+
+def test_a_group_that_begins_while_a_weight_is_packed_counts(monkeypatch):
+    weight = torch.nn.Parameter(torch.randn(48, 64))
+    quantize = weight_cache._quantize
+
+    def overtaken(weight, packed_as):
+        packed = quantize(weight, packed_as)
+        with alone():
+            weight.data.mul_(-1)
+        return packed
+
+    monkeypatch.setattr(weight_cache, "_quantize", overtaken)
+    packed_weight(weight, form("nvfp4"))
+    monkeypatch.setattr(weight_cache, "_quantize", quantize)
+    assert is_current(weight, packed_weight(weight, form("nvfp4")))
+
+
+def test_check_does_not_raise_in_a_group():
+    weight = torch.nn.Parameter(torch.randn(48, 64))
+    packed_weight(weight, form("nvfp4"), "name")
+    with alone():
+        for _ in range(2):
+            weight.data.mul_(-1.5)
+            assert is_current(weight, packed_weight(weight, form("nvfp4"), "name"))
+    weight.data.mul_(-1.5)
+    assert is_current(weight, packed_weight(weight, form("nvfp4"), "name"))
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("tells", [True, False])
+def test_nothing_is_kept_where_torch_does_not_tell_of_groups(tells, packings, monkeypatch):
+    monkeypatch.setattr(weight_cache, "_watch", lambda: tells)
+    compiled, recorder = compile_recorded(torch.nn.Linear(64, 48), fp4compile.backend("nvfp4"))
+    with torch.no_grad():
+        compiled(torch.randn(8, 64))
+    assert recorder.graphs[0].count("fp4compile.quantize") == (1 if tells else 2)
+    weight = torch.nn.Parameter(torch.randn(48, 64))
+    before = len(packings)
+    packed_weight(weight, form("nvfp4")), packed_weight(weight, form("nvfp4"))
+    assert len(packings) == before + (1 if tells else 2)
+
+
+def test_groups_are_watched_once_and_only_where_they_can_be(monkeypatch):
+    world, calls = dist.distributed_c10d._World, []
+    monkeypatch.setattr(world, "default_pg", world.default_pg)  # and put back
+
+    def told():
+        calls.append(dist.is_initialized())
+
+    assert _inductor_patches.watch_process_groups(told) and _inductor_patches.watch_process_groups(told)
+    with alone():
+        pass
+    assert calls == [True, False]
+    monkeypatch.setattr(world, "default_pg", None)
+    assert not _inductor_patches.watch_process_groups(told)
