@@ -268,7 +268,7 @@ def test_a_circle_through_a_function_is_found(tmp_path):
 
 def test_an_import_that_goes_up_is_found(tmp_path):
     graph = a_package(
-        tmp_path, formats__groups="from fp4compile.ops import dense\n", ops__dense="import fp4compile.formats.groups\n"
+        tmp_path, formats__groups="import fp4compile.ops.dense\n", ops__dense="import fp4compile.formats.groups\n"
     )
     rooms = tuple(entries for _, entries in ROOMS)
     assert arrows_up(graph, rooms) == ["fp4compile.formats.groups imports fp4compile.ops.dense"]
