@@ -1,8 +1,8 @@
 """The epilogue of a product as data: the pointwise operations between the product and what is stored.
 
-An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an element
-for each element of the product; `row1`: an element for each column). The op `scaled_mm_epilogue` carries the steps as
-strings.
+An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an
+element for each element of the product; `row1`: an element for each column). The op `scaled_mm_epilogue` carries the
+steps as strings.
 
 `apply` is the reference. `templates.device.epilogue` prints the same steps as a Triton device function.
 """

@@ -26,8 +26,8 @@ def scale_layout(format: BlockFormat, *, native: bool) -> str:
 
     All who store scales follow this rule. An operand in a graph is native if its product is (`analysis.plan`). A weight
     that `weights.cache` keeps has the layout that its graph asks for. The weight of a packed layer is native if the
-    layer's products are, on the device where it is (`weights.scale_layout`); in files, which serve every device, its scales
-    are linear.
+    layer's products are, on the device where it is (`weights.scale_layout`); in files, which serve every device, its
+    scales are linear.
     """
     return "swizzled" if native and format.scale is not None else "linear"
 

@@ -1,8 +1,8 @@
 """The prologue of a quantiser as data: the pointwise operations whose result is quantised.
 
-A `Prologue` is a list of steps (`formats.steps`). Their tensors are operands, by their numbers: `aux0` has an element for
-each element of the result, `row1` one for each column, `col2` one for each row. The first operand is `aux0`, and the
-result has its shape. The op `quantize_prologue` carries the steps as strings.
+A `Prologue` is a list of steps (`formats.steps`). Their tensors are operands, by their numbers: `aux0` has an element
+for each element of the result, `row1` one for each column, `col2` one for each row. The first operand is `aux0`, and
+the result has its shape. The op `quantize_prologue` carries the steps as strings.
 
 A step may reduce rows ("mean s0"): its result has one element for each row, and so have steps of nothing but such
 results. `Prologue.after_statistics` takes these apart from what follows.

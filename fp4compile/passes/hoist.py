@@ -63,7 +63,7 @@ def hoisting(
 ) -> Callable:
     """An `inner_compile` that takes the quantising of weights out of inference graphs.
 
-    inputs: one entry for each argument of the compiled function. cache: the recipe's `weights.cache`; "off" leaves all
+    inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
     graphs as they are, "check" compares the weights' contents at each call. sink: takes the pass's run for each
     inference graph. disabled: names of the passes that are switched off.
     """

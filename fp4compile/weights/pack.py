@@ -1,8 +1,8 @@
-"""`pack_`: store the weights of a model packed, in place of its parameters. `weights.files` writes and reads the result.
+"""`pack_`: store the weights of a model packed, in place of its parameters. `weights.files` writes and reads them.
 
-The backend keeps packed weights beside the parameters (`weights.cache`). `pack_` removes the parameters, so that a model
-needs less memory. A packed layer computes what the compiled layer would compute, with the same bits, both eagerly and
-compiled.
+The backend keeps packed weights beside the parameters (`weights.cache`). `pack_` removes the parameters, so that a
+model needs less memory. A packed layer computes what the compiled layer would compute, with the same bits, both eagerly
+and compiled.
 """
 
 import warnings

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from fp4compile.recipe.atomic_file import scratch_folder, write_atomically
 from fp4compile.recipe import atomic_file
+from fp4compile.recipe.atomic_file import scratch_folder, write_atomically
 
 # Writes half of a file, says so, and waits to be killed or, after a line of input, goes on. The module is run without
 # its package, which takes seconds to import.

@@ -236,7 +236,7 @@ def test_a_run(content, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run_all.common, "environment", lambda device: content["environment"])
-    monkeypatch.setattr(run_all.gpus, "present", lambda: hardware.GPUS["H200"])
+    monkeypatch.setattr(run_all.hardware, "present", lambda: hardware.GPUS["H200"])
     seen = []
 
     def run(name, quick):

@@ -63,7 +63,7 @@ LAUNCH_PLANTS = (
     Plant("partial maxima that no program writes", "templates/quantize/amax.py",
           "    grid = _amax_grid(source, config)\n", "    grid = max(_amax_grid(source, config) - 1, 1)\n"),
     # what is stored, seeds, products
-    Plant("what is stored has the dtype of the first operand", "ops_prologue.py",
+    Plant("what is stored has the dtype of the first operand", "ops/prologue.py",
           "first.new_empty(each, dtype=dtype) for each, (_, dtype)", "first.new_empty(each) for each, (_, dtype)"),
     Plant("rows and columns rounded by one stream of random bits", "templates/quantize/dispatch.py",
           "launch_columns(source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=transform)",

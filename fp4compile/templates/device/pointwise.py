@@ -1,4 +1,4 @@
-"""Steps of `formats.steps` printed as Triton, and kernels in which a global name means a device function that was printed.
+"""Steps of `formats.steps` printed as Triton, and kernels whose global names mean device functions that were printed.
 
 `with_functions(kernel, functions)` is a copy of the kernel in which global names mean functions of a printed text.
 Inductor follows the global names of a kernel and writes the source of what it calls into its wrapper, and Triton's
