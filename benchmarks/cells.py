@@ -1,6 +1,6 @@
-"""The cells of the tables of docs/measured.md: a function for each, of the content of one file of benchmarks/results.
+"""The cells of the tables in benchmarks/results/*.md: a function for each, of the content of one JSON file.
 
-Needs nothing but Python. `tables` says which file each takes.
+Needs nothing but Python. `pages` says which file each takes.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 # The first row is the header. A cell that is None is left empty.
 Cells = list[list[Any]]
+CellsOf = Callable[[dict], Cells]
 
 
 def number(value: float | None, digits: int) -> str | None:
@@ -19,13 +20,13 @@ def number(value: float | None, digits: int) -> str | None:
     return str(Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_HALF_UP))
 
 
-def _percent(value: float, digits: int = 2) -> str:
+def percent(value: float, digits: int = 2) -> str:
     """With its sign; what is rounded to zero has none."""
     text = number(value, digits) or ""
     return f"+{text} %" if value > 0 and float(text) else f"{text if float(text) else text.lstrip('-')} %"
 
 
-def _variant(name: str) -> str:
+def variant(name: str) -> str:
     """The name of a training run in words: "nvfp4_train-no_sr" is "nvfp4_train, no stochastic rounding"."""
     words = {
         "no_sr": "no stochastic rounding",
@@ -73,31 +74,38 @@ def compile_time(content: dict) -> Cells:
 
 def compile_time_llama(content: dict) -> Cells:
     rows = [
-        [str(row["machine"]), _packed_model(row["model"]), number(row["prefill s"], 1), number(row["prefill x"], 2),
+        [packed_model(row["model"]), number(row["prefill s"], 1), number(row["prefill x"], 2),
          number(row["decode s"], 1), number(row["decode x"], 2)]
         for row in content["rows"]
     ]  # fmt: skip
-    header = ["machine", "model", "first prefill, s", "over bf16's", "first decode step, s", "over bf16's"]
-    return [header, *rows]
+    return [["model", "first prefill, s", "over bf16's", "first decode step, s", "over bf16's"], *rows]
 
 
-def _packed_model(name: str) -> str:
-    recipe, comma, when = name.partition(",")
-    return name if name == "bf16" else f"packed, `{recipe}`{comma}{when}"
+def weight_check(content: dict) -> Cells:
+    return [
+        ["what", "figure"],
+        ["check of a weight, lowest, us", number(content["check us"]["min"], 2)],
+        ["check of a weight, median, us", number(content["check us"]["median"], 2)],
+        ["step of 224 layers in CUDA graphs, ms", number(content["step ms"], 3)],
+    ]
+
+
+def packed_model(name: str) -> str:
+    return name if name == "bf16" else f"packed, `{name}`"
 
 
 # ---------------------------------------------------------------- quantising
 
 # What the kernel of a benchmark's case does, in words.
-_CASES = {
+CASES = {
     "rows": "rows",
     "rows, swizzled": "rows, swizzled scales",
     "32x32": "square blocks",
     "row-scaled": "rows with a scale each",
-    "two-level, static": "rows, tensor scale given",
+    "two-level, static": "rows, static tensor scale",
     "two-level, dynamic": "rows, tensor scale computed",
     "columns": "columns",
-    "16x16, static": "square blocks, tensor scale given",
+    "16x16, static": "square blocks, static tensor scale",
     "16x16, dynamic": "square blocks, tensor scale computed",
     "both": "rows and columns from one read",
     "both, dynamic": "rows and columns, tensor scale computed",
@@ -108,7 +116,7 @@ _CASES = {
     "both, Hadamard": "rows and transformed columns, tensor scale computed",
     "both, Hadamard, stochastic": "rows and transformed columns, stochastic, tensor scale computed",
 }
-_TWO_READS = {("both", "float8_rowwise"): "rows and columns with a scale each (two reads)"}
+TWO_READS = {("both", "float8_rowwise"): "rows and columns with a scale each (two reads)"}
 
 
 def quantize(content: dict) -> Cells:
@@ -120,7 +128,7 @@ def quantize(content: dict) -> Cells:
     rows = []
     for case in dict.fromkeys(row["case"] for row in content["rows"]):
         what, _, fmt = case.rpartition(", ")
-        cells = [_TWO_READS.get((what, fmt), _CASES[what]), f"`{fmt}`"]
+        cells = [TWO_READS.get((what, fmt), CASES[what]), f"`{fmt}`"]
         for size in sizes:
             row = found[case, size]
             cells += [number(row["us"], 1), number(row["of copy"], 2), number(row["torchao us"], 1)]
@@ -175,7 +183,7 @@ _DECODE_HEADER = [
 def _decode_row(row: dict, label: str = "") -> list[Any]:
     packed = row["model"] != "bf16"
     return [
-        (f"packed, `{row['model']}`" if packed else row["model"]) + label,
+        packed_model(row["model"]) + label,
         number(row["GiB"], 2), number(row["peak GiB"], 2) if packed else None,
         number(row["decode tokens/s"], 0), number(row["decode x"], 2) if packed else None,
         number(row["prefill ms"], 1), number(row["prefill x"], 2) if packed else None,
@@ -187,62 +195,9 @@ def llama_decode(content: dict) -> Cells:
     return [_DECODE_HEADER, *map(_decode_row, content["rows"])]
 
 
-def llama_decode_earlier(content: dict) -> Cells:
-    return [_DECODE_HEADER, *map(_decode_row, content["earlier"]["rows"])]
-
-
 def qwen3_moe_decode(content: dict) -> Cells:
     how = {"batched_mm": "by index", "grouped_mm": "by groups"}
     return [_DECODE_HEADER, *(_decode_row(row, f", {label}") for key, label in how.items() for row in content[key])]
-
-
-def before_and_after_decode(content: dict) -> Cells:
-    return [
-        _DECODE_HEADER,
-        *(_decode_row(row, f", {when}") for when in ("before", "after") for row in content["decode"][when]["rows"]),
-    ]
-
-
-def before_and_after_mlp(content: dict) -> Cells:
-    """The time of a step, which the host has a part in, and of the device's kernels alone."""
-    before, after = ({row["block"]: row["ms"] for row in content["mlp"][when]["rows"]} for when in ("before", "after"))
-    kernels = {when: {name: row["device ms"] for name, row in content["mlp_device"][when].items()}
-               for when in ("before", "after")}  # fmt: skip
-    rows = [[_block(name), *_change(ms, after[name]), *_change(*(kernels[when].get(name) for when in kernels))]
-            for name, ms in before.items()]  # fmt: skip
-    return [["block", "before, ms", "after, ms", "change", "kernels before, ms", "after, ms", "change"], *rows]
-
-
-def _change(before: float | None, after: float | None, digits: int = 2) -> list[Any]:
-    if before is None or after is None:
-        return [None, None, None]
-    return [number(before, digits), number(after, digits), _percent(100 * (after / before - 1), 1)]
-
-
-def before_and_after_quantize(content: dict) -> Cells:
-    """The larger tensor's times, at which a launch counts for nothing."""
-    before, after = (
-        {row["case"]: row["us"] for row in content["quantize"][when]["rows"] if row["shape"] == "16384x16384"}
-        for when in ("before", "after")
-    )
-    rows = []
-    for case, us in before.items():
-        what, _, fmt = case.rpartition(", ")
-        rows.append([_TWO_READS.get((what, fmt), _CASES[what]), f"`{fmt}`", *_change(us, after[case], 1)])
-    return [["what", "format", "before, us", "after, us", "change"], *rows]
-
-
-def before_and_after_host(content: dict) -> Cells:
-    content = content["host"]
-    check, step = content["weight_check_us_a_parameter"], content["step_of_224_layers_cuda_graphs_ms"]
-    return [
-        ["", "before", "after"],
-        *(
-            [f"check of a weight, {which}, us", *(number(check[when][which], 2) for when in ("before", "after"))]
-            for which in ("min", "median")
-        ),
-        ["step of 224 layers in CUDA graphs, ms", *(number(step[when], 3) for when in ("before", "after"))],
-    ]
 
 
 def ceilings(content: dict) -> Cells:
@@ -265,7 +220,7 @@ def ceilings_copies(content: dict) -> Cells:
 # ---------------------------------------------------------------- training
 
 
-def _block(name: str) -> str:
+def block(name: str) -> str:
     if name.startswith("torchao"):
         return f"torchao 0.18 float8, {name.partition(' ')[2]}"
     return name if name == "bf16" else f"`{name}`"
@@ -276,7 +231,7 @@ def _blocks(rows: list[dict]) -> Cells:
     return [
         header,
         *(
-            [_block(row["block"]), number(row["ms"], 2), number(row["of bf16"], 2), number(row["peak MiB"], 0),
+            [block(row["block"]), number(row["ms"], 2), number(row["of bf16"], 2), number(row["peak MiB"], 0),
              number(row["saved MiB"], 0), number(row["of its bf16"], 3), number(row["first step s"], 1)]
             for row in rows
         ),
@@ -295,7 +250,7 @@ def mlp_block_busy(content: dict) -> Cells:
         header += [f"{run['environment']['cpus']} cores: ms", "over bf16"]
     rows = []
     for name in of_bf16[0]:
-        cells = [_block(name)]
+        cells = [block(name)]
         for run in of_bf16:
             cells += [number(run[name]["ms"], 2), number(run[name]["of bf16"], 2)]
         rows.append(cells)
@@ -304,8 +259,8 @@ def mlp_block_busy(content: dict) -> Cells:
 
 def _distances(rows: list[dict]) -> Cells:
     return [
-        [_variant(row["variant"]), number(row["loss"], 3), _percent(row["over bf16 %"]),
-         ", ".join(_percent(value) for value in row["of each seed"])]
+        [variant(row["variant"]), number(row["loss"], 3), percent(row["over bf16 %"]),
+         ", ".join(percent(value) for value in row["of each seed"])]
         for row in rows
     ]  # fmt: skip
 
@@ -331,9 +286,9 @@ def gradient_error(content: dict) -> Cells:
         "backward", "weights", "one gradient", "mean of 64 seeds", "mean of 64 batches", "held-out loss over bf16's"
     ]  # fmt: skip
     rows = [
-        [_variant(row["variant"]), {"lm_head": "head"}.get(row["weights"], row["weights"]),
+        [variant(row["variant"]), {"lm_head": "head"}.get(row["weights"], row["weights"]),
          *(f"{row[column]:.1f} %" for column in ("one %", "64 draws %", "64 batches %")),
-         f"{_percent(row['over bf16 %'], 3).removesuffix(' %')} ± {row['+-']:.3f} %"]
+         f"{percent(row['over bf16 %'], 3).removesuffix(' %')} ± {row['+-']:.3f} %"]
         for row in content["rows"]
     ]  # fmt: skip
     return [header, *rows]
@@ -342,7 +297,7 @@ def gradient_error(content: dict) -> Cells:
 # ---------------------------------------------------------------- columns as a benchmark prints them
 
 
-def part_of(part: str, run: str | None = None) -> Callable[[dict], Cells]:
+def part_of(part: str, run: str | None = None) -> CellsOf:
     """The table of one part of a file: its columns as they are. run: whose content is in the file under that name."""
 
     def cells(content: dict) -> Cells:
@@ -381,7 +336,7 @@ def roofline_errors(content: dict) -> Cells:
 
 def roofline_training(content: dict) -> Cells:
     rows = [
-        [_block(row["case"]), number(row["predicted us"] / 1e3, 2), number(row["measured us"] / 1e3, 2),
+        [block(row["case"]), number(row["predicted us"] / 1e3, 2), number(row["measured us"] / 1e3, 2),
          _error(row["error"])]
         for row in content["foreseen"]
     ]  # fmt: skip

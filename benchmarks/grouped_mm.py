@@ -10,7 +10,7 @@ tokens: 16384 tokens under recipes, compiled. "forward" packs weights once and q
     and backward, quantises all operands of the three products in each step. A time is that of a step among steps that
     follow each other, the median of several runs.
 weights: what quantising experts' weights (8 to 32, 8192, 5120) costs against a device copy of the same bytes.
-configurations: the launches of `templates/grouped/heuristics.py` for many and for few tokens of NVFP4, and the best of
+configurations: the launches of the tables (`heuristics.py`) for many and for few tokens of NVFP4, and the best of
     others; where tiles that dequantise for themselves ("tiles") are faster than operands dequantised in memory
     ("operand"), by tokens an expert; and tiles of the kernel that quantises tokens ("rows"). On a GPU only.
 growth: the same 16640 tokens over 1 to 64 experts: our time over that of bf16, and launches of a step.
@@ -36,15 +36,19 @@ from benchmarks import common
 from benchmarks.linear import ROTATED_BYTES
 from benchmarks.quantize import copy_time, nbytes
 from fp4compile.formats import formats
-from fp4compile.formats.operand import Operand
-from fp4compile.templates.gemm.heuristics import SkinnyConfig
-from fp4compile.templates.grouped import dequant_operand, dequant_tiles, quantize_rows, skinny
-from fp4compile.templates.grouped.amax import rows_amax_bits
-from fp4compile.templates.grouped.dispatch import quantize_grouped
-from fp4compile.templates.grouped.heuristics import GroupedDotConfig, grouped_amax_config, grouped_row_config
-from fp4compile.templates.grouped.problem import GroupedCall, GroupedCandidate, GroupedProblem, call_of, problem_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.quantize import quantize_kernels
+from fp4compile.templates.gemm import grouped_dequant_operand, grouped_dequant_tiles, grouped_skinny
+from fp4compile.templates.gemm.call import Call
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.heuristics import GroupedDotConfig, SkinnyConfig
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.quantize.views import matrices
+from fp4compile.templates.multiply import call_of
+from fp4compile.templates.problem import Problem
+from fp4compile.templates.quantize import ragged_amax, ragged_rows
+from fp4compile.templates.quantize.heuristics import ragged_amax_config, ragged_row_config
+from fp4compile.templates.quantize.source import source_of
+from fp4compile.templates.view import View
 
 BF16 = torch.bfloat16
 ops = torch.ops.fp4compile
@@ -156,7 +160,7 @@ def rotated(shape: Experts, device: str) -> tuple[list[torch.Tensor], list]:
 
     elements = shape.experts * shape.n * shape.k
     weight = shape.weights(device)
-    packed = [ops.quantize_grouped(weight, None, "nvfp4") for _ in range(copies(0.5625 * elements))]
+    packed = [ops.quantize(weight, "nvfp4", each_matrix=True) for _ in range(copies(0.5625 * elements))]
     return [weight.clone() for _ in range(copies(2.0 * elements))], packed
 
 
@@ -165,7 +169,7 @@ def weight_only(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Ten
 
 
 def quantised(x: torch.Tensor, weight: tuple, offs: torch.Tensor) -> torch.Tensor:
-    a = ops.quantize_grouped(x, offs, "nvfp4")
+    a = ops.quantize(x, "nvfp4", offs=offs)
     return ops.scaled_grouped_mm(*a, "nvfp4", *weight, "nvfp4", offs, len(x), BF16)
 
 
@@ -246,7 +250,7 @@ def weights(args: argparse.Namespace) -> Iterator[dict]:
     for experts in (QUANTISED.experts // 4, QUANTISED.experts // 2, QUANTISED.experts):
         weight = Experts(experts, QUANTISED.n, QUANTISED.k).weights(args.device)
         for name, (format, dim) in BLOCKS.items():
-            call = partial(ops.quantize_grouped, weight, None, format, dim)
+            call = partial(ops.quantize, weight, format, dim, each_matrix=True)
             moved = nbytes(weight) + nbytes(call())
             (us,), copied = call_times([[call]], args), copy_us(moved, args.device)
             yield {"weights": f"{experts}x{QUANTISED.n}x{QUANTISED.k}", "block": name, "MB": moved / 1e6, "us": us,
@@ -304,15 +308,14 @@ def configurations(args: argparse.Namespace) -> Iterator[dict]:
 
 
 TOKENS_EACH = (64, 128, 256, 512)
-KERNELS = {"many": dequant_operand.CANDIDATE, "few": skinny.CANDIDATE}
+KERNELS = {"many": grouped_dequant_operand.CANDIDATE, "few": grouped_skinny.CANDIDATE}
 
 
-def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> dict[str, GroupedCall]:
+def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> dict[str, Call]:
     """NVFP4 tokens and weights, `count` tokens; weight-only, four tokens an expert."""
     if not wanted:
         return {}
-    fmt, weight = formats.get("nvfp4"), shape.weights(device)
-    b = Operand(*quantize_grouped(weight, None, fmt, -1, None, "linear", seed=None, transform=False), fmt)
+    b = Operand(*quantize_kernels(shape.weights(device), "nvfp4", each_matrix=True), formats.get("nvfp4"))
     found = {}
     for kernel, rows in (("many", count), ("few", 4 * shape.experts)):
         if kernel not in wanted:
@@ -322,14 +325,14 @@ def grouped_calls(shape: Experts, count: int, device: str, wanted=KERNELS) -> di
         a = Operand(x)
         if kernel == "many":
             a = quantised_tokens(x, offs)
-        found[kernel] = call_of(a, b, offs, rows, BF16, target_of(offs.device))
+        found[kernel] = call_of(Arguments(a, b, None, BF16, offs=offs, rows=rows))
     return found
 
 
 def tiles_or_operand(name: str, args: argparse.Namespace) -> Iterator[dict]:
     """The products of packed NVFP4 weights by both kernels, the quantiser of the tokens included."""
     shape = MODELS[name]
-    weight = ops.quantize_grouped(shape.weights(args.device), None, "nvfp4")
+    weight = ops.quantize(shape.weights(args.device), "nvfp4", each_matrix=True)
     for each in TOKENS_EACH:
         calls = both_calls(shape, each, weight, args.device)
         times = call_times([[call] for call in calls.values()], args)
@@ -346,46 +349,46 @@ def both_calls(shape: Experts, each: int, weight: tuple, device: str) -> dict[st
     rows = each * shape.experts
     x, offs = shape.rows(rows, device), offsets(group_sizes(rows, shape.experts), device)
     b, calls = Operand(*weight, formats.get("nvfp4")), {}
-    for of, candidate in (("tiles", dequant_tiles.CANDIDATE), ("operand", dequant_operand.CANDIDATE)):
+    for of, candidate in (("tiles", grouped_dequant_tiles.CANDIDATE), ("operand", grouped_dequant_operand.CANDIDATE)):
         values = of == "operand"
-        problem = problem_of(quantised_tokens(x, offs, values), b, offs, rows, BF16, target_of(x.device))
+        call = call_of(Arguments(quantised_tokens(x, offs, values), b, None, BF16, offs=offs, rows=rows))
         calls[of] = partial(
-            multiplied, x, b, offs, values, candidate=candidate, config=candidate.configure(problem)
+            multiplied, x, b, offs, values, candidate=candidate, config=candidate.configure(call.problem)
         )  # fmt: skip
     return calls
 
 
 def multiplied(
-    x: torch.Tensor, b: Operand, offs: torch.Tensor, values: bool, *, candidate: GroupedCandidate, config
+    x: torch.Tensor, b: Operand, offs: torch.Tensor, values: bool, *, candidate: Candidate, config
 ) -> torch.Tensor:
     a = quantised_tokens(x, offs, values)
-    return candidate.run(call_of(a, b, offs, len(x), BF16, target_of(x.device)), config)
+    return candidate.run(call_of(Arguments(a, b, None, BF16, offs=offs, rows=len(x))), config)
 
 
 def quantised_tokens(x: torch.Tensor, offs: torch.Tensor, values: bool = False) -> Operand:
     """As codes, or as values."""
-    fmt = formats.get("nvfp4")
-    found = quantize_grouped(x, offs, fmt, -1, None, "linear", seed=None, transform=False, values=values)
-    return Operand(*found, None if values else fmt)
+    data, scales, outer = quantize_kernels(x, "nvfp4", offs=offs, values=(-1,) if values else ())
+    return Operand(data, None, outer) if values else Operand(data, scales, outer, formats.get("nvfp4"))
 
 
 def rows_of_tokens(name: str, args: argparse.Namespace) -> Iterator[dict]:
     """Quantise the tokens, to codes and to values: the amaxes alone, the table's tiles, and others as large."""
     shape = MODELS[name]
     x, offs = shape.rows(args.tokens, args.device), offsets(group_sizes(args.tokens, shape.experts), args.device)
-    (amax_us,) = call_times([[partial(rows_amax_bits, matrices(x), offs, each=False)]], args)
-    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(grouped_amax_config())}
+    source, bounds = source_of(x, target_of(x.device)), View.flat(offs, len(offs))
+    (amax_us,) = call_times([[lambda: ragged_amax.amax_of_rows(source, bounds, each=False)[1].run()]], args)
+    yield {"configurations": f"{name}, rows", "of": "amax", "us": amax_us, "launch": str(ragged_amax_config())}
     for values in (False, True):
-        table = grouped_row_config("e2m1", 16, args.tokens, shape.experts, False)
+        table = ragged_row_config("e2m1", 16, args.tokens, shape.experts, False)
         others = [replace(table, rows=rows, blocks=table.rows * table.blocks // rows) for rows in (128, 32, 16, 8)]
         for of, config in [("table", table), *[("tried", each) for each in others if each != table]]:
-            with mock.patch.object(quantize_rows, "grouped_row_config", lambda *_, config=config: config):
+            with mock.patch.object(ragged_rows, "ragged_row_config", lambda *_, config=config: config):
                 (us,) = call_times([[partial(quantised_tokens, x, offs, values)]], args)
             yield {"configurations": f"{name}, rows to {'values' if values else 'codes'}", "of": of, "us": us,
                    "launch": str(config)}  # fmt: skip
 
 
-def tried(kernel: str, problem: GroupedProblem) -> list:
+def tried(kernel: str, problem: Problem) -> list:
     """Configurations, that of the table first. Others differ in the tile, the stages, the walk or the grid."""
     table = KERNELS[kernel].configure(problem)
     if kernel == "many":

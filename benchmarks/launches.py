@@ -26,9 +26,9 @@ from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.quantize import quantize_kernels
+from fp4compile.templates import choose
 from fp4compile.templates.device.shared_memory import reserved
-from fp4compile.templates.gemm import choose
-from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
 from fp4compile.templates.gemm.gemv import WIDTH, needed_bytes
 from fp4compile.templates.gemm.heuristics import (
     SKINNY_ROWS,
@@ -37,9 +37,9 @@ from fp4compile.templates.gemm.heuristics import (
     WgmmaConfig,
     with_shared_memory,
 )
-from fp4compile.templates.gemm.problem import OperandType, Problem
 from fp4compile.templates.gemm.wgmma_sm90 import needed_bytes as wgmma_bytes
-from fp4compile.templates.quantize import dispatch as quantize
+from fp4compile.templates.multiply import scaled_mm, scaled_mm_group
+from fp4compile.templates.problem import OperandType, Problem
 
 # N of each weight, K: of Llama-3-8B, and the largest of Llama-3-70B.
 PRODUCTS = {
@@ -121,7 +121,7 @@ def product(x: torch.Tensor, weights: list[Operand]) -> list[torch.Tensor]:
 
 
 def packed(sizes: tuple[int, ...], k: int) -> list[Operand]:
-    return [Operand(*quantize.quantize(weight(n, k), NVFP4), NVFP4) for n in sizes]
+    return [Operand(*quantize_kernels(weight(n, k), NVFP4.name), NVFP4) for n in sizes]
 
 
 def agrees(sizes: tuple[int, ...], k: int, m: int, launch: Config) -> bool:

@@ -1,10 +1,9 @@
-"""What `check-sm100` finds of the kernels before and after a change, under several versions of Triton. Needs no GPU.
+"""What `check-sm100` finds of the kernels, under several versions of Triton. Needs no GPU.
 
-    python -m benchmarks.machine_code --as after --python .venv/bin/python ../triton-3.6/bin/python
+    python -m benchmarks.machine_code --python .venv/bin/python ../triton-3.6/bin/python
 
 Each interpreter compiles the kernels of this checkout with its own Triton. What is found goes into
-benchmarks/results/machine_code.json as the state "before" or "after"; the other state stays as it is. Kernels below
-their line are results too: they do not fail this script.
+benchmarks/results/machine_code.json. Kernels below their line are results too: they do not fail this script.
 """
 
 import argparse
@@ -56,18 +55,15 @@ def dumps(content: dict[str, Any], indent: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as", dest="state", choices=("before", "after"), default="after")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters, each with a Triton")
     parser.add_argument("--commit", help="of the kernels; the one that is checked out, where not given")
     args = parser.parse_args()
     commit = args.commit or subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()  # fmt: skip
-    content = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
-    content[args.state] = {"commit": commit, "runs": [found_by(python) for python in args.python]}
-    ordered = {state: content[state] for state in ("before", "after") if state in content}
-    OUT.write_text(dumps(ordered) + "\n", encoding="utf-8")
-    for run in content[args.state]["runs"]:
+    content = {"commit": commit, "runs": [found_by(python) for python in args.python]}
+    OUT.write_text(dumps(content) + "\n", encoding="utf-8")
+    for run in content["runs"]:
         for name in ("products", "quantizers"):
             problems = [row[run[name]["columns"].index("problems")] for row in run[name]["rows"]]
             print(f"Triton {run['environment']['triton']}, {name}: {sum(map(bool, problems))} of {len(problems)} "

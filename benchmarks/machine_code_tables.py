@@ -1,72 +1,63 @@
-"""The tables of results/machine_code.json: what the gate found before and after a change. Needs nothing but Python."""
+"""The tables of results/machine_code.json: what the gate found in compiled kernels. Needs nothing but Python."""
 
 import re
 from typing import Any
 
-Cells = list[list[Any]]
+from benchmarks.cells import Cells
+
 Rows = dict[tuple, dict[str, Any]]
-_STATES = ("before", "after")
 _SHOWN = 100  # the compute capability of which every launch is shown
 
 
 def environment(content: dict) -> dict:
-    """With what the newer state was compiled. All runs of a state have one version of torch."""
-    runs = content["after"]["runs"]
-    versions = " and ".join(run["environment"]["triton"] for run in runs)
-    return runs[0]["environment"] | {"triton": versions}
+    """With what the kernels were compiled. All runs have one version of torch."""
+    versions = " and ".join(run["environment"]["triton"] for run in content["runs"])
+    return content["runs"][0]["environment"] | {"triton": versions}
 
 
 def below(content: dict) -> Cells:
-    """How many launches are below their line, by version of Triton and GPU, in figures that are not judged too."""
+    """How many launches are beyond their bounds, by version of Triton and GPU, in figures that are not judged too."""
     rows = []
-    for i, run in enumerate(content["after"]["runs"]):
+    for run in content["runs"]:
         for sm in (100, 103, 120):
             cells = [run["environment"]["triton"], f"{sm // 10}.{sm % 10}"]
             for name in ("products", "quantizers"):
-                for state in _STATES:
-                    found = [row for row in _rows(content[state]["runs"][i][name]) if row["sm"] == sm]
-                    cells.append(
-                        f"{sum(bool(row['problems'] or row.get('unjudged')) for row in found)} of {len(found)}"
-                    )
+                found = [row for row in _rows(run[name]) if row["sm"] == sm]
+                count = sum(bool(row["problems"] or row.get("unjudged")) for row in found)
+                cells.append(f"{count} of {len(found)}")
             rows.append(cells)
-    header = ["Triton", "compute capability", "launches of products: before", "after", "of quantise kernels: before",
-              "after"]  # fmt: skip
-    return [header, *rows]
+    return [["Triton", "compute capability", "launches of products beyond bounds", "of quantise kernels"], *rows]
 
 
 def products(content: dict) -> Cells:
     """The block-scaled products on SM100, by the first version of Triton."""
-    found = [_by_product(content[state]["runs"][0]["products"]) for state in _STATES]
     columns = {
         "kernel": "kernel", "matrix instruction": "instruction", "`tcgen05.cp`": "scale_copies",
         "TMA loads": "tma_loads", "waits in the loop": "waits", "loop overlaps": "overlapped",
         "bytes of a store": "stores", "programs a multiprocessor": "programs", "columns of tensor memory":
         "tensor_columns", "registers": "registers", "spills": "spills",
     }  # fmt: skip
-    rows = []
-    for key, after in found[1].items():
-        before = found[0].get(key, after)
-        if any(row["line"].startswith("block-scaled") for row in (before, after)):
-            rows.append([", ".join(key), *(_change(before[name], after[name]) for name in columns.values())])
+    rows = [
+        [", ".join(key), *(_cell(row[name]) for name in columns.values())]
+        for key, row in _by_product(content["runs"][0]["products"]).items()
+        if row["line"].startswith("block-scaled")
+    ]
     return [["product", *columns], *rows]
 
 
 def quantizers(content: dict) -> Cells:
-    """Instructions for 16 elements of every launch on SM100, by version of Triton, beside budget and line."""
-    runs = content["after"]["runs"]
-    found = [[_by_launch(content[state]["runs"][i]["quantizers"]) for state in _STATES] for i in range(len(runs))]
+    """Instructions for 16 elements of every launch on SM100, by version of Triton, beside budget and bound."""
+    runs = content["runs"]
+    found = [_by_launch(run["quantizers"]) for run in runs]
     rows = []
-    for key, row in found[0][1].items():
-        cells = ["{}, `{}`: `{}`".format(*key), f"{row['budget']:.0f}", f"{row['line']:.0f}"]
-        for before, after in found:
-            cells.append(_change(*(f"{state[key]['instructions']:.0f}" if key in state else None
-                                   for state in (before, after))))  # fmt: skip
-        cells.append(
-            _change(*(f"{100 * state[key]['occupancy']:.0f} %" if key in state else None for state in found[0]))
-        )
-        rows.append(cells)
+    for key, row in found[0].items():
+        counts = [f"{each[key]['instructions']:.0f}" if key in each else None for each in found]
+        rows.append([
+            "{}, `{}`: `{}`".format(*key), f"{row['budget']:.0f}", f"{row['line']:.0f}", *counts,
+            f"{100 * row['occupancy']:.0f} %",
+        ])  # fmt: skip
     versions = [f"Triton {run['environment']['triton']}" for run in runs]
-    return [["launch", "budget", "line", *versions, "occupancy"], *rows]
+    return [["launch", "budget", "bound", *versions, "occupancy"], *rows]
 
 
 def _rows(table: dict) -> list[dict[str, Any]]:
@@ -84,11 +75,6 @@ def _by_product(table: dict) -> Rows:
 
 def _by_launch(table: dict) -> Rows:
     return {(row["configuration"], row["format"], row["kernel"]): row for row in _rows(table) if row["sm"] == _SHOWN}
-
-
-def _change(before: Any, after: Any) -> str:
-    before, after = (_cell(value) for value in (before, after))
-    return after if before in (after, "") else f"{before} → {after}"
 
 
 def _cell(value: Any) -> str:

@@ -4,11 +4,11 @@
     python -m benchmarks.producers --parts values train prefill decode [--recipes nvfp4_train mxfp8 ...]
 
 Parts. rows: a compiled function makes the bf16 tensor of a linear layer, as a Llama block has it, and quantises it
-along its rows. both: in both directions, as training does. values: along the rows, for a GPU that multiplies the values
-(`fake_quantize`). There is no product in these functions, so all that the device does counts: its time by the profiler,
-in microseconds a call. "fused": with the pass `fuse_prologue`, where it does nothing on this GPU otherwise, too; "-"
-where its model sees no gain. "apart": without the pass. "copy": a device copy that moves as many bytes as one kernel
-would that reads each input once and writes each output once.
+along its rows. both: in both directions, as training does. values: along the rows, for a GPU that multiplies
+dequantised values. There is no product in these functions, so all that the device does counts: its time by the
+profiler, in microseconds a call. "fused": with the pass `fuse_prologue`, where it does nothing on this GPU otherwise,
+too; "-" where its model sees no gain. "apart": without the pass. "copy": a device copy that moves as many bytes as one
+kernel would that reads each input once and writes each output once.
 
 train, prefill, decode: one Llama-3-8B block of bf16 parameters under recipes, forward and backward of 8192 tokens,
 forward of 8192 tokens, or forward of one token (a CUDA graph, replayed), with the pass as the backend has it on this
@@ -77,8 +77,8 @@ def then(producer: Callable, quantiser: Callable) -> Callable:
 
 
 def quantiser_of(part: str, format: str) -> Callable:
-    op = {"rows": "quantize", "both": "quantize_both", "values": "fake_quantize"}[part]
-    return lambda value: getattr(torch.ops.fp4compile, op)(value, format)
+    options = {"rows": {}, "both": {"dim": [-1, -2]}, "values": {"values": [-1]}}[part]
+    return lambda value: torch.ops.fp4compile.quantize(value, format, **options)
 
 
 def torchao_of(part: str, format: str) -> Callable | None:

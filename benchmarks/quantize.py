@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import common
-from fp4compile.formats import formats
-from fp4compile.templates.quantize import dispatch as kernels
+from fp4compile.ops.quantize import quantize_kernels
 
 LARGE = ((8192, 8192), (16384, 16384))
 SMALL = tuple((rows, cols) for rows in (1, 16, 64) for cols in (4096, 16384))
@@ -48,7 +47,7 @@ def empty_kernel(ptr, ON: tl.constexpr):
 
 
 def nbytes(outputs) -> int:
-    """Bytes of the tensors; those of `quantize_both` come in two tuples."""
+    """Bytes of a tensor, or of all tensors in a sequence."""
     if isinstance(outputs, torch.Tensor):
         return outputs.numel() * outputs.element_size()
     return sum(nbytes(output) for output in outputs if output is not None)
@@ -57,37 +56,17 @@ def nbytes(outputs) -> int:
 def cases() -> list[tuple[str, str, Callable, int]]:
     """(name, format, call, times the input is read)."""
 
-    def rows(x, fmt):
-        return kernels.quantize(x, fmt)
+    def static(x, format):
+        return quantize_kernels(x, format, outer=STATIC[0])
 
-    def swizzled(x, fmt):
-        return kernels.quantize(x, fmt, layout="swizzled")
-
-    def columns(x, fmt):
-        return kernels.quantize(x.mT, fmt)
-
-    def both(x, fmt):
-        return kernels.quantize_both(x, fmt)
-
-    def static(x, fmt):
-        return kernels.quantize(x, fmt, STATIC[0])
-
-    seed = torch.tensor(1, device="cuda")
-
-    def stochastic(x, fmt):
-        return kernels.quantize(x, fmt, seed=seed)
-
-    def transformed(x, fmt):
-        return kernels.quantize(x.mT, fmt, transform=True)
-
-    def transformed_stochastic(x, fmt):
-        return kernels.quantize(x.mT, fmt, seed=seed, stream=1, transform=True)
-
-    def activations(x, fmt):
-        return kernels.quantize_both(x, fmt, transform=True)
-
-    def gradients(x, fmt):
-        return kernels.quantize_both(x, fmt, seed=seed, transform=True)
+    seed, down, every = torch.tensor(1, device="cuda"), (-2,), (-1, -2)
+    rows, columns, both = quantize_kernels, partial(quantize_kernels, dim=down), partial(quantize_kernels, dim=every)
+    swizzled = partial(quantize_kernels, layout="swizzled")
+    stochastic = partial(quantize_kernels, seed=seed)
+    transformed = partial(quantize_kernels, dim=down, hadamard=True)
+    transformed_stochastic = partial(quantize_kernels, dim=down, hadamard=True, seed=seed)
+    activations = partial(quantize_kernels, dim=every, hadamard=True)
+    gradients = partial(quantize_kernels, dim=every, hadamard=True, seed=seed)
 
     return [
         ("rows", "mxfp8", rows, 1), ("rows, swizzled", "mxfp8", swizzled, 1), ("32x32", "mxfp8_32x32", rows, 1),
@@ -147,10 +126,9 @@ def measure_large(shapes, only: list[str] | None = None) -> list[dict]:
         for name, format, call, reads in cases():
             if only and not name.startswith(tuple(only)):
                 continue
-            fmt = formats.get(format)
-            moved = reads * x.numel() * x.element_size() + nbytes(call(x, fmt))
+            moved = reads * x.numel() * x.element_size() + nbytes(call(x, format))
             copy = copy_time(moved, 10)
-            ours = graph_time(partial(call, x, fmt), 10)
+            ours = graph_time(partial(call, x, format), 10)
             peer = peers.get((name, format))
             theirs = None if peer is None else graph_time(partial(peer, x), 5)
             rows.append({
@@ -170,9 +148,9 @@ def measure_small(shapes) -> list[dict]:
     for shape in shapes:
         x = torch.randn(shape, device="cuda").bfloat16()
         for format in ("nvfp4_one_level", "nvfp4_rowwise", "mxfp8", "nvfp4"):
-            fmt = formats.get(format)
-            moved = (2 if format == "nvfp4" else 1) * x.numel() * 2 + nbytes(kernels.quantize(x, fmt))
-            ours = graph_time(partial(kernels.quantize, x, fmt), 50)
+            call = partial(quantize_kernels, x, format)
+            moved = (2 if format == "nvfp4" else 1) * x.numel() * 2 + nbytes(call())
+            ours = graph_time(call, 50)
             rows.append({
                 "case": f"rows, {format}", "shape": f"{shape[0]}x{shape[1]}", "MB": round(moved / 1e6, 3),
                 "empty us": round(empty, 2), "copy us": round(moved / rate, 2), "us": round(ours, 2),

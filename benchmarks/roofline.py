@@ -5,8 +5,9 @@
     python -m benchmarks.roofline --check    # exits with 1 where the file is not what the model says now
 
 Predicted is what the files of FILES and `mlp_block_h200.json` measured. The shares in `fp4compile/hardware.py` and
-`fp4compile/roofline/steps.py` are fitted to half of the times ("fitted": every other one, in the order of the files;
-of experts, two of three models) by `benchmarks/roofline_fit.py`. The summary tells of the other half by itself. Nothing
+`fp4compile/roofline/time_terms.py` are fitted to half of the times ("fitted": every other one, in the order of the
+files; of experts, two of three models) by `benchmarks/roofline_fit.py`. The summary tells of the other half by
+itself. Nothing
 was fitted to the training steps of the MLP block.
 """
 
@@ -22,7 +23,7 @@ from benchmarks import common
 from benchmarks.grouped_mm import MODELS
 from fp4compile.formats import formats
 from fp4compile.roofline.model import Experts, Gpu, Use, predict
-from fp4compile.roofline.steps import quantise_seconds
+from fp4compile.roofline.time_terms import quantise_seconds
 
 RESULTS = Path(__file__).parent / "results"
 FILE = RESULTS / "roofline_h200.json"
@@ -130,7 +131,7 @@ def _experts(content: dict, gpu: str | Gpu) -> Compared:
             shape = MODELS[model]
             found = predict("nvfp4", gpu, int(how.split()[0]) * shape.experts, shape.n, shape.k,
                             experts=shape.experts)  # fmt: skip
-            if found.steps[-1].name == f"dequant_{row['of']}":
+            if found.steps[-1].name == f"grouped_dequant_{row['of']}":
                 yield "experts, quantised", row["configurations"], found.seconds, row["us"], model in _FITTED_MODELS
 
 

@@ -17,14 +17,14 @@ from unittest import mock
 from benchmarks import roofline as comparison
 from fp4compile.hardware import GPUS
 from fp4compile.roofline import model as roofline
-from fp4compile.roofline import steps as roofline_steps
+from fp4compile.roofline import time_terms
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One share.
 
-    table: of `roofline.steps`, or "gpu". kernel: whose it is, in a table of kernels. step: what it is changed by.
+    table: of `roofline.time_terms`, or "gpu". kernel: whose it is, in a table of kernels. step: what it is changed by.
     """
 
     table: str
@@ -48,9 +48,9 @@ PARAMETERS = (
     *_of_kernel("KERNELS", "library_row_scaled", "memory", "launch"),
     *(Parameter("QUANTISERS", "", field, 0.01) for field in ("columns", "both", "square", "hadamard", "stochastic")),
     Parameter("QUANTISERS", "", "row_amax", 0.1),
-    *_of_kernel("GROUPED", "plain", "memory"), *_of_kernel("GROUPED", "library_row_scaled", "turn"),
-    *_of_kernel("GROUPED", "skinny", "memory", "launch", "turn"),
-    *_of_kernel("GROUPED", "dequant_tiles", "matrix", "turn"),
+    *_of_kernel("LIBRARY", "grouped", "memory"), *_of_kernel("KERNELS", "grouped_library_row_scaled", "turn"),
+    *_of_kernel("KERNELS", "grouped_skinny", "memory", "launch", "turn"),
+    *_of_kernel("KERNELS", "grouped_dequant_tiles", "matrix", "turn"),
 )  # fmt: skip
 
 
@@ -58,8 +58,8 @@ PARAMETERS = (
 def using(values: dict[Parameter, float]) -> Iterator[Any]:
     """The model with these values; gives the GPU."""
     gpu = GPUS[comparison.GPU]
-    tables = {name: dict(getattr(roofline_steps, name)) for name in ("KERNELS", "GROUPED")}
-    quantisers = roofline_steps.QUANTISERS
+    tables = {name: dict(getattr(time_terms, name)) for name in ("KERNELS", "LIBRARY")}
+    quantisers = time_terms.QUANTISERS
     for parameter, value in values.items():
         if parameter.table == "gpu":
             gpu = replace(gpu, **{parameter.field: value})
@@ -69,9 +69,9 @@ def using(values: dict[Parameter, float]) -> Iterator[Any]:
             table = tables[parameter.table]
             table[parameter.kernel] = replace(table[parameter.kernel], **{parameter.field: value})
     with (
-        mock.patch.dict(roofline_steps.KERNELS, tables["KERNELS"]),
-        mock.patch.dict(roofline_steps.GROUPED, tables["GROUPED"]),
-        mock.patch.object(roofline_steps, "QUANTISERS", quantisers),
+        mock.patch.dict(time_terms.KERNELS, tables["KERNELS"]),
+        mock.patch.dict(time_terms.LIBRARY, tables["LIBRARY"]),
+        mock.patch.object(time_terms, "QUANTISERS", quantisers),
     ):
         roofline._layer.cache_clear()
         yield gpu
@@ -80,8 +80,8 @@ def using(values: dict[Parameter, float]) -> Iterator[Any]:
 
 def as_they_are() -> dict[Parameter, float]:
     """The values of the package."""
-    places = {"gpu": GPUS[comparison.GPU], "QUANTISERS": roofline_steps.QUANTISERS}
-    return {each: getattr(places.get(each.table) or getattr(roofline_steps, each.table)[each.kernel], each.field)
+    places = {"gpu": GPUS[comparison.GPU], "QUANTISERS": time_terms.QUANTISERS}
+    return {each: getattr(places.get(each.table) or getattr(time_terms, each.table)[each.kernel], each.field)
             for each in PARAMETERS}  # fmt: skip
 
 

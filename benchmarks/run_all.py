@@ -1,7 +1,7 @@
 """All benchmarks of the GPU that is there in one go: one JSON file, and one page with a plot made of it.
 
     python -m benchmarks.run_all [--quick] [--only ceilings linear ...] [--out FOLDER]   # all_GPU.json, .md and .png
-    python -m benchmarks.run_all --publish results/all_h200.json  # its parts into the files that docs/measured.md is of
+    python -m benchmarks.run_all --publish results/all_h200.json  # its parts into the files that the pages are made of
     python -m benchmarks.run_all --check                        # exits with 1 where pages and JSON files disagree
 
 Each benchmark runs in a process of its own, one after the other. One that fails is named with its error, and the
@@ -176,7 +176,7 @@ def _columns(part: Any) -> list[str] | None:
 
 
 def check(folder: Path) -> int:
-    """Exit status: 1 where a page of a run, or a table or prediction of docs/measured.md, is not that of its files."""
+    """Exit status: 1 where a page of a run, a page of measured results, or a prediction, is not that of its files."""
     status = max(tables.main(["--check"]), roofline.main(["--check"]))
     for path in sorted(folder.glob("all_*.json")):
         made = page(json.loads(path.read_text(encoding="utf-8")), path.stem)

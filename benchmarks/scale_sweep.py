@@ -3,10 +3,10 @@
     python -m benchmarks.scale_sweep --out benchmarks/results/scale_sweep_h200.json
 
 "sweep": `fp4compile.scale_sweep`, block maxima alone. "mse": the codes too, without the pass that finds the tensor's
-amax ("plain" likewise). "weighted": the sweep by a Hessian, one for each column of blocks. All times are medians of
-CUDA graph replays; on a CPU, of plain calls. ModelOpt's are medians of eager calls between CUDA events, after its
-autotuning: its functions cannot be captured, because they index by a mask. They take milliseconds, so that what the
-host needs to issue a call is little of it. "error": the squared error of "mse" over that of "plain".
+amax ("plain" likewise). All times are medians of CUDA graph replays; on a CPU, of plain calls. ModelOpt's are medians
+of eager calls between CUDA events, after its autotuning: its function cannot be captured, because it indexes by a mask.
+It takes milliseconds, so that what the host needs to issue a call is little of it. "error": the squared error of "mse"
+over that of "plain".
 
 The second table counts, for weights of several kinds, the blocks whose best amax is not ModelOpt's. Both scales of such
 a block are compared by their squared errors in float64. "ties": the errors differ by 1e-6 of themselves at most; of
@@ -15,7 +15,7 @@ error, it becomes 6 by one and 4 by the other. "better" and "worse": ours has th
 than a tie. Both sum in float32, which is not exact to 1e-6 where elements are float32. "worse" has to be 0. "apart,
 1e-6": the largest difference.
 
-ModelOpt need not have its dependencies (`pip install --no-deps nvidia-modelopt`), but for its weighted sweep.
+ModelOpt need not have its dependencies (`pip install --no-deps nvidia-modelopt`).
 """
 
 import importlib
@@ -26,7 +26,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -46,20 +45,11 @@ _PARENTS = (
     "modelopt.torch.quantization", "modelopt.torch.quantization.utils",
 )  # fmt: skip
 
-
-Sweep = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """ModelOpt's two functions. sweep: of a weight and its amax. weighted: of a Hessian [K / 16, 16, 16] too."""
-
-    sweep: Sweep
-    weighted: Sweep
+Sweep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # a weight and its amax -> the amax of each block
 
 
-def modelopt() -> Peer | None:
-    """ModelOpt's kernels; None where ModelOpt is not installed."""
+def modelopt() -> Sweep | None:
+    """ModelOpt's kernel; None where ModelOpt is not installed."""
     found = importlib.util.find_spec("modelopt")
     if found is None or not found.submodule_search_locations:
         return None
@@ -68,8 +58,7 @@ def modelopt() -> Peer | None:
         package = types.ModuleType(name)
         package.__path__ = ["/".join([root, *name.split(".")[1:]])]
         sys.modules[name] = package
-    module = importlib.import_module(_MODELOPT)
-    return Peer(module.nvfp4_fp8_scale_sweep, module.nvfp4_fp8_scale_sweep_hessian)
+    return importlib.import_module(_MODELOPT).nvfp4_fp8_scale_sweep
 
 
 def microseconds(call: Callable[[], object], device: str) -> float:
@@ -96,23 +85,12 @@ def eager_microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times[2:])  # the first tune and compile
 
 
-def weighted_microseconds(peer: Peer, *arguments: torch.Tensor) -> float | None:
-    """The same of ModelOpt's sweep by a Hessian; None where what this alone needs of its dependencies is missing."""
-    try:
-        return eager_microseconds(lambda: peer.weighted(*arguments))
-    except ImportError as error:
-        print(f"ModelOpt's weighted sweep is not timed: {error}", file=sys.stderr)
-        return None
-
-
 # ---------------------------------------------------------------- times
 
 
-def measure(shape: tuple[int, int], dtype: torch.dtype, device: str, peer: Peer | None) -> dict:
+def measure(shape: tuple[int, int], dtype: torch.dtype, device: str, peer: Sweep | None) -> dict:
     generator = torch.Generator().manual_seed(0)
     w = (0.02 * torch.randn(shape, generator=generator)).to(device, dtype)
-    root = torch.randn(-(-shape[1] // 16), 16, 16, generator=generator).to(device)
-    hessian = root @ root.mT
     top = w.float().abs().amax()
     outer = top / 2688.0
     moved = w.numel() * w.element_size() + 4 * w.numel() // 16
@@ -131,9 +109,7 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, device: str, peer: Peer 
         "mse us": microseconds(lambda: quantized("mse"), device),
         "4/6 us": microseconds(lambda: quantized("four_over_six"), device),
         "plain us": microseconds(lambda: quantized("amax"), device),
-        "ModelOpt us": None if peer is None else eager_microseconds(lambda: peer.sweep(w, top)),
-        "weighted us": microseconds(lambda: fp4compile.scale_sweep(w, top, hessian), device),
-        "ModelOpt weighted us": None if peer is None else weighted_microseconds(peer, w, top, hessian),
+        "ModelOpt us": None if peer is None else eager_microseconds(lambda: peer(w, top)),
     }
     rounded = {name: taken and round(taken, 1) for name, taken in times.items()}
     theirs = times["ModelOpt us"]
@@ -190,11 +166,11 @@ def _squared_error(blocks: torch.Tensor, byte: torch.Tensor, top: torch.Tensor) 
     return rests.square().sum(-1)
 
 
-def compare(shape: tuple[int, int], device: str, peer: Peer) -> Iterator[dict]:
+def compare(shape: tuple[int, int], device: str, peer: Sweep) -> Iterator[dict]:
     for (kind, exact), dtype in itertools.product(kinds(shape, device), DTYPES):
         w = exact.to(dtype)
         top = w.float().abs().amax()
-        found = disagreements(w, fp4compile.scale_sweep(w, top).flatten(), peer.sweep(w, top))
+        found = disagreements(w, fp4compile.scale_sweep(w, top).flatten(), peer(w, top))
         yield {"weight": f"{kind}, {str(dtype).removeprefix('torch.')}", "blocks": w.numel() // 16, **found}
 
 

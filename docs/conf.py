@@ -23,6 +23,8 @@ add_module_names = False
 default_role = "code"
 smartquotes = False
 
+# Generated pages of measured results are no documents of this folder: a reader of the built pages downloads them.
+_RESULTS = re.compile(r"\[([^\]]+)\]\((\.\./benchmarks/results/\w+\.md)\)")
 _FIELD = re.compile(r"([A-Za-z_]\w*(?:(?:, | \.\.\. )[A-Za-z_]\w*)*): +(.*)")
 _MARKUP = re.compile(r"[*|\\]|_(?!\w)")
 
@@ -65,6 +67,12 @@ def _to_rst(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = [line for paragraph in _paragraphs(lines) for line in _paragraph_to_rst(paragraph)]
 
 
+def _results_to_downloads(app, name: str, text: list[str]) -> None:
+    """Handler of Sphinx's event: replaces links to generated pages in a document's text."""
+    text[0] = _RESULTS.sub(lambda link: f"{{download}}`{' '.join(link[1].split())} <{link[2]}>`", text[0])
+
+
 def setup(app) -> dict[str, bool]:
+    app.connect("source-read", _results_to_downloads)
     app.connect("autodoc-process-docstring", _to_rst)
     return {"parallel_read_safe": True}

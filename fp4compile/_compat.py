@@ -1,4 +1,4 @@
-"""What differs between the versions of torch and Triton, and what this package uses of their private parts."""
+"""Differences between versions of torch and Triton, and every private part of them that this package uses."""
 
 import functools
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from triton.runtime import _allocation
 FIRST_AXIS_FASTEST = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 8)
 
 
-# What a launch can fail with, of a kernel (OutOfResources, PTXASError and CompilationError are TritonErrors; a pass of
-# the compiler fails with a RuntimeError) or of a library, memory that runs out included.
+# The errors of a failed launch of a kernel or a library, out-of-memory errors included. OutOfResources, PTXASError and
+# CompilationError are TritonErrors; a failed compiler pass raises RuntimeError.
 LAUNCH_ERRORS = (TritonError, RuntimeError)
-# Whether ptxas knows the conversions of two bf16 numbers to codes (PTX 9.1): the one that comes with Triton 3.9 does,
-# the one that comes with Triton 3.6 does not. The versions between them were not looked up.
+# Whether ptxas converts two bf16 numbers to codes (PTX 9.1): Triton 3.9 ships a ptxas that does, Triton 3.6 one that
+# does not. The versions between them were not checked.
 PACKED_CONVERSIONS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 
 
@@ -82,9 +82,9 @@ def pointwise_by_default() -> bool:
 
 
 def walks_rows(cols: Any) -> bool:
-    """Whether Inductor's Triton kernels that reduce rows of so many elements walk them in loops.
+    """Whether Inductor's Triton kernels reduce rows of `cols` elements in loops; otherwise a kernel holds a whole row.
 
-    Otherwise a kernel holds a row. The limit is that of `InductorChoices.should_use_persistent_reduction`.
+    The limit comes from `InductorChoices.should_use_persistent_reduction`.
     """
     limit = 1024 * (16 if config.triton.multi_kernel else 1)
     return not (config.triton.persistent_reductions and statically_true(cols <= limit))
@@ -101,9 +101,9 @@ def times_products() -> bool:
 
 @contextmanager
 def scratch_memory(device: torch.device) -> Iterator[None]:
-    """Let Triton take the memory that a launch asks for (for descriptors) from torch, unless the user has said where.
+    """Let Triton allocate a launch's scratch memory (for descriptors) from torch, unless the user set an allocator.
 
-    Inductor's wrappers see to that themselves.
+    Inductor's wrappers set an allocator themselves.
     """
     if not isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
         yield
@@ -120,10 +120,10 @@ def scratch_memory(device: torch.device) -> Iterator[None]:
 def compile_ahead(
     kernel: Any, args: dict[str, Any], constants: dict[str, Any], num_warps: int, sm: int, num_stages: int = 3
 ) -> Any:
-    """Compile a Triton kernel for a GPU that need not be there, specialised as a launch with `args` would be.
+    """Compile a Triton kernel for a GPU that need not be present, specialised as a launch with `args` would be.
 
     args: tensors (meta tensors too), ints and None, by name; tensors count as aligned to 16 bytes. constants: the
-    constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: as of a launch.
+    constexpr arguments by name. sm: the compute capability, 90 for 9.0. num_warps, num_stages: launch options.
 
     Returns Triton's compiled kernel, with its code in `.asm` and the resources that it needs in `.metadata`.
     """

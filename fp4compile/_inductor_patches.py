@@ -1,8 +1,8 @@
 """Every change that this package makes to classes and functions of other libraries, one named function a change.
 
-Each function says what it replaces, why, and for which versions. Calling one again changes nothing. Where a version of
-the library has no such thing to replace, the function does nothing, and results stay right: `watch_process_groups`, on
-which they depend, says whether it could.
+Each function says what it replaces, why, and for which versions. Calling one again changes nothing. A function does
+nothing where the library's version lacks what it replaces. Only `watch_process_groups` matters for right results; it
+returns whether it could replace its property.
 """
 
 import copy
@@ -45,7 +45,7 @@ def share_kernel_analysis(package: str) -> None:
 
 
 def _shared(identify: Callable, package: str) -> Callable:
-    """`identify`, which keeps its answers for the package's kernels."""
+    """`identify` with its results cached for the package's kernels."""
     found: dict[tuple, Any] = {}
 
     @functools.wraps(identify)
@@ -65,7 +65,7 @@ def _shared(identify: Callable, package: str) -> Callable:
 
 
 def _signature(value: Any) -> tuple:
-    """What intermediate code depends on in an argument: a number's value, a tensor's dtype, that a size is symbolic."""
+    """What intermediate code depends on in an argument: a number's value; a tensor's dtype; a symbol's type alone."""
     if value is None or isinstance(value, bool | int | float | str):
         return type(value).__name__, value
     return "tensor or symbol", getattr(value, "dtype", None)
@@ -75,9 +75,9 @@ def launch_as_dependents(package: str) -> None:
     """Make Inductor use programmatic dependent launch for the kernels of `package` that have the constant PDL set.
 
     Replaces `PythonWrapperCodegen.define_user_defined_triton_kernel`; seen working with torch 2.11 and 2.13. Inductor
-    launches a kernel so if `launch_pdl` is in the metadata that it writes beside the kernel, but it sets that for
-    kernels of its own only. Where the metadata have another form, nothing is replaced in them: such a kernel is then
-    launched as usual, and its result is the same. See `templates.device.dependent_launch`.
+    uses dependent launch for a kernel whose metadata has `launch_pdl`, which it sets only for its own kernels. Where
+    the metadata has another form, it stays as it is: the kernel is launched as usual, with the same result. See
+    `templates.device.dependent_launch`.
     """
     define = PythonWrapperCodegen.define_user_defined_triton_kernel
     if package in getattr(define, "dependents_of", ()):
@@ -107,10 +107,10 @@ def decompose_launches_directly(package: str) -> None:
     """Make Inductor decompose the launches of `package`'s kernels without tracing each of them.
 
     Replaces `decompose_triton_kernel_wrapper_functional` in `torch._inductor.fx_passes.post_grad`; seen in torch 2.11
-    and 2.13. It turns a functional launch into clones of the tensors that must not be written over and a launch that
-    writes, by tracing a function for each, which takes 17 ms: 7.5 of the 50 seconds in which Llama-3-8B with packed
-    weights compiled on an H200. These kernels write to fresh memory alone, so that there is nothing to clone: such a
-    launch becomes the one that writes at once. All others are left to the original function.
+    and 2.13. The original turns a functional launch into clones of the tensors that must not be overwritten and a
+    mutating launch. It traces a function for each launch, which takes 17 ms: 7.5 of the 50 seconds in which Llama-3-8B
+    with packed weights compiled on an H200. The package's kernels write only to fresh memory, so nothing has to be
+    cloned and each launch becomes a mutating one directly. All other launches are left to the original function.
     """
     decompose = getattr(post_grad, "decompose_triton_kernel_wrapper_functional", None)
     if decompose is None or package in getattr(decompose, "direct_for", ()):
@@ -130,7 +130,7 @@ def decompose_launches_directly(package: str) -> None:
 
 
 def _launch_in_place(graph: Graph, node: Node) -> None:
-    """Put a launch that writes to its arguments in the place of a functional one whose results nobody reads."""
+    """Replace a functional launch whose results nobody reads by a launch that writes to its arguments."""
     kwargs = {name: value for name, value in node.kwargs.items() if name != "tensors_to_clone"}
     with graph.inserting_before(node):
         launch = graph.call_function(triton_kernel_wrapper_mutation, (), kwargs)
@@ -147,11 +147,11 @@ def _belongs(kernel: Any, package: str) -> bool:
 
 
 def watch_process_groups(told: Callable[[], object]) -> bool:
-    """Make torch.distributed call `told` whenever it gets its default process group, and whenever it gives it up.
+    """Make torch.distributed call `told` whenever its default process group is set or destroyed.
 
     Replaces the property `default_pg` of `torch.distributed.distributed_c10d._World`; seen in torch 2.11 to 2.15.
-    Nothing of torch.distributed tells after `destroy_process_group` that there was a group. Returns False where there
-    is no such property, so that `told` is not called.
+    After `destroy_process_group`, torch.distributed has no record that there was a group. Returns False where the
+    property is missing, so that `told` is never called.
     """
     if not torch.distributed.is_available():
         return True
@@ -176,9 +176,9 @@ def watch_process_groups(told: Callable[[], object]) -> bool:
 def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None:
     """Make Dynamo call `told` where a limit of recompilations makes it leave a function uncompiled.
 
-    Replaces `_compile` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo does not call the backend
-    then; it writes a line to its log. `told` takes the backend, the function's code, and the name of the limit in
-    `torch._dynamo.config`. What it raises reaches the caller of the compiled function.
+    Replaces `_compile` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo itself calls no
+    backend then, and only writes a line to its log. `told` takes the backend, the function's code, and the name of the
+    limit in `torch._dynamo.config`. An exception of `told` reaches the caller of the compiled function.
     """
     compile_frame = getattr(convert_frame, "_compile", None)
     if compile_frame is None or told in getattr(compile_frame, "told", ()):
@@ -201,11 +201,11 @@ def watch_recompile_limits(told: Callable[[Any, CodeType, str], object]) -> None
 
 
 def forget_parameters_after_compiling(ours: Callable[[Any], bool]) -> None:
-    """Make Dynamo drop its weak references on the parameters once a backend of `ours` has compiled them.
+    """Make Dynamo drop its weak references to the parameters once a backend that `ours` accepts has compiled them.
 
-    Replaces `_is_registered_backend` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo drops them
-    for the backends of its registry alone: a custom one might compile later what it was given. Weak references forbid
-    `torch.utils.swap_tensors`.
+    Replaces `_is_registered_backend` in `torch._dynamo.convert_frame`; seen in torch 2.11 to 2.15. Dynamo drops the
+    references only for the backends of its registry, because a custom backend might compile its graph later. Weak
+    references forbid `torch.utils.swap_tensors`.
     """
     registered = getattr(convert_frame, "_is_registered_backend", None)
     if registered is None or ours in getattr(registered, "ours", ()):
@@ -228,8 +228,8 @@ def _innermost(compiler_fn: Any) -> Any:
 def accept_in_accelerate(names: Iterable[str]) -> None:
     """Make accelerate accept these names of Dynamo backends, beside the members of its enumeration `DynamoBackend`.
 
-    Sets `DynamoBackend._missing_`, which Python calls for a value that is no member; tried with accelerate 1.15. All
-    that accelerate and HuggingFace's `Trainer` do with a member is to pass its name on to `torch.compile`.
+    Sets `DynamoBackend._missing_`, which Python calls for a value that is no member; tried with accelerate 1.15.
+    accelerate and HuggingFace's `Trainer` only pass a member's name on to `torch.compile`.
 
     Raises ImportError where accelerate is not installed.
     """
@@ -238,7 +238,7 @@ def accept_in_accelerate(names: Iterable[str]) -> None:
     accepted = frozenset(names)
 
     def missing(cls: type[DynamoBackend], value: str) -> DynamoBackend | None:
-        # accelerate upper-cases the name that it is given, and lower-cases the one that it hands to torch.compile.
+        # accelerate upper-cases the name that it gets, and lower-cases the name that it passes to torch.compile.
         if value.lower() not in accepted:
             return None
         member = str.__new__(cls, value)

@@ -1,13 +1,12 @@
 """The Dynamo backend: `torch.compile(model, backend=fp4compile.backend(recipe))`.
 
-The backend records what only Dynamo knows: which inputs of a graph are parameters, and their names. It puts one pass
-manager into each of two pass slots of Inductor (joint graph and post-grad graph), and gives the graph to `compile_fx`.
+The backend records which inputs of a graph are parameters, and their names, which only Dynamo has. It puts one pass
+manager into each of two pass slots of Inductor (joint graph and post-grad graph), and calls `compile_fx` on the graph.
 
 `registration` gives the backends their names.
 """
 
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,12 +28,10 @@ from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes, resolve
-from fp4compile.report import cache as report_cache
-from fp4compile.report import names
+from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row
 from fp4compile.weights.cache import marking
 
-log = logging.getLogger("fp4compile")
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
 # The report rows of a graph, and how often each pass matched.
 Outcome = tuple[list[Row], dict[str, int]]
@@ -42,10 +39,10 @@ Outcome = tuple[list[Row], dict[str, int]]
 
 @dataclass(eq=False)
 class _Shared:
-    """What all equal backends share. They must, because Dynamo lets one backend run the graphs of an equal one.
+    """State of all equal backends. They share it because Dynamo lets one backend run the graphs of an equal one.
 
-    quantised: the models of which a product was quantised. warned: the models for which a warning has said that none
-    was. A compiled function has no model; its backend's `_Identity` stands for it in both.
+    quantised: the models of which a product was quantised. warned: the models that the user was warned about because
+    no product was quantised. A compiled function has no model; its backend's `_Identity` stands for it in both.
     """
 
     report: Report
@@ -61,10 +58,9 @@ class _Compilation:
     """Collects what the passes report while one Dynamo graph is compiled.
 
     rows: None until the joint passes have run. They do not run where the compiled graph comes from a cache.
-    saved: what forward graphs keep for their wgrads. fused: what quantisers compute first, by their products. runs: the
-    matches and times of each pass so far.
-    late: called after the passes on a backward graph that is compiled later, when it first runs, with what is fused
-    there and the runs; None before.
+    saved: packed activations that forward graphs save for their wgrads. fused: the prologues of quantisers, by the
+    names of their products. runs: the matches and times of each pass so far.
+    late: called with `fused` and `runs` of a backward graph that is compiled later, when it first runs; None before.
     """
 
     rows: list[Row] | None = None
@@ -74,18 +70,18 @@ class _Compilation:
     late: Callable[[dict[str, str], dict[str, PassRun]], None] | None = None
 
     def joint(self, rows: list[Row], runs: dict[str, PassRun]) -> None:
-        """The joint passes have run on a graph."""
+        """Record the joint passes' results on a graph."""
         self.rows = [*(self.rows or ()), *rows]
         self.ran(runs)
 
     def post_grad(self, saved: list[Saved], fused: dict[str, str], runs: dict[str, PassRun]) -> None:
-        """The post-grad passes have run on a graph."""
+        """Record the post-grad passes' results on a graph."""
         self.saved.extend(saved)
         self.fused |= fused
         self.ran(runs, fused)
 
     def ran(self, runs: dict[str, PassRun], fused: dict[str, str] | None = None) -> None:
-        """Passes have run: add their matches and times."""
+        """Add the matches and times of passes."""
         for name, run in runs.items():
             before = self.runs.get(name, PassRun(0, 0.0))
             self.runs[name] = PassRun(before.matches + run.matches, before.seconds + run.seconds)
@@ -133,7 +129,7 @@ class Backend:
         object.__setattr__(self, "_own", self._join(_Shared(Report(self.recipe.name, graphs=0))))
 
     def _join(self, shared: _Shared) -> _Shared:
-        """What equal backends share now; `shared`, from now on, where no equal backend is alive."""
+        """The state that equal backends share; `shared` becomes that state where no equal backend is alive."""
         return _shared.setdefault((self.recipe, self.strict, self.disabled_passes), shared)
 
     @property
@@ -143,7 +139,7 @@ class Backend:
 
     @property
     def __name__(self) -> str:
-        # A name of Dynamo's registry, for recipes of the user's own too.
+        # A name of Dynamo's registry, even where the recipe is the user's own.
         return f"fp4compile_{self.recipe.name}" if self.recipe.name in recipes() else "fp4compile"
 
     def __call__(
@@ -156,7 +152,7 @@ class Backend:
     ) -> Callable:
         """Compile a Dynamo graph; Dynamo calls this.
 
-        mode, options: as Inductor takes them from `torch.compile`.
+        mode, options: arguments of `torch.compile`, as for Inductor.
 
         Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model.
         """
@@ -173,7 +169,7 @@ class Backend:
         passes = JointPasses(self.recipe, known.inputs, told.joint, before_joint, self.disabled_passes)
         lowering = LowerPasses(told.post_grad, before_lowering, self.disabled_passes)
         config_patches |= {_JOINT_SLOT: passes, _LOWER_SLOT: lowering}
-        key = report_cache.key(gm, example_inputs, passes.uuid(), config_patches)
+        key = stored_rows.key(gm, example_inputs, passes.uuid(), config_patches)
         inner_compile = hoisting(
             compile_fx_inner, known.inputs, self.recipe.weight_cache, sink=told.ran, disabled=self.disabled_passes
         )
@@ -181,21 +177,21 @@ class Backend:
         if _trains(example_inputs):
             compiled = marking(compiled, [i for i, entry in enumerate(known.inputs) if entry.parameter is not None])
         if told.rows is not None:
-            report_cache.store(key, [told.outcome])
+            stored_rows.store(key, [told.outcome])
             self._record(known, [told.outcome], seconds=_seconds(told.runs))
             reports = [shared.report for shared in {self._own, self._join(self._own)}]
 
             rows = known.in_full(told.outcome[0])
 
             def late(fused: dict[str, str], runs: dict[str, PassRun]) -> None:
-                report_cache.store(key, [told.outcome])
+                stored_rows.store(key, [told.outcome])
                 for report in reports:
                     report.add([], _matches(runs), seconds=_seconds(runs))
                     report.complete(rows, fused)
 
             told.late = late
         else:  # the compiled graph came from a cache, and the passes did not run
-            self._record(known, report_cache.load(key))
+            self._record(known, stored_rows.load(key))
         return compiled
 
     def __reduce__(self) -> tuple:
@@ -295,7 +291,7 @@ def _trains(example_inputs: Sequence[Any]) -> bool:
 
 
 def _completed(rows: list[Row], kept: list[Saved], fused: dict[str, str]) -> list[Row]:
-    """The rows of a graph with what is fused; each wgrad row with the bytes that the forward pass keeps for it."""
+    """The rows of a graph with fused operations; wgrad rows also with the bytes that the forward saves for them."""
     by_wgrad: dict[str | None, Saved] = {entry.wgrad: entry for entry in kept}
     rows = [replace(row, fused=fused.get(row.node or "")) for row in rows]
     found = ((row, by_wgrad.get(row.node)) for row in rows)
@@ -323,7 +319,7 @@ def _backend_of(given: Any) -> Backend | None:
 
 @functools.cache
 def _watch_dynamo() -> None:
-    """Let Dynamo treat this package's backends as it treats its own, and tell them of what it leaves uncompiled."""
+    """Make Dynamo treat this package's backends as its own, and report functions left uncompiled to them."""
 
     def ours(given: Any) -> bool:
         return _backend_of(given) is not None

@@ -1,8 +1,8 @@
-"""GPUs: what kernels and launches depend on (`Target`), and what vendors publish of them (`Gpu`, for predicted times).
+"""GPUs: what kernels and launches depend on (`Target`), and published figures (`Gpu`, for predicted times).
 
-How kernels are launched on a GPU is in the `heuristics` of each family of templates. Each published figure has its
-source. A share of a published rate is what was measured on an H200, in the file that is named; nothing was run on any
-other GPU here, so the shares of other GPUs are assumptions, and `GPUS[name].share_source` says so.
+The `heuristics` of each family of templates decide how kernels are launched on a GPU. Each published figure has its
+source. A share of a published rate was measured on an H200, in the file that is named. No other GPU was measured, so
+the shares of other GPUs are assumptions, and `GPUS[name].share_source` says so.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 
 from fp4compile.formats.formats import unknown_name
 
-# Multiprocessors by compute capability, for a GPU that is not there: H200 (90), B200 (100), B300 (103), RTX PRO 6000
+# Multiprocessors by compute capability, for a GPU that is not present: H200 (90), B200 (100), B300 (103), RTX PRO 6000
 # Blackwell (120).
 _MULTIPROCESSORS = {90: 132, 100: 148, 103: 160, 120: 188}
 
@@ -21,9 +21,9 @@ _MULTIPROCESSORS = {90: 132, 100: 148, 103: 160, 120: 188}
 class Target:
     """A GPU, as far as kernels and their launches depend on it.
 
-    sm: its compute capability, 90 for 9.0; 0 stands for Triton's interpreter. multiprocessors: how many it has. GPUs of
-    one capability differ in that: an H100 PCIe has 114, a MIG slice of an H200 fewer. Where it is not given, it is that
-    of the listed capability which is nearest below, or of an H200 if there is none.
+    sm: its compute capability, 90 for 9.0; 0 stands for Triton's interpreter.
+    multiprocessors: how many it has. GPUs of one capability differ: an H100 PCIe has 114, a MIG slice of an H200 fewer.
+        The default is the number in `_MULTIPROCESSORS` for the highest capability up to `sm`, or else for an H200.
     """
 
     sm: int
@@ -63,15 +63,10 @@ class Target:
             return 120 if self.sm >= 120 else 100
         return 90 if self.sm >= 89 else 0
 
-    @property
-    def arch(self) -> str:
-        """The architecture name that ptxas needs for the instructions used here, e.g. "sm_90" or "sm_100a"."""
-        return f"sm_{self.sm}a" if self.sm >= 100 else f"sm_{self.sm}"
-
 
 _MEASURED = "benchmarks/results/linear_h200.json, quantize_h200.json, ceilings_h200.json"
 _ASSUMED = f"not measured; the shares of the H200 ({_MEASURED})"
-# cuBLAS is published at 5.4 PFLOP/s for NVFP4 with M = N = K = 8192 on a B200, of 9.
+# Published for cuBLAS on a B200: 5.4 of 9 PFLOP/s for NVFP4 with M = N = K = 8192.
 _ASSUMED_FP4 = f"{_ASSUMED}; FP4 as published for cuBLAS on a B200"
 
 
@@ -87,10 +82,10 @@ class Gpu:
     bf16, fp8, fp4: dense FLOP/s of the matrix units with float32 sums; None where they have no such operands.
     bandwidth: bytes/s of device memory.
     source: where these figures are published.
-    bf16_share, fp8_share, fp4_share: of the FLOP/s, that a large product of the library reaches.
-    memory_share: of the bandwidth, that a large copy reaches.
-    launch: seconds of one more kernel in a CUDA graph, its work apart. product_launch: the same of a product, whose
-        pipeline has to fill and to drain.
+    bf16_share, fp8_share, fp4_share: the share of the FLOP/s that a large product of the library reaches.
+    memory_share: the share of the bandwidth that a large copy reaches.
+    launch: seconds that one more kernel adds to a CUDA graph, without its work. product_launch: seconds that one more
+        product adds without its work; its pipeline has to fill and to drain.
     share_source: where the shares and the seconds come from.
     devices: the names that torch gives to this GPU, by which `present` finds it.
 
@@ -189,7 +184,7 @@ GPUS: dict[str, Gpu] = {
 def named(gpu: str | Gpu) -> Gpu:
     """The GPU of a name of `GPUS`, in capitals or not; a `Gpu` as it is.
 
-    Raises ValueError for an unknown name, with those that are known; TypeError for anything else.
+    Raises ValueError, which lists the known names, for an unknown name; TypeError for anything else.
     """
     if isinstance(gpu, Gpu):
         return gpu

@@ -26,7 +26,7 @@ _named: dict[Backend, Callable] = {}
 
 
 def named_reports() -> list[Report]:
-    """The report of every backend that this process has asked for by name or passed to `torch.compile`, each once."""
+    """The report of every backend that this process has used by name or passed to `torch.compile`, each once."""
     given = {id(report): report for report in (*(used.report for used in _named), *_given_reports())}
     return list(given.values())
 
@@ -45,7 +45,7 @@ def register_with_accelerate() -> None:
 
 
 def say_what_compiled_nothing() -> None:
-    """At exit, warn of backends that compiled nothing: one that is never called has no earlier chance to warn."""
+    """At exit, warn of backends that compiled nothing: a backend that is never called cannot warn earlier."""
     if hasattr(sys, "last_value"):  # the program ends with an exception, which says more
         return
     for report in named_reports():
@@ -57,9 +57,9 @@ atexit.register(say_what_compiled_nothing)
 
 
 def _by_name(name: str | Recipe) -> Any:
-    """A function that compiles as the backend does, and has its `report` and `reset`.
+    """A function that calls the backend, and has its `report` and `reset`.
 
-    Dynamo's registry sets attributes on what it registers, and the fields of a `Backend` are frozen.
+    Dynamo's registry sets attributes on what it registers, which a frozen `Backend` forbids.
     """
     chosen = backend(name)
     if chosen in _named:

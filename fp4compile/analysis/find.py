@@ -1,21 +1,21 @@
 """Find the matrix products of a joint (or inference) graph and what each is for. Never changes the graph.
 
-Entry: `find(graph, inputs)`. A product's role is proven from its operands. The product's position in the graph, equal
-shapes and sequence numbers prove nothing. The roles:
+Entry: `find(graph, inputs)`. A product's role is proven from its operands, never from its position in the graph, equal
+shapes or sequence numbers. The roles:
 
     fprop   activation x weight. A weight is a parameter, possibly cast or viewed, and nothing else.
     wgrad   gradient x activation. The result is a part of the gradient of a layer's parameter (times the layer's
-            alpha), and the activation is the one that this layer multiplies.
-    dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. The gradient
-            is the one in that layer's wgrad. A frozen layer has no wgrad: there the weight must match, and the
-            autograd node too.
+            alpha), and this layer multiplies the activation.
+    dgrad   gradient x weight. The weight belongs to a layer and is contracted along its other dimension. That layer's
+            wgrad multiplies the same gradient. A frozen layer has no wgrad: there the weight and the autograd node
+            must match.
     attention   activation x activation, batched or not
 
 A layer may have one weight, or one for each expert: the weight is then a batch of matrices, and the product is a
 grouped one (`aten._grouped_mm`) or a batched one (`aten.bmm`). The roles are the same.
 
-A gradient is a value that depends on a tangent (a gradient input of the joint graph). `views.py` tells which nodes hold
-the same value. Everything else that multiplies matrices is listed too, with the reason why it is left alone
+A gradient is a value that depends on a tangent (a gradient input of the joint graph). `views.py` finds which nodes hold
+the same value. Every other operator that multiplies matrices is listed too, with the reason why it is left alone
 (`Gemm.unsupported`).
 """
 
@@ -27,16 +27,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.experts import is_grouped, why_unread
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import Part, input_index, is_inner_gradient, parts_of_gradients, tangent_dependent
-from fp4compile.analysis.graph import EXPERT_WEIGHTS
+from fp4compile.analysis.grouped_products import is_grouped, why_unread
 from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
 from fp4compile.analysis.products import Product, Side, packed_expert, product_of, why_not_packed
 from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
-from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.ops.quantize import EXPERT_WEIGHTS
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ _LEFT_ALONE = {
 }
 _FUSED_ATTENTION = "fused attention: its products lie inside one kernel"
 _FUSED_LAYER = "torch's fast path of a transformer layer: its products lie inside one operator"
-# The operators that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in the place of their own code.
+# The operators that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call instead of their own code.
 _FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
@@ -84,7 +84,7 @@ def parameters_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
 
 
 def weights_of(graph: Graph, inputs: tuple[Input, ...]) -> dict[Node, str]:
-    """The parameters, and the packed weights of experts with the names that their parameters had."""
+    """The parameters and the packed weights of experts, with the names of the parameters."""
     packed = graph.find_nodes(op="call_function", target=EXPERT_WEIGHTS)
     return parameters_of(graph, inputs) | {node: parameter_name(_module_of(node)) for node in packed}
 
@@ -122,7 +122,7 @@ class _Scan:
         found = {p.node: self._forward(p) for p in products if p.node not in self.gradients}
         if not self.gradients:
             found |= self._in_both_orientations()
-        # The wgrads come first: they tell which gradient belongs to a layer's output.
+        # The wgrads come first, because they show which gradient belongs to a layer's output.
         found |= {p.node: self._wgrad(p) for p in backward if p.weight is None}
         found |= {p.node: self._dgrad(p) for p in backward if p.weight is not None}
         return [gemm for node in graph.nodes for gemm in ([found[node]] if node in found else self._others(node))]
@@ -130,7 +130,7 @@ class _Scan:
     # ------------------------------------------------------------ other operators
 
     def _others(self, node: Node) -> Iterator[Gemm]:
-        """The products of a node that multiplies matrices by another operator than `product_of` reads."""
+        """The products of a node whose operator multiplies matrices and is not read by `product_of`."""
         if node.op != "call_function":
             return
         if is_grouped(node.target):
@@ -196,7 +196,7 @@ class _Scan:
             layer=(product.batch * m, n, k) if weight_is_b else (product.batch * n, m, k),
             tied_to_embedding=_feeds_embedding(root), selects=feeds_selection(product.node, out_features),
         )  # fmt: skip
-        if gemm.packed_weight is not None:  # it has no gradients, nor has it another orientation
+        if gemm.packed_weight is not None:  # packed weights have no gradients and one orientation
             return gemm
         activation = product.other.view
         if weight_is_b:
@@ -207,10 +207,10 @@ class _Scan:
         return gemm
 
     def _in_both_orientations(self) -> dict[Node, Gemm]:
-        """The layers whose weight another product multiplies in the other orientation, as left alone.
+        """Gemms that leave alone the layers whose weight another product multiplies in the other orientation.
 
-        A gradient that is taken inside of the graph looks like a forward product where nothing tells whence its nodes
-        come (`is_inner_gradient`). The only sign is that the weight is contracted along its other dimension.
+        A gradient taken inside the graph looks like a forward product where its nodes lack the metadata that
+        `is_inner_gradient` reads. The only sign is that the weight is contracted along its other dimension.
         """
         keys = {layer.weight.key for layer in self.layers}
         return {
@@ -226,7 +226,7 @@ class _Scan:
         a, b = product.a, product.b
         if a.is_gradient and b.is_gradient:
             return _left_alone(product, "gradient x gradient")
-        # Both dY^T @ X and X^T @ dY may be the gradient of a weight; one of them is then that of its transpose.
+        # Both dY^T @ X and X^T @ dY may be the gradient of a weight or of the weight's transpose.
         m, n, tokens = product.dims
         tokens = product.batch * tokens
         gradient, activation = (a.view.swapped(), b.view) if a.is_gradient else (b.view, a.view.swapped())
@@ -243,7 +243,7 @@ class _Scan:
         if not layers:
             return _left_alone(product, "gradient x activation that is not the weight gradient of a layer")
         # Several layers match if they are pieces of one parameter with the same input, or one layer applied twice.
-        # The autograd node tells these apart.
+        # The autograd node distinguishes them.
         layers = [layer for layer in layers if _same_autograd_node(layer.gemm.node, product.node)] or layers
         for layer in layers:
             layer.gradients.add(gradient.elements)
@@ -354,7 +354,7 @@ def _feeds_embedding(root: Node) -> bool:
 
 
 def _packed(node: Node) -> Gemm:
-    """The product of a `scaled_mm` that was there before this package's passes ran."""
+    """The product of a `scaled_mm` that the captured graph already had."""
     a, _, _, a_format, b, _, _, b_format, *_ = node.args
     *_, m, n = node.meta["val"].shape
     k = a.meta["val"].shape[-1]
@@ -376,7 +376,7 @@ def _unsupported(target: Callable) -> str | None:
 
 
 def _module_of(node: Node) -> str:
-    """The module that a node (of a backward node, its forward node) was traced in; "" for the outermost module."""
+    """The module that a node was traced in (a backward node: its forward node); "" for the outermost module."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return clean_name(path)

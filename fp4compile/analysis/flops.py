@@ -1,6 +1,6 @@
 """The FLOPs of each product of a captured graph, and the kind of layer that it belongs to.
 
-The formulas are those of `torch.utils.flop_counter`. Operators without one there have one here. A symbolic size counts
+The formulas come from `torch.utils.flop_counter`; this file has formulas for further operators. A symbolic size counts
 as the size in the call that was captured. Never changes the graph, never adds a guard.
 """
 
@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.experts import computed_by
 from fp4compile.analysis.find import weights_of
 from fp4compile.analysis.gemm import Gemm, Input
+from fp4compile.analysis.grouped_products import computed_by
 from fp4compile.analysis.views import source_of
 from fp4compile.formats import formats
 
@@ -31,7 +31,7 @@ _BATCHED = {aten.bmm.default, aten.baddbmm.default, aten.addbmm.default}
 def count(node: Node) -> int | None:
     """FLOPs of a node; None where its sizes are unknown or there is no formula for its operator.
 
-    Of an operator that computes both gradients, each result has half of its FLOPs.
+    Each result of an operator that computes both gradients has half of the operator's FLOPs.
     """
     made = computed_by(node)
     if made is not node:
@@ -58,8 +58,8 @@ class Categories:
 
     def __init__(self, graph: Graph, inputs: tuple[Input, ...], gemms: list[Gemm]):
         self.parameters = weights_of(graph, inputs)
-        # By the root of each operand of the batched products: the categories of those products. A backward product that
-        # tells nothing by itself reads an operand of its forward product again, and so gets its category.
+        # The categories of the batched products, by the root of each operand. A backward product whose own category is
+        # unclear reads an operand of its forward product, and so gets the forward product's category.
         self.operands: dict[Node, set[str]] = {}
         for gemm in gemms:
             category = self._forward(gemm)
@@ -76,7 +76,7 @@ class Categories:
         return found.pop() if len(found) == 1 else "other"
 
     def _forward(self, gemm: Gemm) -> str:
-        """The category that the product alone tells; "other" where it tells none."""
+        """The category that follows from the product alone; "other" where none does."""
         name = _operator_name(computed_by(gemm.node).target)
         operands = ((operand, _root(operand)) for operand in _tensors(gemm.node))
         weights = [(operand, root) for operand, root in operands if root in self.parameters]
@@ -177,11 +177,11 @@ _OWN = {aten.addbmm: _added, aten._int_mm: _product}
 
 
 class _UnknownSize(Exception):
-    """A size that depends on the data, so that the captured call does not tell it."""
+    """A size that depends on the data, so that it is unknown in the captured call."""
 
 
 def _sized(value: Any) -> Any:
-    """An argument of a node with numbers for symbolic sizes; a tensor becomes one on the meta device."""
+    """An argument of a node with numbers for symbolic sizes; a tensor becomes a meta tensor."""
     if isinstance(value, Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Input:
-    """What the backend knows of a graph input: the fully qualified name of a parameter, None for anything else."""
+    """A graph input: the fully qualified name of a parameter, None for anything else."""
 
     parameter: str | None = None
 
@@ -20,8 +20,8 @@ class Input:
 class Operand:
     """One operand of a product, as the matrix that is quantised.
 
-    source: the node that holds the operand's elements, without the transpositions before the product. For a weight it
-        is also without every other view and every cast that leaves the matrix as it is.
+    source: the node that holds the operand's elements, before any transpositions. A weight's source also precedes
+        every other view and every cast that leaves the matrix as it is.
     transposed: whether the operand is `source` with its last two dimensions swapped.
     role: the field of the recipe that names the operand's format, e.g. "fprop_x"; None where no role was recognised.
     parameter: fully qualified name of the parameter that a weight comes from; None for activations and gradients.
@@ -45,7 +45,7 @@ class Gemm:
 
     node: the product's node in the graph.
     product: "fprop", "dgrad", "wgrad", "attention", or "other" where `unsupported` says why it is left alone.
-    module: fully qualified name of the layer; of its parameter, where that is not called `weight`.
+    module: fully qualified name of the layer, or of its parameter where the parameter is not called `weight`.
     a, b: the operands; None where `unsupported` or `packed` is set.
     bias, beta, alpha: the added term and the factors of `aten.addmm`; no bias for other products.
     dims: (m, n, k); the batch is counted among m where B is one matrix. Empty where the sizes are unknown.
@@ -53,10 +53,10 @@ class Gemm:
     forward: the fprop node that a dgrad or a wgrad belongs to; the product's own node otherwise.
     tied_to_embedding: whether the layer's weight is also the table of an embedding.
     selects: whether a top-k, a sort or a softmax is taken of the layer's outputs, as a router does.
-    groups: how the products of experts are one: "rows" where offs cuts the rows of A, one matrix of B each;
-        "contraction" where it cuts the contraction; "batch" where both operands are batches; "gather" where `index`
-        says which matrix of the weight each matrix of a batch multiplies; None for one product.
-    offs: the node of the offsets (see `groups`), where there are any. index: int [batch], where there is one.
+    groups: how the experts' products form one node: "rows" where `offs` cuts the rows of A into one part for each
+        matrix of B; "contraction" where `offs` cuts the contraction; "batch" where both operands are batches; "gather"
+        where `index` says which matrix of the weight each matrix of a batch multiplies; None for one product.
+    offs: the node of the offsets (see `groups`) or None. index: the node of an int tensor [batch] or None.
     swapped: whether the node's value is the transpose of the product.
     unsupported: why the product is left alone whatever the recipe says; None where the recipe decides.
     packed: the formats of A and B of a product that was quantised before the graph was captured

@@ -19,8 +19,8 @@ _GATHERS = {
     aten.constant_pad_nd.default, aten.as_strided_scatter.default, aten.slice_backward.default,
     aten.select_backward.default,
 }  # fmt: skip
-# The functions that Dynamo calls there: that of `torch.func`, and `torch.autograd.grad`, which it captures where
-# `torch._dynamo.config.trace_autograd_ops` is set.
+# The functions by which Dynamo takes a gradient inside of a graph: torch.func's, and `torch.autograd.grad`, which it
+# captures where `torch._dynamo.config.trace_autograd_ops` is set.
 _INNER_BACKWARD = frozenset({"_autograd_grad", "grad"})
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 
@@ -61,7 +61,7 @@ def is_inner_gradient(node: Node) -> bool:
     """Whether a node was traced while `torch.func.grad`, `vjp` or the like took a gradient inside of the graph.
 
     No tangent leads to such a node. Dynamo has one call for the whole backward of such a function, and every node that
-    comes of tracing it says so (`meta["from_node"]`).
+    was traced from that call names it in `meta["from_node"]`.
     """
     waiting = list(node.meta.get("from_node") or ())
     while waiting:
@@ -79,12 +79,12 @@ def _descriptor_name(desc: object) -> str:
     return type(desc).__name__
 
 
-# (position of the input whose gradient it is, number that the part is multiplied by).
+# A part of a gradient: (position of the gradient's input, number that the part is multiplied by).
 Part = tuple[int, float]
 
 
 def parts_of_gradients(graph: Graph) -> dict[Node, set[Part]]:
-    """For every node that a gradient is put together from: the gradients that it is a part of."""
+    """The gradients that each node is a part of, for nodes that are a part of any."""
     output = graph.output_node()
     values = torch.utils._pytree.tree_leaves(output.args, is_leaf=lambda leaf: leaf is None)
     descriptors = torch.utils._pytree.tree_leaves(output.meta.get("desc"), is_leaf=_is_descriptor)

@@ -1,50 +1,33 @@
-"""What passes share: the ops as graphs name them, new nodes, and what a quantise or a product node is asked for."""
+"""What passes share: the ops as graphs name them, new nodes, and the arguments of quantise and product nodes."""
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-import fp4compile.ops.grouped  # noqa: F401  defines some of the ops below
-import fp4compile.ops.grouped_prologue  # noqa: F401  as above
-import fp4compile.ops.prologue  # noqa: F401  as above
-from fp4compile.analysis.views import value_key
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue
-from fp4compile.formats.operand import Operand
-from fp4compile.ops.dense import operand  # (the module defines the ops below)
-from fp4compile.templates.gemm.choose import Choice, choose
-from fp4compile.templates.gemm.problem import Problem, problem_of
-from fp4compile.templates.grouped import indexed
-from fp4compile.templates.grouped.problem import GroupedProblem
-from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.formats.prologue import Prologue
+from fp4compile.formats.quantize_spec import QuantizeSpec
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, operand
+from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.templates.choose import Choice, choose
+from fp4compile.templates.gemm import indexed
 from fp4compile.templates.launch import on_gpu, target_of
+from fp4compile.templates.problem import Problem, problem_of
 
 aten = torch.ops.aten
-QUANTIZE = torch.ops.fp4compile.quantize.default
-QUANTIZE_BOTH = torch.ops.fp4compile.quantize_both.default
-FAKE_QUANTIZE = torch.ops.fp4compile.fake_quantize.default
-QUANTIZE_PROLOGUE = torch.ops.fp4compile.quantize_prologue.default
-SCALED_MM = torch.ops.fp4compile.scaled_mm.default
-SCALED_MM_EPILOGUE = torch.ops.fp4compile.scaled_mm_epilogue.default
-SCALED_MM_HORIZONTAL = torch.ops.fp4compile.scaled_mm_horizontal.default
-QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
-QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.quantize_grouped_both.default
-FAKE_QUANTIZE_GROUPED = torch.ops.fp4compile.fake_quantize_grouped.default
-FAKE_QUANTIZE_GROUPED_BOTH = torch.ops.fp4compile.fake_quantize_grouped_both.default
-QUANTIZE_GROUPED_PROLOGUE = torch.ops.fp4compile.quantize_grouped_prologue.default
-SCALED_GROUPED_MM = torch.ops.fp4compile.scaled_grouped_mm.default
-SCALED_MM_GATHERED = torch.ops.fp4compile.scaled_mm_gathered.default
-EXPERT_WEIGHTS = torch.ops.fp4compile.expert_weights.default
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 CAST = torch.ops.prims.convert_element_type.default
 
 
 def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
-    """A call, inserted where the graph stands, with the metadata of the node that it serves and a value of its own."""
+    """A call node at the graph's insertion point, with the metadata of the node that it serves and its own value."""
     node = graph.call_function(target, args, kwargs)
     node.meta = {k: v for k, v in meta.items() if k not in ("val", "tensor_meta", "eager_input_vals")}
     node.meta["val"] = fake_value(node)
@@ -52,12 +35,9 @@ def new_node(graph: Graph, target: Callable, args: tuple, meta: dict, **kwargs: 
 
 
 def fake_value(node: Node) -> Any:
-    """What the node yields, by the fake implementation of its operator."""
+    """The node's value, computed by the fake implementation of its operator."""
 
-    def value(arg):
-        return arg.meta["val"] if isinstance(arg, Node) else arg
-
-    args, kwargs = torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)
+    args, kwargs = torch.fx.map_arg(node.args, _value), torch.fx.map_arg(node.kwargs, _value)
     if node.target is operator.getitem:
         return args[0][args[1]]
     fake = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), None)
@@ -68,137 +48,138 @@ def fake_value(node: Node) -> Any:
 
 @dataclass(frozen=True)
 class Quantise:
-    """A quantise node, its arguments by name; dim: from the end. groups: (offs,) of a grouped one, else ()."""
+    """The arguments of a `quantize` node, by the names of the op's arguments, with nodes instead of tensors.
 
-    node: Node
-    source: Node
-    groups: tuple[Node | None, ...]
-    format: str
-    dim: int
-    outer: Node | None
-    layout: str
-    seed: Node | None
-    hadamard: bool
-    scale_rule: str
-
-    @property
-    def along_rows(self) -> bool:
-        return self.dim == -1 and not self.hadamard and self._of_a_pair
-
-    @property
-    def along_columns(self) -> bool:
-        return self.dim == -2 and not (self.hadamard and self.outer is not None) and self._of_a_pair
-
-    @property
-    def _of_a_pair(self) -> bool:
-        """Whether `quantize_both` may serve it."""
-        return not self.given_each and self.scale_rule == "amax"
-
-    @property
-    def given_each(self) -> bool:
-        """Whether an outer scale is given for each row: rows and columns then have nothing in common."""
-        return self.outer is not None and formats.get(self.format).outer == "row"
-
-    @property
-    def key(self) -> tuple:
-        """What a pair has in common."""
-        groups = tuple(None if offs is None else value_key(offs) for offs in self.groups)
-        return value_key(self.source), self.format, self.outer, self.layout, self.seed, self.scale_rule, groups
-
-
-def quantise_of(node: Node) -> Quantise:
-    """What a node of `quantize` or `quantize_grouped` is asked for."""
-    source, *groups, fmt, dim = arguments_of_quantise(node)
-    rank = source.meta["val"].dim()
-    kwargs: dict[str, Any] = {"outer": None, "layout": "linear", "seed": None, "hadamard": False,
-                              "scale_rule": "amax", **node.kwargs}  # fmt: skip
-    return Quantise(node, source, tuple(groups), fmt, dim if dim < 0 else dim - rank, **kwargs)
-
-
-def arguments_of_quantise(node: Node) -> tuple:
-    """The positional arguments of a quantise node, the last of them its dimension, which the node may leave out."""
-    count = 4 if node.target is QUANTIZE_GROUPED else 3
-    return node.args if len(node.args) == count else (*node.args, -1)
-
-
-@dataclass(frozen=True)
-class ScaledMM:
-    """What a `scaled_mm` or `scaled_mm_epilogue` node is asked for. Its operands hold nodes in the place of tensors.
-
-    epilogue: None without one; auxiliaries: what it reads.
+    dims: counted from the end, so negative. dtype: dtype of the prologue's result; None without a prologue.
     """
 
     node: Node
-    a: Operand
-    b: Operand
-    bias: Node | None
-    out_dtype: torch.dtype
-    epilogue: Epilogue | None = None
-    auxiliaries: tuple[Node, ...] = ()
+    x: Node
+    format: str
+    dims: tuple[int, ...] = (-1,)
+    offs: Node | None = None
+    outer: Node | None = None
+    seed: Node | None = None
+    layout: str = "linear"
+    hadamard: bool = False
+    scale_rule: str = "amax"
+    each_matrix: bool = False
+    values: tuple[int, ...] = ()
+    operands: tuple[Node, ...] = ()
+    prologue: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    stored: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> QuantizeSpec:
+        """What the quantiser does, without its tensors."""
+        steps = Prologue.parse(self.prologue, self.dtype, self.stored) if self.prologue else None
+        return QuantizeSpec(
+            formats.get(self.format), self.dims, self.layout, self.hadamard, self.scale_rule, self.values,
+            self.offs is not None, self.each_matrix, self.outer is not None, self.seed is not None, steps,
+        )  # fmt: skip
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the quantiser is for experts: for groups of rows, or for matrices with separate outer scales."""
+        return self.offs is not None or self.each_matrix
+
+    def new(self, graph: Graph, meta: dict) -> Node:
+        """A new node with these arguments at the graph's insertion point; see `new_node`."""
+        given = {name: getattr(self, name) for name in _QUANTISE_OPTIONS}
+        options = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in given.items()
+            if value != getattr(Quantise, name)
+        }
+        return new_node(graph, QUANTIZE, (self.x, self.format, list(self.dims)), meta, **options)
+
+
+_QUANTISE_OPTIONS = tuple(Quantise.__dataclass_fields__)[4:]
+
+
+def quantise_of(node: Node) -> Quantise:
+    """The arguments of a `quantize` node."""
+    x, fmt, *rest = node.args
+    dim, rank = rest[0] if rest else -1, x.meta["val"].dim()
+    dims = tuple(d if d < 0 else d - rank for d in (dim if isinstance(dim, list | tuple) else (dim,)))
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in node.kwargs.items()}
+    return Quantise(node, x, fmt, dims, **options)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaledMM(Arguments):
+    """The arguments of a product node, with nodes instead of tensors and instead of a symbolic `rows`.
+
+    Its problem and its choice are computed at the first call and then kept.
+    """
+
+    node: Node
 
     @property
     def on_gpu(self) -> bool:
         return on_gpu(self.a.data.meta["val"])
 
-    @property
-    def plain(self) -> bool:
-        """Whether neither operand is quantised: the product is then the library's, and there is nothing to choose."""
-        return self.a.format is None and self.b.format is None
-
-    def values(self) -> tuple[Operand, Operand, torch.Tensor | None]:
-        """A, B and bias with their (fake) tensors."""
+    def values(self) -> Arguments:
+        """The arguments with their (fake) tensors."""
         a, b = (Operand(*map(_value, (x.data, x.scales, x.outer)), x.format) for x in (self.a, self.b))
-        return a, b, _value(self.bias)
-
-    def auxiliary_values(self) -> list[torch.Tensor]:
-        """The (fake) tensors that the epilogue reads."""
-        return list(map(_value, self.auxiliaries))
+        return Arguments(a, b, _value(self.bias), self.out_dtype, self.epilogue, list(map(_value, self.auxiliaries)),
+                         _value(self.offs), _value(self.rows))  # fmt: skip
 
     def problem(self) -> Problem:
-        """What the kernel is chosen by; sizes may be symbolic."""
-        a, b, bias = self.values()
-        return problem_of(a, b, bias, self.out_dtype, target_of(a.data.device), self.epilogue is not None)
+        """The problem by which `choose` picks the kernel; sizes may be symbolic."""
+        return self._problem
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return problem_of(self.values(), target_of(self.a.data.meta["val"].device))
 
     def choice(self) -> Choice | None:
-        """The kernel that will serve the node, as far as that is known now; None for two plain operands."""
-        return None if self.plain else choose(self.problem())
+        """The kernel that will serve the node, as far as that is known now; None where no kernel does (`plain`)."""
+        return self._choice
+
+    @cached_property
+    def _choice(self) -> Choice | None:
+        return None if self.plain else choose(self._problem)
 
 
 def scaled_mm_of(node: Node) -> ScaledMM:
-    """The arguments of a `scaled_mm` node or of a `scaled_mm_epilogue` node."""
-    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, *rest = node.args
-    operands = operand(a, a_scales, a_outer, a_format), operand(b, b_scales, b_outer, b_format)
-    if not rest:
-        return ScaledMM(node, *operands, bias, out_dtype)
-    auxiliaries, steps, dtype = rest
-    return ScaledMM(node, *operands, bias, out_dtype, Epilogue.parse(steps, out_dtype, dtype), tuple(auxiliaries))
+    """The arguments of a `scaled_mm` or `scaled_grouped_mm` node; the same object while the arguments stay."""
+    known = getattr(node, "_fp4compile_product", None)
+    if known is None or known[0] is not node.args:
+        known = node.args, _scaled_mm_of(node)
+        node._fp4compile_product = known
+    return known[1]
 
 
-def grouped_problem(node: Node) -> GroupedProblem:
-    """What the kernel of a `scaled_grouped_mm` node is chosen by; sizes may be symbolic."""
-    a, b, (offs, rows, out_dtype) = grouped_values(node)
-    return grouped_problem_of(a, b, offs, rows, out_dtype, target_of(offs.device))
+def _scaled_mm_of(node: Node) -> ScaledMM:
+    a, b, rest = operand(*node.args[:4]), operand(*node.args[4:8]), node.args[8:]
+    if node.target is SCALED_GROUPED_MM:
+        offs, rows, out_dtype = rest
+        return ScaledMM(a=a, b=b, bias=None, out_dtype=out_dtype, offs=offs, rows=rows, node=node)
+    bias, out_dtype, *epilogue = rest
+    if not epilogue:
+        return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, node=node)
+    auxiliaries, steps, dtype = epilogue
+    return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, epilogue=Epilogue.parse(steps, out_dtype, dtype),
+                    auxiliaries=tuple(auxiliaries), node=node)  # fmt: skip
 
 
 def reads_by_index(node: Node) -> bool:
-    """Whether a kernel serves a `scaled_mm_gathered` node that reads the matrices through the index."""
-    a, b, (index, out_dtype) = grouped_values(node)
-    return indexed.serves(a, b, index, out_dtype, target_of(index.device))
+    """Whether a kernel that reads the matrices through the index serves a `scaled_mm_gathered` node."""
+    values = [_value(arg) for arg in node.args]
+    index, out_dtype = values[8:]
+    return indexed.serves(operand(*values[:4]), operand(*values[4:8]), index, out_dtype, target_of(index.device))
 
 
-def grouped_values(node: Node) -> tuple[Operand, Operand, list]:
-    """A and B of a product of experts, with their (fake) tensors, and its other arguments."""
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args]
-    return operand(*values[:4]), operand(*values[4:8]), values[8:]
-
-
-def _value(node: Node | None):
-    return None if node is None else node.meta["val"]
+def _value(arg: Any) -> Any:
+    """The (fake) value of a node; any other argument as it is."""
+    return arg.meta["val"] if isinstance(arg, Node) else arg
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """What an `expert_weights` node holds, and how its products are to be computed. weights: nodes for tensors."""
+    """The arguments of an `expert_weights` node. weights: nodes instead of tensors. activation: its format."""
 
     weights: Operand
     activation: str | None
@@ -206,12 +187,12 @@ class ExpertWeights:
 
     @property
     def layout(self) -> str:
-        """How the block scales lie, "linear" or "swizzled": then they are one run for each matrix."""
+        """The layout of the block scales: "linear", or "swizzled" with one run of scales for each matrix."""
         scales = self.weights.scales
         return "swizzled" if scales is not None and scales.meta["val"].dim() == 2 else "linear"
 
 
 def expert_weights_of(node: Node) -> ExpertWeights:
-    """The arguments of an `expert_weights` node. Those that have their default value may be missing."""
+    """The arguments of an `expert_weights` node, from which default values may be missing."""
     data, scales, outer, fmt, _, _, *how = node.args
     return ExpertWeights(operand(data, scales, outer, fmt), *(*how, None, None)[:2])

@@ -1,8 +1,8 @@
-"""Names of modules and parameters, as tensors, wrappers and packed layers have them."""
+"""Conversions between the names of modules, parameters and packed submodules."""
 
 
 def packed_name(parameter: str) -> str:
-    """The submodule that holds a parameter of experts where it is packed."""
+    """Name of the submodule that holds a packed parameter of experts."""
     return f"{parameter}_packed"
 
 

@@ -9,21 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.gain import Products, too_slow
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import tangent_dependent
 from fp4compile.analysis.graph import expert_weights_of, scaled_mm_of
 from fp4compile.formats import formats
-from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import scale_layout
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.hardware import Gpu, Target
-from fp4compile.ops.dense import FLOAT_DTYPES
 from fp4compile.recipe import Recipe, named
-from fp4compile.templates.gemm.choose import choose
-from fp4compile.templates.gemm.problem import OperandType, Problem
-from fp4compile.templates.grouped.choose import choose as choose_grouped
-from fp4compile.templates.grouped.problem import GroupedProblem
+from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import on_gpu, target_of
+from fp4compile.templates.problem import OperandType, Problem
 
 NOT_CALIBRATED = "dynamic activation scale: fp4compile.calibrate recorded none"
 
@@ -43,8 +39,8 @@ class Treatment:
 
     format: name of the format. outer: the static outer scale; None computes it from the operand, where the format has
     one. stochastic: whether elements are rounded stochastically. hadamard: whether the operand is Hadamard-transformed
-    along the contraction first. layout: of the block scales, "linear" or "swizzled". scale_rule: how the block scales
-    are chosen, see `reference_scales`.
+    along the contraction first. layout: layout of the block scales, "linear" or "swizzled". scale_rule: how the block
+    scales are chosen, see `reference_scales`.
     """
 
     format: str
@@ -56,7 +52,7 @@ class Treatment:
 
     @property
     def per_group(self) -> bool:
-        """Whether of experts each has an outer scale of its own: a dynamic one that else is the tensor's."""
+        """Whether each expert has its own outer scale: a dynamic scale, of a format with one scale for each tensor."""
         return self.outer is None and formats.get(self.format).outer == "tensor"
 
 
@@ -66,8 +62,8 @@ class Decision:
 
     reason: why the product is left alone; None where it is quantised. a, b: how the operands A and B are quantised;
     None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
-    note: in what a quantised product differs from what the recipe says; None where it does not.
-    weight_scales: how the block scales of the weight are chosen; None where the recipe asks for none but "amax".
+    note: how a quantised product differs from what the recipe says; None where it does not.
+    weight_scales: how the block scales of the weight are chosen; None where the recipe says "amax".
     """
 
     gemm: Gemm
@@ -103,8 +99,8 @@ def plan(
             stacklevel=2,
         )
     training = recipe.weight_scales != "amax" and _has_gradients(gemms)
-    products, target = Products.of(gemms), None if meta is None else meta.target
-    return [_decide(gemm, recipe, model, products, target, training) for gemm in gemms]
+    target = None if meta is None else meta.target
+    return [_decide(gemm, recipe, model, target, training) for gemm in gemms]
 
 
 def _has_gradients(gemms: list[Gemm]) -> bool:
@@ -113,9 +109,7 @@ def _has_gradients(gemms: list[Gemm]) -> bool:
     return of_gradients or (bool(gemms) and bool(tangent_dependent(gemms[0].node.graph)))
 
 
-def _decide(
-    gemm: Gemm, recipe: Recipe, model: "Model", products: Products, meta: Target | None, training: bool
-) -> Decision:
+def _decide(gemm: Gemm, recipe: Recipe, model: "Model", meta: Target | None, training: bool) -> Decision:
     if gemm.packed is not None:
         a, b = (None if fmt is None else Treatment(fmt) for fmt in gemm.packed)
         return Decision(gemm, a=a, b=b, tier=_tier_of_packed(gemm))
@@ -127,13 +121,12 @@ def _decide(
     layer_recipe, reason = of_layer(_layer(gemm), recipe, model)
     if layer_recipe is None or not layer_recipe.quantizes(gemm.product):
         return Decision(gemm, reason if layer_recipe is None else _left_by_recipe(gemm, layer_recipe))
-    reason = reason or too_slow(gemm, layer_recipe, recipe, products)
     return Decision(gemm, reason) if reason else _quantised(gemm, layer_recipe, recipe, meta, training)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the recipe's rules, limits and defaults look at in a layer.
+    """What the recipe's rules, limits and defaults depend on in a layer.
 
     name: fully qualified. dims: (tokens, out features, in features). tied_to_embedding: whether its weight is also the
     table of an embedding. selects: whether a top-k, a sort or a softmax is taken over its outputs. experts: whether the
@@ -149,7 +142,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """What the recipe's defaults look at in the model around a layer.
+    """What the recipe's defaults depend on in the model around a layer.
 
     blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
     experts. widest_last: name of the last layer if it is also the widest; None if it is not.
@@ -161,7 +154,7 @@ class Model:
 
     @classmethod
     def of(cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer]) -> "Model":
-        """names: of all parameters or modules. layers: in the order in which they run, as far as that is known."""
+        """names: all parameters' or modules' names. layers: in execution order, as far as that is known."""
         names = list(names)
         experts = (match for match in map(_EXPERTS.search, names) if match is not None)
         return cls(
@@ -175,7 +168,7 @@ def of_layer(layer: Layer, recipe: Recipe, model: Model) -> tuple[Recipe | None,
     The recipe is None where a rule skips the layer. Defaults and limits give a reason beside a recipe.
     """
     rule = recipe.rule_for(layer.name)
-    if rule is None:  # a rule outranks the defaults for places in the model
+    if rule is None:  # a rule outranks the defaults for positions in the model
         return recipe, _excluded_place(layer, recipe, model) or _too_small(layer, recipe)
     if rule.action == "skip":
         return None, f"rule {rule.pattern!r}"
@@ -194,7 +187,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
             outer = recipe.static_scale(gemm.module)
             note = NOT_CALIBRATED if outer is None else None
         if fmt is not None and formats.get(fmt).square and _is_batch(operand):
-            # Flattened to one matrix, as F.linear has it, the same operand would have blocks across two matrices.
+            # F.linear flattens the batch to one matrix, in which square blocks would cross two matrices.
             return Decision(gemm, f"format {fmt} has square blocks, and the operand is a batch of matrices")
         if fmt is not None and formats.get(fmt).square and gemm.offs is not None and not operand.role.endswith("_w"):
             return Decision(gemm, f"format {fmt} has square blocks, and groups may have any number of rows")
@@ -212,7 +205,7 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
 
 
 def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:
-    """The product of weights that were packed by a recipe, which then also decided about the activation."""
+    """The decision for packed weights; the recipe that packed them also decided about the activation."""
     packed = expert_weights_of(weight.source)
     of_weight = Treatment(packed.weights.format.name, layout=packed.layout)
     of_activation = None
@@ -235,34 +228,26 @@ def _swizzled(*treatments: Treatment | None) -> list[Treatment | None]:
 
 
 def _tier(gemm: Gemm, a: Treatment | None, b: Treatment | None, meta: Target | None) -> str:
-    """Which tier computes the product: the reference on a CPU, else that of the kernel which `choose` names."""
+    """Which tier computes the product: the reference on a CPU, else the tier of the kernel that `choose` names."""
     out = gemm.node.meta["val"]
     if out.device.type == "cpu" and not on_gpu(out):
         return "reference"
     target = target_of(out.device) if meta is None or on_gpu(out) else meta
     types = [_operand_type(*pair, gemm.offs is not None) for pair in ((gemm.a, a), (gemm.b, b))]
+    m, n, k = gemm.dims
     if gemm.offs is not None:
-        return choose_grouped(_grouped_problem(gemm, *types, target)).tier
-    if gemm.groups is not None:  # a batch, of which each matrix of A has its own B
+        groups = gemm.offs.meta["val"].shape[0]
+        return choose(Problem(*types, m, n, k, out.dtype, target, ragged=gemm.groups, groups=groups)).tier
+    if gemm.groups is not None:  # a batch in which each matrix of A has its own B
         batches, m, n = out.shape
         if gemm.index is not None and gemm.a.parameter is not None:  # computed as x @ W^T
             types, m, n = types[::-1], n, m
-        return choose(Problem(*types, m, n, gemm.dims[2], out.dtype, target, None, batches, True)).tier
-    m, n, k = gemm.dims
+        return choose(Problem(*types, m, n, k, out.dtype, target, None, batches, True)).tier
     return choose(Problem(*types, m, n, k, out.dtype, target)).tier
 
 
-def _grouped_problem(gemm: Gemm, a: OperandType, b: OperandType, target: Target) -> GroupedProblem:
-    out, (m, n, k) = gemm.node.meta["val"], gemm.dims
-    along_k, groups = gemm.groups == "contraction", gemm.offs.meta["val"].shape[0]
-    rows = k if along_k else m
-    if along_k:
-        k = padded_rows(rows, groups)
-    return GroupedProblem(a, b, rows, m, n, k, groups, along_k, out.dtype, target)
-
-
 def _tier_of_packed(gemm: Gemm) -> str:
-    """The same for a product that was quantised before the graph was captured: its node says all."""
+    """The tier of a product that was quantised before the graph was captured, read from its node."""
     product = scaled_mm_of(gemm.node)
     return product.choice().tier if product.on_gpu else "reference"
 
@@ -295,7 +280,7 @@ def _left_by_recipe(gemm: Gemm, recipe: Recipe) -> str:
 
 
 def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
-    """Why the recipe's defaults leave a layer alone for what it is in the model; None if they do not."""
+    """Why the recipe's defaults leave a layer alone because of its position in the model; None if they do not."""
     if recipe.skip_lm_head and _is_head(layer, model):
         return "output head"
     if "lora_" in layer.name:
@@ -319,7 +304,7 @@ def _is_head(layer: Layer, model: Model) -> bool:
 
 
 def _is_router(name: str, model: Model) -> bool:
-    """Whether a layer is a router by its name. A `gate` is one only beside experts, else it is half of a gated MLP."""
+    """Whether a layer's name is a router's. A `gate` is a router beside experts, otherwise half of a gated MLP."""
     parent, _, own = name.rpartition(".")
     return own in _ROUTERS or (own == "gate" and parent in model.with_experts)
 
@@ -340,7 +325,7 @@ def _block_index(module: str) -> tuple[str, int] | None:
 
 
 def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
-    """How many blocks each numbered list has; as many as the recipe says, where it says so."""
+    """How many blocks each numbered list has; the recipe's number overrides the count."""
     counts: dict[str, int] = {}
     for name in names:
         place = _block_index(name)

@@ -1,6 +1,6 @@
-"""Read the matrix products of a graph: their operands, what these are views of, and how the product is cut in groups.
+"""Read the matrix products of a graph: their operands, the tensors behind these views, and the product's groups.
 
-Entry: `product_of(node, parameters, gradients)`. What a product is for, `find` tells.
+Entry: `product_of(node, parameters, gradients)`. `find` decides each product's role.
 """
 
 from collections.abc import Collection
@@ -10,10 +10,10 @@ import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.experts import Factor, Factors, factors_of
-from fp4compile.analysis.graph import EXPERT_WEIGHTS
+from fp4compile.analysis.grouped_products import Factor, Factors, factors_of
 from fp4compile.analysis.views import View, source_of, value_key, view_of
-from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.ops.quantize import EXPERT_WEIGHTS
 
 aten = torch.ops.aten
 
@@ -22,11 +22,11 @@ aten = torch.ops.aten
 class Side:
     """An operand as the graph has it.
 
-    swapped: whether the operand is what `node` holds with the last two dimensions exchanged; `view` is the operand's.
+    swapped: whether the operand is `node` with the last two dimensions exchanged. view: the operand's view.
     root: the placeholder of the parameter that all its elements come from, or the node of packed experts; None if they
         come from anything else.
-    index: of an operand that takes matrices out of a batch of them, the node that says which; node and view are then
-        those of the whole batch, and None is any other operand's.
+    index: the node of the indices where the operand gathers matrices from a batch; `node` and `view` then belong to
+        the whole batch. None for any other operand.
     """
 
     node: Node
@@ -42,7 +42,7 @@ class Product:
     """A product as the graph has it. dims: (m, n, k) of one matrix of the batch. terms: bias, beta and alpha.
 
     groups: where the groups of a grouped product lie, "rows" or "contraction"; None for any other product. offs: the
-    node of their offsets. swapped: whether the node's value is the transpose of the product.
+    node of the groups' offsets. swapped: whether the node's value is the transpose of the product.
     """
 
     node: Node
@@ -101,7 +101,7 @@ class Product:
 
     @property
     def index(self) -> Node | None:
-        """Which matrices of the weight the batch takes, where it takes any."""
+        """The node of the indices by which the batch gathers matrices of the weight; None where it does not."""
         return None if self.weight is None else self.weight.index
 
     @property
@@ -112,7 +112,7 @@ class Product:
 
 
 def product_of(node: Node, parameters: Collection[Node], gradients: Collection[Node]) -> Product | None:
-    """The product of a node; None for a node that is none, or a grouped one that is not read."""
+    """The product of a node; None for a node that is no product, or a grouped product that cannot be read."""
     if node.op != "call_function":
         return None
     grouped = factors_of(node)
@@ -172,7 +172,7 @@ def _gathered(view: View, parameters: Collection[Node]) -> Side | None:
 def why_not_packed(product: Product) -> str | None:
     """Why a product of packed experts cannot read their codes; None where it can, or where its weight is a parameter.
 
-    It can where it contracts the dimension along which they are quantised, in all matrices or in one of them.
+    A product of all matrices or of one can read codes if it contracts the dimension along which they are quantised.
     """
     if product.weight.root.target is not EXPERT_WEIGHTS:
         return None
@@ -187,7 +187,7 @@ def why_not_packed(product: Product) -> str | None:
 
 
 def packed_expert(product: Product) -> int | None:
-    """Which matrix of packed experts a product multiplies; None for all of them. `why_not_packed` says None of it."""
+    """Which matrix of packed experts a product multiplies; None for all. `why_not_packed` must return None for it."""
     view = _as_stored(product)
     return view.offset // _elements(view) if len(view.size) == 2 else None
 
@@ -198,12 +198,12 @@ def _as_stored(product: Product) -> View:
 
 
 def _all(view: View) -> View:
-    """All elements of the root of a view, cast as the view's."""
+    """All elements of a view's root, with the view's casts."""
     return replace(view_of(view.root), casts=view.casts)
 
 
 def _one(view: View) -> View:
-    """The matrix of the root that begins where a view does."""
+    """The matrix of the root that begins at a view's offset."""
     whole = _all(view)
     return replace(whole, size=whole.size[1:], stride=whole.stride[1:], offset=view.offset)
 

@@ -1,5 +1,4 @@
-"""Which layers choose among alternatives, as a router does: a top-k, sort, softmax or argmax goes over all their
-outputs."""
+"""Which layers choose among alternatives, as a router does: a top-k, sort, softmax or argmax reads all outputs."""
 
 import operator
 

@@ -27,7 +27,7 @@ Size = int | torch.SymInt
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """Elements of `root`: element (i, j, ...) is number offset + i * stride[0] + j * stride[1] + ... of it.
+    """Elements of `root`: element (i, j, ...) is the root's element offset + i * stride[0] + j * stride[1] + ...
 
     root: a node that is neither a view nor a cast (or a reshape that no strides express).
     casts: the dtypes that the elements are cast to between root and node, in order, without casts that change no value.
@@ -42,7 +42,7 @@ class View:
 
     @property
     def elements(self) -> tuple:
-        """A key of the sequence of elements, whatever the shape."""
+        """A key of the sequence of elements, independent of the shape."""
         runs = tuple((_text(size), _text(stride)) for size, stride in _runs(self.size, self.stride))
         return (_root_key(self.root), self.casts, runs, _text(self.offset))
 
@@ -57,7 +57,7 @@ class View:
 
     @property
     def repeats(self) -> bool:
-        """Whether an element may be there more than once, along a dimension of stride 0."""
+        """Whether an element may occur more than once, along a dimension of stride 0."""
         return any(_equal(step, 0) and not _equal(size, 1) for size, step in zip(self.size, self.stride, strict=True))
 
     def swapped(self) -> "View":
@@ -76,7 +76,7 @@ class View:
 
 
 def view_of(node: Node) -> View:
-    """The view that a node is of its root; of a node that is neither a view nor a cast, all of the node itself."""
+    """A node as a view of its root; a node that is neither a view nor a cast is its own root."""
     step = _STEPS.get(node.target) if node.op == "call_function" else None
     found = None if step is None or not _plain(node) else step(node)
     return _whole(node) if found is None else found
@@ -224,7 +224,7 @@ def _split_piece(node: Node) -> View | None:
 
 
 def _as_strided(node: Node) -> View | None:
-    """as_strided addresses memory, so only a contiguous tensor that is no view tells which elements it takes."""
+    """as_strided addresses memory, so its elements are known only in a contiguous tensor that is no view."""
     source, size, stride, *offset = node.args
     base, view = source.meta["val"], view_of(source)
     if view.root is not source or not base.is_contiguous() or any(isinstance(arg, Node) for arg in (*size, *stride)):
@@ -303,7 +303,7 @@ def _reshaped(size: Sequence[Size], stride: Sequence[Size], new: Sequence[Size])
 
 
 def _from_front(index: Size | Node, size: Size) -> Size | None:
-    """An index counted from the front, at least 0 as in a slice; None where only the running graph knows it."""
+    """An index counted from the front, at least 0 as in a slice; None where it is no known number."""
     if not isinstance(index, int):
         return None
     if index >= 0:
@@ -326,7 +326,7 @@ def _text(size: Size) -> str:
 
 
 def _root_key(root: Node) -> tuple:
-    """A key of a root. Two getitem nodes of the same operator and place are one root."""
+    """A key of a root. Two getitem nodes with the same operator and index are one root."""
     if root.target is operator.getitem:
         return (operator.getitem, _root_key(root.args[0]), root.args[1])
     return (root,)

@@ -1,1 +1,1 @@
-"""What is measured on a user's batches: static scales, the sensitivity of layers, and block scales by least error."""
+"""Measurements on a user's batches: static scales, the sensitivity of layers, and block scales of least error."""

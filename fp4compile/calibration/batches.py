@@ -1,4 +1,4 @@
-"""Batches that a model is run over: what they may be, and a progress bar."""
+"""Run a model over batches: their possible forms, and a progress bar."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -8,9 +8,9 @@ import torch
 
 
 def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
-    """The batches, one after the other; bar: as in `with_bar`.
+    """Iterate over the batches. bar: see `with_bar`.
 
-    Raises TypeError for `batches` that are a single batch, ValueError where there are none.
+    Raises TypeError if `batches` is a single batch, ValueError if there are none.
     """
     if isinstance(batches, torch.Tensor | Mapping | str):
         raise TypeError(
@@ -24,9 +24,9 @@ def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
 
 
 def with_bar(items: Iterable[Any], bar: str | None) -> Iterable[Any]:
-    """The items under a progress bar: tqdm's, on a terminal, where that package is there. Nothing else needs it.
+    """The items, with a progress bar on a terminal if the package tqdm is installed.
 
-    bar: what stands beside the bar; None for no bar.
+    bar: the text beside the bar; None for no bar.
     """
     if bar is None or find_spec("tqdm") is None:
         return items

@@ -29,26 +29,27 @@ def calibrate(
 ) -> Recipe:
     """The recipe, with static activation scales that are measured on the batches. `Recipe.save` writes it to a file.
 
-    A scale is the decode factor amax / 2688 of all activations of a layer, those of all experts included; what is
-    larger than that amax saturates. Not measured are layers that the recipe leaves alone, or whose activations it does
-    not scale so. A layer whose activations were all zero gets no scale; nor does one that also ran outside of the
-    captured graphs, and a warning names it. A layer without a scale computes it when it runs, and the report says so.
+    A scale is the decode factor amax / 2688 of all activations of a layer, including all its experts; larger values
+    saturate. Layers that the recipe leaves alone, or whose activations get no static scale, are not measured. A layer
+    gets no scale if its activations were all zero or, with a warning, if it also ran outside of the captured graphs. A
+    layer without a scale computes it when it runs, and the report says so.
 
     model: a module, its method `generate` or another callable, compiled or not; it runs uncompiled, and without
         gradients.
     batches: an iterable of batches. A batch is a tensor, a tuple or list of positional arguments for the model, or a
         mapping of keyword arguments (such as a dict, or a tokenizer's output).
-    recipe: one whose activations (fprop_x) are NVFP4 with one outer scale a tensor, static or dynamic.
-    method: "max" takes the largest magnitude as amax. "percentile" takes the one that so many percent of the elements
-        other than zero do not exceed, to 1/64 of its value. "mse" takes the one, among 64 between the largest magnitude
-        and a sixteenth of it, with the least squared error of the quantised activations, as far as histograms tell:
-        their bins are a 32nd of a power of two of a block's largest magnitude, and a 45th of it for the other elements.
-    percentile: of "percentile", above 0 and at most 100.
-    progress: whether a terminal shows a progress bar, where the package tqdm is there.
+    recipe: a recipe whose activations (fprop_x) are NVFP4 with one outer scale for each tensor, static or dynamic.
+    method: how amax is chosen. "max": the largest magnitude. "percentile": the magnitude that `percentile` percent of
+        the non-zero elements do not exceed, within 1/64 of its value. "mse": of 64 candidates between the largest
+        magnitude and a sixteenth of it, the one with the least squared error of the quantised activations. The error is
+        estimated from histograms: 32 bins for each power of two of a block's largest magnitude, and 45 bins for the
+        ratio of other elements to it.
+    percentile: for method "percentile", above 0 and at most 100.
+    progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
     Raises ValueError for another recipe or method, for a percentile out of range, for no batches, if the recipe gives
-    no layer a static scale, and if an activation is not finite; TypeError for `batches` that are a single batch, a
-    percentile that is no number, and a model that cannot be called.
+    no layer a static scale, and if an activation is not finite; TypeError if `batches` is a single batch, if the
+    percentile is no number, and if the model cannot be called.
     """
     chosen = resolve(recipe).replace(activation_scale="static")
     if method not in METHODS:
@@ -94,7 +95,7 @@ def _decode_factor(name: str, clipping: Clipping, format: str) -> float | None:
     amax = clipping.amax()
     if not torch.isfinite(amax):
         raise ValueError(f"batches: the activation of layer {name!r} is not finite")
-    # A recipe takes normal float32 numbers only, because the inverse of a smaller one overflows. Raising the factor to
-    # the smallest of them clips nothing.
+    # A recipe takes only normal float32 numbers, because the inverse of a smaller number overflows. Raising the factor
+    # to the smallest normal number clips nothing.
     factor = max(outer_of(amax, formats.get(format)).item(), torch.finfo(torch.float32).tiny)
     return factor if amax > 0 else None

@@ -1,10 +1,10 @@
-"""What calibration keeps of a layer's activations, and the largest magnitude that it lets a static scale represent.
+"""The statistics that calibration keeps of a layer's activations, and the amax that they give a static scale.
 
-One class a method: `Largest`, `Percentile`, `LeastSquares`. `see(x)` takes an activation, `amax()` gives the result,
-float32 []. What is kept lies on the activation's device. Its size does not depend on how much was seen.
+One class for each method: `Largest`, `Percentile`, `LeastSquares`. `see(x)` takes an activation, `amax()` returns the
+result, float32 []. The statistics are on the activation's device. Their size does not depend on the number of elements.
 
-Histograms have bins by the bits of a float32: a power of two is cut into 2^n equal parts. So the resolution is
-relative, there is a bin for every float, and two histograms add up without a common range.
+Histograms take their bins from the bits of a float32: each power of two is cut into 2^n equal parts. So the resolution
+is relative, there is a bin for every float, and two histograms add up without a common range.
 """
 
 import math
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from fp4compile.formats import formats, reference
 
 _PERCENTILE_BINS = 6  # bits of the mantissa: a bin ends at most 1/64 above its start
-_BLOCK_BINS = 5  # 32 bins a power of two: an E4M3 scale has 8 values there
+_BLOCK_BINS = 5  # 32 bins for each power of two, in which an E4M3 scale has 8 values
 _ROWS = 24 << _BLOCK_BINS  # blocks that are 2^24 times smaller than the largest add nothing to the error
-_RATIOS = 45  # of elements to the largest of their block, which has a bin of its own: 46 values are three blocks of 16
-_CANDIDATES = 64  # and four octaves of them, below the largest magnitude
+_RATIOS = 45  # bins of elements / their block's largest, which has its own bin: 3 blocks of 16 hold all 46 values
+_CANDIDATES = 64  # over four octaves below the largest magnitude
 _AT_ONCE = 1 << 20  # elements, so that temporary memory is bounded
 
 
 class Clipping(Protocol):
-    """What is kept of the activations of a layer."""
+    """The statistics of a layer's activations."""
 
     def see(self, x: torch.Tensor) -> None:
         """Take an activation [..., K]."""
@@ -50,9 +50,9 @@ class Largest:
 
 
 class Percentile:
-    """The magnitude that so many percent of the elements do not exceed: the end of its bin, at most 1/64 too large.
+    """The magnitude that a percentage of the elements does not exceed: the end of its bin, at most 1/64 too large.
 
-    Elements that are zero do not count: an activation may have any share of them, and a scale represents zero anyway.
+    Zeros do not count: an activation may have any share of zeros, and every scale represents zero.
     """
 
     def __init__(self, percentile: float) -> None:
@@ -75,18 +75,18 @@ class Percentile:
         up_to = self.counts[1:].cumsum(0)  # the first bin has the zeros, and what is below 2^-132
         if up_to[-1] == 0:
             return largest
-        # The smallest count that is at least the percentage. As a ceiling in exact integers would be: 100 % is all.
+        # The smallest count that is at least the percentage, as an exact ceiling would be: 100 % is all elements.
         wanted = math.ceil(int(up_to[-1]) * (self.percentile / 100))
         index = torch.searchsorted(up_to, torch.full((1,), wanted, device=up_to.device))
         return torch.minimum(_ends(index + 1, _PERCENTILE_BINS).squeeze(0), largest)
 
 
 class LeastSquares:
-    """The magnitude whose outer scale quantises what was seen with the least squared error.
+    """The magnitude whose outer scale quantises the activations with the least squared error.
 
-    Kept are counts by the largest magnitude of a block (a window of 24 octaves, which moves up as larger ones are seen)
-    and by the ratio of an element to it. Every bin stands for its middle. The blocks of these values are quantised with
-    64 candidates, which go down from the largest magnitude by 2^(1/16) each.
+    Counts elements by their block's largest magnitude (a window of 24 octaves, which moves up with larger magnitudes)
+    and by their ratio to it. Every bin stands for its middle. Blocks of these values are quantised with 64 candidates,
+    which decrease from the largest magnitude by a factor of 2^(1/16) each.
     """
 
     def __init__(self, format: str) -> None:
@@ -114,10 +114,10 @@ class LeastSquares:
         values, counts = self._values(), self.counts.double()
         candidates = largest * torch.exp2(-torch.arange(_CANDIDATES, device=largest.device) / 16)
         errors = [self._error(values, counts, candidate) for candidate in candidates]
-        return candidates[torch.stack(errors).argmin()]  # the first of equals: the largest
+        return candidates[torch.stack(errors).argmin()]  # the largest of equal candidates, which comes first
 
     def _moved_to(self, top: int) -> torch.Tensor:
-        """The counts, whose window ends at a bin from now on; what falls out of it is forgotten."""
+        """Move the window to end at bin `top`, drop counts outside it, and return the counts."""
         if self.counts is None:
             self.counts = torch.zeros(_ROWS, _RATIOS + 1, dtype=torch.int64, device=self.largest.amax().device)
         elif top > self.top:
@@ -137,7 +137,7 @@ class LeastSquares:
         return found.view(_ROWS, columns)
 
     def _values(self) -> torch.Tensor:
-        """The magnitudes that the counts stand for."""
+        """The magnitudes of the bins of `counts`."""
         largest = self.largest.amax()
         bins = torch.arange(self.top - _ROWS, self.top + 1, device=largest.device)
         ends = _ends(bins.clamp(min=0), _BLOCK_BINS)
@@ -147,7 +147,7 @@ class LeastSquares:
 
     def _error(self, values: torch.Tensor, counts: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """The squared error, float64 []."""
-        # Each block needs its largest magnitude, the last column, in it.
+        # Each block includes its largest magnitude, the last column.
         blocks = torch.stack([values[:, [*range(i, i + 15), _RATIOS]] for i in range(0, _RATIOS, 15)], 1)
         outer = reference.outer_of(amax, self.format)
         found, _ = reference.fake_quantize(blocks, self.format, outer)

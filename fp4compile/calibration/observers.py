@@ -1,8 +1,8 @@
-"""`Observation`: run a model, and look at the activations of the layers that a recipe quantises.
+"""`Observation`: run a model, and read the activations of the layers that a recipe quantises.
 
-The model runs uncompiled, in the graphs that the backend would see (`explain.run_captured`). A layer may also run
-outside of them: Dynamo leaves a function to Python where the function's loop or `try` has a graph break. What enters a
-layer there is not seen, so `Observation` notes that it happened.
+The model runs uncompiled, in the backend's graphs (`explain.run_captured`). A layer may also run outside of these
+graphs: Dynamo leaves a function to Python where the function's loop or `try` has a graph break. `Observation` cannot
+read the activations there, so it records the layer's name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +28,11 @@ See = Callable[[set[str], str, torch.Tensor], None]
 
 
 class Observation:
-    """A model that shows the activations of the layers that read a static scale; call it as the model.
+    """A model that passes the activations of layers with a static scale to `see`; call it as the model.
 
-    see: called with each of these activations, and with both names of its layer: the one that rules see, and the full
-        one. They differ where a part of the model is captured by itself.
-    recipe: one with static activation scales.
+    see: called with each of these activations, and with both names of its layer: the name that rules match and the full
+        name, which differ where a part of the model is captured by itself.
+    recipe: a recipe with static activation scales.
     """
 
     def __init__(self, model: Callable, recipe: Recipe, see: See):
@@ -47,7 +47,7 @@ class Observation:
             return self.run(*args, **kwargs)
 
     def unseen(self) -> set[str]:
-        """The names of the layers that have also run outside of the captured graphs, where nothing is seen."""
+        """The names of the layers that have also run outside of the captured graphs."""
         return set().union(*(self.layers.get(address, ()) for address in self.outside.addresses))
 
     def _enter(self, known: names.Names, now: names.Names) -> None:
@@ -72,7 +72,7 @@ class Observation:
 
 def _with_static_scale(graph: torch.fx.Graph, recipe: Recipe, inputs: tuple[Input, ...]) -> list[Decision]:
     gemms = find(graph, inputs)
-    # Every layer is given a scale here: a layer that is then quantised without one does not read a static scale.
+    # Every layer gets a scale here, so a layer that is still quantised without one does not read a static scale.
     scales = {gemm.module: 1.0 for gemm in gemms if gemm.product == "fprop"}
     decisions = plan(gemms, recipe.replace(static_scales=scales), inputs)
     return [d for d in decisions if any(t is not None and t.outer is not None for t in (d.a, d.b))]
@@ -93,7 +93,7 @@ class _Watcher(Interpreter):
             name: node for node, name in parameters_of(module.graph, inputs).items()
         }
         self.weights = {d.gemm.node: placeholders[_operands(d.gemm)[1].parameter] for d in decisions}
-        # Values that a product is seen with are kept until it runs: the interpreter frees them after their last use.
+        # Values that `see` needs are kept until the product runs: the interpreter frees them after their last use.
         self.read_by: dict[Node, list[Node]] = {}
         for node, decision in self.decisions.items():
             for source in (_operands(decision.gemm)[0].source, decision.gemm.offs, self.weights[node]):
@@ -138,11 +138,11 @@ _MULTIPLIES = {
 
 
 class _Outside(TorchDispatchMode):
-    """Notes the addresses of what is multiplied while it watches and is not told to ignore it."""
+    """Records the addresses of multiplied tensors while it watches, except inside `ignored`."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo captures graphs under this mode, as it does without."""
+        """True: Dynamo also captures graphs under this mode."""
         return True
 
     def __init__(self) -> None:
@@ -151,12 +151,12 @@ class _Outside(TorchDispatchMode):
         self.active = True
 
     def watching(self) -> Any:
-        """The mode itself. A torch that would capture nothing under any mode gets none."""
+        """The mode itself; a null context in versions of torch that capture nothing under any mode."""
         return self if hasattr(TorchDispatchMode, "ignore_compile_internals") else nullcontext()
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """While this lasts, nothing is noted."""
+        """A context in which no address is recorded."""
         before, self.active = self.active, False
         try:
             yield

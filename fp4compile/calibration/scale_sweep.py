@@ -1,12 +1,13 @@
-"""`scale_sweep`: the block maxima by which NVFP4 weights are quantised with the least error."""
+"""`scale_sweep`: the block maxima that quantise NVFP4 weights with the least error."""
 
 import torch
 
 from fp4compile.formats import formats, reference, reference_scales
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import largest_of_matrices
-from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.templates import scale_sweep as kernels
 
 _FORMATS = {(1, 16): "nvfp4", (16, 16): "nvfp4_16x16"}
 
@@ -20,21 +21,21 @@ def scale_sweep(
 ) -> torch.Tensor:
     """The amax of each block that gives a weight's NVFP4 quantisation the least error: c * global_amax.
 
-    c is one of the 126 positive finite E4M3 numbers divided by 448; a block's step is c * global_amax / 6. Of several
-    with the same error it is the smallest. `reference_scales` says how errors are computed. `quantize(w, "nvfp4",
-    scales="mse")` (with `per_matrix`, of three dimensions) quantises by these very scales: its scale bytes are c * 448.
+    c is the smallest of the 126 positive finite E4M3 numbers divided by 448 that give the least error; a block's step
+    is c * global_amax / 6. `reference_scales` defines the errors. `quantize(w, "nvfp4", scales="mse")` (with
+    `per_matrix` for three dimensions) uses the same scales: its scale bytes are c * 448.
 
-    w: bf16, fp16 or fp32, [N, K] or [E, N, K], of any strides; blocks are completed by zeros.
-    global_amax: float32 [] or, of three dimensions, [E] or []; None takes the amax of each matrix.
-    hessian: weighs the rests e = w - q * step of a block as e^T H e, with a symmetric positive H (of another, the
-        symmetric part counts). float32 [K / 16, 16, 16], one for each column of blocks, or [..., N, K / 16, 16, 16],
-        one for each block of w. All 126 scales are then tried. For blocks of (1, 16).
+    w: bf16, fp16 or fp32, [N, K] or [E, N, K], with any strides; blocks are completed by zeros.
+    global_amax: float32 [] or, for three dimensions, [E] or []; None takes the amax of each matrix.
+    hessian: weighs a block's errors e = w - q * step as e^T H e, with a symmetric positive H (only the symmetric part
+        of H counts). float32 [K / 16, 16, 16], one for each column of blocks, or [..., N, K / 16, 16, 16], one for each
+        block of w. All 126 scales are then tried. Only for blocks of (1, 16).
     block: (1, 16) or (16, 16), the elements that share a scale.
 
-    Returns float32 [..., N / block rows, K / 16], rounded up. It is NaN where a block is not finite, and where no
-    scale's weighted error is a finite number.
+    Returns float32 [..., ceil(N / block rows), ceil(K / 16)]. It is NaN where a block is not finite, and where no
+    scale's weighted error is finite.
 
-    Raises TypeError for what is no tensor of these dtypes, ValueError for other shapes, devices or blocks.
+    Raises TypeError for other types and dtypes, ValueError for other shapes, devices or blocks.
     """
     _check(w, global_amax, hessian, block)
     w, fmt = w.detach(), formats.get(_FORMATS[block])
@@ -51,17 +52,12 @@ def _each(global_amax: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(w: torch.Tensor, fmt: BlockFormat, amax: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
-    """The E4M3 scales of the blocks, by the kernels on a GPU."""
-    if w.is_cuda and w.numel():
-        from fp4compile.templates import scale_sweep as kernels  # here, so that the CPU needs no Triton
-
-        outer = reference_scales.outer_of(amax, "mse")
-        if hessian is not None:
-            return kernels.best_weighted_scales(w, outer, hessian)
-        return kernels.best_scales(w, fmt, outer, "mse")
+    """The E4M3 scales of the blocks. Without a Hessian, a kernel computes them on a GPU."""
     outer = reference_scales.outer_of(_each(amax), "mse")
     if hessian is not None:
         return reference_scales.best_weighted_scales(w, outer, hessian)
+    if w.is_cuda and w.numel():
+        return kernels.best_scales(w, fmt, outer.flatten() if outer.dim() else outer, "mse")
     return reference_scales.best_scales(reference._blocks(w.float(), fmt), outer, "mse")
 
 
@@ -84,7 +80,7 @@ def _check(w: object, global_amax: object, hessian: object, block: tuple[int, in
 
 
 def _check_tensor(name: str, value: object, device: torch.device, shapes: list) -> None:
-    """Raise TypeError or ValueError for what is no float32 tensor of one of the shapes on the device."""
+    """Raise TypeError or ValueError if `value` is no float32 tensor of one of the shapes on the device."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a float32 torch.Tensor, got {type(value).__name__}")
     if value.dtype != torch.float32 or value.device != device or tuple(value.shape) not in map(tuple, shapes):

@@ -1,8 +1,8 @@
-"""`sensitivity`: how much each layer's quantisation changes its own output and that of the model.
+"""`sensitivity`: how much each layer's quantisation changes the layer's output and the model's output.
 
-The model is captured once (`explain.run_captured`). In each captured graph the quantised products of every layer stand
-beside the original ones, as the backend would compute them, and an interpreter runs those of one layer at a time. So
-nothing is compiled, and a batch takes one pass over the model, and one more for each layer.
+The model is captured once (`explain.run_captured`). Each captured graph gets the backend's quantised products of every
+layer beside the original products. An interpreter runs the quantised products of one layer at a time. So nothing is
+compiled, and a batch takes one pass over the model, and one more for each layer.
 """
 
 import math
@@ -24,18 +24,18 @@ from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names
 from fp4compile.report.explain import run_captured
-from fp4compile.report.row import one_line
+from fp4compile.report.product_row import one_line
 
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What quantising one layer does, in decibels of signal power over the power of the error (SQNR).
+    """The effect of quantising one layer, in decibels of signal power over the power of the error (SQNR).
 
-    layer: the name that rules see. Layers of one name (of equal parts of a model that are captured by themselves) are
-        one here, because a rule decides about them together.
+    layer: the name that rules match. Layers with one name (in equal parts of a model that are captured by themselves)
+        are one entry, because a rule decides about them together.
     weights: how many elements the layer's weights have.
-    output_db: of the layer's output, with the input that it has in the unquantised model.
-    model_db: of the model's output, when only this layer is quantised.
+    output_db: SQNR of the layer's output, with its input from the unquantised model.
+    model_db: SQNR of the model's output, when only this layer is quantised.
     """
 
     layer: str
@@ -46,12 +46,12 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The layers that a recipe quantises, those whose quantisation changes the model's output most first.
+    """The layers that a recipe quantises, ordered by their effect on the model's output, largest first.
 
     `print(sensitivity)` shows a table. `Recipe.with_budget` makes rules of it.
 
     recipe: the name of the recipe.
-    layers: one entry a layer.
+    layers: one entry for each layer.
     """
 
     recipe: str
@@ -60,12 +60,12 @@ class Sensitivity:
     def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
         """The names of the worst layers, by one of two budgets.
 
-        sqnr_db: as few as possible, so that the model's output keeps at least so many decibels without their error. The
-            errors of layers are taken to be independent: their powers add up.
-        share: as many as possible, from the worst on, whose weights are at most this share (0 to 1) of all weights
-            here. A layer that is too large for what is left of the share is passed over.
+        sqnr_db: as few layers as possible, so that the model's output keeps at least so many decibels without their
+            errors. Errors of layers count as independent: their powers add up.
+        share: as many layers as possible, from the worst on, whose weights are at most this share (0 to 1) of all
+            weights here. A layer that is too large for the rest of the share is skipped.
 
-        Raises ValueError unless one of the two is given, and for a share out of range.
+        Raises ValueError unless exactly one of the two is set, and for a share out of range.
         """
         if sqnr_db is not None and share is None:
             return tuple(one.layer for one in self.layers[: self._beyond(sqnr_db)])
@@ -81,17 +81,17 @@ class Sensitivity:
         return tuple(chosen)
 
     def _beyond(self, sqnr_db: float) -> int:
-        """How many of the worst layers must go, so that the others together keep so many decibels."""
+        """How many of the worst layers to leave out, so that the other layers together keep `sqnr_db` decibels."""
         if math.isnan(sqnr_db):
             raise ValueError(f"sqnr_db={sqnr_db}: expected a number")
         return next(count for count in range(len(self.layers) + 1) if self._together(count) >= sqnr_db)
 
     def _together(self, first: int = 0) -> float:
-        """The decibels of the model's output with the layers from the first on quantised, if errors are independent."""
+        """SQNR of the model's output with `layers[first:]` quantised, if errors are independent."""
         return _decibels(1.0, math.fsum(10 ** (-one.model_db / 10) for one in self.layers[first:]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, as JSON takes them: decibels that are not finite are text. `from_dict` makes an equal one."""
+        """The fields as a dictionary for JSON, with infinite decibels as text. `from_dict` makes an equal object."""
         return {"recipe": self.recipe, "layers": [
             {name: str(value) if value in (math.inf, -math.inf) else value for name, value in asdict(one).items()}
             for one in self.layers
@@ -99,7 +99,7 @@ class Sensitivity:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Sensitivity":
-        """What `to_dict` gave. Raises ValueError for anything else."""
+        """The sensitivity in a dictionary of `to_dict`. Raises ValueError for anything else."""
         try:
             layers = [
                 LayerSensitivity(
@@ -112,7 +112,7 @@ class Sensitivity:
             raise ValueError(f"content: expected what Sensitivity.to_dict gives: {error!r}") from error
 
     def plot(self, path: str | Path) -> None:
-        """Write a picture with two bars a layer, in a format that the path's ending names (.png, .svg, .pdf).
+        """Write a picture with two bars for each layer. The path's ending sets the format (.png, .svg, .pdf).
 
         Raises ImportError without matplotlib, which `pip install fp4compile[plot]` brings.
         """
@@ -157,25 +157,25 @@ def sensitivity(
     *,
     progress: bool = True,
 ) -> Sensitivity:
-    """How much the quantisation of each layer changes the layer's output, and the model's: worst layers first.
+    """How much the quantisation of each layer changes the layer's output and the model's output, worst layers first.
 
-    A layer is quantised as the backend would do it, all else is not. For L layers this takes L + 1 passes over the
-    model a batch. Nothing is compiled.
+    One layer at a time is quantised, as by the backend. For L layers, each batch takes L + 1 passes over the model.
+    Nothing is compiled.
 
-    model: a module or another callable, compiled or not, that computes the same at each call: in eval mode, and with
-        what it is given unchanged. It runs uncompiled and without gradients.
+    model: a module or another callable, compiled or not, that returns equal results at each call: in eval mode, and
+        without changing its arguments. It runs uncompiled and without gradients.
     batches: an iterable of batches, as for `calibrate`.
     recipe: as for `fp4compile.backend`.
-    progress: whether a terminal shows a progress bar, where the package tqdm is there.
+    progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
-    Compared are the floating-point tensors of the output (a tensor, or tuples, lists, mappings and dataclasses of them,
-    such as the outputs of transformers), all of them as one vector, where the unquantised ones are finite. Rows that
-    belong to no expert are zeros in both, where PyTorch leaves memory as it was.
+    All floating-point tensors of the output (a tensor, or tuples, lists, mappings and dataclasses of tensors, such as
+    the outputs of transformers) are compared as one vector, where the unquantised elements are finite. Rows that belong
+    to no expert are zeros in both outputs, where PyTorch leaves memory uninitialised.
 
-    Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no such
-    tensor, or whose output changes its shapes, and where no element of the model's output or of a layer's is finite;
-    what `backend` raises for a bad recipe; TypeError for `batches` that are a single batch, and for a model that cannot
-    be called.
+    Raises ValueError for no batches, for a model of which the recipe quantises nothing, whose output has no
+    floating-point tensor, or whose output changes its shapes, and where no element of the model's output or of a
+    layer's output is finite; the errors of `backend` for a bad recipe; TypeError if `batches` is a single batch, and
+    for a model that cannot be called.
     """
     chosen = resolve(recipe)
     trials = _Trials(model, chosen)
@@ -203,7 +203,7 @@ def sensitivity(
 class _Error:
     """The power of a signal and of its error, summed over pairs of tensors.
 
-    seen, compared: how many elements there were, and how many of them were finite without an error.
+    seen, compared: the number of elements, and the number of elements that are finite in the expected tensors.
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class _Error:
 
     @property
     def decibels(self) -> float:
-        """Infinite without an error; minus infinite where the error is not finite."""
+        """SQNR in decibels: infinite without an error, minus infinite where the error is not finite."""
         return _decibels(self.signal, self.error)
 
 
@@ -244,8 +244,8 @@ class _Trials:
     """Runs a model with one layer quantised.
 
     present: the layers of the graphs that the last run entered. of_layer, of_model: the errors of each layer's output,
-    and of the model's. weights: the sizes of each layer's weights, by their addresses. now: the layer that is
-    quantised.
+    and of the model's output with that layer quantised. weights: the sizes of each layer's weights, by their addresses.
+    now: the layer that is quantised.
     """
 
     def __init__(self, model: Callable, recipe: Recipe):
@@ -258,7 +258,7 @@ class _Trials:
         self.model = run_captured(model, self._captured, joint=False)
 
     def run(self, batch: Any, layer: str | None) -> list[torch.Tensor]:
-        """The floating-point tensors of the model's output, with one layer quantised, or none."""
+        """The floating-point tensors of the model's output, with `layer` quantised, or no layer for None."""
         self.now, self.present = layer, {}
         with torch.random.fork_rng():  # all runs start with the same random state
             found = list(_floats(sample.call(self.model, batch)))
@@ -285,10 +285,10 @@ class _Trials:
 
 
 class _BothWays(Interpreter):
-    """Runs a graph that has the quantised products of all layers beside the original ones.
+    """Runs a graph that has the quantised products of all layers beside the original products.
 
-    inserted: the layer of each node that belongs to quantised products. quantised: of each original product its layer,
-    the product that may take its place, and what it is. holders: the layers whose weight an input is.
+    inserted: node of a quantised product -> its layer. quantised: original product -> its layer, its quantised product,
+    and its `Gemm`. holders: input -> the layers whose weight the input is.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class _BothWays(Interpreter):
 
 
 def _grouped_rows(value: torch.Tensor, offs: torch.Tensor, dim: int) -> torch.Tensor:
-    """The result of a grouped product, whose rows along `dim` are zeros where they belong to no group."""
+    """The result of a grouped product, with zeros in the rows along `dim` that belong to no group."""
     groups = Groups.of(offs, value.shape[dim])
     grouped = groups.of_rows < groups.count
     return torch.where(grouped if dim == -1 else grouped[:, None], value, 0)

@@ -1,1 +1,1 @@
-"""Checks of kernels: machine code for GPUs that need not be there, and values and times on the GPU that is there."""
+"""Checks of kernels: machine code for GPUs that need not be present, and values and times on this machine's GPU."""

@@ -1,11 +1,11 @@
-"""The lines that machine code must reach, as data. A kernel below its line fails the gate.
+"""The bounds of machine code, as data. A kernel that misses a bound fails the check.
 
-Every kernel: no access of local memory (spilled registers), and at least one program fits a multiprocessor. From SM100
-on also what stands here. Hopper's kernels were measured: they have no further lines.
+Every kernel must have no access of local memory (spilled registers), and at least one program must fit a
+multiprocessor. From SM100 on, the bounds in this file also apply. Hopper's kernels were measured instead.
 
-Which instructions there are and whether loops overlap are facts under every version of the compiler. How many
-instructions there are is a figure: the lines for it are what `COMPILER` makes of the kernels. Another version makes a
-few more or fewer, which is no mistake of the kernels. There these lines are shown, and no kernel fails by them.
+Which instructions a kernel has, and whether its loops overlap, must hold under every version of the compiler. Bounds on
+the number of instructions come from the code of the compiler version `COMPILER`. Other versions generate a few
+instructions more or fewer, so under them these bounds are only shown, and no kernel fails by them.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ import triton
 from fp4compile.formats import formats
 from fp4compile.hardware import Target
 
-COMPILER = "3.9.0"  # the version of Triton, with its ptxas, that INSTRUCTION_LINES and SWEEP_LINES were set with
+COMPILER = "3.9.0"  # the version of Triton, with its ptxas, from whose code INSTRUCTION_LINES and SWEEP_LINES were set
 
 
 @dataclass(frozen=True)
 class ProductLine:
-    """What the code of a product must have.
+    """The bounds of a product's code. Numbers of instructions are the fewest allowed.
 
-    instruction: the matrix instruction, a regular expression of PTX; {kind} stands for the one of the formats.
-    scale_copies: `tcgen05.cp`, by which scales reach tensor memory without passing registers. tma_loads: loads of whole
-    tiles by the TMA unit. asynchronous_loads: those, or `cp.async`. matrix_loads: `ldmatrix`, from shared memory to the
+    instruction: the matrix instruction, a regular expression of PTX; {kind} stands for the formats' instruction kind.
+    scale_copies: `tcgen05.cp`, which copies scales to tensor memory without registers. tma_loads: loads of whole tiles
+    by the TMA unit. asynchronous_loads: TMA loads and `cp.async`. matrix_loads: `ldmatrix`, from shared memory to the
     registers of `mma.sync`. overlapped: whether loads and products of the main loop must run at the same time
-    (`ptx.Ptx.overlap`). store_bytes: of the narrowest store of the result, if its rows are multiples of so many bytes
-    (Triton knows no smaller divisor); a TMA store is wide enough for every line.
+    (`ptx.Ptx.overlap`). store_bytes: the fewest bytes of a store of the result, if its rows are multiples of so many
+    bytes (Triton uses no smaller divisor); a TMA store meets every bound.
     """
 
     instruction: str
@@ -41,17 +41,17 @@ class ProductLine:
 
 _TCGEN05 = r"tcgen05\.mma\S*kind::{kind}\.block_scale"
 PRODUCT_LINES = {
-    # Many tokens, rows of codes of whole 16 bytes.
+    # Many tokens; rows of codes are multiples of 16 bytes.
     "block-scaled": ProductLine(_TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # TMA reads no rows that are not whole 16 bytes.
+    # TMA reads only rows that are multiples of 16 bytes.
     "block-scaled, ragged": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # Up to 64 tokens, by pointers: what is loaded are the weights, at most once.
+    # Up to 64 tokens, by pointers: the loads are weights, each read at most once.
     "block-scaled, few": ProductLine(_TCGEN05, 1, asynchronous_loads=1, overlapped=True, store_bytes=16),
-    # Groups of rows, or along K. Besides the result the kernel stores where its tiles are, 4 bytes at a time.
+    # Groups of rows, or along K. Besides the result, the kernel stores its tiles' positions, 4 bytes at a time.
     "block-scaled, grouped": ProductLine(
         _TCGEN05, 1, tma_loads=1, asynchronous_loads=1, overlapped=True, store_bytes=4
     ),
-    # SM120 has neither tensor memory nor tcgen05: operands and scales pass registers.
+    # SM120 has neither tensor memory nor tcgen05: operands and scales pass through registers.
     "block-scaled, sm_120": ProductLine(
         r"mma\.sync\S*kind::{kind}\.block_scale",
         asynchronous_loads=1,
@@ -59,18 +59,19 @@ PRODUCT_LINES = {
         overlapped=True,
         store_bytes=16,
     ),  # fmt: skip
-    # Weights are dequantised on the way to 16-bit products: kernels of decoding, and the emulated tier.
+    # Weights are dequantised for 16-bit products: kernels for decoding, and the emulated tier.
     "dequantised": ProductLine(r"(mma\.sync\.aligned\.m16n8k16|wgmma\.mma_async|tcgen05\.mma)\S*"),
-    # What adds partial sums, or dequantises an operand for a library.
+    # Launches that add partial sums, or dequantise an operand for a library.
     "beside a product": ProductLine(r""),
 }
 
 
 def product_line(tier: str, rows: int, aligned: bool, sm: int, multiplies: bool = True, grouped: bool = False) -> str:
-    """The name of a product's line. tier: of its kernel. rows: of A. aligned: whether rows of codes are whole 16 bytes.
+    """The name of a launch's entry in `PRODUCT_LINES`.
 
-    multiplies: whether it is the launch of the product itself, and not of what is done before or after it. grouped:
-    whether it has groups.
+    tier: the kernel's tier. rows: the rows of A. aligned: whether rows of codes are multiples of 16 bytes. multiplies:
+    whether the launch computes the product itself, and not a step before or after it. grouped: whether the product has
+    groups.
     """
     if not multiplies:
         return "beside a product"
@@ -95,46 +96,34 @@ def instruction_kind(a: str | None, b: str, sm: int) -> str:
     return "mxf4nvf4" if first.scale == "e4m3" or sm >= 120 else "mxf4"
 
 
-# Thread instructions for 16 elements on SM100, by kernel, configuration and format. Where nothing is said, and on other
-# GPUs, the line is the budget of the kernel's bytes (`resources.instruction_budget`).
+# The most thread instructions for 16 elements on SM100, by kernel, configuration and format. Without an entry, and on
+# other GPUs, the bound is the budget of the kernel's bytes (`resources.instruction_budget`).
 INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
     # A goal below the budget, so that latency has room.
     ("quantize_rows", "rows", "nvfp4"): 150,
-    # Above the budget: instructions, not bytes, bound these kernels. They must not get worse. (The first one rounds
-    # randomly in two directions and transforms one of them: the goal of 300 was not reached.)
+    # Above the budget: instructions, not bytes, limit these kernels. They must not get worse. (The first kernel rounds
+    # stochastically in two directions and transforms one of them: the goal of 300 was not reached.)
     ("quantize_columns", "both, transform, seed", "nvfp4_te"): 375,
     ("quantize_columns", "scaled columns", "nvfp4_rowwise"): 199,
     ("quantize_columns", "transformed columns", "nvfp4_te"): 195,
     ("quantize_columns", "both", "nvfp4_te"): 268,
     ("dequantize_rows", "dequantize", "nvfp4"): 243,
     ("dequantize_rows", "dequantize", "mxfp8"): 257,
-    # With a prologue. What its steps add takes some above the budget of their bytes. None must get worse.
+    # With a prologue. Its steps take some kernels above the budget of their bytes. No kernel must get worse.
     ("quantize_rows", "rows of a gate", "nvfp4_one_level"): 322,
     ("quantize_rows", "rows of halves", "nvfp4_one_level"): 319,
     ("quantize_rows", "rows of halves", "mxfp8"): 318,
     ("quantize_both", "both of halves", "mxfp8"): 378,
-    ("quantize_both", "both of halves, given", "nvfp4"): 403,
-    ("grouped_rows_amax", "rows of experts' halves", "nvfp4"): 292,
-    ("quantize_grouped_rows", "rows of experts' halves", "nvfp4"): 378,
     ("quantize_grouped_rows", "rows of experts' halves", "mxfp8"): 354,
-    ("quantize_grouped_columns", "columns of experts' halves", "mxfp8"): 371,
-    ("quantize_grouped_columns", "both of experts' halves", "mxfp8"): 468,
-    ("quantize_grouped_columns", "both of experts' halves", "nvfp4"): 697,
+    ("quantize_grouped_rows", "rows of experts' halves, given", "nvfp4"): 370,
     ("quantize_rows", "rows of a norm", "nvfp4"): 215,
-    # Two results, in two directions each: 16 elements of each tensor become 64 codes.
-    ("quantize_both", "gradients of a gate", "mxfp8"): 768,
-    ("tensor_amax", "gradients of a gate", "nvfp4"): 490,
-    ("quantize_both", "gradients of a gate", "nvfp4"): 800,
-    ("columns_amax", "gradients of a gate, transform, seed", "nvfp4_te"): 562,
-    ("quantize_columns", "gradients of a gate, transform, seed", "nvfp4_te"): 1509,
-    # With their statistics, in float32: squares, sums, products and weights besides. Most are within the budget.
+    # Norms with their statistics, which add float32 squares, sums, products and weights. Most are within the budget.
     ("quantize_reduced_rows", "a norm", "nvfp4_rowwise"): 174,
     ("quantize_reduced_rows", "a norm", "nvfp4"): 169,
     ("row_statistics", "a norm", "nvfp4"): 116,
     ("quantize_reduced_rows", "a layer norm", "nvfp4_rowwise"): 257,
-    ("quantize_scaled_rows", "a norm of long rows", "nvfp4_rowwise"): 348,
-    # Experts, of 64 groups of 128 rows (few: of 8). A program finds its group first, and loads with masks. As many
-    # programs are launched as any groups can need: half of them find that they have no row, and clear the padding.
+    # Experts: 64 groups of 128 rows ("few": of 8). A program finds its group first, and loads with masks. The launch
+    # has enough programs for any group sizes: half of them have no row, and clear the padding.
     ("grouped_rows_amax", "grouped rows, few", "nvfp4"): 203,
     ("quantize_grouped_rows", "grouped rows, few", "nvfp4"): 299,
     ("quantize_grouped_rows", "grouped rows", "nvfp4_rowwise"): 192,
@@ -149,22 +138,18 @@ INSTRUCTION_LINES: dict[tuple[str, str, str], float] = {
 }
 
 
-# Arithmetic, not bytes, bounds the scale sweep on every GPU: a dozen scales at eight instructions an element (SM100: at
-# seven), and one division an element. The weighted one tries 126, with 17 sums and products more an element. They must
-# not get worse.
-SWEEP_LINES = {
-    "sweep_scales": {100: 1850, 120: 2350},
-    "sweep_weighted_scales": {100: 42000, 120: 54000},
-}
+# Arithmetic, not bytes, limits the scale sweep on every GPU: a dozen scales at eight instructions for each element
+# (SM100: seven), and one division for each element. It must not get worse.
+SWEEP_LINES = {"sweep_scales": {100: 1850, 120: 2350}}
 
 
 def judges_figures() -> bool:
-    """Whether the compiler is the one that the lines for figures were set with."""
+    """Whether the compiler is `COMPILER`, whose code set the bounds on numbers of instructions."""
     return triton.__version__ == COMPILER
 
 
 def instruction_line(kernel: str, configuration: str, format: str, sm: int, budget: float) -> float:
-    """The most thread instructions for 16 elements that a launch may have. budget: of its bytes."""
+    """The most thread instructions for 16 elements that a launch may have. budget: the budget of its bytes."""
     if kernel in SWEEP_LINES:
         return SWEEP_LINES[kernel].get(Target(sm).isa, budget)
     return INSTRUCTION_LINES.get((kernel, configuration, format), budget) if Target(sm).isa == 100 else budget

@@ -1,4 +1,4 @@
-"""Cases that may take the GPU down with them: what they find, in a process of their own."""
+"""Cases that may crash the GPU: they run in a separate process, which returns their findings."""
 
 import contextlib
 import multiprocessing
@@ -16,9 +16,9 @@ PATIENCE = 180.0
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to run. name: what it is. run: returns what was found, plain values for JSON.
+    """One check to run. run: returns the findings, as plain values for JSON.
 
-    A finding with the key "wrong" that is not empty is a failure.
+    A non-empty value of the key "wrong" is a failure.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a case. error: what it raised, or how it ended the process; None where it did neither."""
+    """The result of a case. error: the exception that it raised, or how it ended the process; None for neither."""
 
     name: str
     values: dict[str, Any]
@@ -42,9 +42,9 @@ class Finding:
 
 
 def in_process(cases: Callable[[], Sequence[Case]], patience: float = PATIENCE) -> Iterator[Finding]:
-    """The findings of all cases, which run in another process; a new one is started where that ends too early.
+    """The findings of all cases, which run in another process; a new process is started where it ends too early.
 
-    cases: a function of a module, which gives the same cases in every process. patience: seconds for one case.
+    cases: a module-level function that returns equal cases in every process. patience: seconds for one case.
     """
     context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
     names, done = [case.name for case in cases()], 0
@@ -82,7 +82,7 @@ def _work(cases: Callable[[], Sequence[Case]], first: int, connection: Any) -> N
 
 
 def find(case: Case) -> Finding:
-    """What becomes of a case in this process."""
+    """Run a case in this process; returns its finding."""
     try:
         return Finding(case.name, case.run())
     except Exception as error:
@@ -100,5 +100,5 @@ def _usable() -> bool:
 
 
 def device() -> str:
-    """Where kernels run: the GPU; the CPU where Triton interprets."""
+    """The device of kernels: "cuda", or "cpu" in Triton's interpreter."""
     return "cpu" if _compat.interpreting() else "cuda"

@@ -1,6 +1,6 @@
-"""Control flow of a kernel's code: basic blocks, the loops among them, and the way that a thread takes through them.
+"""Control flow of a kernel's code: basic blocks, the loops among them, and a thread's path through them.
 
-A `Block` is a run of instructions with its successors. What an instruction is, the readers of SASS and PTX decide.
+A `Block` is a run of instructions with its successors. The readers of SASS and PTX define the instruction type.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ class Loop:
 
 
 class ControlFlow(Generic[Instruction]):
-    """The blocks of a kernel, the entry first. Blocks that cannot be reached are left out of every answer."""
+    """The blocks of a kernel, the entry first. All results leave out unreachable blocks."""
 
     def __init__(self, blocks: Sequence[Block[Instruction]]):
         self.blocks = tuple(blocks)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The reachable blocks, each before those that it leads to, but for the way back in a loop."""
+        """The reachable blocks, each before its successors, except for back edges of loops."""
         return tuple(reversed(_postorder(lambda block: self.blocks[block].successors)))
 
     @cached_property
@@ -49,7 +49,7 @@ class ControlFlow(Generic[Instruction]):
 
     @cached_property
     def dominators(self) -> dict[int, frozenset[int]]:
-        """For each block, those on every way to it, itself included."""
+        """For each block, the blocks on every path to it, itself included."""
         found = dict.fromkeys(self.order, frozenset(self.order))
         found[0] = frozenset({0})
         changed = True
@@ -64,7 +64,7 @@ class ControlFlow(Generic[Instruction]):
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """The natural loops, the smallest first. Ways back to the same header are one loop."""
+        """The natural loops, the smallest first. Back edges to one header form one loop."""
         found: dict[int, set[int]] = {}
         for block in self.order:
             for header in self.blocks[block].successors:
@@ -93,21 +93,21 @@ class ControlFlow(Generic[Instruction]):
         return next((loop for loop in self.loops if loop.blocks & having), None)
 
     def instructions(self, blocks: frozenset[int] | None = None) -> list[Instruction]:
-        """The instructions of some blocks, or of all that can be reached."""
+        """The instructions of `blocks`, or of all reachable blocks."""
         chosen = self.order if blocks is None else [block for block in self.order if block in blocks]
         return [instruction for block in chosen for instruction in self.blocks[block].instructions]
 
     def way(self, rare: Callable[[Instruction], bool], trips: int = 1, idle: bool = False) -> list[Instruction]:
-        """The instructions that a thread executes on its way from the entry to the end, those of loops `trips` times.
+        """The instructions that a thread executes on its path from the entry to the end, in loops `trips` times.
 
-        Where the way forks, it goes where fewer rare instructions lie ahead, such as calls of a division's slow path,
-        and of equal sides along the longer one. A loop inside another one counts trips * trips times.
+        At a fork, the path takes the side with fewer rare instructions ahead, such as calls of a division's slow path;
+        of equal sides, the longer one. An inner loop counts trips * trips times.
 
-        A side that is not a third as long as the other is that of a program without work. It is taken if `idle`, else
-        the other one is, whatever lies ahead.
+        A side less than a third as long as the other belongs to a program without work. It is taken if `idle`, and
+        otherwise the longer side is, regardless of rare instructions.
         """
         counts = [sum(map(rare, block.instructions)) for block in self.blocks]
-        # A block that only leads into a rare one, and could pass it by, is what little remains of the rare case.
+        # A block that could lead into a rare one counts slightly: it is the rest of the rare case's code.
         ahead: dict[int, tuple[int, int]] = {}
         chosen: dict[int, int | None] = {}
         for block in _postorder(self._forward):
@@ -133,14 +133,14 @@ class ControlFlow(Generic[Instruction]):
         return sum(block in loop.blocks for loop in self.loops)
 
     def _forward(self, block: int) -> list[int]:
-        """What follows a block; in place of the way back in a loop, what follows the loop."""
+        """The successors of a block; a back edge is replaced by the successors of its loop."""
         found: list[int] = []
         for successor in self.blocks[block].successors:
             found += self._after(successor) if successor in self.dominators[block] else [successor]
         return found
 
     def _after(self, header: int) -> list[int]:
-        """What follows the loop of a header."""
+        """The successors of the loop of a header."""
         loop = next(loop for loop in self.loops if loop.header == header)
         found: list[int] = []
         for inside in loop.blocks:
@@ -151,7 +151,7 @@ class ControlFlow(Generic[Instruction]):
 
 
 def _postorder(successors: Callable[[int], Sequence[int]]) -> list[int]:
-    """What can be reached from block 0, each after what it leads to, but for ways back."""
+    """The blocks reachable from block 0, each after its successors, except for back edges."""
     seen, finished = {0}, []
     stack = [(0, iter(successors(0)))]
     while stack:

@@ -1,4 +1,4 @@
-"""Where and with what something was compiled or run, as results say it."""
+"""The versions and the GPU with which code was compiled or run, for results."""
 
 import datetime
 import platform
@@ -11,7 +11,7 @@ from fp4compile import __version__
 
 
 def of_compiler() -> dict[str, Any]:
-    """The versions that decide about machine code; no GPU."""
+    """The versions that determine machine code, without a GPU."""
     return {
         "date": datetime.date.today().isoformat(), "device": "no GPU", "fp4compile": __version__,
         "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
@@ -19,7 +19,7 @@ def of_compiler() -> dict[str, Any]:
 
 
 def of_gpu() -> dict[str, Any]:
-    """The same with the GPU that is there."""
+    """The versions that determine machine code, and this machine's GPU."""
     has = torch.cuda.get_device_properties(torch.cuda.current_device())
     return of_compiler() | {
         "device": has.name, "capability": f"{has.major}.{has.minor}", "multiprocessors": has.multi_processor_count,

@@ -1,8 +1,8 @@
-"""`check-sm100 --run`: the values of every kernel on the GPU that is here against the reference, then their times.
+"""`check-sm100 --run`: the values of every kernel on this machine's GPU against the reference, then their times.
 
-Made for the first machine with an SM100 GPU, and of use on any CUDA GPU: it runs what that GPU has. The cases run in a
-process of their own. One that raises is recorded. One that leaves the GPU unusable (an illegal address or instruction),
-or that does not end, is recorded too, and a new process goes on with the next case.
+Made for the first machine with an SM100 GPU, and useful on any CUDA GPU: it runs the kernels for that GPU. The cases
+run in a separate process. A case that raises is recorded. A case that leaves the GPU unusable (an illegal address or
+instruction), or that does not end, is recorded too, and a new process continues with the next case.
 """
 
 import argparse
@@ -21,10 +21,10 @@ _WIDTH = 78
 
 
 def run(file: Path | None, only: str = "") -> int:
-    """Run values and times, print a line a case.
+    """Run values and times, and print a line for each case.
 
-    file: write all of it there as JSON, after each part. only: leave out cases whose names do not contain this.
-    Returns 1 where a value is wrong or a kernel failed. Raises argparse.ArgumentTypeError where there is no CUDA GPU.
+    file: the JSON file for all findings, written after each part. only: leave out cases whose names lack this text.
+    Returns 1 where a value is wrong or a kernel failed. Raises argparse.ArgumentTypeError without a CUDA GPU.
     """
     if not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("--run: torch sees no CUDA GPU here. Without --run, kernels are compiled for "
@@ -53,7 +53,7 @@ def _chosen(cases: Callable[[], Sequence[Case]], only: str) -> list[Case]:
 
 
 def line(finding: Finding) -> str:
-    """A finding in one line: the name, then what was found."""
+    """A finding in one line: the name, then its values."""
     if finding.error is not None:
         return f"{finding.name:{_WIDTH}}  FAILED: {finding.error}"
     if finding.values.get("wrong"):

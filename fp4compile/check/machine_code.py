@@ -1,4 +1,4 @@
-"""Compile what `launches` lists, measure its code, and hold it to `lines`."""
+"""Compile the launches of `quantisers` and `products`, measure their code, and compare it with `bounds`."""
 
 import re
 from collections.abc import Iterator
@@ -8,23 +8,25 @@ from typing import Any
 import torch
 
 from fp4compile import _compat
-from fp4compile.check import launches, resources
+from fp4compile.check import product_table, quantiser_table, resources
 from fp4compile.check.bounds import PRODUCT_LINES, instruction_kind, instruction_line, judges_figures, product_line
-from fp4compile.check.launches import Configuration, GroupedProduct, Product, multiplies
+from fp4compile.check.product_table import Product, multiplies
 from fp4compile.check.ptx import Ptx
+from fp4compile.check.quantiser_table import Configuration
 from fp4compile.check.sass import Sass, disassemble
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
-from fp4compile.templates.launch import Launched
+from fp4compile.templates.launch import Launch
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a launch takes of a multiprocessor.
+    """A launch's use of a multiprocessor.
 
-    registers: of a thread. shared: bytes of shared memory, and tensor_columns: columns of tensor memory of a program.
-    spills: accesses of local memory. programs: how many a multiprocessor holds. occupancy: the share of its warps.
+    registers: registers of a thread. shared: a program's bytes of shared memory. tensor_columns: a program's columns of
+    tensor memory. spills: accesses of local memory. programs: how many programs a multiprocessor holds. occupancy: the
+    share of its warps that they fill.
     """
 
     registers: int
@@ -45,10 +47,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Row:
-    """One launch. kernel: its name. configuration, format: what was asked for. sm: the compute capability.
+    """One launch. kernel: its name. configuration, format: from the product_table. sm: the compute capability.
 
-    problems: what keeps it below its line. resources: None where it did not compile. unjudged: figures beyond a line
-    that another version of the compiler set (`lines.COMPILER`); they keep nothing below its line.
+    problems: the bounds that it misses. resources: None where it did not compile. unjudged: numbers beyond bounds that
+    another version of the compiler set (`bounds.COMPILER`); they are no problems.
     """
 
     kernel: str
@@ -60,7 +62,7 @@ class Row:
     unjudged: tuple[str, ...] = field(default=(), kw_only=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain values: the resources among the others."""
+        """The row as plain values, with the fields of `resources` at top level."""
         values = asdict(self)
         values.update(values.pop("resources") or {})
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -68,9 +70,11 @@ class Row:
 
 @dataclass(frozen=True)
 class QuantizeRow(Row):
-    """instructions: thread instructions for 16 elements. budget: what the bandwidth leaves. line: the most it may have.
+    """A launch of a quantiser.
 
-    conversions: the element and scale types that instructions convert to. loads, stores: bytes of the widest ones.
+    instructions: thread instructions for 16 elements. budget: the instructions for which the bandwidth leaves time.
+    line: the bound of `instructions`. conversions: the element and scale types to which instructions convert. loads,
+    stores: bytes of the widest load and store.
     """
 
     instructions: float = 0.0
@@ -83,9 +87,12 @@ class QuantizeRow(Row):
 
 @dataclass(frozen=True)
 class ProductRow(Row):
-    """line: the name of its line. instruction: the matrix instructions. scale_copies, tma_loads, asynchronous_loads,
-    matrix_loads: how many there are. waits: mbarrier waits in the main loop. overlapped: whether loads and products of
-    the main loop run at the same time; why: the reason. stores: bytes of the narrowest store of the result, or "TMA".
+    """A launch of a product.
+
+    line: the name of its bounds. instruction: the matrix instructions. scale_copies, tma_loads, asynchronous_loads,
+    matrix_loads: numbers of instructions. waits: mbarrier waits in the main loop. overlapped: whether loads and
+    products of the main loop run at the same time; why: the reason. stores: bytes of the narrowest store of the result,
+    or "TMA".
     """
 
     line: str = ""
@@ -102,9 +109,9 @@ class ProductRow(Row):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A launch that was compiled. compiled: Triton's compiled kernel."""
+    """A compiled launch. compiled: Triton's compiled kernel."""
 
-    launched: Launched
+    launched: Launch
     compiled: Any
     sass: Sass
     sm: int
@@ -113,7 +120,7 @@ class Compiled:
     def resources(self) -> Resources:
         metadata = self.compiled.metadata
         columns = getattr(metadata, "tmem_size", None) or 0
-        # Partitions of a warp-specialised kernel have warps of their own, which only the metadata counts.
+        # Partitions of a warp-specialised kernel have additional warps, which only the metadata counts.
         warps = max(metadata.num_warps, self.launched.num_warps)
         held = resources.programs(self.sm, warps, self.sass.registers, metadata.shared, columns)
         return Resources(self.sass.registers, metadata.shared, columns, self.sass.local_accesses, held,
@@ -125,15 +132,15 @@ class Compiled:
         return (f"ptxas lost {len(lost)} values, the first of {lost[0]}",) if lost else ()
 
 
-def compile_launch(launched: Launched, sm: int) -> Compiled:
-    """Compile a launch for a GPU that need not be there. Raises what Triton and ptxas raise."""
+def compile_launch(launched: Launch, sm: int) -> Compiled:
+    """Compile a launch for a GPU that need not be present. Raises the errors of Triton and ptxas."""
     compiled = _compat.compile_ahead(
         launched.kernel, launched.args, launched.constants, launched.num_warps, sm, launched.num_stages
     )
     return Compiled(launched, compiled, disassemble(compiled.asm["cubin"]), sm)
 
 
-def _signature(launched: Launched) -> tuple:
+def _signature(launched: Launch) -> tuple:
     return launched.kernel.__name__, str(launched.args), str(launched.constants), launched.num_warps
 
 
@@ -141,12 +148,12 @@ def _signature(launched: Launched) -> tuple:
 
 
 def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = None) -> Iterator[QuantizeRow]:
-    """Every launch of every configuration, the same one once; None: of all tables of `launches`."""
+    """A row for every launch of every configuration, equal launches once. None: all tables of `quantisers`."""
     seen = set()
     everything = (
-        *launches.CONFIGURATIONS,
-        *launches.GROUPED_CONFIGURATIONS,
-        *launches.PROLOGUE_CONFIGURATIONS,
+        *quantiser_table.CONFIGURATIONS,
+        *quantiser_table.GROUPED_CONFIGURATIONS,
+        *quantiser_table.PROLOGUE_CONFIGURATIONS,
     )
     for configuration in everything if configurations is None else configurations:
         for launched in configuration.launches(sm):
@@ -155,7 +162,7 @@ def check_quantize(sm: int, configurations: tuple[Configuration, ...] | None = N
                 yield quantize_row(configuration, launched, sm)
 
 
-def quantize_row(configuration: Configuration, launched: Launched, sm: int) -> QuantizeRow:
+def quantize_row(configuration: Configuration, launched: Launch, sm: int) -> QuantizeRow:
     """The row of one launch of a configuration."""
     where = (launched.kernel.__name__, configuration.label, configuration.format)
     try:
@@ -172,7 +179,7 @@ def quantize_row(configuration: Configuration, launched: Launched, sm: int) -> Q
     return _with_figures(replace(found, problems=one.problems + _quantize_problems(found, launched)))
 
 
-def bytes_moved(launched: Launched) -> int:
+def bytes_moved(launched: Launch) -> int:
     """The bytes of a launch's tensors, each read or written once."""
     tensors = {id(value): value for value in launched.args.values() if isinstance(value, torch.Tensor)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -195,7 +202,7 @@ def _instructions(one: Compiled, configuration: Configuration) -> float:
 _CONVERSION = re.compile(r"F2FP\.SATFINITE\.(E\dM\d|E8)\.(?:F32|BF16)\S*?(\.RS)?\s")
 
 
-def expected_conversions(launched: Launched, sm: int) -> set[str]:
+def expected_conversions(launched: Launch, sm: int) -> set[str]:
     """The conversion instructions that a launch should have on SM100 and up."""
     constants = launched.constants
     if sm < 100 or "CONTRACT" not in constants:  # an amax or a dequantise kernel
@@ -208,24 +215,22 @@ def expected_conversions(launched: Launched, sm: int) -> set[str]:
     return conversions
 
 
-def _quantize_problems(found: QuantizeRow, launched: Launched) -> tuple[str, ...]:
+def _quantize_problems(found: QuantizeRow, launched: Launch) -> tuple[str, ...]:
     problems = list(found.resources.problems) if found.resources else []
     if missing := expected_conversions(launched, found.sm) - set(found.conversions):
         problems.append(f"no conversion to {', '.join(sorted(missing))}")
-    # The kernels of columns load 4 or 8 bytes a thread, whole lines a warp: wider ones cost them registers. The
-    # weighted scale sweep computes for so long that its loads and stores do not matter.
-    weighted = found.kernel == "sweep_weighted_scales"
-    narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns") and not weighted
-    # A thread of the scale sweep, or of rows in several tiles, holds one block of each: eight bytes of codes.
+    # The kernels of columns load 4 or 8 bytes for each thread, whole lines for each warp: wider loads cost registers.
+    narrow_loads = found.loads < 16 and not found.kernel.endswith("_columns")
+    # A thread of the scale sweep, or of rows in several tiles, holds one block at a time: eight bytes of codes.
     one_block = found.kernel == "sweep_scales" or launched.constants.get("PIECES", 1) > 1
-    narrow_stores = found.stores < (8 if one_block else 16) and not weighted
+    narrow_stores = found.stores < (8 if one_block else 16)
     if narrow_loads or (narrow_stores and not found.kernel.endswith(("_amax", "_statistics"))):
         problems.append("no 16-byte global accesses")
     return tuple(problems)
 
 
 def _with_figures(found: QuantizeRow) -> QuantizeRow:
-    """The row with a count of instructions beyond its line: a problem where the line is this compiler's."""
+    """The row with an excess of instructions as a problem, or as `unjudged` under another compiler version."""
     if found.sm < 100 or found.instructions <= found.line:
         return found
     beyond = f"{found.instructions:.0f} instructions for 16 elements, of {found.line:.0f}"
@@ -238,17 +243,16 @@ def _with_figures(found: QuantizeRow) -> QuantizeRow:
 
 
 def check_products(sm: int, products: tuple[Product, ...] | None = None) -> Iterator[ProductRow]:
-    """The launches of every product, equal ones of a product once; None: of `launches.PRODUCTS`."""
-    for product in launches.PRODUCTS if products is None else products:
+    """A row for every launch of every product, equal launches of a product once. None: `products.PRODUCTS`."""
+    for product in product_table.PRODUCTS if products is None else products:
         tier, launched = product.launches(sm)
         for each in {_signature(each): each for each in launched}.values():
             yield product_row(product, tier, each, sm)
 
 
-def product_row(product: Product, tier: str, launched: Launched, sm: int) -> ProductRow:
+def product_row(product: Product, tier: str, launched: Launch, sm: int) -> ProductRow:
     """The row of one launch of a product."""
-    grouped = isinstance(product, GroupedProduct)
-    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), grouped)
+    line = product_line(tier, product.m, _aligned(product), sm, multiplies(launched), bool(product.groups))
     where = (launched.kernel.__name__, product.label, product.formats, sm)
     try:
         one = compile_launch(launched, sm)
@@ -265,7 +269,7 @@ def product_row(product: Product, tier: str, launched: Launched, sm: int) -> Pro
 
 
 def _aligned(product: Product) -> bool:
-    """Whether the rows of codes of both operands are whole 16 bytes, as TMA and the libraries want them."""
+    """Whether the rows of codes of both operands are multiples of 16 bytes, as TMA and the libraries need them."""
     for name in (product.a, product.b):
         fmt = None if name is None else formats.get(name)
         codes = ceil_div(product.k, fmt.block_cols) * fmt.block_cols if fmt is not None else product.k

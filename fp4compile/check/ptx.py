@@ -1,7 +1,7 @@
-"""PTX as Triton hands it to ptxas: the loop around a product, and whether loads and products overlap in it.
+"""PTX as Triton passes it to ptxas: the loop around a product, and whether loads and products overlap in it.
 
-ptxas keeps the order of barriers, asynchronous copies and products. In PTX, unlike SASS, an address has one name
-wherever it is used, so that two instructions can be seen to use the same barrier.
+ptxas keeps the order of barriers, asynchronous copies and products. In PTX, unlike SASS, an address has one name in all
+instructions, which shows that two instructions use one barrier.
 """
 
 import re
@@ -19,7 +19,7 @@ BARRIER_BYTES = 8
 
 @dataclass(frozen=True)
 class Instruction:
-    """opcode: with its modifiers, such as "tcgen05.mma.cta_group::1". operands: as they are written."""
+    """An instruction. opcode: with its modifiers, such as "tcgen05.mma.cta_group::1". operands: as written in PTX."""
 
     opcode: str
     operands: str
@@ -55,7 +55,7 @@ class Ptx:
         return tuple(sorted({one.opcode for one in self.all if _PRODUCT.match(one.opcode)}))
 
     def count(self, pattern: str) -> int:
-        """How many instructions have an opcode that begins with a regular expression."""
+        """How many instructions have an opcode whose beginning matches a regular expression."""
         return sum(bool(re.match(pattern, one.opcode)) for one in self.all)
 
     @property
@@ -68,7 +68,7 @@ class Ptx:
 
     @property
     def asynchronous_loads(self) -> int:
-        """Loads that go to shared memory by themselves, by TMA or by `cp.async`."""
+        """Asynchronous loads to shared memory, by TMA or by `cp.async`."""
         return self.tma_loads + self.count(_COPY.pattern)
 
     @cached_property
@@ -89,14 +89,14 @@ class Ptx:
 
     @cached_property
     def overlap(self) -> Overlap:
-        """The rule. A loop overlaps if no step of it waits for what this step has started:
+        """Whether the main loop overlaps: no step waits for a load or product that this step has started.
 
-        1. The step waits for no mbarrier to which it commits its product, so that the product runs on while the warps
-           begin the next step. (`mma.sync` and `wgmma` commit to none.)
-        2. The loads of the loop are asynchronous, and the step waits for none of its own: for no mbarrier that its TMA
-           loads signal; of `cp.async`, each wait leaves at least one group under way.
-        3. A loop without loads is fed by another partition of warps: TMA loads stand in a loop of their own, and go
-           to a ring of at least two buffers.
+        1. The step waits for no mbarrier to which it commits its product, so that the product continues while the warps
+           begin the next step. (`mma.sync` and `wgmma` commit to no mbarrier.)
+        2. The loop's loads are asynchronous, and the step does not wait for its own loads: it waits for no mbarrier
+           that its TMA loads signal, and each wait for `cp.async` leaves at least one group pending.
+        3. Another partition of warps feeds a loop without loads: its TMA loads are in a separate loop, and fill a ring
+           of at least two buffers.
         """
         if self.main_loop is None:
             return Overlap(False, "no loop around the product")
@@ -115,7 +115,7 @@ class Ptx:
         return Overlap(True, "loads and products of several steps are under way")
 
     def _barriers(self, pattern: str) -> set[str]:
-        """The addresses of the mbarriers of some instructions in the main loop."""
+        """The addresses of the mbarriers of the main loop's instructions that match a pattern."""
         return {self._value(one.address) for one in self._inside if re.match(pattern, one.opcode)}
 
     def _fed_by_others(self) -> Overlap:
@@ -129,9 +129,9 @@ class Ptx:
         return Overlap(True, "another partition loads, into several buffers")
 
     def _ring(self, barrier: str) -> int:
-        """How many mbarriers follow each other in memory from the first one of a ring on. 0: none is known there.
+        """How many mbarriers follow each other in memory from a ring's first mbarrier on; 0 if none is found.
 
-        Triton begins every ring at a multiple of 16 bytes, so that a single mbarrier is never taken for two.
+        Triton begins every ring at a multiple of 16 bytes, so that a single mbarrier never counts as two.
         """
         there = {self._offset(one.address) for one in self.all if one.opcode.startswith("mbarrier.init")}
         at, count = self._offset(barrier), 0
@@ -143,7 +143,7 @@ class Ptx:
 
     @cached_property
     def _definitions(self) -> dict[str, Instruction]:
-        """What computes a register, of those that one instruction writes."""
+        """The instruction that computes each register, for registers that only one instruction writes."""
         found: dict[str, list[Instruction]] = {}
         for one in self.all:
             register = re.match(r"(%\w+)\s*,", one.operands)
@@ -152,7 +152,7 @@ class Ptx:
         return {register: each[0] for register, each in found.items() if len(each) == 1}
 
     def _value(self, register: str) -> str:
-        """What a register holds, as an expression of registers that several instructions write, and of constants."""
+        """A register's value, as an expression of constants and of registers that several instructions write."""
         if register not in self._definitions:
             return register
         one = self._definitions[register]
@@ -162,7 +162,7 @@ class Ptx:
         return f"{one.opcode}({operands})"
 
     def _offset(self, register: str) -> int:
-        """The sum of the constants in an address: where it points to in shared memory, the first of a ring."""
+        """The sum of the constants in an address: its offset in shared memory, at the first buffer of a ring."""
         one = self._definitions.get(register)
         if one is None or not one.opcode.startswith(("add", "mov", "cvt")):
             return 0
@@ -174,13 +174,13 @@ _PURE = ("add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "mov", "c
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _LABEL = re.compile(r"(\$L__BB\w+):")
 _TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")
-# Inline PTX has several instructions in a line, labels and predicates of its own.
+# Inline PTX has several instructions in a line, and its own labels and predicates.
 _INSTRUCTION = re.compile(r"\s*(?:[A-Za-z_]\w*:)?\s*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*(.*)")
 _ENDS = ("bra", "brx", "ret", "exit", "trap")
 
 
 def _control_flow(text: str) -> ControlFlow[Instruction]:
-    """Labels inside of inline PTX, where an mbarrier is polled, are no blocks: a wait counts as one instruction."""
+    """The control flow of PTX. A polled wait for an mbarrier in inline PTX, despite its labels, is one instruction."""
     tables = {name: re.findall(r"\$L__BB\w+", targets) for name, targets in _TABLE.findall(text)}
     runs: list[list[Instruction]] = [[]]
     ends: list[tuple[bool, Instruction] | None] = [None]
@@ -216,7 +216,10 @@ def _successors(
     labels: dict[str, int],
     tables: dict[str, list[str]],
 ) -> tuple[int, ...]:
-    """end: whether the last instruction of a block is conditional, and the instruction; None if it goes on."""
+    """The successors of a block.
+
+    end: (whether the block's last instruction is conditional, the instruction); None without a branch.
+    """
     if end is None:
         return following
     conditional, one = end

@@ -1,21 +1,22 @@
-"""Which entries of the tables of `launches` the tests compile; `check-sm100` compiles all."""
+"""Which entries of `quantisers` and `products` the tests compile; `check-sm100` compiles all."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from fp4compile.check.launches import CONFIGURATIONS, PRODUCTS, Configuration, Product, multiplies
-from fp4compile.templates.launch import Launched
+from fp4compile.check.product_table import PRODUCTS, Product, multiplies
+from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
+from fp4compile.templates.launch import Launch
 
 
 @cache
 def representatives(sm: int) -> tuple[tuple[Configuration, ...], tuple[Product, ...]]:
-    """(configurations, products): those with a launch that has something new.
+    """The configurations and products with a launch that has a trait which earlier entries lack.
 
-    On SM100, for which the kernels are written, that is a combination of number formats and epilogue, a way to load and
-    store, warps or stages, a dtype and, of quantise kernels, any value of any constant. Other GPUs run the same
-    sources: there each kernel comes once, each kind of element, and each combination of formats in a product; on SM103,
-    which has the very launches of SM100, each quantise kernel once, and each kind of element and scale in a product.
+    On SM100, for which the kernels are written, traits are a combination of number formats and epilogue, a way to load
+    and store, warps or stages, a dtype and, for quantise kernels, any value of any constant. Other GPUs run the same
+    sources: there the traits are each kernel, each kind of element, and each combination of formats in a product; on
+    SM103, which has the launches of SM100, each quantise kernel, and each kind of element and scale in a product.
     """
     configurations = _with_something_new(CONFIGURATIONS, sm, lambda one: one.launches(sm))
     return configurations, _with_something_new(PRODUCTS, sm, lambda one: one.launches(sm)[1])
@@ -25,8 +26,8 @@ _BRANCHES = ("B_BATCHED", "ALONG_K", "TWO_SUMS")
 _PATH = ("TMA", "TMA_STORE", "EVEN_K", "SWIZZLED", "FLAT")
 
 
-def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any], list[Launched]]) -> tuple[Any, ...]:
-    """The plainest entry comes first and stays, even if later ones have all that it has: it is what most users run."""
+def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any], list[Launch]]) -> tuple[Any, ...]:
+    """The entries with new traits. The first, plainest entry always stays, because most users run it."""
     chosen, seen = [], set[Any]()
     for entry in table:
         traits = {trait for one in launches(entry) for trait in _traits(one, getattr(entry, "epilogue", ""), sm)}
@@ -36,8 +37,8 @@ def _with_something_new(table: Iterable[Any], sm: int, launches: Callable[[Any],
     return tuple(chosen)
 
 
-def _traits(launched: Launched, epilogue: str, sm: int) -> set[tuple]:
-    """What a launch has that another may lack."""
+def _traits(launched: Launch, epilogue: str, sm: int) -> set[tuple]:
+    """The traits of a launch that other launches may lack."""
     name, constants = launched.kernel.__name__, launched.constants
     formats = tuple(str(constants.get(key)) for key in ("ELEMENT", "A_ELEMENT", "B_ELEMENT", "SCALE"))
     if sm == 103:

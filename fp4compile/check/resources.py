@@ -1,4 +1,4 @@
-"""What a multiprocessor has, how many programs of a kernel it holds, and how many instructions its bandwidth leaves.
+"""The resources of a multiprocessor, how many programs of a kernel fit on it, and the instruction budget of bandwidth.
 
 **The budget of a kernel that reads and writes memory once.** Let it move B bytes for 16 elements. At the GPU's
 bandwidth W (bytes a second) that takes B / W seconds. In a second each of the GPU's P multiprocessors issues, with its
@@ -9,8 +9,8 @@ the kernel keeps up with memory only if it executes at most
 
 thread instructions for 16 elements. On a B200 (P = 148, C = 1.9 GHz, W = 8 TB/s) that is 4.4992 * B: NVFP4 rows of
 bf16 read 32 bytes and write 8 of codes and 1 of scales, B = 41 and the budget 184; along both directions they write
-twice that, B = 50 and the budget 225. It is a bound and no prediction: dependent instructions, and those that take the
-scheduler several clocks, leave less.
+twice that, B = 50 and the budget 225. It is a bound and no prediction: dependent instructions, and instructions that
+take the scheduler several clocks, leave less.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,18 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.hardware import Target
 
 SCHEDULERS, LANES = 4, 32
-REGISTERS = 65536  # of a multiprocessor
-TENSOR_COLUMNS = 512  # of its tensor memory
+REGISTERS = 65536  # registers of a multiprocessor
+TENSOR_COLUMNS = 512  # columns of a multiprocessor's tensor memory
 RESERVED = 1024  # bytes of shared memory that the system takes for each program
 
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """shared: bytes of shared memory. threads, programs: the most it holds. clock: in Hz. bandwidth: bytes a second
-    from the memory of a GPU of so many multiprocessors as `Target` counts."""
+    """The limits of a multiprocessor, and its GPU's rates.
+
+    shared: bytes of shared memory. threads, programs: the most it holds. clock: in Hz. bandwidth: bytes/s from the
+    memory of the whole GPU, which has the number of multiprocessors in `Target`.
+    """
 
     shared: int
     threads: int
@@ -37,7 +40,7 @@ class Multiprocessor:
 
 
 # H200, B200, B300 and RTX PRO 6000 Blackwell: limits from the CUDA programming guide's table of compute capabilities,
-# bandwidth and boost clock (rounded down) as published by the vendor. None was measured here, but for the H200's.
+# bandwidth and boost clock (rounded down) as published by the vendor. Only the H200's were measured here.
 _MULTIPROCESSORS = {
     90: Multiprocessor(228 * 1024, 2048, 32, 1.98e9, 4.8e12),
     100: Multiprocessor(228 * 1024, 2048, 32, 1.9e9, 8e12),
@@ -47,9 +50,9 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessor(sm: int) -> Multiprocessor:
-    """By compute capability; one that is not listed counts as the nearest one below it.
+    """The multiprocessor of a compute capability, or of the nearest listed one below it.
 
-    Raises ValueError for one below all of these.
+    Raises ValueError for a compute capability below all listed ones.
     """
     known = [each for each in _MULTIPROCESSORS if each <= sm]
     if not known:
@@ -60,10 +63,11 @@ def multiprocessor(sm: int) -> Multiprocessor:
 def programs(sm: int, warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
     """How many programs of a kernel a multiprocessor holds; 0 where not even one fits.
 
-    registers: of a thread. shared: bytes of shared memory, and tensor_columns: columns of tensor memory of a program.
+    registers: registers of a thread. shared: a program's bytes of shared memory. tensor_columns: a program's columns of
+    tensor memory.
     """
     has = multiprocessor(sm)
-    warp_registers = 256 * ceil_div(LANES * registers, 256)  # a warp's are given out in units of 256
+    warp_registers = 256 * ceil_div(LANES * registers, 256)  # registers are allocated to warps in units of 256
     limits = [
         has.programs, has.threads // (LANES * warps), REGISTERS // (warp_registers * warps),
         has.shared // (shared + RESERVED),

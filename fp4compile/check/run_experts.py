@@ -1,5 +1,6 @@
-"""Experts in `check-sm100 --run`: grouped quantise kernels and products against `reference_grouped`."""
+"""Experts in `check-sm100 --run`: quantise kernels and products of groups against the ops on the CPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,16 +9,17 @@ import torch
 
 from fp4compile.check.cases import Case, device
 from fp4compile.check.run_values import BF16, F32, SEED, finite, layout_here, same_bits
-from fp4compile.formats import formats, reference_grouped
+from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.formats.groups import Groups
-from fp4compile.formats.operand import Operand
-from fp4compile.templates.grouped import dispatch
-from fp4compile.templates.grouped.choose import to_time
-from fp4compile.templates.grouped.problem import problem_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.matmul import SCALED_GROUPED_MM
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+from fp4compile.templates.choose import to_time
 from fp4compile.templates.launch import target_of
+from fp4compile.templates.multiply import multiply
+from fp4compile.templates.problem import problem_of
 
-# Groups without rows, of one, of more than a tile; rows of no group behind them.
+# Groups without rows, of one row, of more rows than a tile; then rows of no group.
 ENDS = (0, 3, 200, 200, 201, 290)
 ROWS = 300
 SHAPES = ((512, 256), (520, 1040))  # N, K
@@ -32,45 +34,48 @@ def cases() -> list[Case]:
 
 
 def experts(name: str, n: int, k: int, ends: tuple[int, ...] = ENDS, rows: int = ROWS) -> dict[str, Any]:
-    """What differs of the four ways to quantise, and of the products of rows and along rows."""
+    """Differences in the results of four ways to quantise, and in the products of groups of rows and along rows."""
     fmt = formats.get(name)
     layout = layout_here(fmt)
     offs = torch.tensor(ends, dtype=torch.int32)
-    groups = Groups.of(offs, rows)
     x, dy = (finite((rows, size), SEED + size).to(BF16) for size in (k, n))
     w = finite((len(ends), n, k), SEED).to(BF16)
 
-    by_rows = reference_grouped.quantize_rows(x, groups, fmt, None, layout, None)
-    columns = [reference_grouped.quantize_columns(t, groups, fmt, None, layout, None, False) for t in (dy, x)]
-    matrices = reference_grouped.quantize_matrices(w, fmt, -1, None, layout, None, False)
-    wrong = []
-    for what, expected, t, cut, dim in (
-        ("rows", by_rows, x, offs, -1), ("columns", columns[0], dy, offs, -2), ("matrices", matrices, w, None, -1),
+    wrong, found = [], {}
+    for what, t, dim, options in (
+        ("rows", x, [-1], {"offs": offs}), ("columns", dy, [-2], {"offs": offs}), ("both", x, [-1, -2], {"offs": offs}),
+        ("matrices", w, [-1], {"each_matrix": True}),
     ):  # fmt: skip
-        here = None if cut is None else cut.to(device())
-        found = dispatch.quantize_grouped(t.to(device()), here, fmt, dim, None, layout, seed=None, transform=False)
-        end = ends[-1] if what == "rows" else None  # rows of no group mean nothing
-        wrong += [f"{what}: {one}" for one in same_bits(up_to(found, end), up_to(expected, end))]
-    both = dispatch.quantize_grouped_both(
-        x.to(device()), offs.to(device()), fmt, None, layout, seed=None, transform=False
-    )
-    for found, expected, end in zip(both, (by_rows, columns[1]), (ends[-1], None), strict=True):
-        wrong += [f"both: {one}" for one in same_bits(up_to(found, end), up_to(expected, end))]
-    for what, a, b in (("product", by_rows, matrices), ("product along rows", columns[0], columns[1])):
+        here = {
+            name: value.to(device()) if isinstance(value, torch.Tensor) else value for name, value in options.items()
+        }
+        got = quantize_kernels(t.to(device()), name, dim, layout=layout, **here)
+        found[what] = QUANTIZE(t, name, dim, layout=layout, **options)
+        for i, d in zip(range(0, len(got), 3), dim, strict=True):
+            end = ends[-1] if "offs" in options and d == -1 else None  # rows of no group mean nothing
+            parts = (up_to(each[i : i + 3], end) for each in (got, found[what]))
+            wrong += [f"{what}: {one}" for one in same_bits(*parts)]
+    *_, shared, data, scales, outer = found["both"]
+    columns = data, scales, outer if outer.numel() else shared  # which the op returns once
+    for what, a, b in (
+        ("product", found["rows"], found["matrices"]), ("product along rows", found["columns"], columns),
+    ):  # fmt: skip
         wrong += [f"{what}: {one}" for one in _product(_operand(a, fmt), _operand(b, fmt), offs, rows)]
     return {"layout": layout, "wrong": wrong}
 
 
-def up_to(found: tuple, end: int | None) -> tuple:
-    """Codes, linear scales and outer scales of the first `end` rows; swizzled ones and those of groups as they are."""
-    if end is None:
-        return found
-    return tuple(t if t is None or t.dim() < 2 else t[:end] for t in found)
+def up_to(found: Sequence[torch.Tensor], end: int | None) -> Sequence[torch.Tensor]:
+    """Codes, linear scales and row outer scales, cut to `end` rows; swizzled scales and groups' scales are not cut."""
+    return found if end is None else [t if t.dim() < 2 else t[:end] for t in found]
 
 
-def _operand(found: tuple, fmt: BlockFormat) -> Operand:
+def _operand(found: Sequence[torch.Tensor], fmt: BlockFormat) -> Operand:
     data, scales, outer = found
-    return Operand(data, scales, outer, fmt)
+    return Operand(data, scales if fmt.scale else None, outer if fmt.outer else None, fmt)
+
+
+def _arguments(x: Operand) -> tuple:
+    return x.data, x.scales, x.outer, x.format and x.format.name
 
 
 def _here(x: Operand) -> Operand:
@@ -79,15 +84,16 @@ def _here(x: Operand) -> Operand:
 
 
 def _product(a: Operand, b: Operand, offs: torch.Tensor, rows: int) -> list[str]:
-    """Where a product differs by more than float32 sums in another order may: 1e-5 of its largest value.
+    """Differences of a product above 1e-5 of its largest value, the error of reordered float32 sums.
 
-    With results in bfloat16 it is computed by each kernel that `max-autotune` would time: 2^-7 of the largest.
+    With results in bfloat16, each kernel that `max-autotune` would time computes it, within 2^-7 of the largest value.
     """
-    expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, F32)
-    here = _here(a), _here(b), offs.to(device()), rows
-    wrong = _differences(dispatch.scaled_grouped_mm(*here, F32), expected, 1e-5)
-    for choice in to_time(problem_of(*here, BF16, target_of(torch.device(device())))):
-        found = _differences(dispatch.scaled_grouped_mm(*here, BF16, choice), expected, 2.0**-7)
+    expected = SCALED_GROUPED_MM(*_arguments(a), *_arguments(b), offs, rows, F32)
+    in_float32 = Arguments(_here(a), _here(b), None, F32, offs=offs.to(device()), rows=rows)
+    wrong = _differences(multiply(in_float32), expected, 1e-5)
+    timed = replace(in_float32, out_dtype=BF16)
+    for choice in to_time(problem_of(timed, target_of(torch.device(device())))):
+        found = _differences(multiply(timed, choice), expected, 2.0**-7)
         wrong += [f"{choice.kernel}: {one}" for one in found]
     return wrong
 

@@ -1,7 +1,7 @@
 """The times of `check-sm100 --run`: quantise kernels beside a copy of the same bytes, products beside the libraries.
 
-Every time is the median of replays of a CUDA graph. Weights are multiplied in turns of several copies, so that the L2
-cache does not hold them; what a model's weights would do.
+Every time is the median of replays of a CUDA graph. Several copies of the weights are multiplied in turn, so that they
+come from memory, as a model's weights do, and not from the L2 cache.
 """
 
 import statistics
@@ -12,19 +12,18 @@ from typing import Any
 import torch
 
 from fp4compile.check.cases import Case
-from fp4compile.check.launches import CONFIGURATIONS, Configuration, dequantize
-from fp4compile.formats import formats
+from fp4compile.check.quantiser_table import CONFIGURATIONS, Configuration
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.operand import Operand
-from fp4compile.templates.gemm.choose import candidates, choose
-from fp4compile.templates.gemm.dispatch import scaled_mm
-from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.functional import quantize
+from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
-from fp4compile.templates.quantize import dispatch as kernels
+from fp4compile.templates.multiply import scaled_mm
+from fp4compile.templates.problem import problem_of
 
 REPLAYS = 21
-CALLS = 10  # of a graph
-COPIED = 512 * 2**20  # bytes of which a copy is timed
+CALLS = 10  # calls of a graph
+COPIED = 512 * 2**20  # bytes of the copy that is timed
 NOT_CACHED = 512 * 2**20  # bytes of all copies of a weight: several times the L2 cache of every GPU
 MOST_COPIES = 32
 PAIRS = (("nvfp4", "nvfp4"), ("nvfp4_one_level", "nvfp4_one_level"), ("nvfp4_rowwise", "nvfp4_te"), ("mxfp8", "mxfp8"),
@@ -36,14 +35,14 @@ def cases() -> list[Case]:
     return [
         Case("copy of the device", copied),
         *(Case(f"time of quantise {one.label}, {one.format}", partial(quantized, one))
-          for one in CONFIGURATIONS if one.call is not dequantize),
+          for one in CONFIGURATIONS if not one.dequantizes),
         *(Case(f"time of product {a or 'bf16'} x {b}, {m}x{n}x{k}", partial(multiplied, a, b, m, n, k))
           for m, n, k in SHAPES for a, b in PAIRS),
     ]  # fmt: skip
 
 
 def graph_time(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of a call: the median replay of a CUDA graph of these calls."""
+    """Microseconds for each call: the median replay of a CUDA graph of `calls`."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -64,7 +63,7 @@ def graph_time(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a microsecond that a copy reads and writes together."""
+    """Bytes that a copy reads and writes together in a microsecond."""
     source = torch.empty(COPIED // 16, dtype=torch.int64, device="cuda")
     target = torch.empty_like(source)
     return COPIED / graph_time([lambda: target.copy_(source)] * CALLS)
@@ -75,15 +74,15 @@ def copied() -> dict[str, Any]:
 
 
 def quantized(configuration: Configuration) -> dict[str, Any]:
-    """The time of a configuration, its bytes a second, and the share of a copy's rate.
+    """The time of a configuration, its TB/s, and the share of a copy's rate.
 
-    Every kernel of it reads the input: those of an amax, too.
+    Every kernel of the configuration reads the input, an amax kernel too.
     """
-    fmt, sm = configuration.block_format, target_of(torch.device("cuda")).sm
+    sm = target_of(torch.device("cuda")).sm
     layout, reads = configuration.layout_on(sm), len(configuration.launches(sm))
     inputs = [torch.randn(configuration.shape, device="cuda").to(configuration.dtype) for _ in range(2)]
-    moved = reads * _bytes(inputs[0]) + _bytes(configuration.call(inputs[0], fmt, layout))
-    time = graph_time([partial(configuration.call, x, fmt, layout) for x in inputs] * (CALLS // 2))
+    moved = reads * _bytes(inputs[0]) + _bytes(configuration.call(inputs[0], layout))
+    time = graph_time([partial(configuration.call, x, layout) for x in inputs] * (CALLS // 2))
     return {
         "us": round(time, 1),
         "TB/s": round(moved / time / 1e6, 2),
@@ -100,13 +99,13 @@ def _bytes(outputs: Any) -> int:
 def multiplied(a: str | None, b: str, m: int, n: int, k: int) -> dict[str, Any]:
     """The time of a product by each kernel that may compute it, and of the library's bf16 product; TFLOP/s of the best.
 
-    A kernel that fails is named with what it raised; the others are timed all the same. "wrong" says so.
+    A kernel that fails is listed with its error under "wrong"; all other kernels are still timed.
     """
     copies = min(max(1, NOT_CACHED // (n * k // 2)), MOST_COPIES)
     left = _operand(a, m, k)
     rights = [_operand(b, n, k) for _ in range(copies)]
     turns = rights * ceil_div(CALLS, copies)
-    problem = problem_of(left, rights[0], None, torch.bfloat16, target_of(torch.device("cuda")))
+    problem = problem_of(Arguments(left, rights[0], None, torch.bfloat16), target_of(torch.device("cuda")))
     chosen = choose(problem).kernel
     found: dict[str, Any] = {"chosen": chosen}
     wrong = []
@@ -133,6 +132,5 @@ def _operand(name: str | None, rows: int, k: int) -> Operand:
     if name is None:
         return Operand(x)
     native = target_of(x.device).block_scaled_matrix_units
-    return Operand(
-        *kernels.quantize(x, formats.get(name), layout="swizzled" if native else "linear"), formats.get(name)
-    )
+    found = quantize(x, name, layout="swizzled" if native else "linear")
+    return Operand(found.data, found.scales, found.outer, found.format)

@@ -1,40 +1,41 @@
-"""The values of `check-sm100 --run`: every quantise kernel and every product's kernel against `reference`.
+"""The values of `check-sm100 --run`: every quantise kernel against the op on the CPU, every product's kernel.
 
-Quantised bits are compared one by one. Products are compared with float64, within the error of a float32 sum. SM100
-rounds stochastically by an instruction with random bits of its own: those codes are compared with the two neighbours
-that a value may be rounded to, and their mean with the value.
+Quantised results are compared bit for bit. Products are compared with float64, within the error of a float32 sum. SM100
+rounds stochastically by an instruction with its own random bits: its codes are compared with the two neighbours of a
+value, and their mean with the value.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from fp4compile.check import launches
 from fp4compile.check.cases import Case, device
-from fp4compile.check.launches import CONFIGURATIONS, GATED, SIZE, Configuration
+from fp4compile.check.product_table import GATED
+from fp4compile.check.quantiser_table import CONFIGURATIONS, SIZE, Configuration
 from fp4compile.formats import epilogue as epilogues
-from fp4compile.formats import formats, reference, reference_scales
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import scale_layout
-from fp4compile.formats.operand import Operand
-from fp4compile.templates.gemm.choose import candidates, choose
-from fp4compile.templates.gemm.dispatch import scaled_mm
-from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.ops.functional import quantize
+from fp4compile.templates.choose import candidates, choose
 from fp4compile.templates.launch import target_of
+from fp4compile.templates.multiply import multiply
+from fp4compile.templates.problem import problem_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 SEED = 20251122
-# Whole tiles; then rows, columns and blocks that fill none.
+# Whole tiles; then partly filled tiles in rows, columns and blocks.
 QUANTIZE_SHAPES = ((256, 1024), (130, 1000))
 PAIRS = (
     *((name, name) for name in ("nvfp4", "nvfp4_one_level", "nvfp4_te", "mxfp8", "mxfp4")),
     ("nvfp4_rowwise", "nvfp4_te"), ("nvfp4_te", "nvfp4_16x16"), ("mxfp8", "mxfp8_32x32"), ("mxfp8_e5m2", "mxfp8"),
     ("mxfp8", "mxfp4"), (None, "nvfp4"), (None, "mxfp8"),
 )  # fmt: skip
-# batches, M, N, K: whole tiles; ragged ones; rows of results, or of codes, that are not whole 16 bytes; few tokens.
+# batches, M, N, K: whole tiles; ragged tiles; rows of results, or of codes, that are no multiples of 16 bytes; few
+# tokens.
 PRODUCT_SHAPES = (
     (1, 512, 1024, 2048), (1, 300, 520, 1040), (1, 130, 257, 544), (1, 200, 384, 528), (3, 70, 136, 256),
     (1, 1, 512, 1024), (1, 8, 512, 1024), (1, 16, 528, 1040), (1, 33, 520, 2048), (1, 64, 1024, 4096),
@@ -47,7 +48,7 @@ def cases() -> list[Case]:
     found = []
     for configuration in CONFIGURATIONS:
         for rows, columns in QUANTIZE_SHAPES:
-            if configuration.shape[1] > SIZE:  # rows that do not fit the registers of a program
+            if configuration.shape[1] > SIZE:  # rows that do not fit a program's registers
                 rows, columns = 8, configuration.shape[1] + columns
             name = f"quantise {configuration.label}, {configuration.format}, {rows}x{columns}"
             found.append(Case(name, partial(quantized, configuration, (rows, columns))))
@@ -79,12 +80,12 @@ def finite(shape: tuple[int, ...], seed: int = SEED) -> torch.Tensor:
 
 
 def layout_here(fmt: BlockFormat) -> str:
-    """How block scales lie that the products of this GPU read."""
+    """The layout of block scales that the products of this GPU read."""
     return scale_layout(fmt, native=target_of(torch.device(device())).block_scaled_matrix_units)
 
 
 def not_finite(shape: tuple[int, ...]) -> torch.Tensor:
-    """The same with a NaN and both infinities."""
+    """The values of `finite` with a NaN and both infinities."""
     x = finite(shape)
     for place, value in zip((0, 1, 2), (torch.nan, torch.inf, -torch.inf), strict=True):
         x[..., place % shape[-2], (7 + 40 * place) % shape[-1]] = value
@@ -95,28 +96,33 @@ def not_finite(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def quantized(configuration: Configuration, shape: tuple[int, int]) -> dict[str, Any]:
-    """What differs between the kernels and the reference, of several inputs."""
-    fmt, target = configuration.block_format, target_of(torch.device(device()))
+    """What differs between the kernels on this GPU and the op on the CPU, of several inputs."""
+    target = target_of(torch.device(device()))
     layout = configuration.layout_on(target.sm)
     compare, inputs = same_bits, {"finite": finite(shape), "not finite": not_finite(shape), "zeros": torch.zeros(shape)}
-    if configuration.call in _SEEDED and target.isa == 100:
+    if configuration.seeded and target.isa == 100:
         compare, inputs = rounded_alike, {"finite": finite(shape)}
     wrong = []
     for name, x in inputs.items():
         x = x.to(configuration.dtype)
-        got = configuration.call(x.to(device()), fmt, layout)
-        expected = _REFERENCE[configuration.call](x, fmt, layout)
+        got, expected = configuration.call_kernels(x.to(device()), layout), configuration.call(x, layout)
         wrong += [f"{name}: {what}" for what in compare(got, expected)]
     return {"wrong": wrong}
 
 
-def same_bits(got: Any, expected: Any) -> list[str]:
-    """Where results differ, in words; they are tensors, None, or tuples of results."""
+Results: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+
+
+def same_bits(got: Results, expected: Results) -> list[str]:
+    """The differences between results of an op, as texts."""
     return [what for name, one, other in _paired(got, expected) for what in _bits(name, one, other)]
 
 
-def rounded_alike(got: Any, expected: Any) -> list[str]:
-    """The same of codes that were rounded stochastically, with other random bits: scales are equal all the same."""
+def rounded_alike(got: Results, expected: Results) -> list[str]:
+    """The differences between stochastically rounded results, as texts.
+
+    Codes with different random bits must be neighbours without bias; scales must be equal.
+    """
     wrong = []
     for name, one, other in _paired(got, expected):
         if not name.endswith("codes"):
@@ -125,15 +131,15 @@ def rounded_alike(got: Any, expected: Any) -> list[str]:
         steps = (_position(one.cpu()) - _position(other)).float()
         if steps.abs().max() > 1:
             wrong.append(f"{name}: a value is not rounded to a neighbour")
-        # Both round up with the probability of the distance: no mean shift, within six standard errors. The hardware
-        # rounds the probability down to a multiple of 1/256.
+        # Both round up with a probability equal to the distance, so there is no mean shift within six standard errors.
+        # The hardware rounds the probability down to a multiple of 1/256.
         if steps.mean().abs() > 6 * 0.7 / steps.numel() ** 0.5 + 2**-8:
             wrong.append(f"{name}: rounding is biased by {steps.mean():.4f} steps")
     return wrong
 
 
 def _bits(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
-    """Where two tensors differ, in words. Of float32 and 16-bit values a NaN is a NaN, whatever its bits."""
+    """The differences between two tensors, as texts. All NaNs of float32 and 16-bit values are equal."""
     one, other = (x.reshape(-1) for x in (one.cpu(), other))
     if (one.numel(), one.dtype) != (other.numel(), other.dtype):
         return [f"{name}: {one.numel()} of {one.dtype}, and not {other.numel()} of {other.dtype}"]
@@ -145,50 +151,26 @@ def _bits(name: str, one: torch.Tensor, other: torch.Tensor) -> list[str]:
 
 
 def _position(packed: torch.Tensor) -> torch.Tensor:
-    """The place of E2M1 codes in the order of their values."""
-    codes = reference.unpack(packed).to(torch.int32)
+    """The positions of E2M1 codes in the order of their values."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).to(torch.int32)
     return torch.where(codes > 7, 8 - codes, codes)
 
 
-def _paired(got: Any, expected: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """(name, tensor, tensor) of results that are tuples of tuples."""
-    if not isinstance(expected, tuple):
-        return [] if got is None and expected is None else [(name or "values", got, expected)]
-    both = ("rows' ", "columns' ")
-    names = both if len(expected) == 2 else tuple(name + one for one in ("codes", "scales", "outer scale"))
-    return [pair for one, a, b in zip(names, got, expected, strict=True) for pair in _paired(a, b, one)]
-
-
-_NO_SEED = torch.zeros((), dtype=torch.int64)
-_SEEDED = (launches.quantize_seeded, launches.quantize_trained)
-_REFERENCE: dict[Callable[..., Any], Callable[..., Any]] = {
-    launches.quantize_rows: lambda x, fmt, layout: reference.quantize(x, fmt, None, layout),
-    launches.quantize_columns: lambda x, fmt, layout: reference.quantize(x.mT, fmt, None, layout),
-    launches.quantize_both: lambda x, fmt, layout: (
-        reference.quantize(x, fmt, None, layout),
-        reference.quantize(x.mT, fmt, None, layout),
-    ),
-    launches.quantize_seeded: lambda x, fmt, layout: reference.quantize(x, fmt, None, layout, seed=_NO_SEED),
-    launches.quantize_transformed: lambda x, fmt, layout: reference.quantize(x.mT, fmt, None, layout, transform=True),
-    launches.quantize_trained: lambda x, fmt, layout: (
-        reference.quantize(x, fmt, None, layout, seed=_NO_SEED),
-        reference.quantize(x.mT, fmt, None, layout, seed=_NO_SEED, stream=1, transform=True),
-    ),
-    launches.sweep_scales: lambda x, fmt, layout: reference_scales.quantize(x, fmt, None, layout, "mse"),
-    launches.sweep_weighted_scales: lambda x, fmt, layout: reference_scales.best_weighted_scales(
-        x, torch.ones(()), launches.hessians(x)
-    ),
-    launches.dequantize: lambda x, fmt, layout: reference.dequantize(
-        *reference.quantize(x, fmt), fmt, x.shape[-1], x.dtype
-    ),
-}
+def _paired(got: Results, expected: Results) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, tensor, tensor) for the results of `quantize` along one dimension or both, or for dequantised values."""
+    if isinstance(got, torch.Tensor) or isinstance(expected, torch.Tensor):
+        return [("values", got, expected)]
+    names = ("codes", "scales", "outer scale")
+    if len(expected) > 3:
+        names = tuple(f"{which} {name}" for which in ("rows'", "columns'") for name in names)  # type: ignore[assignment]
+    return list(zip(names, got, expected, strict=True))
 
 
 # ---------------------------------------------------------------- products
 
 
 def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: str) -> dict[str, Any]:
-    """The kernels that compute a product here, and what is wrong with their values.
+    """The kernels that compute a product on this GPU, and the errors in their values.
 
     kind: "none", "bias", "gated" (an epilogue), or "not finite".
     """
@@ -200,10 +182,8 @@ def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: st
     bias = torch.randn(n, generator=generator).to(BF16) if kind == "bias" else None
     epilogue = Epilogue.parse(GATED, BF16, BF16) if kind == "gated" else None
     gate = (torch.randn(_batched(batches, m, n), generator=generator).to(BF16),) if epilogue else ()
-    our_left, our_right = _here(left), _here(right)
-    problem = problem_of(
-        our_left, our_right, _moved(bias), BF16, target_of(torch.device(device())), epilogue is not None
-    )
+    arguments = Arguments(_here(left), _here(right), _moved(bias), BF16, epilogue, [x.to(device()) for x in gate])
+    problem = problem_of(arguments, target_of(torch.device(device())))
     names = dict.fromkeys((choose(problem).kernel, *candidates(problem)))
     wrong, served = [], []
     for name in names:
@@ -211,7 +191,7 @@ def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: st
         if epilogue is not None and not choice.takes_epilogue:
             continue
         served.append(name)
-        got = scaled_mm(our_left, our_right, _moved(bias), BF16, epilogue, tuple(x.to(device()) for x in gate), choice)
+        got = multiply(arguments, choice)
         wrong += [f"{name}: {what}" for what in _differences(got.cpu(), left, right, k, bias, epilogue, gate)]
     return {"kernels": ", ".join(served), "wrong": wrong}
 
@@ -221,12 +201,12 @@ def _batched(batches: int, *shape: int) -> tuple[int, ...]:
 
 
 def _operand(name: str | None, x: torch.Tensor) -> Operand:
-    """By the reference, with scales as the products of the GPU read them."""
+    """An operand quantised on the CPU, with scales in the layout that the GPU's products read."""
     if name is None:
         return Operand(x.to(BF16))
     native = target_of(torch.device(device())).block_scaled_matrix_units
-    return Operand(*reference.quantize(x.to(BF16), formats.get(name), None, "swizzled" if native else "linear"),
-                   formats.get(name))  # fmt: skip
+    found = quantize(x.to(BF16), name, layout="swizzled" if native else "linear")
+    return Operand(found.data, found.scales, found.outer, found.format)
 
 
 def _moved(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -246,10 +226,9 @@ def _differences(
     epilogue: Epilogue | None,
     gate: tuple[torch.Tensor, ...],
 ) -> list[str]:
-    """Where a product is further from float64 than the rounding of its sums and of its result allows."""
+    """Differences of a product from float64 beyond the rounding of its sums and of its result, as texts."""
     left, right = (_values(x, k) for x in (a, b))
-    outer = reference._outer_product(a.outer, b.outer)
-    outer = 1.0 if outer is None else outer.double()
+    outer = _outer_product(a, b)
     expected, sums = left @ right.mT * outer, left.abs() @ right.abs().mT * outer
     error = sums * (8 + k**0.5) * 2.0**-23 + 2.0**-140
     if bias is not None:
@@ -276,4 +255,10 @@ def _values(x: Operand, k: int) -> torch.Tensor:
     """An operand without its outer scale, in float64."""
     if x.format is None:
         return x.data.double()
-    return reference.dequantize_blocks(x.data, x.scales, x.format)[..., :k].double()
+    return torch.ops.fp4compile.dequantize(x.data, x.scales, None, x.format.name, k, F32).double()
+
+
+def _outer_product(a: Operand, b: Operand) -> torch.Tensor:
+    """The product of both outer scales, computed in float32 as in the kernels: [], [M, 1], [1, N] or [M, N]."""
+    left, right = (torch.ones(()) if x.outer is None else x.outer for x in (a, b))
+    return (left * (right.mT if right.dim() else right)).double()

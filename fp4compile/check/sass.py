@@ -1,4 +1,4 @@
-"""SASS, the machine code of a GPU, as nvdisasm prints it: its control flow, and what its instructions are."""
+"""SASS, the machine code of a GPU, as nvdisasm prints it: its control flow and its instructions."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from fp4compile.check.control_flow import Block, ControlFlow
 
 @dataclass(frozen=True)
 class Instruction:
-    """predicate: such as "@!P0", else empty. opcode: with its modifiers. operands: as they are printed."""
+    """An instruction. predicate: such as "@!P0", or empty. opcode: with its modifiers. operands: as printed."""
 
     predicate: str
     opcode: str
@@ -22,7 +22,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Sass:
-    """The machine code of one kernel. text: as nvdisasm prints it. usage: what `cuobjdump -res-usage` says of it."""
+    """The machine code of one kernel. text: the output of nvdisasm. usage: the output of `cuobjdump -res-usage`."""
 
     text: str
     usage: str
@@ -34,9 +34,9 @@ class Sass:
 
     @property
     def local_accesses(self) -> int:
-        """Accesses of local memory: registers that were spilled, or an array that is indexed.
+        """Accesses of local memory: spilled registers, or an indexed array.
 
-        What is never read back is neither: beside each TMA load on SM120, ptxas 12.8 stores a zero.
+        Stores that are never read back do not count: ptxas 12.8 stores a zero beside each TMA load on SM120.
         """
         read_back = re.search(r"\bLDL\b", self.text)
         return len(re.findall(r"\b(?:LDL|STL)\b", self.text)) if read_back else 0
@@ -45,8 +45,8 @@ class Sass:
     def lost_values(self) -> list[str]:
         """Instructions that compute with R1, the stack pointer, in a kernel that has no stack.
 
-        ptxas 12.8, which comes with Triton 3.6, lost values of 16 bits of a kernel and read R1 in their place: its
-        block scales were all alike. To pack two values, of which one is read by nobody, any register will do.
+        ptxas 12.8, which comes with Triton 3.6, lost 16-bit values of a kernel and read R1 instead, so that all block
+        scales were equal. Instructions that pack a value with an unused one may read any register, so they are skipped.
         """
         if "STACK:0" not in self.usage:
             return []
@@ -60,20 +60,19 @@ class Sass:
 
     @cached_property
     def flow(self) -> ControlFlow[Instruction]:
-        """The control flow of the kernel. A call goes on with the next instruction; what it calls is left out."""
+        """The control flow of the kernel. A call continues with the next instruction; called code is left out."""
         return _control_flow(self.text)
 
     def widths(self, opcode: str) -> list[int]:
-        """Bytes that each global access of an opcode ("LDG", "STG") moves for a thread."""
+        """Bytes that each global access with an opcode ("LDG", "STG") moves for a thread."""
         found = (one.opcode for one in self.flow.instructions() if one.opcode.split(".")[0] == opcode)
         return [_width(one.split(".")) for one in found]
 
     def executed(self, trips: int = 1, idle: bool = False) -> int:
-        """Instructions that a thread executes; trips: of each of its loops; idle: of a program without work.
+        """The number of instructions that a thread executes; see `ControlFlow.way`.
 
-        See `ControlFlow.way`.
-
-        A call is rare: ptxas calls the slow path of a division or a reciprocal, for operands at the ends of float32.
+        trips: the steps of each loop. idle: whether the program has no work. Calls are the rare instructions: ptxas
+        calls the slow path of a division or a reciprocal, for operands at the ends of float32's range.
         """
         return len(self.flow.way(lambda one: one.opcode.startswith("CALL"), trips, idle))
 
@@ -84,13 +83,13 @@ def disassemble(cubin: bytes) -> Sass:
         file.write(cubin)
         file.flush()
         text = _run("nvdisasm", "-c", "-ndf", file.name)
-        if re.search(r"\bBRX\b", text):  # where it leads takes an analysis, which is slow
+        if re.search(r"\bBRX\b", text):  # its targets need nvdisasm's slower analysis
             text = _run("nvdisasm", "-c", file.name)
         return Sass(text, _run("cuobjdump", "-res-usage", file.name))
 
 
 def _run(tool: str, *arguments: str) -> str:
-    """What a tool says. Raises RuntimeError with what it says where it fails, as of an architecture that it lacks."""
+    """The output of a tool. Raises RuntimeError with the output if it fails, for example on an unknown architecture."""
     done = subprocess.run([_compat.cuda_tool(tool), *arguments], capture_output=True, text=True)
     said = done.stdout + done.stderr
     if done.returncode:
@@ -123,7 +122,7 @@ def _control_flow(text: str) -> ControlFlow[Instruction]:
             if found[2].split(".")[0] in ("BRA", "BRX", "EXIT", "RET", "CALL"):
                 runs.append([])
     blocks = [Block(tuple(run), _successors(run, i, len(runs), labels)) for i, run in enumerate(runs)]
-    return ControlFlow([*blocks, Block((), ())])  # the last one: where an EXIT with a predicate leads
+    return ControlFlow([*blocks, Block((), ())])  # the last block is the target of an EXIT with a predicate
 
 
 def _successors(run: list[Instruction], index: int, count: int, labels: dict[str, int]) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
-"""Hold the kernels to what SM100 needs: their machine code without the GPU, their values and times with it.
+"""Check the kernels against the bounds for SM100: their machine code without the GPU, their values and times with it.
 
     python -m fp4compile check-sm100 [--sm 100 103 120] [--json FILE]
     python -m fp4compile check-sm100 --run [--only TEXT] [--json FILE]
 
-The first compiles the kernels as they are launched, for GPUs that need not be there, and prints what their machine code
-has beside the lines that it must reach (`fp4compile.check.bounds`). That says what the code is, and nothing about
-speed. It fails on facts (spills, instructions that are missing, loops that do not overlap, values that ptxas lost) and,
-under the version of Triton that set the lines for them, on counts of instructions; under others these are shown. The
-second is for a machine with a GPU: `fp4compile.check.first_run`.
+The first command compiles the kernels' launches for GPUs that need not be present, and prints figures of their machine
+code beside the bounds (`fp4compile.check.bounds`). The figures do not measure speed. The command fails on spills,
+missing instructions, loops that do not overlap and values that ptxas lost. It also fails on numbers of instructions
+under the version of Triton that set their bounds; under other versions it only prints them. The second command is for a
+machine with a GPU: `fp4compile.check.first_run`.
 """
 
 import argparse
@@ -42,9 +42,9 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 1 where something is below its line or has wrong values.
+    """Run the command; returns 1 where a kernel misses a bound or has wrong values.
 
-    Raises argparse.ArgumentTypeError where it cannot run at all.
+    Raises argparse.ArgumentTypeError where the command cannot run.
     """
     if args.on_gpu:
         return first_run.run(args.json, args.only)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(header: Sequence[tuple[str, int]], found: Iterable[Row], rows: list[dict[str, Any]]) -> None:
-    """Print a line a row, and what is wrong with it below; append the rows."""
+    """Print a line for each row, with its problems below, and append the rows to `rows`."""
     print("  ".join(name.ljust(width) for name, width in header))
     for row in found:
         rows.append(row.to_dict())

@@ -130,7 +130,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def text() -> tuple[Tensor, Tensor]:
-    """(training, held-out) text: bytes of the standard library's sources, the same in every run."""
+    """(training, held-out) text: bytes of the standard library's sources, equal in every run."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     cut = len(data) * 9 // 10
@@ -208,7 +208,7 @@ def take(endless: Iterator, count: int) -> Iterator:
 def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device) -> float:
     """The ratio of signal to quantisation noise of a model's logits, in dB.
 
-    The signal is the logits of the model uncompiled in bf16, the noise their difference to those under the backend.
+    The signal is the uncompiled model's logits in bf16, the noise their difference from the compiled model's logits.
     """
     compiled = torch.compile(model, backend=compile_backend)
     signal = noise = 0.0

@@ -1,7 +1,7 @@
 """The parser of `python -m fp4compile <command>`.
 
 A subcommand is a module with `add_command(commands)`, which adds a parser whose default `run` is a function of the
-parsed arguments. It returns None or an exit status, and raises `argparse.ArgumentTypeError` for what it cannot use.
+parsed arguments. `run` returns None or an exit status, and raises `argparse.ArgumentTypeError` for unusable arguments.
 """
 
 import argparse
@@ -15,9 +15,9 @@ _COMMANDS = (demo, run, recipes, roofline, check_sm100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; arguments: as on the command line, which None takes. Returns 0, or 1 for a failed check.
+    """Run one command. arguments: None takes the command line's. Returns 0, or 1 for a failed check.
 
-    Exits with status 2 for arguments that are missing or wrong.
+    Exits with status 2 for missing or wrong arguments.
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)

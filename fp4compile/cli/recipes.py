@@ -1,4 +1,4 @@
-"""`python -m fp4compile recipes`: the named recipes, and the formats that they give each product."""
+"""`python -m fp4compile recipes`: the named recipes, and their formats for each product."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def add_command(commands: Any) -> None:
 
 
 def recipe_table() -> str:
-    """One line a named recipe: the formats of each product's operands, "-" for high precision, and the switches."""
+    """A line for each named recipe: the formats of each product's operands, "-" for high precision, and switches."""
     products = [product for product in PRODUCTS if any(named(name).quantizes(product) for name in recipes())]
     rows = [("recipe", *products, "activation scale", "stochastic rounding", "Hadamard")]
     for name in recipes():

@@ -1,4 +1,4 @@
-"""`python -m fp4compile roofline --gpu B200`: what a recipe should gain on a GPU that need not be there."""
+"""`python -m fp4compile roofline --gpu B200`: a recipe's predicted gain on a GPU that need not be present."""
 
 import argparse
 import json
@@ -86,7 +86,7 @@ def _facts(gpu: Gpu, recipe: Recipe, train: bool) -> dict[str, Any]:
 
 
 def _expressions(recipe: Recipe, gpu: Gpu, like: Shape, train: bool) -> dict[str, str]:
-    """Seconds, by M, N and K, with the kernels of one shape."""
+    """Seconds as expressions of M, N and K, with the kernels of one shape."""
     sizes = sympy.symbols("M N K", integer=True, positive=True)
     found = roofline.predict(recipe, gpu, *sizes, train=train, like=like.sizes, experts=like.experts)
     of = "x".join(map(str, like.sizes)) + ("" if like.experts is None else f", {like.experts} experts")
@@ -119,7 +119,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _pyplot() -> Any:
-    """matplotlib, asked for before anything is computed or measured."""
+    """matplotlib, imported before anything is computed or measured."""
     try:
         import matplotlib
 
@@ -133,7 +133,7 @@ def _pyplot() -> Any:
 
 
 def _plot(pyplot: Any, content: dict[str, Any], path: Path) -> None:
-    """Gain by shape; measured gains beside the predicted ones where there are any."""
+    """Plot the predicted gain of each shape, beside measured gains where there are any."""
     rows = content["rows"]
     names = [Shape(*(row[key] for key in ("layer", "m", "n", "k", "experts"))).name for row in rows]
     figure, axes = pyplot.subplots(figsize=(max(6, 0.5 * len(rows)), 5), layout="constrained")

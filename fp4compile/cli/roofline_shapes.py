@@ -1,20 +1,20 @@
 """The shapes of `roofline --shapes`: powers of two, layers of published models, or one shape.
 
-A model's layers are those of its configuration, as its authors publish it, and of transformers' code for it: experts
-have the gate and up projections in one weight. They are all on one GPU, without the embedding, the router and the head.
+A model's layers come from its published configuration and transformers' code for it: experts have the gate and up
+projections in one weight. All layers are on one GPU, without the embedding, the router and the head.
 """
 
 from dataclasses import dataclass
 
 POW2 = tuple(2**power for power in range(9, 15))
-TOKENS = (1, 64, 8192)  # a decode step of one and of many sequences, a prompt; of training the last
+TOKENS = (1, 64, 8192)  # a decode step of one and of many sequences, a prompt; training uses only the last
 
 
 @dataclass(frozen=True)
 class Shape:
     """A layer that multiplies m rows with a weight [n, k], or with weights [experts, n, k].
 
-    m: of experts the rows of all of them: each of the tokens is a row for each expert that the router gives it.
+    m: for experts, the rows of all experts: each token is a row of each expert to which the router sends it.
     """
 
     layer: str
@@ -34,14 +34,14 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For a plot."""
+        """The shape's label in a plot."""
         weights = "" if self.experts is None else f"{self.experts}x"
         return f"{self.layer} {self.m}x{weights}{self.n}x{self.k}".strip()
 
 
 @dataclass(frozen=True)
 class Model:
-    """Layers as (name, out features, in features); experts likewise, of which the router gives a token `top_k`."""
+    """Layers and experts of a model, as (name, out features, in features). top_k: experts of each token."""
 
     layers: tuple[tuple[str, int, int], ...]
     count: int | None = None
@@ -49,7 +49,7 @@ class Model:
     experts: tuple[tuple[str, int, int], ...] = ()
 
     def shapes(self, tokens: int) -> list[Shape]:
-        """Of a step of so many tokens."""
+        """The shapes of a step of `tokens` tokens."""
         routed = [Shape(f"experts {name}", tokens * self.top_k, n, k, self.count) for name, n, k in self.experts]
         return [*(Shape(name, tokens, n, k) for name, n, k in self.layers), *routed]
 
@@ -85,7 +85,7 @@ MODELS = {
 
 
 def shapes(text: str, train: bool) -> list[Shape]:
-    """What --shapes says. Raises ValueError for anything else."""
+    """The shapes that --shapes names. Raises ValueError for any other text."""
     if text == "pow2":
         return [Shape("", size, size, size) for size in POW2]
     if text in MODELS:

@@ -1,9 +1,9 @@
-"""What `roofline --measure` measures: a layer in bf16 and as a recipe has it, on the GPU that is there.
+"""The measurements of `roofline --measure`: a layer in bf16 and under a recipe, on this machine's GPU.
 
-Every time is the median of replays of a CUDA graph (`run_times.graph_time`). The layer has several copies with weights
-of their own that run in turns, so that the L2 cache holds none of them, as far as MOST_LAYERS of them are more than it.
+Every time is the median of replays of a CUDA graph (`run_times.graph_time`). At most MOST_LAYERS copies of the layer,
+with separate weights, run in turn, so that the L2 cache holds none of them if together they exceed it.
 
-Experts have equally many rows each, as far as there are enough: one more or less where they do not divide.
+Rows are divided equally among the experts, to within one row.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ MOST_LAYERS = 8  # each is compiled
 
 
 class Experts(torch.nn.Module):
-    """The product of rows, in groups of as many each, with the weight of each expert."""
+    """The product of equal groups of rows with the experts' weights."""
 
     def __init__(self, shape: Shape, count: int) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class Experts(torch.nn.Module):
 
 
 def measured(recipe: Recipe, shape: Shape, train: bool) -> dict[str, float]:
-    """Microseconds of a layer in bf16 and by the recipe, and the quotient."""
+    """Microseconds of a layer in bf16 and under the recipe, and their quotient."""
     m, n, k = shape.sizes
     copies = min(max(1, NOT_CACHED // (2 * n * k * (shape.experts or 1))), MOST_LAYERS)
     layers = [_layer(shape) for _ in range(copies)]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=train)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    if recipe.activation_scale == "static":  # which scale it is takes no time
+    if recipe.activation_scale == "static":  # the value of the scale does not affect the time
         recipe = resolve(recipe, static_scales={"": 1.0})
-    torch._dynamo.reset()  # each shape is compiled for itself
+    torch._dynamo.reset()  # each shape is compiled separately
     compiled = [torch.compile(layer, backend=backend(recipe, strict=True), dynamic=False) for layer in layers]
     with torch.set_grad_enabled(train):
         plain, quantised = (
@@ -60,8 +60,11 @@ def _layer(shape: Shape) -> torch.nn.Module:
 
 
 def _time(calls: list[Callable[[], Any]]) -> float:
-    """Microseconds of a call. Each is made once before: while a graph is captured none may be compiled, and a weight
-    that is packed then is packed again in every replay."""
+    """Microseconds for each call.
+
+    Each call runs once before the capture: compilation is forbidden during a capture, and a weight that is packed
+    during a capture would be packed again in every replay.
+    """
     for call in calls:
         call()
     return graph_time(calls * ceil_div(CALLS, len(calls)))

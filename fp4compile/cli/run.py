@@ -1,7 +1,7 @@
-"""Run an existing script as it is: `python -m fp4compile run train.py --torch_compile_backend fp4compile_mxfp8`.
+"""Run an unchanged script: `python -m fp4compile run train.py --torch_compile_backend fp4compile_mxfp8`.
 
 A framework that passes the name of a backend on to `torch.compile` needs no change. HuggingFace's accelerate, and with
-it the `Trainer`, first checks the name against an enumeration of its own; `register_with_accelerate` adds the names.
+it the `Trainer`, first checks the name against its own enumeration; `register_with_accelerate` adds the names.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def run(script: Path, arguments: list[str]) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
-        atexit.unregister(say_what_compiled_nothing)  # the lines below say it
+        atexit.unregister(say_what_compiled_nothing)  # the lines below report it
         reports = named_reports()
         for report in reports:
             print(report.summary(), file=sys.stderr)

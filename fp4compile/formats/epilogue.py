@@ -1,10 +1,10 @@
 """The epilogue of a product as data: the pointwise operations between the product and what is stored.
 
 An `Epilogue` is a list of steps (`formats.steps`). Their tensors are the product and auxiliary tensors (`aux0`: an
-element for each element of the product; `row1`: an element for each column). The op `scaled_mm_epilogue` carries the
-steps as strings.
+element for each element of the product; `row1`: an element for each column). The op `scaled_mm` carries the steps as
+strings.
 
-`apply` is the reference. `templates.device.epilogue` prints the same steps as a Triton device function.
+`apply` is the reference. `templates.device.epilogue` computes the same steps in kernels.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Epilogue:
     """The steps after a product, in order; the result of the last one is stored.
 
     product_dtype: what the product is rounded to before the first step, as if it had been stored.
-    dtype: of the result.
+    dtype: the dtype of the result.
     """
 
     steps: tuple[Step, ...]
@@ -34,7 +34,7 @@ class Epilogue:
 
     @classmethod
     def parse(cls, steps: Sequence[str], product_dtype: torch.dtype, dtype: torch.dtype) -> "Epilogue":
-        """The epilogue of the strings that the op carries. Raises ValueError for a step that is none."""
+        """Read an epilogue from the strings that the op carries. Raises ValueError for a string that is no step."""
         return cls(parse(steps, "epilogue", r"product|(?:aux|row)\d+"), product_dtype, dtype)
 
     def strings(self) -> list[str]:

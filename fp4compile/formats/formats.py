@@ -1,4 +1,4 @@
-"""Block formats: what the stored numbers of a quantised tensor mean.
+"""Block formats: the meaning of the stored numbers of a quantised tensor.
 
 A format is an element type, the block of elements that shares one scale, the type of that
 scale, an optional outer (second-level) float32 scale, and the published contract whose bits
@@ -26,7 +26,7 @@ SCALE_RULES = ("amax", "mse", "four_over_six")
 
 
 def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
-    """The message for a name that is none of `allowed`: what came, what is allowed, the nearest match."""
+    """The message for a name that is not in `allowed`: the name, the nearest match, and the allowed names."""
     allowed = sorted(allowed)
     near = difflib.get_close_matches(str(name), allowed, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -92,10 +92,10 @@ class BlockFormat:
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """Of elements times block scales, without the outer scale, that were made of 16-bit numbers: 16 bits hold them.
+        """The 16-bit dtype that holds element * block scale exactly, for elements quantised from 16-bit numbers.
 
-        A rounded element has at most four significant bits, and no place below the last one of what it was made of.
-        E4M3 scales reach from 2^-9 to 448, so that float16 holds all such values, whatever they were made of.
+        A rounded element has at most four significant bits, and no bit below the last bit of the number it was rounded
+        from. E4M3 scales reach from 2^-9 to 448, so float16 holds all NVFP4 values, even those made from float32.
         """
         return torch.bfloat16 if self.scale == "e8m0" else torch.float16
 
@@ -107,7 +107,7 @@ class BlockFormat:
 
     @property
     def name(self) -> str:
-        """The registered name, or the spec of a format that has none: the string that ops carry."""
+        """The string that ops carry: the registered name, or the spec of a format without a name."""
         return _NAME_OF.get(self, self.spec)
 
     @property
@@ -138,7 +138,7 @@ class BlockFormat:
         return SCALE_DTYPE[self.scale] if self.scale else torch.float32
 
     def bits_per_element(self) -> float:
-        """Stored bits an element: codes plus its share of the block scale (outer scales not counted)."""
+        """Stored bits an element: its code and its share of the block scale (outer scales not counted)."""
         scale_bits = 8 / (self.block[0] * self.block[1]) if self.block else 0.0
         return (4 if self.packed else 8) + scale_bits
 
@@ -171,7 +171,7 @@ _SPEC = re.compile(r"(\w+):(?:(\d+)x(\d+)|-):(\w+|-):(\w+|-):(\w+)")
 
 
 def get(format: "str | BlockFormat") -> BlockFormat:
-    """The format of a name, a spec string, or itself.
+    """The format that a name or a spec string names; a `BlockFormat` is returned as it is.
 
     Raises ValueError for an unknown name, TypeError for anything but a string or a BlockFormat.
     """
@@ -190,14 +190,14 @@ def get(format: "str | BlockFormat") -> BlockFormat:
 
 
 def takes_scale_rules(fmt: BlockFormat) -> bool:
-    """Whether block scales of the format can be chosen by other rules than "amax": those of NVFP4, not a row's own."""
+    """Whether rules other than "amax" can choose the block scales: NVFP4 formats without an outer scale of each row."""
     return fmt.scale == "e4m3" and fmt.outer != "row"
 
 
 def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
-    """Raise ValueError for what is no rule of SCALE_RULES, and for a rule that does not go with the format (or none).
+    """Raise ValueError for a rule that is not in SCALE_RULES or that does not go with the format (None: no format).
 
-    name: of the argument or field, for the message.
+    name: the name of the argument or field, for the message.
     """
     if rule not in SCALE_RULES:
         raise ValueError(f"{name}: {unknown_name('rule', rule, SCALE_RULES)}")
@@ -211,7 +211,7 @@ def check_scale_rule(name: str, rule: object, fmt: BlockFormat | None) -> None:
 def compatible(a: BlockFormat, b: BlockFormat) -> bool:
     """Whether the matrix units multiply operands of these formats: same scale type and same block length along K.
 
-    The kinds of SM100's instruction: mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), f8f6f4
+    SM100's instruction has the kinds mxf4nvf4 (NVFP4 x NVFP4), mxf8f6f4 and mxf4 (any two MX formats), and f8f6f4
     (float8_rowwise).
     """
     return (a.scale, a.block_cols) == (b.scale, b.block_cols)

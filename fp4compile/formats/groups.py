@@ -1,12 +1,12 @@
 """Groups of rows: which rows of a tensor belong to which matrix of a grouped product.
 
-offs: int32 [G], on the device of the rows; group g is the rows offs[g-1] to offs[g] (of the first group, from 0). Rows
-from offs[-1] on belong to no group. Offsets that decrease count as equal to the largest before them, and offsets
-beyond the last row as the number of rows: their values are only known on the device, and are never read by the host.
+offs: int32 [G], on the device of the rows; group g is the rows offs[g-1] to offs[g] (group 0: from row 0). Rows from
+offs[-1] on belong to no group. An offset that decreases counts as equal to the largest before it, and an offset beyond
+the last row counts as the number of rows. The host never reads the offsets' values.
 
 Where groups lie along the contraction (wgrad), each is padded to whole tiles of 128 rows, so that neither a block of
-codes nor a tile of swizzled scales has rows of two groups. The padded rows are numbered like the rows: those of group 0
-first. As many are allocated as any sizes of the groups can need.
+codes nor a tile of swizzled scales has rows of two groups. Padded rows are numbered group by group, from group 0 on.
+Enough of them are allocated for any sizes of the groups.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 
 
 def padded_rows(rows: Any, groups: int) -> Any:
-    """Rows that any cut of `rows` rows into `groups` groups needs when it is padded; rows may be symbolic."""
+    """Padded rows that suffice for any cut of `rows` rows into `groups` groups; rows may be symbolic."""
     return TILE_ROWS * (rows // TILE_ROWS + groups)
 
 
@@ -26,7 +26,7 @@ def padded_rows(rows: Any, groups: int) -> Any:
 class Groups:
     """The groups of `rows` rows as tensors on the device of the offsets, int64 [G] each.
 
-    starts, ends: the first row of each group, and the row after its last. padded_starts: its first padded row.
+    starts, ends: the first row of each group, and the row after its last row. padded_starts: its first padded row.
     """
 
     rows: int
@@ -47,20 +47,20 @@ class Groups:
 
     @property
     def of_rows(self) -> torch.Tensor:
-        """The group of each row, int64 [rows]; `count` for a row of no group."""
+        """The group of each row, int64 [rows]; `count` for a row that belongs to no group."""
         row = torch.arange(self.rows, device=self.ends.device)
         return torch.searchsorted(self.ends, row, right=True)
 
     def of_padded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(group, row) of each padded row, int64 [padded_rows]; the row is `rows` where it is padding."""
         slot = torch.arange(padded_rows(self.rows, self.count), device=self.ends.device)
-        group = torch.searchsorted(self.padded_starts, slot, right=True) - 1  # the last of those that start here
+        group = torch.searchsorted(self.padded_starts, slot, right=True) - 1  # of groups with one start, the last
         row = self.starts[group] + slot - self.padded_starts[group]
         return group, torch.where(row < self.ends[group], row, self.rows)
 
 
 def check_offs(offs: torch.Tensor, groups: int | None = None) -> None:
-    """Raises TypeError for offsets that are not int32, ValueError for a wrong shape. groups: how many there must be."""
+    """Raise TypeError for offsets that are not int32, ValueError for a wrong shape. groups: how many there must be."""
     if offs.dtype != torch.int32:
         raise TypeError(f"offs: expected int32, got {offs.dtype}")
     if offs.dim() != 1 or offs.shape[0] == 0 or (groups is not None and offs.shape[0] != groups):

@@ -24,10 +24,10 @@ def scale_layout(format: BlockFormat, *, native: bool) -> str:
     native: whether block-scaled matrix units compute the product; they read the scales themselves. A format without
     block scales is "linear".
 
-    All who store scales follow this rule. An operand in a graph is native if its product is (`analysis.plan`). A weight
-    that `weights.cache` keeps has the layout that its graph asks for. The weight of a packed layer is native if the
-    layer's products are, on the device where it is (`weights.scale_layout`); in files, which serve every device, its
-    scales are linear.
+    All code that stores scales follows this rule. An operand in a graph is native if its product is native
+    (`analysis.plan`). A weight in `weights.cache` has the layout that its graph requests. The weight of a packed layer
+    is native if the layer's products are native on the weight's device (`weights.scale_layout`); in files, which serve
+    every device, its scales are linear.
     """
     return "swizzled" if native and format.scale is not None else "linear"
 

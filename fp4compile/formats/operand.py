@@ -1,10 +1,15 @@
-"""One operand of a product, as the ops, the reference and the kernels hand it on."""
+"""A product's operands and its other arguments, as the ops pass them to the reference and the kernels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.formats import BlockFormat
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of plain operands, of biases and of results
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no truth value: comparing fields would raise
@@ -20,3 +25,42 @@ class Operand:
     scales: torch.Tensor | None = None
     outer: torch.Tensor | None = None
     format: BlockFormat | None = None
+
+    @property
+    def k(self) -> Any:
+        """Elements of a row, with the padding of its last block; may be symbolic."""
+        width = self.data.shape[-1]
+        return 2 * width if self.format is not None and self.format.packed else width
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the format has block scales."""
+        return self.format is not None and self.format.scale is not None
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether the block scales are swizzled: then they are one flat run for each matrix."""
+        return self.scaled and self.scales is not None and self.scales.dim() == self.data.dim() - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """What a product op is called with.
+
+    bias: [N]. epilogue: the pointwise steps that follow the product; auxiliaries: the tensors that the steps read.
+    offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`).
+    """
+
+    a: Operand
+    b: Operand
+    bias: torch.Tensor | None
+    out_dtype: torch.dtype
+    epilogue: Epilogue | None = None
+    auxiliaries: Sequence[torch.Tensor] = ()
+    offs: torch.Tensor | None = None
+    rows: Any = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch computes the product: neither operand is quantised, and there are no groups."""
+        return self.a.format is None and self.b.format is None and self.offs is None

@@ -15,11 +15,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat, compatible
+from fp4compile.formats.checks import check_matrices
+from fp4compile.formats.formats import ELEMENT_MAX, BlockFormat
 from fp4compile.formats.layouts import ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLT_MAX = torch.finfo(torch.float32).max
 E4M3_MAX = 448.0
 NVFP4_MAX = 6.0 * E4M3_MAX  # 2688: the largest element times the largest block scale
@@ -53,12 +53,12 @@ def e2m1_encode(y: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """As `e2m1_encode`, rounded up with probability (|y| - lo) / (hi - lo) between neighbouring values lo and hi.
+    """`e2m1_encode`, but rounded up with probability (|y| - lo) / (hi - lo) between neighbouring values lo and hi.
 
     noise: int32 in [0, 2^16), of y's shape, in units of 2^-16 of a step. Half a unit is added, which centres it.
 
-    The exponent of a float32 and the first bit of its mantissa are the code. The noise is added below that bit, and
-    carries into it or not. Below 1, where codes are subnormal, adding 1 to y gives the step 1/2.
+    The exponent of a float32 and the first bit of its mantissa are the code. The noise is added below that bit, and may
+    carry into it. Below 1, where codes are subnormal, adding 1 to y gives the step 1/2.
     """
     mag = y.abs()
     subnormal = mag < 1
@@ -106,7 +106,7 @@ def _nan_where_not_finite(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tens
 
 
 def e8m0_scale(amax: torch.Tensor, element: str, mode: str) -> torch.Tensor:
-    """Block amax (float32, not negative) -> E8M0 bytes (uint8) of the smallest or nearest power of two, by mode."""
+    """Block amax (float32, not negative) -> E8M0 bytes (uint8) of the power of two that `mode` chooses."""
     finite = amax.isfinite()
     if mode == "rceil":
         bits = (amax * _f32(1.0 / ELEMENT_MAX[element])).view(torch.int32)
@@ -216,16 +216,16 @@ def quantize(
 
     x: [..., R, K] (or [K]) bf16, fp16 or fp32.
     outer: float32 decode factor, [] or [..., R, 1]; None computes it from x if the format has one.
-    layout: of the block scales, "linear" or "swizzled".
+    layout: layout of the block scales, "linear" or "swizzled".
     seed: int64 [], to round stochastically (E2M1 only) with the random bits of `stream`; None rounds to nearest.
-    transform: quantise the Hadamard transform of x, along the same dimension.
-    amax: float32, what the outer scale is made of where it is not given, and of its shape; None takes it from x.
-    noise: the random bits of `rounding_noise` in the place of those of a seed.
+    transform: quantise the Hadamard transform of x, along the last dimension.
+    amax: float32, of the outer scale's shape, from which that scale is made if `outer` is None; None computes it.
+    noise: random bits as `rounding_noise` makes them, instead of a seed.
 
     Returns three tensors.
-    data: [..., R, ceil(K / block) * block]; E2M1 codes are packed, two in a byte, and half as many bytes.
+    data: [..., R, ceil(K / block) * block] codes; E2M1 codes are packed, two in a byte, so the last size is halved.
     block scales: [..., ceil(R / block rows), blocks] linear or [..., swizzled_numel] swizzled; None if there are none.
-    outer scale: float32; None if the format has none and none was given.
+    outer scale: float32; None if `outer` is None and the format has none.
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, seed=seed, stream=stream, transform=transform)
@@ -284,7 +284,7 @@ def _matrix(blocks: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _lay_out(scales: torch.Tensor, fmt: BlockFormat, rows: int, layout: str) -> torch.Tensor:
-    """Linear scales in the layout that was asked for."""
+    """Linear scales -> scales in `layout`."""
     if layout == "linear":
         return scales.contiguous()
     if fmt.square:  # the matrix units read a scale for each row
@@ -299,14 +299,14 @@ def _repeat_square_scales(scales: torch.Tensor, fmt: BlockFormat, rows: int) -> 
 
 
 def largest(x: torch.Tensor, per_row: bool) -> torch.Tensor:
-    """The largest magnitude of the tensor ([]) or of each row ([..., R, 1]); 0 of an empty one."""
+    """The largest magnitude of the tensor ([]) or of each row ([..., R, 1]); 0 where it is empty."""
     if x.shape[-1] == 0 or x.numel() == 0:
         return x.new_zeros((*x.shape[:-1], 1) if per_row else ())
     return x.abs().amax(-1, keepdim=True) if per_row else x.abs().amax()
 
 
 def outer_of(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """The dynamic decode factor of a format, of the largest magnitudes of what shares it."""
+    """The dynamic decode factor of a format for amaxes, each taken over the elements that share one factor."""
     if fmt.scale is None:
         return 1.0 / _rowwise_encode(amax)
     return _torchao_outer(amax) if fmt.contract == "torchao" else 1.0 / _te_encode(amax)
@@ -363,7 +363,7 @@ def _quantize_rowwise(x: torch.Tensor, fmt: BlockFormat, outer, amax):
         outer = 1.0 / encode
     else:
         encode = _encode_scale(outer)
-    # A given scale does not show an infinite element, and saturation would hide it.
+    # Saturation would hide an infinite element, which a static scale does not show either.
     y = (x * encode).masked_fill_(x.isinf(), torch.nan)
     return saturate(y, fmt.data_dtype).contiguous(), None, outer
 
@@ -410,7 +410,7 @@ def fake_quantize(
 
 
 def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """The represented values, [..., R, cols] in dtype: element * block scale * outer in float32, then the cast."""
+    """The represented values, [..., R, cols] in dtype: element * block scale * outer in float32, then cast."""
     if data.dim() == 1:
         if scales is not None and scales.numel() == ceil_div(cols, fmt.block_cols):  # linear, not swizzled
             scales = scales.unsqueeze(0)
@@ -422,21 +422,16 @@ def dequantize(data, scales, outer, fmt: BlockFormat, cols: int, dtype: torch.dt
 def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """A @ B^T with both operands' contraction dimension last: [..., M, K] x [..., N, K] -> [..., M, N].
 
-    If B has two dimensions, it serves every matrix of A. A format of None marks a plain floating-point operand, which
-    may have an outer scale like any other. The float32 product is multiplied once by outer_a * outer_b (a missing one
-    is 1), then the bias [N] is added, then the result is cast to out_dtype.
+    A B of two dimensions serves every matrix of A. A format of None marks a plain floating-point operand, which may
+    have an outer scale too. The float32 product is multiplied once by outer_a * outer_b (a missing scale is 1), then
+    the bias [N] is added, then the result is cast to out_dtype.
 
-    Raises ValueError for formats, batch dimensions or contraction dimensions that do not go together, and for a bias of
-    another shape or no floating-point dtype.
+    Raises ValueError for formats, batch dimensions or contraction dimensions that do not fit each other, and for a bias
+    of another shape or not of a floating-point dtype.
     """
-    check_bias(bias, b.data.shape[-2])
-    if a.format is not None and b.format is not None and not compatible(a.format, b.format):
-        raise ValueError(f"formats {a.format.name} and {b.format.name} cannot be multiplied: "
-                         "scale types or blocks differ")  # fmt: skip
+    check_matrices(a, b, bias)
+    k = min(a.k, b.k)  # the rest of the longer operand is padding, which is zero
     left, right = _values(a), _values(b)
-    if right.dim() > 2 and left.shape[:-2] != right.shape[:-2]:
-        raise ValueError(f"batch dimensions differ: a has {tuple(left.shape[:-2])}, b has {tuple(right.shape[:-2])}")
-    k = contraction(left.shape[-1], a.format, right.shape[-1], b.format)
     with torch.autocast(left.device.type, enabled=False):  # the product is float32, whatever the caller's context
         out = left[..., :k] @ right[..., :k].transpose(-2, -1)
     outer = _outer_product(a.outer, b.outer)
@@ -452,28 +447,8 @@ def _values(x: Operand) -> torch.Tensor:
     return x.data.float() if x.format is None else dequantize_blocks(x.data, x.scales, x.format)
 
 
-def check_bias(bias: torch.Tensor | None, n) -> None:
-    """Raises ValueError for a bias that is not floating point of shape (n,); no bias is broadcast."""
-    if bias is not None and (bias.dtype not in FLOATS or tuple(bias.shape) != (n,)):
-        raise ValueError(f"bias: expected floating point of shape ({n},), got {bias.dtype} of {tuple(bias.shape)}")
-
-
-def contraction(k_a: int, a_fmt: BlockFormat | None, k_b: int, b_fmt: BlockFormat | None) -> int:
-    """The contraction length of a product: the shorter of both lengths, k_a and k_b.
-
-    A packed operand is longer by its padding, which is zero and drops out. A plain operand has none. Raises ValueError
-    if the lengths differ by anything else.
-    """
-    k = min(k_a, k_b)
-    for length, fmt in ((k_a, a_fmt), (k_b, b_fmt)):
-        whole = k if fmt is None else ceil_div(k, fmt.block_cols) * fmt.block_cols
-        if length != whole:
-            raise ValueError(f"contraction dimensions differ: a has {k_a}, b has {k_b} (packed operands: with padding)")
-    return k
-
-
 def _outer_product(a_outer, b_outer):
-    """outer_a ([] or [..., M, 1]) * outer_b ([] or [..., N, 1], as a row); if one is None, the other; None of none."""
+    """outer_a ([] or [..., M, 1]) * outer_b ([] or [..., N, 1], as a row); None counts as 1, and two None give None."""
     if b_outer is not None and b_outer.dim() > 0:
         b_outer = b_outer.transpose(-2, -1)
     if a_outer is None or b_outer is None:

@@ -1,7 +1,7 @@
 """Grouped products in plain PyTorch: the CPU implementation, and the oracle of the grouped kernels.
 
-All is defined group by group: a group's codes, scales and outer scale are those that `reference.quantize` gives of the
-group's rows alone, and a group's product is that of `reference.scaled_mm`. See `groups` for what a group is.
+All is defined group by group: `reference.quantize` of a group's rows alone gives its codes, scales and outer scale, and
+`reference.scaled_mm` gives its product. See `groups` for what a group is.
 """
 
 from dataclasses import replace
@@ -13,17 +13,42 @@ from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.groups import Groups, padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div, from_swizzled, to_swizzled
 from fp4compile.formats.operand import Operand
+from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
 
 Quantised = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def quantize_along(
+    spec: QuantizeSpec, x: torch.Tensor, dim: int, offs: torch.Tensor | None, outer: torch.Tensor | None,
+    seed: torch.Tensor | None,
+) -> Quantised:  # fmt: skip
+    """Quantise x along one dimension of a spec, without its prologue: codes or values, block scales, outer scale."""
+    fmt, layout, transform, stream = spec.format, spec.layout, spec.transforms(dim), 0 if dim == ROWS else 1
+    if spec.scale_rule != "amax" and spec.each_matrix:
+        found = sweep_matrices(x, fmt, dim, outer, layout, spec.scale_rule)
+    elif spec.scale_rule != "amax":
+        found = reference_scales.quantize(x.movedim(dim, -1), fmt, outer, layout, spec.scale_rule)
+    elif spec.each_matrix:
+        found = quantize_matrices(x, fmt, dim, outer, layout, seed, transform)
+    elif spec.ragged and dim == ROWS:
+        found = quantize_rows(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed)
+    elif spec.ragged:
+        found = quantize_columns(x, Groups.of(offs, x.shape[0]), fmt, outer, layout, seed, transform)
+    else:
+        found = reference.quantize(
+            x.movedim(dim, -1), fmt, outer, layout, seed=seed, stream=stream, transform=transform
+        )
+    return values_of(found, fmt) if dim in spec.values else found
 
 
 def quantize_matrices(
     x: torch.Tensor, fmt: BlockFormat, dim: int, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None, transform: bool,
 ) -> Quantised:  # fmt: skip
-    """Quantise each matrix of x [G, R, C] by itself along `dim`, -1 or -2, which is the last of the results.
+    """Quantise each matrix of x [G, R, C] alone along `dim` (-1 or -2), which is the last dimension of the results.
 
-    Returns what `reference.quantize` does; the outer scale of a format that has one a tensor is one a matrix, [G].
+    Returns data, block scales and outer scale as `reference.quantize` does; an outer scale of format kind "tensor" has
+    one element a matrix, [G].
     """
     options = {"outer": outer, "layout": layout, "seed": seed, "stream": 0 if dim == -1 else 1, "transform": transform}
     x = x.movedim(dim, -1)
@@ -46,7 +71,7 @@ def sweep_matrices(
 
 
 def largest_of_matrices(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each matrix of x [G, R, C], [G, 1, 1]; 0 of an empty one."""
+    """The largest magnitude of each matrix of x [G, R, C], [G, 1, 1]; 0 for an empty matrix."""
     amax = reference.largest(x, per_row=True)
     return amax.amax(-2, keepdim=True) if x.shape[-2] else amax.new_zeros(x.shape[0], 1, 1)
 
@@ -55,12 +80,13 @@ def quantize_rows(
     x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None,
 ) -> Quantised:  # fmt: skip
-    """Quantise grouped rows along their elements: the operand of a product whose groups are rows of its result.
+    """Quantise grouped rows along K: an operand of a product whose groups are rows of the result.
 
     x: [M, K]. outer: float32 [], for all groups; None computes one for each group, or each row, if the format has one.
 
-    Returns data [M, padded K], whose rows of no group mean nothing; block scales, linear [M, blocks], or swizzled with
-    each group's rows padded to 128; the outer scale: [] as given, [G] of each group, or [M, 1] of each row.
+    Returns data [M, padded K], where rows outside all groups are arbitrary; block scales, linear [M, blocks], or
+    swizzled with each group's rows padded to 128; the outer scale: [] (static), [G] (one a group) or [M, 1] (one a
+    row).
     """
     computed = None
     options = {"outer": outer, "seed": seed}
@@ -79,13 +105,13 @@ def quantize_columns(
     x: torch.Tensor, groups: Groups, fmt: BlockFormat, outer: torch.Tensor | None, layout: str,
     seed: torch.Tensor | None, transform: bool,
 ) -> Quantised:  # fmt: skip
-    """Quantise grouped rows along the rows: an operand of a product that contracts the rows of each group.
+    """Quantise grouped rows along M: an operand of a product that contracts the rows of each group.
 
-    x: [M, K]. outer: as in `quantize_rows`.
+    x: [M, K]. outer: float32 [], for all groups; None computes outer scales if the format has them.
 
     Returns data [K, padded rows], the groups one after the other, each padded to whole tiles of 128 rows with zeros;
     block scales [K, padded rows / block], linear or swizzled as a whole, zero where there is no group; the outer scale:
-    [] as given, [G] of each group, or [G, K, 1] of each column of each group.
+    [] (static), [G] (one a group) or [G, K, 1] (one for each column of each group).
     """
     rows, group, filled = _padded(x, groups)
     of_tiles = group[::TILE_ROWS]
@@ -104,7 +130,7 @@ def quantize_columns(
         noise = reference.rounding_noise(seed, 1, (x.shape[1], rows.shape[0]))
         options["noise"] = noise.view(x.shape[1], -1, TILE_ROWS).transpose(0, 1)
     data, scales, _ = reference.quantize(tiles, fmt, **options)
-    filled = filled[:: fmt.block_cols]  # whether a block has a row of a group: its first then is one
+    filled = filled[:: fmt.block_cols]  # whether a block has a row of a group: then its first row is one
     data = _cleared(data.transpose(0, 1).flatten(1), filled)
     if scales is not None:
         scales = _cleared(scales.transpose(0, 1).flatten(1), filled)
@@ -113,21 +139,22 @@ def quantize_columns(
 
 
 def values_of(quantised: Quantised, fmt: BlockFormat) -> tuple[torch.Tensor, None, torch.Tensor | None]:
-    """What the functions above returned, of linear scales, with `reference.values_of` in the place of codes and scales.
+    """Replace codes and linear scales by their dequantised values (`reference.values_of`); the outer scale stays.
 
-    As a plain operand with that outer scale they make the product that codes and scales make.
+    A plain operand of these values and this outer scale gives the same product as the codes and scales.
     """
     data, scales, outer = quantised
     return reference.values_of(data, scales, fmt), None, outer
 
 
 def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype) -> torch.Tensor:
-    """The products of all groups, each as `reference.scaled_mm` has it.
+    """The products of all groups, each computed by `reference.scaled_mm`.
 
-    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N], row m by the matrix of its
-    group, zero where it has none. With two, the groups lie along the contraction: A [P, W] x B [Q, W] -> [G, P, Q].
-    W counts the padded rows of an operand that `quantize_columns` made, or of its values, and the rows of a plain one.
-    rows: how many rows there are in groups and beyond, M.
+    With a B of three dimensions the groups are rows: A [M, K] x B [G, N, K] -> [M, N]; row m is multiplied by the
+    matrix of its group, and zero if it has no group. With a B of two dimensions, the groups lie along the contraction:
+    A [P, W] x B [Q, W] -> [G, P, Q]. W is the number of padded rows for an operand from `quantize_columns` or its
+    dequantised values, and the number of rows for a plain operand.
+    rows: M, the number of rows in groups and beyond.
     """
     groups = Groups.of(offs, rows)
     bounds = list(zip(groups.starts.tolist(), groups.ends.tolist(), groups.padded_starts.tolist(), strict=True))
@@ -149,7 +176,7 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor, rows: int, out
 
 
 def _padded(x: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x [M, ...] with its groups padded, the group of each padded row, whether the padded row is a row of it)."""
+    """(x [M, ...] with its groups padded, the group of each padded row, whether that row is a row of x)."""
     group, row = groups.of_padded()
     filled = row < groups.rows
     if not groups.rows:
@@ -160,25 +187,25 @@ def _padded(x: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _largest_of_groups(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
-    """The largest of the values [R, ...] of each group, [G, ...]; 0 of an empty group. NaN propagates."""
-    found = values.new_zeros((count + 1, *values.shape[1:]))  # the last is for rows of no group
+    """The maximum over each group of the values [R, ...], [G, ...]; 0 for an empty group. NaN propagates."""
+    found = values.new_zeros((count + 1, *values.shape[1:]))  # the last element is for rows of no group
     index = group.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
     return found.scatter_reduce_(0, index, values, "amax")[:count]
 
 
 def _cleared(x: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
-    """Codes or block scales [K, ...] of padded rows, zero in the blocks [blocks] that have no row of a group."""
+    """Zero codes or block scales [K, ...] in the blocks without a row of a group. filled: bool [blocks]."""
     blocks = _bytes(x).unflatten(1, (filled.shape[0], -1))
     return blocks.mul(filled[:, None]).flatten(1).view(x.dtype)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """x, as bytes where it is of one byte: torch moves those of 8-bit floats, and does no arithmetic with them."""
+    """x, viewed as uint8 if its elements are bytes: torch has no arithmetic on 8-bit floats."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def with_linear_scales(x: Operand, groups: Groups | None = None) -> Operand:
-    """The operand with linear scales. groups: where their rows are padded, the scales are then those of the rows."""
+    """The operand with linear scales. groups: given if swizzled scales are padded group by group; drops the padding."""
     if x.format is None or x.scales is None or x.scales.dim() > 1:
         return x
     elements = x.data.shape[-1] * (2 if x.format.packed else 1)
@@ -207,10 +234,10 @@ def _matrix(x: Operand, g: int) -> Operand:
 
 
 def _run(x: Operand, g: int, start: int, length: int, with_padding: bool) -> Operand:
-    """The columns `start` and on: group g along the contraction, as many whole blocks as hold `length` of them.
+    """The columns of group g along the contraction: from `start` on, `length` of them rounded up to whole blocks.
 
-    with_padding: of 32 elements, the longest blocks that there are, whatever the operand's are: the other one has as
-    many. The Hadamard transform leaves no zeros in the padding of a block.
+    with_padding: round up to 32 elements, the longest block of any format, so that both operands have one length. After
+    the Hadamard transform the padding of a block is not zero.
     """
     unit = 32 if with_padding else 1 if x.format is None else x.format.block_cols
     length = ceil_div(length, unit) * unit

@@ -3,41 +3,41 @@
 A weight is quantised once, so its NVFP4 block scales may cost more than a maximum. Two rules choose them by the squared
 error of the block:
 
-"mse": among all 126 positive finite E4M3 numbers the scale of least error, the smallest of several (the FP8 scale sweep
-    of ModelOpt 0.47).
-"four_over_six": the better of two scales, those by which the largest element becomes 6 or 4, ties to 6 (Cook et al.,
-    "Four Over Six", arXiv:2512.02010). By the scale for 4 a block of the largest element has 3/2 of the scale for 6.
-    So that it stays below E4M3's 448, outer scales are made as if E4M3 ended at 256: amax / (6 * 256).
+"mse": the scale of least error among all 126 positive finite E4M3 numbers, ties to the smallest scale (the FP8 scale
+    sweep of ModelOpt 0.47).
+"four_over_six": the better of two scales, which make the largest element 6 or 4, ties to 6 (Cook et al., "Four Over
+    Six", arXiv:2512.02010). The scale for 4 is 3/2 of the scale for 6. To keep it below E4M3's 448, outer scales are
+    made as if E4M3 ended at 256: amax / (6 * 256).
 
-The outer scale is g / 2688 ("mse") or g / 1536 ("four_over_six"), where g is the amax of the tensor; 1 where that is 0.
-An element is E2M1 of x / (scale * outer), divided with one rounding. For "mse" these are the bits that ModelOpt writes.
+The outer scale is g / 2688 ("mse") or g / 1536 ("four_over_six"), where g is the amax of the tensor; 1 if g is 0. An
+element is E2M1 of x / (scale * outer), divided with one rounding. For "mse" these are the bits that ModelOpt writes.
 
 **The error.** Let u = min(|x| * (1 / outer), 2^20). The error of a scale e is the sum of (u - q e)^2 over the block,
 where q is u * (1 / e) rounded to E2M1. All is float32 with one rounding an operation; q e is exact. Sums are pairwise:
-neighbours first, along the row and then (square blocks) along the rows. The bound of 2^20 lets no square overflow. It
-decides nothing: every scale clips what is larger than 6 * 448.
+neighbours first, along the row and then (square blocks) across the rows. With the bound of 2^20 no square overflows.
+The bound changes no choice: every scale clips elements larger than 6 * 448.
 
-**Which scales "mse" looks at.** Let a be the largest u of the block, and n the number of its elements (16 or 256).
+**Which scales "mse" tries.** Let a be the largest u of the block, and n the number of its elements (16 or 256).
 
 - Where a <= 6 e, doubling e never lowers the error. Up to 6 e, the grid of 2 e (0, 1, 2, 3, 4, 6 times e; then 8 e) has
-  no number that the grid of e lacks. Float32 keeps that: halving is exact, and every operation is monotone. So a scale
-  whose half is a scale too, and at least a / 6, is no better than its half, which wins a tie. What is left from a / 6
-  upwards is one octave: 8 scales or, where halves would be no E4M3 numbers, those up to 15 * 2^-9.
-- Where n = 16 and a >= 8 e, doubling e lowers the error. That of a falls by at least 4 e^2, from (a - 6 e)^2. That of
-  each of the 15 others rises by at most e^2 / 4, for what is e / 2 off the grid of 2 e. (n = 256: where a >= 15 e, by
-  72 e^2 against 63.75 e^2.) So such a scale cannot win while its double is a scale, up to 224.
+  no number that the grid of e lacks. This holds in float32 too: halving is exact, and every operation is monotone. So a
+  scale whose half is a scale too, and at least a / 6, is no better than its half, which wins a tie. From a / 6 upwards
+  one octave remains: 8 scales or, where halves are no E4M3 numbers, the scales up to 15 * 2^-9.
+- Where n = 16 and a >= 8 e, doubling e lowers the error. The error of a falls by at least 4 e^2, from (a - 6 e)^2. The
+  error of each of the 15 others rises by at most e^2 / 4, for elements e / 2 off the grid of 2 e. (n = 256: where
+  a >= 15 e, by 72 e^2 against 63.75 e^2.) So such a scale cannot win while its double is a scale, up to 224.
 - Where a > 6 e, a alone costs (a - 6 e)^2, which grows as e falls. Once that exceeds the best error so far, no smaller
   scale can win.
 
-So the search starts at the top of the octave above a / 6, and goes down until one of the last two holds. For a block of
-16 in a tensor whose amax is g, that is at most 12 of the 126 scales, or up to 15 where they are subnormal; for a square
-block 20.
+So the search starts at the top of the octave above a / 6, and goes down until one of the last two conditions holds. It
+tries at most 12 of the 126 scales for a block of 16 in a tensor whose amax is g, up to 15 where they are subnormal, and
+20 for a square block.
 
-**A weighted error** (`best_weighted_scales`). With a Hessian H of a block, the error of a scale is e^T H e, where e are
-the rests x - q e of the block, in units of the outer scale and with their signs. It is the sum of e_i t_i, neighbours
-first, where t_i = L_i0 e_0 + L_i1 e_1 + ... + L_ii e_i, summed in this order. L is lower triangular: H_ij + H_ji, and
-H_ii. So it takes H's symmetric part alone, and with the identity it is the error above. Doubling a scale says nothing
-of this error, so all 126 are tried.
+**A weighted error** (`best_weighted_scales`). With a Hessian H of a block, the error of a scale s is r^T H r, where r
+are the rests x - q s of the block, in units of the outer scale and with their signs. It is the sum of r_i t_i,
+neighbours first, where t_i = L_i0 r_0 + L_i1 r_1 + ... + L_ii r_i, summed in this order. L is lower triangular, with
+H_ij + H_ji below the diagonal and H_ii on it. So only H's symmetric part counts, and with the identity the weighted
+error is the error above. The bounds above do not hold for it, so all 126 scales are tried.
 """
 
 from collections.abc import Callable
@@ -50,15 +50,17 @@ from fp4compile.formats.reference import E4M3_MAX
 
 CANDIDATES = 126  # positive finite E4M3 numbers: the bytes 1 to 126
 E4M3_MIN = 2.0**-9
-FOUR_OVER_SIX_MAX = 256.0  # what outer scales take for the largest block scale, so that 3/2 of it is one too
+FOUR_OVER_SIX_MAX = 256.0  # the largest block scale by which outer scales are made: 3/2 of it is a block scale too
 U_MAX = 2.0**20
-# An element this many times the scale tells that the double scale has less error, by the elements of a block.
+# Elements of a block -> ratio of largest element to scale from which on the double scale has less error.
 DOUBLE_WINS = {16: 8.0, 256: 15.0}
 LAST_WITH_DOUBLE = 224.0
-MOST_SCALES = 20  # that are tried for a block, of any kind
+MOST_SCALES = 20  # tried for a block, at most
 SUBNORMALS = 15  # bytes up to this one are all multiples of 2^-9, and the odd ones have no half
-_CHUNK = 2**14  # blocks that are searched at a time, so that what is computed stays in the CPU's cache
-_WEIGHTED_CHUNK = 2**11  # the same where errors are weighted: many operations, each too small for several threads
+_CHUNK = 2**14  # blocks that are searched at a time: intermediate results stay in the CPU's cache
+# Blocks at a time with weighted errors, which take thousands of operations: on a CPU each operation is too small for
+# several threads, and on a GPU each takes longer than its launch.
+_WEIGHTED_CHUNK, _WEIGHTED_CHUNK_ON_GPU = 2**11, 2**18
 
 
 def quantize(
@@ -67,7 +69,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`reference.quantize` with the block scales of a rule, "mse" or "four_over_six".
 
-    amax: float32, what the outer scale is made of where it is not given; None takes it from x. [] or [..., 1, 1].
+    amax: float32 [] or [..., 1, 1], from which the outer scale is made if `outer` is None; None computes it from x.
     """
     if x.dim() == 1:
         return reference.drop_row(quantize(x.unsqueeze(0), fmt, outer, layout, rule, amax), layout)
@@ -84,7 +86,7 @@ def quantize(
 
 
 def outer_of(amax: torch.Tensor, rule: str) -> torch.Tensor:
-    """The outer scale that a rule makes of an amax, float32 of its shape."""
+    """The outer scale for an amax by a rule, float32 of the amax's shape."""
     largest = E4M3_MAX if rule == "mse" else FOUR_OVER_SIX_MAX
     outer = reference._divide(amax, 6.0 * largest)
     return torch.where(outer == 0, 1.0, outer)
@@ -136,7 +138,7 @@ def _least_error(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 
 
 def _four_or_six(u: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """The bytes of rule "four_over_six", as `_least_error`."""
+    """The bytes of rule "four_over_six", int32 [B]; arguments as in `_least_error`."""
     six, four = (_nearest(reference._divide(top, element)) for element in (6.0, 4.0))
     return torch.where(block_error(u, value(four)) < block_error(u, value(six)), four, six)
 
@@ -145,14 +147,14 @@ def _first(top: torch.Tensor) -> torch.Tensor:
     """The largest scale byte that can win: the seventh above the first scale that is larger than top / 6.
 
     The upper 12 bits of a float32 are an E4M3 byte plus 8 * (127 - 7), where both are normal numbers. The product with
-    1/6 may be too small by less than one in its last place; taking the scale above the product makes up for it.
+    1/6 may be too small by less than one in its last digit; the scale above the product makes up for it.
     """
     above = ((top * reference._f32(1.0 / 6.0)).view(torch.int32) >> 20) - 8 * 120 + 1
     return (above + 7).clamp(SUBNORMALS, CANDIDATES)
 
 
 def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """The E4M3 scales [..., N, C] of least weighted error of blocks of 16 of x [..., N, K]; see above.
+    """The E4M3 scales [..., N, C] of least weighted error (see the module) for blocks of 16 of x [..., N, K].
 
     outer: float32 [] or [..., 1, 1]. hessian: float32 [C, 16, 16] or [..., N, C, 16, 16]. A scale is NaN where the
     block is not finite, or where no error is a finite number.
@@ -162,10 +164,11 @@ def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Te
     blocks = padded.reshape(factor.shape[0], padded.shape[-1] // 16, 16)
     row, column = torch.tril_indices(16, 16, device=x.device)
     lower = torch.zeros_like(hessian)
-    lower[..., row, column] = lower_triangle(hessian)
+    mirrored = torch.where(row == column, 0.0, hessian[..., column, row])
+    lower[..., row, column] = hessian[..., row, column] + mirrored
     if hessian.dim() > 3:
         lower = lower.reshape(*blocks.shape, 16)
-    step = max(1, _WEIGHTED_CHUNK // max(1, blocks.shape[1]))
+    step = max(1, (_WEIGHTED_CHUNK_ON_GPU if x.is_cuda else _WEIGHTED_CHUNK) // max(1, blocks.shape[1]))
     found = []
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
@@ -175,20 +178,13 @@ def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Te
     return byte.view(*x.shape[:-1], blocks.shape[1]).view(torch.float8_e4m3fn)
 
 
-def lower_triangle(hessian: torch.Tensor) -> torch.Tensor:
-    """[..., 16, 16] -> [..., 136]: the entries of L on and below its diagonal, row by row; see above."""
-    row, column = torch.tril_indices(16, 16, device=hessian.device)
-    mirrored = torch.where(row == column, 0.0, hessian[..., column, row])
-    return (hessian[..., row, column] + mirrored).contiguous()
-
-
 def _least_weighted_error(blocks: torch.Tensor, factor: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """The bytes [R, C] of blocks [R, C, 16] with factors [R, 1, 1]. lower: [C, 16, 16] or [R, C, 16, 16]."""
+    """The scale bytes [R, C] of blocks [R, C, 16] with factors [R, 1, 1]. lower: [C, 16, 16] or [R, C, 16, 16]."""
     u = (blocks.abs() * factor).clamp(max=U_MAX)
     best = torch.full_like(u[..., 0], torch.inf)
     winner = torch.full_like(best, 0x7F, dtype=torch.uint8)
-    for byte in range(1, CANDIDATES + 1):
-        rests = rest(u, value(torch.tensor(byte, device=u.device))) * blocks.sign()
+    for byte, scale in enumerate(value(torch.arange(1, CANDIDATES + 1, device=u.device)), 1):
+        rests = rest(u, scale) * blocks.sign()
         weighted = torch.zeros_like(rests)
         for j in range(16):
             weighted = weighted + lower[..., j] * rests[..., j : j + 1]
@@ -210,20 +206,20 @@ def _nearest(scale: torch.Tensor) -> torch.Tensor:
 
 
 def rest(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What quantising leaves of magnitudes u (float32) by a scale that broadcasts to them: u - q * scale."""
+    """The rests u - q * scale of magnitudes u (float32); the scale broadcasts to u."""
     y = (u * (1.0 / scale)).clamp(max=6.0)
     q = torch.where(y < 2.0, (2.0 * y).round() * 0.5, torch.where(y < 4.0, y.round(), (0.5 * y).round() * 2.0))
     return u - q * scale
 
 
 def block_error(u: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The squared error [B] of blocks u [B, rows, 16] by a scale [B] each; see above."""
+    """The squared error [B] of blocks u [B, rows, 16] with scales [B]."""
     squares = rest(u, scale[:, None, None]).square()
     return _sum_neighbours(_sum_neighbours(squares, -1), -2)[:, 0, 0]
 
 
 def _sum_neighbours(terms: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pairwise sums along a dimension, counted from the end; it stays, of size one."""
+    """Pairwise sums along a dimension (a negative number), which stays with size one."""
     while terms.shape[dim] > 1:
         first, second = terms.unflatten(dim, (-1, 2)).unbind(dim)
         terms = first + second

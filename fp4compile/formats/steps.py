@@ -1,9 +1,9 @@
 """Pointwise operations as data: the steps of an `epilogue.Epilogue` and of a `prologue.Prologue`.
 
-A step names an operation and its arguments: the result of an earlier step (`s0`), a tensor by a name that whoever has
-the steps explains (`aux0`, `row1`), or a number. Ops carry steps as strings, one a step: "mul s0 aux0".
+A step names an operation and its arguments: the result of an earlier step (`s0`), a tensor by a name that the epilogue
+or prologue defines (`aux0`, `row1`), or a number. Ops carry each step as a string: "mul s0 aux0".
 
-`evaluate` is the reference. `templates.device.pointwise` prints the same steps as Triton.
+`evaluate` is the reference. `templates.device.pointwise` computes the same steps in kernels.
 """
 
 import re
@@ -15,7 +15,7 @@ import torch
 
 Argument = str | float
 
-# Every operation, on float32 tensors. `templates.device.pointwise` has the same names.
+# Pointwise operations on float32 tensors. `templates.device.pointwise` has the same names.
 OPERATIONS: dict[str, Callable] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -33,7 +33,7 @@ OPERATIONS: dict[str, Callable] = {
     "bfloat16": lambda x: x.bfloat16().to(x.dtype),
     "float16": lambda x: x.half().to(x.dtype),
 }
-# Those that round to a dtype of that name.
+# Operations that round to the dtype of their name.
 ROUNDINGS = ("bfloat16", "float16")
 _ARITY = {"add": 2, "sub": 2, "mul": 2, "div": 2, "variance": 2}  # all others take one argument
 
@@ -49,12 +49,12 @@ class Step:
         return " ".join((self.operation, *map(str, self.arguments)))
 
     def renamed(self, names: Mapping[str, str]) -> "Step":
-        """The same operation on other values; names: of those that are called otherwise."""
+        """The step with its arguments renamed; names: old name -> new name."""
         return Step(self.operation, tuple(names.get(x, x) if isinstance(x, str) else x for x in self.arguments))
 
 
-# Operations on rows of float32 tensors, each with one result a row, [..., 1]. The second argument of a variance is the
-# mean, which has one element a row.
+# Reductions of rows of float32 tensors, with one result a row, [..., 1]. The second argument of "variance" is the mean,
+# which has one element a row.
 REDUCTIONS: dict[str, Callable] = {
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.mean(-1, keepdim=True),
@@ -64,10 +64,10 @@ REDUCTIONS: dict[str, Callable] = {
 
 
 def parse(steps: Sequence[str], whose: str, names: str, *, reducing: bool = False) -> tuple[Step, ...]:
-    """The steps of the strings that an op carries.
+    """Read the steps from the strings that an op carries.
 
-    whose: "epilogue" or "prologue", for messages. names: a regular expression of what the tensors are called.
-    reducing: whether `REDUCTIONS` are steps, too. Raises ValueError for a string that is no step.
+    whose: "epilogue" or "prologue", for messages. names: a regular expression for the names of tensors.
+    reducing: whether `REDUCTIONS` are allowed. Raises ValueError for a string that is no step.
     """
     return _parsed(tuple(steps), whose, names, reducing)
 
@@ -98,16 +98,16 @@ def _number(which: str, word: str) -> float:
 
 
 def operand_kinds(steps: Sequence[Step], kinds: str) -> dict[int, str]:
-    """How each tensor is read, by its number: `row1` makes the entry 1: "row". kinds: "aux|row", for example."""
+    """The kind of each tensor, by its number: `row1` makes the entry 1: "row". kinds: "aux|row", for example."""
     names = (name for step in steps for name in step.arguments if isinstance(name, str))
     found = (re.fullmatch(rf"({kinds})(\d+)", name) for name in names)
     return {int(match[2]): match[1] for match in found if match is not None}
 
 
 def with_silu(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The same steps by their numbers, but x / (1 + exp(-x)) is one: "silu x". It leaves steps that nothing needs.
+    """Replace each division in x / (1 + exp(-x)) by the step "silu x"; numbers of steps stay, some are then unused.
 
-    For those who print steps or count them; no op carries that one, and `evaluate` does not know it.
+    For printing and counting steps only: no op carries "silu", and `evaluate` has no such operation.
     """
     return tuple(Step("silu", step.arguments[:1]) if _ends_silu(steps, step) else step for step in steps)
 
@@ -126,7 +126,7 @@ def _ends_silu(steps: Sequence[Step], step: Step) -> bool:
 
 
 def evaluate(steps: Sequence[Step], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The reference: the result of each step (there is at least one). tensors: by their names; all is float32."""
+    """The reference: the results of the steps (at least one), in float32. tensors: float32 tensors by their names."""
     values = dict(tensors)
     device = next(iter(values.values())).device
     for i, step in enumerate(steps):

@@ -5,33 +5,34 @@ from typing import Any
 
 import torch
 
-import fp4compile.ops.grouped  # noqa: F401  defines the grouped ops below
 from fp4compile.formats import formats
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.groups import Groups, padded_rows
-from fp4compile.formats.layouts import ceil_div
+from fp4compile.formats.layouts import LAYOUTS, ceil_div
 from fp4compile.formats.operand import Operand
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.reference_grouped import with_linear_scales
-from fp4compile.ops.dense import FLOAT_DTYPES, check_layout
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.quantize import DEQUANTIZE, QUANTIZE
 
 
 @dataclass(frozen=True, eq=False)  # no `==`: the comparison of two tensors has no truth value
 class BlockScaled:
-    """A quantised tensor: codes, scales and what they mean. value = element * block scale * outer.
+    """A quantised tensor: codes, scales and their format. value = element * block scale * outer.
 
     data: the codes, with the quantised dimension last and padded to whole blocks: uint8 with two codes a byte (E2M1),
         float8_e4m3fn or float8_e5m2.
     scales: the block scales, float8_e4m3fn or float8_e8m0fnu; None for a format without block scales. In the layout
         "linear": [..., rows, blocks] (square blocks: [..., rows / block, blocks]); "swizzled": one flat run for each
         matrix.
-    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With `groups`, that of each group: [G],
-        or [G, columns, 1] of each column where the groups lie along the quantised dimension.
+    outer: the float32 factor that decodes, [] or [..., rows, 1]; None means 1. With `groups`, one factor a group, [G],
+        or one a column of a group, [G, columns, 1], where the groups lie along the quantised dimension.
     format: the `BlockFormat`, see `formats`.
     shape: the shape of the represented values, with the quantised dimension last and without padding.
     layout: where the block scales lie, "linear" or "swizzled", see `layouts`.
-    groups: of a tensor whose groups were quantised one by one: "rows" (of data), "columns" (of data, each group padded
-        to whole 128), or "matrices". None for any other tensor.
-    offs, rows: the offsets of the groups of "rows" and "columns", and how many rows the tensor had; see `groups`.
+    groups: how groups lie in data if they were quantised one by one: as "rows", as "columns" (each group padded to a
+        multiple of 128), or as "matrices". None for a tensor without groups.
+    offs, rows: with "rows" and "columns", the offsets of the groups and how many rows the tensor had; see `groups`.
     """
 
     data: torch.Tensor
@@ -51,15 +52,13 @@ class BlockScaled:
             outer, made = self.outer, dtype
         else:
             outer, made = None, torch.float32
-        values = torch.ops.fp4compile.dequantize(
-            self.data, self._linear_scales(), outer, self.format.name, self.shape[-1], made
-        )
+        values = DEQUANTIZE(self.data, self._linear_scales(), outer, self.format.name, self.shape[-1], made)
         if self.groups is None or self.outer is None:
             return values.to(dtype)
         return (values * self._outer_of_values(self.outer)).to(dtype)
 
     def _linear_scales(self) -> torch.Tensor | None:
-        """The block scales as `dequantize` takes them: those of groups of rows without the padding between groups."""
+        """The block scales as `dequantize` takes them: without padding between groups of rows."""
         if self.groups != "rows" or self.layout != "swizzled" or self.scales is None:
             return self.scales
         return with_linear_scales(Operand(self.data, self.scales, None, self.format), self._cut()).scales
@@ -70,7 +69,7 @@ class BlockScaled:
         return Groups.of(self.offs, self.rows)
 
     def _outer_of_values(self, outer: torch.Tensor) -> torch.Tensor:
-        """The outer scale of each value, in a shape that broadcasts to `shape`."""
+        """The outer scale of each element, in a shape that broadcasts to `shape`."""
         if self.groups == "matrices":
             return outer.view(-1, 1, 1) if outer.dim() == 1 else outer
         if outer.dim() == 0 or (self.groups == "rows" and outer.dim() == 2):
@@ -107,8 +106,8 @@ def quantize(
     hadamard: quantise the random Hadamard transform of x along dim, in groups of 16 (NVFP4 blocks of 1x16). The
         result represents the transformed values, and its shape has whole groups.
     offs: int32 [G], to quantise each group of the rows of a matrix x as if it were alone, see `groups`. With dim=0, the
-        result has each group padded to whole 128. per_matrix: to quantise each matrix of x [G, R, C] as if it were
-        alone. The results are the operands of `scaled_grouped_mm`.
+        result has each group padded to a multiple of 128. per_matrix: quantise each matrix of x [G, R, C] as if it were
+        alone. The results are operands of `scaled_grouped_mm`.
     scales: how block scales are chosen. "amax" makes them of each block's largest element. For weights in NVFP4 formats
         that do not scale rows, "mse" takes the E4M3 scale of least squared error, and "four_over_six" the better one of
         two; the bits are then those of `reference_scales`. Not with a seed, hadamard or offs.
@@ -128,7 +127,8 @@ def quantize(
         raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: x has {x.dim()} dimensions")
-    check_layout(layout)
+    if layout not in LAYOUTS:
+        raise ValueError(formats.unknown_name("layout", layout, LAYOUTS))
     formats.check_scale_rule("scales", scales, fmt)
     if scales != "amax" and (seed is not None or hadamard or offs is not None):
         raise ValueError(f"scales={scales!r}: is for weights, and goes without seed, hadamard and offs")
@@ -146,12 +146,13 @@ def quantize(
     options: dict[str, Any] = {
         "outer": outer, "layout": layout, "seed": seed, "hadamard": hadamard, "scale_rule": scales
     }  # fmt: skip
-    if grouped:
-        dim = dim if dim < 0 else dim - x.dim()
-        data, block_scales, computed = torch.ops.fp4compile.quantize_grouped(x.detach(), offs, fmt.name, dim, **options)
-        k = padded_rows(k, offs.shape[0]) if offs is not None and dim == -2 else k
-    else:
-        data, block_scales, computed = torch.ops.fp4compile.quantize(x.detach(), fmt.name, dim, **options)
+    dim = dim if dim < 0 else dim - x.dim()
+    if grouped and dim not in (-1, -2):
+        raise ValueError(f"dim={dim}: a grouped tensor is quantised along dimension -1 or -2")
+    data, block_scales, computed = QUANTIZE(
+        x.detach(), fmt.name, dim, offs=offs, each_matrix=per_matrix, **options
+    )  # fmt: skip
+    k = padded_rows(k, offs.shape[0]) if offs is not None and dim == -2 else k
     if hadamard:
         k = ceil_div(k, fmt.block_cols) * fmt.block_cols
     if outer is None and fmt.outer is not None:
@@ -197,7 +198,7 @@ def scaled_mm(
     if bias is not None:
         _check_bias(bias, b.shape[-2], a.data.device)
     _check_float("out_dtype", out_dtype)
-    return torch.ops.fp4compile.scaled_mm(
+    return SCALED_MM(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, bias, out_dtype
     )
 
@@ -205,13 +206,13 @@ def scaled_mm(
 def scaled_grouped_mm(
     a: BlockScaled, b: BlockScaled, offs: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """The products of groups, each as `scaled_mm` would compute it: those of experts, whose tokens lie in a row.
+    """The products of groups, such as experts with their tokens sorted; each is computed as by `scaled_mm`.
 
     a, b: A [M, K], whose rows `offs` cuts in groups, and B [G, N, K], one matrix a group: out [M, N], zero in rows of
         no group. Or both quantised with offs along the rows (dim=0), [P, rows] and [Q, rows]: out [G, P, Q]. See
-        `quantize` for how they are made. Formats go together as in `scaled_mm`.
-    offs: int32 [G], the end of each group, on the operands' device. Its values are never read by the host: those that
-        decrease count as empty groups, and those beyond M as M.
+        `quantize` for how they are made. The formats must fit as in `scaled_mm`.
+    offs: int32 [G], the end of each group, on the operands' device. The host never reads its values: an offset that
+        decreases makes an empty group, and an offset beyond M counts as M.
     out_dtype: bf16, fp16 or fp32.
 
     Raises TypeError for an operand that is no `BlockScaled` and for offs that are not int32, ValueError for shapes,
@@ -241,7 +242,7 @@ def scaled_grouped_mm(
             raise ValueError(f"offs: expected the {operand.offs.shape[0]} groups of an operand, got {offs.shape[0]}")
     _check_float("out_dtype", out_dtype)
     rows = a.rows if along else a.shape[0]
-    return torch.ops.fp4compile.scaled_grouped_mm(
+    return SCALED_GROUPED_MM(
         a.data, a.scales, a.outer, a.format.name, b.data, b.scales, b.outer, b.format.name, offs, rows, out_dtype
     )
 

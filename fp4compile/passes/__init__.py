@@ -1,1 +1,1 @@
-"""Graph passes: rewrite the joint graph, then hoist, merge, fuse and lower. None knows the inside of a kernel."""
+"""Graph passes: rewrite the joint graph, then hoist, merge, fuse and lower. None depends on a kernel's inside."""

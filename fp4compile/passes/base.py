@@ -20,8 +20,8 @@ _dump_number = itertools.count()
 class Pass:
     """A pass over a graph.
 
-    name: of the pass in the report, in dumps and in `fp4compile.config.disabled_passes`. function: takes the graph and
-    what else the pass needs, changes the graph in place, and returns how many places it changed.
+    name: the pass's name in the report, in dumps and in `fp4compile.config.disabled_passes`. function: takes the graph
+    and the pass's other arguments, changes the graph in place, and returns the number of matches.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Pass:
 def run_passes(
     passes: Iterable[Pass], graph: Graph, *arguments: object, disabled: Collection[str] = ()
 ) -> dict[str, PassRun]:
-    """Run the passes in order on one graph; returns the matches and the time of each that ran.
+    """Run the passes in order on one graph; returns the matches and the time of each pass that ran.
 
-    arguments: handed to every pass after the graph. disabled: names of the passes to leave out.
+    arguments: passed to every pass after the graph. disabled: names of the passes to leave out.
     """
     runs = {}
     for one in passes:
@@ -46,7 +46,7 @@ def run_passes(
 
 
 def summary(runs: dict[str, PassRun]) -> str:
-    """The runs in a line of the log."""
+    """The runs as one line for the log."""
     return ", ".join(f"{name} {run.matches} in {1e3 * run.seconds:.1f} ms" for name, run in runs.items())
 
 

@@ -1,78 +1,91 @@
-"""Quantise and dequantise in one kernel, where only products read it: `quantize` becomes `fake_quantize`.
+"""Quantise and dequantise in one kernel, where only products read it: `quantize` returns values, and no codes.
 
 Entry: `fake_quantize(graph)`, on a forward, backward or inference graph after the partitioner. It runs after equal
-quantises became one, and before epilogue and horizontal fusion, which then see the operands that this pass leaves.
+quantises became one, and before epilogue and horizontal fusion, which depend on the operands that this pass leaves.
 
-A GPU without FP4 matrix units multiplies 16-bit numbers. Most of its products first dequantise A in memory, each for
-itself (`Choice.dequantizes_a`). The codes and block scales need not be written where nothing else reads them; the
-backward pass reads them where they are saved for it. The products then get a plain A, with the outer scale that A had:
-the same numbers, and the same kernels. Products that dequantise codes in registers are left alone, because they read
-fewer bytes of codes than of 16-bit numbers.
+A GPU without FP4 matrix units multiplies 16-bit numbers. Most of its products first dequantise A in memory, each
+product separately (`Choice.dequantizes_a`). The codes and block scales need not be written unless the backward pass or
+another reader uses them. The products then get a plain A, with the outer scale that A had: equal numbers and equal
+kernels. Products that dequantise codes in registers are left alone, because codes are fewer bytes than 16-bit numbers.
 
-Products of experts with many tokens dequantise A and B in memory. There both become values: tokens and gradients along
-either dimension, and weights that are quantised in the graph. A quantise of both dimensions may keep its codes along
-one of them: those of an activation that are saved for the weight gradient.
+Products of experts with many tokens dequantise A and B in memory. There both operands become dequantised values: tokens
+and gradients along either dimension, and weights that are quantised in the graph. A quantise along both dimensions may
+keep its codes along one of them: an activation's codes that are saved for the weight gradient.
 """
 
 import operator
+from dataclasses import replace
 
-import torch
 from torch.fx import Graph, Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import (
-    FAKE_QUANTIZE,
-    FAKE_QUANTIZE_GROUPED,
-    FAKE_QUANTIZE_GROUPED_BOTH,
-    QUANTIZE,
-    QUANTIZE_GROUPED,
-    QUANTIZE_GROUPED_BOTH,
-    SCALED_GROUPED_MM,
-    SCALED_MM,
-    Quantise,
-    grouped_problem,
-    new_node,
-    quantise_of,
-    scaled_mm_of,
-)
+from fp4compile.analysis.graph import Quantise, new_node, quantise_of, scaled_mm_of
 from fp4compile.formats import formats
-from fp4compile.ops import dense as ops
-from fp4compile.ops import grouped as ops_grouped
-from fp4compile.templates.grouped.choose import choose
+from fp4compile.formats.quantize_spec import holds_values
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.templates.launch import on_gpu
 
 
 def fake_quantize(graph: Graph) -> int:
-    """Replace quantises on CUDA tensors that only such products read; returns how many."""
-    count = 0
+    """Let quantises on CUDA tensors return dequantised values where all readers would dequantise the codes.
+
+    Returns the number of quantises changed. All decisions are made before any product is changed.
+    """
+    found = []
     for node in graph.find_nodes(op="call_function", target=QUANTIZE):
         quantise = quantise_of(node)
-        readers = _readers(node)
-        if readers and _expandable(quantise) and all(_multiplies(reader, node) for reader in readers):
-            _replace(quantise, readers)
-            count += 1
-    return count + _fake_quantize_experts(graph)
+        dims = tuple(dim for dim in quantise.dims if _expands(quantise, dim))
+        if dims:
+            found.append((quantise, dims))
+    for quantise, dims in found:
+        _replace(quantise, dims)
+    return len(found)
 
 
-def _expandable(quantise: Quantise) -> bool:
-    """Whether `fake_quantize` does what the node does, and its kernel reads the tensor as it lies."""
-    x = quantise.source.meta["val"]
-    plain = quantise.layout == "linear" and quantise.seed is None and not quantise.hadamard
-    plain = plain and quantise.scale_rule == "amax"
-    along_rows = quantise.dim == -1 and statically_true(x.stride(-1) == 1)
-    return on_gpu(x) and plain and along_rows and ops.fake_quantizable(formats.get(quantise.format))
+def _expands(quantise: Quantise, dim: int) -> bool:
+    """Whether the op can return dequantised values along `dim`, and all readers of the codes would dequantise them."""
+    x, fmt = quantise.x.meta["val"], formats.get(quantise.format)
+    plain = (quantise.layout, quantise.scale_rule) == ("linear", "amax") and not quantise.values
+    if not on_gpu(x) or not plain or not holds_values(fmt, x.dtype):
+        return False
+    readers = _readers(quantise, dim)
+    if not readers:
+        return False
+    if all(reader.target is SCALED_MM for reader in readers):
+        return _reads_as_it_lies(quantise) and all(_dequantizes_a(reader, quantise) for reader in readers)
+    fits = quantise.offs is not None or len(quantise.dims) == 1  # kernels of both directions write codes
+    fits = fits and not (fmt.square and quantise.seed is not None)
+    return fits and all(_dequantizes_in_memory(reader, quantise, dim) for reader in readers)
 
 
-def _readers(quantise: Node, data: int = 0) -> list[Node]:
-    """Who reads the codes or the block scales, outputs `data` and the next one, each once."""
-    outputs = [output for output in quantise.users if output.args[1] in (data, data + 1)]
+def _reads_as_it_lies(quantise: Quantise) -> bool:
+    """Whether the kernel for dequantised values can read the tensor in rows, and float16 can hold the values."""
+    fmt, x = formats.get(quantise.format), quantise.x.meta["val"]
+    plain = quantise.seed is None and not quantise.hadamard and not quantise.grouped
+    return (
+        plain
+        and quantise.dims == (-1,)
+        and statically_true(x.stride(-1) == 1)
+        and fmt.scale == "e4m3"
+        and not fmt.square
+    )
+
+
+def _readers(quantise: Quantise, dim: int) -> list[Node]:
+    """The nodes that read the codes or the block scales along a dimension, each once."""
+    data = _data(quantise, dim)
+    outputs = [output for output in quantise.node.users if output.args[1] in (data, data + 1)]
     return list(dict.fromkeys(user for output in outputs for user in output.users))
 
 
-def _multiplies(reader: Node, quantise: Node) -> bool:
-    """Whether a reader is a product that dequantises the codes in memory first, as its A and nothing else."""
-    if reader.target is not SCALED_MM:
-        return False
+def _data(quantise: Quantise, dim: int) -> int:
+    """The index of the codes among the op's results; the block scales and the outer scale follow."""
+    return 3 * quantise.dims.index(dim)
+
+
+def _dequantizes_a(reader: Node, quantise: Quantise) -> bool:
+    """Whether a product reads the codes only as its A, and first dequantises A in memory."""
     places = [(place, arg.args[1]) for place, arg in enumerate(reader.args) if _comes_from(arg, quantise)]
     if places not in ([(0, 0), (1, 1)], [(0, 0), (1, 1), (2, 2)]):
         return False
@@ -80,110 +93,45 @@ def _multiplies(reader: Node, quantise: Node) -> bool:
     return None not in (product.a.format, product.b.format) and product.choice().dequantizes_a
 
 
-def _comes_from(arg, quantise: Node) -> bool:
-    return isinstance(arg, Node) and arg.target is operator.getitem and arg.args[0] is quantise
-
-
-def _replace(quantise: Quantise, readers: list[Node]) -> None:
-    """Let the products read the values, and all others the outer scale."""
-    node = quantise.node
-    options = {} if quantise.outer is None else {"outer": quantise.outer}
-    with node.graph.inserting_before(node):
-        expanded = new_node(node.graph, FAKE_QUANTIZE, (quantise.source, quantise.format), node.meta, **options)
-        values, outer = (new_node(node.graph, operator.getitem, (expanded, i), node.meta) for i in range(2))
-    for product in readers:
-        product.args = (values, None, product.args[2], None, *product.args[4:])
-    for output in list(node.users):
-        output.replace_all_uses_with(outer)  # codes and block scales have no more uses
-        node.graph.erase_node(output)
-    node.graph.erase_node(node)
-    if not outer.users:
-        node.graph.erase_node(outer)
-
-
-# ---------------------------------------------------------------- experts
-
-
-def _fake_quantize_experts(graph: Graph) -> int:
-    """`fake_quantize` of what grouped products read. All is decided before any product has another operand."""
-    found = []
-    for op, outputs in ((QUANTIZE, (0,)), (QUANTIZE_GROUPED, (0,)), (QUANTIZE_GROUPED_BOTH, (0, 3))):
-        for node in graph.find_nodes(op="call_function", target=op):
-            expanded = [data for data in outputs if _expandable_in_groups(node) and _only_multiplied(node, data)]
-            if expanded:
-                found.append((node, expanded))
-    for node, expanded in found:
-        _replace_grouped(node, expanded)
-    return len(found)
-
-
-def _expandable_in_groups(node: Node) -> bool:
-    """Whether there is an op that does what the node does, and 16 bits hold the values."""
-    source, offs, name, dim = _arguments(node)
-    x, fmt = source.meta["val"], formats.get(name)
-    options = {"layout": "linear", "scale_rule": "amax", "seed": None, "outer": None, **node.kwargs}
-    plain = (options["layout"], options["scale_rule"]) == ("linear", "amax")
-    if node.target is QUANTIZE:  # of matrices, each by itself unless they share an outer scale that is computed
-        does = x.dim() == 3 and dim in (-1, -2) and (fmt.outer != "tensor" or options["outer"] is not None)
-    else:
-        does = node.target is QUANTIZE_GROUPED or offs is not None
-    does = does and not (fmt.square and options["seed"] is not None)
-    return on_gpu(x) and plain and does and ops_grouped.fake_quantizable(fmt, x.dtype)
-
-
-def _arguments(node: Node) -> tuple[Node, Node | None, str, int | None]:
-    """(x, offs, format, dim) of a quantise; None for offs of matrices, and for dim of both."""
-    if node.target is QUANTIZE_GROUPED_BOTH:
-        return (*node.args, None)
-    quantise = quantise_of(node)
-    return quantise.source, *(quantise.groups or (None,)), quantise.format, quantise.dim
-
-
-def _only_multiplied(node: Node, data: int) -> bool:
-    """Whether the readers of codes and block scales, outputs `data` and the next, would dequantise them in memory."""
-    readers = _readers(node, data)
-    dtype = formats.get(_arguments(node)[2]).values_dtype
-    return bool(readers) and all(_dequantizes_in_memory(reader, node, data, dtype) for reader in readers)
-
-
-def _dequantizes_in_memory(reader: Node, node: Node, data: int, dtype: torch.dtype) -> bool:
-    """Whether a reader is a product of quantised groups that first writes A and B, one of them the codes, in dtype."""
-    if reader.target is not SCALED_GROUPED_MM or _place(reader, node, data) is None:
+def _dequantizes_in_memory(reader: Node, quantise: Quantise, dim: int) -> bool:
+    """Whether a reader is a grouped product that first dequantises A and B in memory, and the codes are one of them."""
+    if reader.target is not SCALED_GROUPED_MM or _place(reader, quantise, dim) is None:
         return False
-    problem = grouped_problem(reader)
-    both = problem.a.format is not None and problem.b.format is not None
-    return both and problem.compute_dtype == dtype and choose(problem).dequantizes
+    product, dtype = scaled_mm_of(reader), formats.get(quantise.format).values_dtype
+    if None in (product.a.format, product.b.format) or product.problem().compute_dtype != dtype:
+        return False
+    choice = product.choice()
+    return choice.dequantizes_a and choice.dequantizes_b
 
 
-def _place(product: Node, node: Node, data: int) -> int | None:
-    """Where codes and block scales are the data and scales of one operand, the place of the data; else None."""
+def _place(product: Node, quantise: Quantise, dim: int) -> int | None:
+    """The argument position of the codes, if codes and block scales are the data and scales of one operand; or None."""
+    data = _data(quantise, dim)
     places = [(place, arg.args[1] - data) for place, arg in enumerate(product.args)
-              if _comes_from(arg, node) and arg.args[1] in (data, data + 1)]  # fmt: skip
+              if _comes_from(arg, quantise) and arg.args[1] in (data, data + 1)]  # fmt: skip
     return next((place for place in (0, 4) if places == [(place, 0), (place + 1, 1)]), None)
 
 
-def _replace_grouped(node: Node, expanded: list[int]) -> None:
-    """Let products read values in the place of the outputs `expanded` and their scales; others read what they read."""
-    graph, both = node.graph, node.target is QUANTIZE_GROUPED_BOTH
-    kept = {name: value for name, value in node.kwargs.items() if name in ("outer", "seed", "hadamard")}
+def _comes_from(arg, quantise: Quantise) -> bool:
+    return isinstance(arg, Node) and arg.target is operator.getitem and arg.args[0] is quantise.node
+
+
+def _replace(quantise: Quantise, dims: tuple[int, ...]) -> None:
+    """Let products read dequantised values instead of codes and block scales along `dims`; other readers stay."""
+    node, graph = quantise.node, quantise.node.graph
     with graph.inserting_before(node):
-        if both:
-            values = "both" if len(expanded) == 2 else "rows" if expanded == [0] else "columns"
-            new = new_node(graph, FAKE_QUANTIZE_GROUPED_BOTH, (*node.args, values), node.meta, **kept)
-        else:
-            new = new_node(graph, FAKE_QUANTIZE_GROUPED, _arguments(node), node.meta, **kept)
-        outputs = {i: new_node(graph, operator.getitem, (new, i if both else i // 2), node.meta)
-                   for i in (range(6) if both else (0, 2))}  # fmt: skip
-    for data in expanded:
-        for product in _readers(node, data):
-            place = _place(product, node, data)
-            operand = (outputs[data], None, product.args[place + 2], None)
+        new = replace(quantise, values=dims).new(graph, node.meta)
+        outputs = [new_node(graph, operator.getitem, (new, i), node.meta) for i in range(3 * len(quantise.dims))]
+    for dim in dims:
+        for product in _readers(quantise, dim):
+            place = _place(product, quantise, dim)
+            operand = (outputs[_data(quantise, dim)], None, product.args[place + 2], None)
             product.args = (*product.args[:place], *operand, *product.args[place + 4 :])
     for output in list(node.users):
         if output.users:
             output.replace_all_uses_with(outputs[output.args[1]])
         graph.erase_node(output)
     graph.erase_node(node)
-    for output in outputs.values():
+    for output in outputs:
         if not output.users:
             graph.erase_node(output)

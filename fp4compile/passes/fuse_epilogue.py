@@ -1,15 +1,15 @@
-"""Fuse the pointwise operations after a product into its kernel: `scaled_mm` becomes `scaled_mm_epilogue`.
+"""Fuse the pointwise operations after a product into its kernel, as the epilogue of `scaled_mm`.
 
 Entry: `fuse_epilogue(graph)`, on a forward, backward or inference graph after the partitioner, before it is lowered.
 
 From a product on, the pass follows its users through reshapes, casts and the operations of `passes.pointwise`, as long
-as an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). Of what it has gathered it
-takes the longest part that ends in one value. Nothing else may use the product or what lies between: the backward pass,
-for example, for which a value is saved.
+as an epilogue can read every other tensor among the arguments (`_Region._operand_kind`). It takes the longest part of
+these that ends in one value. Nothing else may use the product or a value in between; a value that is saved for the
+backward pass, for example, ends the part.
 
 The pass fuses where that saves a pass over memory. The kernel that will serve the product must have an epilogue, the
 result must not be wider than the product would have been, and every operand must be in memory anyhow. Inductor keeps
-the operations that the pass does not know, and all of them where Inductor is told to round otherwise than by default.
+all other operations, and all operations where Inductor's rounding options differ from their defaults.
 """
 
 import heapq
@@ -20,10 +20,11 @@ import torch
 from torch.fx import Graph, Node
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, ScaledMM, new_node, scaled_mm_of
+from fp4compile.analysis.graph import CAST, RESHAPES, ScaledMM, new_node, scaled_mm_of
 from fp4compile.formats.epilogue import AUXILIARIES, PRODUCT, Epilogue
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.formats.steps import Step
-from fp4compile.ops import dense as ops
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, operation_of, same_shape
 
 aten = torch.ops.aten
@@ -45,13 +46,13 @@ def fuse_epilogue(graph: Graph) -> int:
 
 
 def _takes_epilogue(product: ScaledMM) -> bool:
-    """Whether it is known that the kernel that will serve the product has an epilogue."""
-    return product.on_gpu and not product.plain and product.choice().takes_epilogue
+    """Whether the kernel that will serve the product is known to have an epilogue."""
+    return product.epilogue is None and product.on_gpu and not product.plain and product.choice().takes_epilogue
 
 
 @dataclass
 class _Region:
-    """What follows a product, in the order of the graph: operations, and those that change no value."""
+    """The operations that follow a product, in graph order. renamed: reshapes and casts, which change no value."""
 
     product: Node
     operations: dict[Node, tuple[str, tuple]] = field(default_factory=dict)  # name, arguments: nodes and numbers
@@ -74,11 +75,11 @@ class _Region:
         return self.product.meta["val"]
 
     def _take(self, node: Node) -> bool:
-        """Add a user of the region to it, if it is something that an epilogue does."""
+        """Add a user of the region to the region if an epilogue can compute it."""
         value = node.meta.get("val")
         if node.op != "call_function" or node.kwargs or not isinstance(value, torch.Tensor):
             return False
-        if value.dtype not in ops.FLOAT_DTYPES:
+        if value.dtype not in FLOAT_DTYPES:
             return False
         if node.target in RESHAPES or node.target is CAST:
             self.renamed[node] = node.args[0]
@@ -99,7 +100,7 @@ class _Region:
     def _operand_kind(self, node: Node, shape: torch.Size) -> str | None:
         """How an epilogue reads a tensor outside of the region; None if it cannot."""
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in ops.FLOAT_DTYPES:
+        if not isinstance(value, torch.Tensor) or value.dtype not in FLOAT_DTYPES:
             return None
         if value.device != self.value.device or not contiguous(value):
             return None
@@ -109,7 +110,7 @@ class _Region:
         return "row" if 0 < value.dim() <= len(shape) and same_shape(value.shape, row) else None
 
     def end(self) -> Node | None:
-        """The last node whose value is all that is needed of what leads to it; None if there is nothing to fuse."""
+        """The last node that alone is used outside the part leading to it; None if there is nothing to fuse."""
         for last in sorted([*self.operations, *self.renamed], reverse=True):
             if last.target not in RESHAPES and self._worth(last):
                 return last
@@ -140,7 +141,7 @@ class _Region:
         return [argument for argument in self.operations.get(node, ("", ()))[1] if isinstance(argument, Node)]
 
     def operands(self, last: Node) -> dict[Node, str]:
-        """The tensors from outside that `last` depends on, and how an epilogue reads each."""
+        """The tensors from outside the region that `last` depends on, and how an epilogue reads each."""
         inside = self.leading_to(last)
         return {
             argument: self._operand_kind(argument, node.meta["val"].shape)
@@ -149,7 +150,7 @@ class _Region:
         }  # fmt: skip
 
     def epilogue(self, last: Node) -> Epilogue:
-        """The operations that lead to `last`; auxiliary tensors are numbered as `operands` has them."""
+        """The operations that lead to `last`; auxiliary tensors are numbered in the order of `operands`."""
         inside, kinds = self.leading_to(last), self.operands(last)
         taken = [node for node in self.operations if node in inside]
         names = {self.product: PRODUCT, **{node: f"s{i}" for i, node in enumerate(taken)}}
@@ -168,8 +169,8 @@ class _Region:
 def _in_memory(node: Node, inside: set[Node]) -> bool:
     """Whether a tensor is written to memory even if no epilogue reads it.
 
-    The result of an operation is not, if Inductor would compute it in the same kernel as the epilogue and nowhere else:
-    to fuse the epilogue would then cost a pass over memory instead of saving one.
+    An operation's result is not written if Inductor would compute it only in the epilogue's kernel: fusing the epilogue
+    would then cost a pass over memory instead of saving one.
     """
     path = [node]
     while path[-1].target in RESHAPES:
@@ -181,12 +182,12 @@ def _in_memory(node: Node, inside: set[Node]) -> bool:
 
 
 def _fuse(graph: Graph, region: _Region, last: Node) -> None:
-    """Put a product with an epilogue in the place of `last`, and take away what led there."""
+    """Replace `last` by a product with an epilogue, and erase the nodes that led to `last`."""
     operands, epilogue = list(region.operands(last)), region.epilogue(last)
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]
     with graph.inserting_before(last):
         arguments = (*product.args, operands, epilogue.strings(), epilogue.dtype)
-        fused = new_node(graph, SCALED_MM_EPILOGUE, arguments, product.meta)
+        fused = new_node(graph, SCALED_MM, arguments, product.meta)
         if not same_shape(region.value.shape, value.shape):
             shape = next(
                 n.args[1] for n in inside if n.target in RESHAPES and same_shape(n.meta["val"].shape, value.shape)

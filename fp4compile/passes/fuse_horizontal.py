@@ -1,30 +1,31 @@
 """Horizontal fusion: products of one A become one launch, and their nodes one `scaled_mm_horizontal`.
 
 Entry: `fuse_horizontal(graph)`, on a forward, backward or inference graph after the partitioner. It runs after epilogue
-fusion, because a product in a group has no epilogue, and before `inplace`: a node can be moved only as long as nothing
-writes over memory.
+fusion, because a product in a horizontal group has no epilogue, and before `inplace`: a node can be moved only as long
+as nothing overwrites memory.
 
 The pass is for the few rows of a decode step, where launching Q, K and V one after the other takes longer than reading
-their weights. `Choice.group` says which products can be launched together. Their node stands where the first product
-stood. What the others need beside A (weights, scales, bias) is moved before it if it is computed later. That must not
-depend on a product of the group.
+their weights. `Choice.group` says which products can be launched together. The fused node replaces the first product.
+The other products' operands besides A (weights, scales, bias) are moved before it if they are computed later. They must
+not depend on a product of the horizontal group.
 """
 
 import operator
 
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import SCALED_MM, SCALED_MM_HORIZONTAL, new_node, scaled_mm_of
+from fp4compile.analysis.graph import new_node, scaled_mm_of
 from fp4compile.analysis.views import value_key
+from fp4compile.ops.matmul import SCALED_MM, SCALED_MM_HORIZONTAL
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 
-_OWN = (4, 5, 6, 8)  # arguments of a product that are its own: B, its scales, its outer scale, the bias
+_OWN = (4, 5, 6, 8)  # arguments that products of a horizontal group do not share: B, its scales and outer scale, bias
 
 
 def fuse_horizontal(graph: Graph) -> int:
-    """Replace products of one A by one node; returns how many groups there are."""
+    """Replace products of one A by one node; returns the number of horizontal groups."""
     alike: dict[tuple, list[Node]] = {}
-    changes = 0  # nothing is moved past what changes a tensor or draws random numbers
+    changes = 0  # no node is moved past a node that changes a tensor or draws random numbers
     for node in graph.nodes:
         if node.target is SCALED_MM:
             key = _key(node)
@@ -35,9 +36,9 @@ def fuse_horizontal(graph: Graph) -> int:
 
 
 def _key(node: Node) -> tuple | None:
-    """Equal for products that can be one launch; None for a product that cannot be part of one."""
+    """A key that is equal for products that can share a launch; None for a product that cannot share one."""
     product = scaled_mm_of(node)
-    if not product.on_gpu or product.b.format is None:
+    if not product.on_gpu or product.b.format is None or product.epilogue is not None:
         return None
     choice = product.choice()
     if choice.group is None:
@@ -48,10 +49,10 @@ def _key(node: Node) -> tuple | None:
 
 
 def _fuse_alike(products: list[Node]) -> int:
-    """Replace products that can be launched together, as many at a time as a launch takes; returns how many groups."""
+    """Replace products of one `_key`, as many as a launch takes at a time; returns the number of horizontal groups."""
     groups = 0
     while products:
-        first, *others = sorted(products)  # what was moved for others may have changed the order
+        first, *others = sorted(products)  # moves for earlier horizontal groups may have changed the order
         group, left = [first], []
         for product in others:
             fits = len(group) < MOST_IN_GROUP and _gather(product, group)
@@ -64,7 +65,7 @@ def _fuse_alike(products: list[Node]) -> int:
 
 
 def _gather(product: Node, group: list[Node]) -> bool:
-    """Move what a product needs beside A before the first product of a group; returns whether that is possible."""
+    """Move a product's operands besides A before the horizontal group's first product; returns whether it can."""
     first = group[0]
     late: set[Node] = set()
     waiting = [product.args[i] for i in _OWN]

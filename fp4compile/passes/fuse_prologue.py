@@ -1,28 +1,26 @@
-"""Fuse the pointwise operations before a quantiser into its kernel: `quantize` becomes `quantize_prologue`.
-
-Those of experts (`quantize_grouped`) become `quantize_grouped_prologue` (`passes.quantisers`).
+"""Fuse the pointwise operations before a quantiser into its kernel, as the prologue of `quantize`.
 
 Entry: `fuse_prologue(graph)`, on a forward, backward or inference graph after the partitioner. It runs after
-`merge_quantize` and `fake_quantize`, which make the quantisers what they are, and after `fuse_epilogue`: a product that
-can write the result of an activation itself saves more than a quantiser that computes it, so that goes first.
+`merge_quantize` and `fake_quantize`, which give the quantisers their final form, and after `fuse_epilogue`: a product
+that writes an activation's result in its epilogue saves more than a quantiser that computes the activation.
 
 From the tensor that is quantised, the pass goes back through reshapes that keep the rows, casts, and the operations of
 `passes.pointwise`, up to tensors that are in memory (`_given`), to columns ([M, 1]: statistics of a norm), and to rows
-([K]: weights, biases). Statistics are written by Inductor's reduction. Or the chain goes back through them and the
-reductions of `passes.reductions`, and the fused kernel finds them itself.
+([K]: weights, biases). Either Inductor's reduction writes the statistics, or the chain goes back through them and the
+reductions of `passes.reductions`, and the fused kernel computes the statistics itself.
 
-The tensor and the values in between may have other readers. Those that Inductor computes by kernels of its own compute
-such a value again. Others need it in memory (`_Chain._needed`): the fused kernel stores it for them. Or the chain ends
-at a value in between, Inductor writes it, and the fused kernel reads it. Of all these chains, the best one is taken.
+The tensor and the values in between may have other readers. A reader that Inductor compiles into its own kernel
+computes such a value again. Other readers need the value materialised (`_Chain._needed`): the fused kernel stores it
+for them, or the chain ends at the value, which Inductor writes and the fused kernel reads. The best chain is taken.
 
-The pass fuses where the model of `templates.quantize.prologue_cost` says that it pays. Inductor keeps what the pass
-does not know, and everything where Inductor is told to round otherwise than by default.
+The pass fuses where the model of `templates.quantize.prologue_cost` says that it pays. Inductor keeps all other
+operations, and all operations where Inductor's rounding options differ from their defaults.
 """
 
 import itertools
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -31,26 +29,29 @@ from torch.fx import Graph, Node
 
 from fp4compile import _compat
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import CAST, RESHAPES, SCALED_MM, new_node, scaled_mm_of
+from fp4compile.analysis.graph import CAST, RESHAPES, Quantise, new_node, quantise_of, scaled_mm_of
 from fp4compile.formats.prologue import OPERANDS, Prologue
+from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.formats.steps import REDUCTIONS, Step
+from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fused import name_operations
 from fp4compile.passes.pointwise import STORED, contiguous, fits_float32, float_value, operation_of, same_shape
-from fp4compile.passes.quantisers import call_with_prologue, may_have_prologue, takes_prologue, work_of
 from fp4compile.passes.reductions import reduction_of
 from fp4compile.passes.slices import cuts_columns, erase_unread, in_shape, memory_of, slice_of
 from fp4compile.templates.launch import on_gpu, target_of
 from fp4compile.templates.quantize.heuristics import PARTIAL_MAXIMA_ELEMENTS
-from fp4compile.templates.quantize.prologue_cost import Work, gain
+from fp4compile.templates.quantize.prologue_cost import gain, reads_amax
+from fp4compile.templates.quantize.prologues import takes_prologue
 
 aten = torch.ops.aten
 
-# What Inductor computes by kernels of its own, besides pointwise operations.
+# The operators, besides pointwise ones, for which Inductor generates kernels.
 _REDUCTIONS = (
     aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.amax.default, aten.amin.default,
     aten.var.correction, aten.var_mean.correction, aten.any.dim, aten.any.default,
 )  # fmt: skip
-# A longer chain is no activation and no norm; and each step is an instruction of every tile at least.
+# A longer chain is neither an activation nor a norm, and each step costs at least one instruction in every tile.
 MOST_STEPS = 32
 
 
@@ -61,7 +62,7 @@ def fuse_prologue(graph: Graph) -> int:
     _read_sizes_of_operands(graph)
     fused = 0
     for node in _before_writes(graph):
-        if may_have_prologue(node) and on_gpu(node.args[0].meta["val"]):
+        if node.target is QUANTIZE and _may_have_prologue(quantise_of(node)):
             variants = itertools.product((False, True), repeat=3)
             chain = max((_Chain(node, *variant) for variant in variants), key=lambda chain: chain.gain)
             if chain.gain > 0:
@@ -70,8 +71,14 @@ def fuse_prologue(graph: Graph) -> int:
     return fused
 
 
+def _may_have_prologue(quantise: Quantise) -> bool:
+    """Whether a quantiser reads activations or gradients on a GPU, and has no prologue."""
+    weight = quantise.each_matrix or quantise.scale_rule != "amax"
+    return not weight and not quantise.prologue and on_gpu(quantise.x.meta["val"])
+
+
 def _read_sizes_of_operands(graph: Graph) -> None:
-    """Let what reads a size of a result read that of an operand of its shape: the result need not be there for it."""
+    """Let each `sym_size` of a result read an operand of equal shape, so that it does not need the result."""
     for size in graph.find_nodes(op="call_function", target=aten.sym_size.int):
         source = size.args[0]
         while source is not None:
@@ -83,7 +90,7 @@ def _read_sizes_of_operands(graph: Graph) -> None:
 
 
 def _before_writes(graph: Graph) -> list[Node]:
-    """The nodes up to the first that writes over memory: a fused quantiser reads later what the operations read."""
+    """The nodes before the first one that overwrites memory: a fused quantiser reads the operations' inputs later."""
     nodes = []
     for node in graph.nodes:
         if _writes(node):
@@ -100,13 +107,13 @@ def _writes(node: Node) -> bool:
 
 @dataclass
 class _Chain:
-    """What the tensor that a node quantises is made of.
+    """The operations that compute the tensor that a node quantises.
 
-    inward: whether the chain goes on beyond values that others need, which the kernel then stores. reduces: whether it
-    goes on beyond statistics of rows.
-    keeps: whether the kernel of the amax stores the result for the one that quantises, though no other needs it.
-    operations: name and arguments (nodes and numbers) of each, after those that it needs. operands: what these read,
-    and how: "aux", "row" or "col". Reshapes and casts are looked through. entered: operations that were looked at.
+    inward: whether the chain goes on beyond values that other nodes need materialised, which the kernel then stores.
+    reduces: whether the chain goes on beyond statistics of rows.
+    keeps: whether the amax kernel stores the result for the quantising kernel, though no other node needs it.
+    operations: name and arguments (nodes and numbers) of each operation, inputs before users. operands: the tensors
+    that operations read, and how: "aux", "row" or "col". Reshapes and casts are skipped. entered: operations visited.
     """
 
     quantise: Node
@@ -127,7 +134,7 @@ class _Chain:
 
     @cached_property
     def gain(self) -> float:
-        """What fusing is expected to save; 0 where it does not pay or is not possible."""
+        """The expected gain of fusing; 0 where it does not pay or is not possible."""
         if self.value.dim() < 2 or not contiguous(self.value):
             return 0.0
         if not self._take(self.source, "aux") or not self.operations or len(self.operands) > OPERANDS:
@@ -137,19 +144,22 @@ class _Chain:
             return 0.0
         if not self._served():
             return 0.0
-        prologue, work = self.prologue(), work_of(self.quantise)
-        if self.keeps and not self._worth_keeping(work):
+        prologue, asked = self.prologue(), quantise_of(self.quantise)
+        if prologue.stored and asked.offs is not None:  # rows of no group are not written
+            return 0.0
+        spec, cols = replace(asked.spec, prologue=prologue), self.value.shape[-1]
+        if self.keeps and not self._worth_keeping(spec):
             return 0.0
         first, *others = self.ordered()
-        if prologue.reductions and any(slice_of(node) for node in others):  # kernels of norms know one stride
+        if prologue.reductions and any(slice_of(node) for node in others):  # kernels of norms take one stride
             return 0.0
         dtypes = [node.meta["val"].dtype for node in (first, *others)]
-        if not takes_prologue(self.quantise, work, prologue, dtypes):
+        if not takes_prologue(spec, dtypes, cols):
             return 0.0
-        return gain(prologue, dtypes, work, target_of(self.value.device).sm, self._shared())
+        return gain(spec, dtypes, cols, target_of(self.value.device).sm, self._shared())
 
     def _take(self, node: Node, kind: str) -> bool:
-        """Add a node and what it is made of; kind: how it is read, and so which elements it has."""
+        """Add a node and the nodes that compute it, read as `kind` ("aux", "row" or "col"); returns whether it can."""
         node = _renamed(node)
         if node in self.operations or self.operands.get(node) == kind:
             return True
@@ -174,23 +184,23 @@ class _Chain:
         return True
 
     def _ends_at(self, node: Node, kind: str) -> bool:
-        """Whether the chain reads a tensor, and does not compute it."""
+        """Whether the chain reads a tensor instead of computing it."""
         if kind == "col" and not self.reduces:
             return True
         return _given(node) or (node is not _renamed(self.source) and not self.inward and self._needed(node))
 
     def _in_memory(self, node: Node) -> bool:
-        """Whether a tensor is written to memory, or might as well be, though the quantiser does not read it."""
+        """Whether a tensor is materialised, or needed by another node, even if the quantiser does not read it."""
         return _given(node) or self._needed(node)
 
     def _needed(self, node: Node) -> bool:
-        """Whether something else needs a value in memory, by whatever shape and dtype."""
+        """Whether another node needs the value materialised, in any shape and dtype."""
         return any(self._needs_memory(user) for _, user in _readers(node))
 
     def _needs_memory(self, user: Node) -> bool:
-        """Whether a reader is no kernel of Inductor's or needs the quantiser's results.
+        """Whether a reader is outside Inductor's kernels or needs the quantiser's results.
 
-        Inductor keeps what such a reader reads, or computes it twice from other tensors.
+        Inductor materialises the values of such a reader, or computes them twice from other tensors.
         """
         if user is self.quantise or user in self._later:
             return user is not self.quantise
@@ -210,18 +220,20 @@ class _Chain:
                     waiting.append(user)
         return found
 
-    def _worth_keeping(self, work: Work) -> bool:
-        """Whether a second kernel reads the tensor; that of a small one starts before the first one has ended."""
+    def _worth_keeping(self, spec: QuantizeSpec) -> bool:
+        """Whether a second kernel reads the tensor; for a small tensor it would start before the first kernel ends."""
         numel = self.value.numel()
-        return work.amax_read and not (isinstance(numel, int) and numel <= PARTIAL_MAXIMA_ELEMENTS)
+        return reads_amax(spec, self.value.shape[-1]) and not (
+            isinstance(numel, int) and numel <= PARTIAL_MAXIMA_ELEMENTS
+        )
 
     def _first(self) -> Node | None:
-        """The operand that has the shape of the result, and its dtype or float32."""
+        """The operand with the result's shape, and with its dtype or else float32; None if there is none."""
         found = {n.meta["val"].dtype: n for n, kind in reversed(self.operands.items()) if kind == "aux"}
         return found.get(self.value.dtype, found.get(torch.float32))
 
     def ordered(self) -> dict[Node, str]:
-        """The operands in their order in the op."""
+        """The operands in the op's order."""
         return {self._first(): "aux", **self.operands}
 
     def shape(self) -> object | None:
@@ -231,7 +243,7 @@ class _Chain:
         return self.source.args[1] if self.source.target in RESHAPES else None
 
     def prologue(self) -> Prologue:
-        """The operations; operands are numbered as `ordered` has them."""
+        """The operations as a prologue; operands are numbered in the order of `ordered`."""
         names = {node: f"{kind}{i}" for i, (node, kind) in enumerate(self.ordered().items())}
         names |= {node: f"s{i}" for i, node in enumerate(self.operations)}
         steps = (
@@ -247,9 +259,9 @@ class _Chain:
 
     @cached_property
     def stored(self) -> dict[tuple[Node, torch.dtype], dict[Node, list[Node]]]:
-        """The operations whose results others need, each by a dtype: nodes of these results, and who can read them so.
+        """(operation, dtype) of each stored result -> the nodes that hold this result -> the users that can read it.
 
-        What leads to the kernel itself cannot.
+        A user cannot read the stored result if the kernel needs the user's own result.
         """
         found: dict[tuple[Node, torch.dtype], dict[Node, list[Node]]] = {}
         for node in self.operations:
@@ -264,7 +276,7 @@ class _Chain:
         return found
 
     def _served(self) -> bool:
-        """Whether all that need a result in memory can read what the kernel stores, and come after it."""
+        """Whether all nodes that need a materialised result can read the stored one, and come after the kernel."""
         needed = set(self._inputs)
         for alias, readers in self.aliases.items():
             shape = self.shape_of(alias)
@@ -279,7 +291,7 @@ class _Chain:
 
     @property
     def aliases(self) -> dict[Node, list[Node]]:
-        """Who can read a stored result in the place of a node."""
+        """The users of each node that can read a stored result instead of the node."""
         return {alias: readers for aliases in self.stored.values() for alias, readers in aliases.items()}
 
     @property
@@ -316,7 +328,7 @@ class _Chain:
         return alias.args[1] if alias.target in RESHAPES else None
 
     def _shared(self) -> bool:
-        """Whether a kernel of Inductor's reads what the fused one reads: for statistics, or for other readers."""
+        """Whether Inductor's kernels also read the fused kernel's operands: for statistics, or for other readers."""
         if any(kind != "row" and not _given(node) for node, kind in self.operands.items()):
             return True
         served = {(alias, user) for alias, users in self.aliases.items() for user in users}
@@ -338,7 +350,7 @@ class _Chain:
 
 
 def _renamed(node: Node) -> Node:
-    """What a node has by another shape, with the same rows, or by another dtype."""
+    """The node behind reshapes that keep the rows, and behind casts."""
     while node.target in (CAST, *RESHAPES):
         before, after = float_value(node.args[0]), float_value(node)
         if before is None or after is None or not before.dim() or not after.dim():
@@ -350,7 +362,7 @@ def _renamed(node: Node) -> Node:
 
 
 def _given(node: Node) -> bool:
-    """Whether a tensor is given, or the result of a kernel that is not Inductor's."""
+    """Whether a tensor is a graph input or the materialised result of a kernel that is not Inductor's."""
     node = memory_of(node)
     if node.op in ("placeholder", "get_attr"):
         return True
@@ -363,7 +375,7 @@ def _given(node: Node) -> bool:
 
 
 def _aliases(node: Node) -> list[Node]:
-    """A node, and what it has by other shapes and dtypes, as `_renamed` looks through them."""
+    """A node, and the reshapes and casts of it that `_renamed` maps to it."""
     found = [node]
     for each in found:
         found += [user for user in each.users if user.target in (CAST, *RESHAPES) and _renamed(user) is node]
@@ -371,7 +383,7 @@ def _aliases(node: Node) -> list[Node]:
 
 
 def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Who reads a node, and by which of its `_aliases`; not these themselves."""
+    """(alias, user) for each user of a node's `_aliases`, without the aliases themselves."""
     aliases = _aliases(node)
     return ((alias, user) for alias in aliases for user in alias.users if user not in aliases)
 
@@ -382,7 +394,7 @@ def _by_inductor(node: Node) -> bool:
 
 
 def _operation(node: Node, kind: str) -> tuple[str, tuple] | None:
-    """`operation_of` a node that a prologue computes as Inductor does, or `reduction_of` one of that kind."""
+    """`operation_of` or `reduction_of` of a node that a prologue computes as Inductor does; None for other nodes."""
     step = reduction_of(node) if kind == "col" else None
     if step is None and not node.kwargs:
         step = operation_of(node)
@@ -392,9 +404,10 @@ def _operation(node: Node, kind: str) -> tuple[str, tuple] | None:
 
 
 def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None = None) -> str | None:
-    """How an argument of an operation is read whose result has that shape and is read by `kind`; None if it cannot.
+    """How an operation's argument is read, "aux", "row" or "col"; None if it cannot be.
 
-    reduced: the length of the rows if the operation reduces them.
+    shape: the shape of the operation's result. kind: how the result is read. reduced: the length of the rows if the
+    operation reduces them.
     """
     value = float_value(argument)
     if value is None or not 0 < value.dim() <= len(shape):
@@ -412,14 +425,16 @@ def _kind(argument: Node, shape: torch.Size, kind: str, reduced: object | None =
 
 
 def _fuse(graph: Graph, chain: _Chain) -> None:
-    """Put a quantiser with a prologue in the place of one, and take away what nothing needs any more."""
+    """Replace a quantiser by one with a prologue, and erase the nodes that nothing needs any more."""
     quantise, prologue = chain.quantise, chain.prologue()
     operands, shape, replaced = chain.ordered(), chain.shape(), chain.aliases
     with graph.inserting_before(chain.place):
         read = [in_shape(graph, node, chain.value, shape, slices=bool(i)) for i, node in enumerate(operands)]
-        op, arguments = call_with_prologue(quantise, read, prologue)
-        stored = {"stored": prologue.stored_strings()} if prologue.stored else {}
-        fused = new_node(graph, op, arguments, quantise.meta, **quantise.kwargs, **stored)
+        first, *others = read
+        fused = replace(
+            quantise_of(quantise), x=first, operands=tuple(others), prologue=tuple(prologue.strings()),
+            dtype=prologue.dtype, stored=tuple(prologue.stored_strings()),
+        ).new(graph, quantise.meta)  # fmt: skip
         name_operations(fused, chain.operations)
         own = len(fused.meta["val"]) - len(prologue.stored)
         for number, aliases in enumerate(chain.stored.values(), own):

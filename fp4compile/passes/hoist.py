@@ -2,14 +2,12 @@
 
 An inference graph would quantise its parameters again at each call, although they rarely change. `hoisting` wraps
 Inductor's `inner_compile`. Every quantise that depends on one parameter and nothing else leaves the graph, and its
-results become additional static inputs. The compiled function is called with the packed weights that `weights.cache`
-keeps.
+results become additional static inputs. The compiled function is called with the packed weights from `weights.cache`.
 
 Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
 of its version counter.
 """
 
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -21,20 +19,21 @@ from torch.fx import Graph, GraphModule, Node
 
 from fp4compile.analysis.find import parameters_of
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import arguments_of_quantise
+from fp4compile.analysis.graph import quantise_of
 from fp4compile.analysis.views import view_of
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.base import Pass, run_passes, summary
 from fp4compile.report.report import PassRun
-from fp4compile.weights.cache import QUANTIZE, QUANTIZE_GROUPED, Form, Piece, changes_are_seen, form, packed_weight
+from fp4compile.weights.cache import Form, Piece, changes_are_seen, form, packed_weight
 
 log = logging.getLogger("fp4compile")
 
 
 @dataclass(frozen=True)
 class Recipient:
-    """What takes the place of a quantise that left the graph.
+    """The replacement of a quantise that left the graph.
 
-    index: position of the parameter among the graph's inputs. name: of the parameter. form: what it is packed as.
+    index: position of the parameter among the graph's inputs. name: the parameter's name. form: its packed form.
     """
 
     index: int
@@ -46,7 +45,7 @@ class Recipient:
 class Hoisted:
     """What `hoist` takes out of one graph.
 
-    recipients: one for each quantise. examples: fake values of the new inputs: data, scales and outer scale of each.
+    recipients: one for each quantise. examples: fake values of the new inputs, in order: data, scales and outer scale.
     """
 
     recipients: list[Recipient] = field(default_factory=list)
@@ -93,19 +92,21 @@ def hoisting(
 def hoist(graph: Graph, inputs: tuple[Input, ...], hoisted: Hoisted) -> int:
     """Replace every quantise of a parameter, or of a view or a cast of one, by new placeholders after the inputs.
 
-    hoisted: filled with what leaves the graph. Returns how many quantises that are.
+    hoisted: filled with the quantises that leave the graph. Returns their number.
     """
     placeholders = graph.find_nodes(op="placeholder")
     parameters = parameters_of(graph, inputs)
     last = placeholders[-1] if placeholders else None
-    nodes = (graph.find_nodes(op="call_function", target=op) for op in (QUANTIZE, QUANTIZE_GROUPED))
-    for node in itertools.chain(*nodes):
-        source, *offs, fmt, dim = arguments_of_quantise(node)
-        root = view_of(source).root
-        if root not in parameters or any(offs) or node.kwargs.keys() - {"layout", "scale_rule"} or not _fixed(source):
+    for node in graph.find_nodes(op="call_function", target=QUANTIZE):
+        quantise = quantise_of(node)
+        root, (dim, *others) = view_of(quantise.x).root, quantise.dims
+        hoistable = not others and not node.kwargs.keys() - {"layout", "scale_rule", "each_matrix"}
+        if root not in parameters or not hoistable or not _fixed(quantise.x):
             continue
-        options = {"layout": node.kwargs.get("layout", "linear"), "scale_rule": node.kwargs.get("scale_rule", "amax")}
-        packed_as = form(fmt, dim, piece=_piece(source), grouped=bool(offs), **options)
+        packed_as = form(
+            quantise.format, dim, piece=_piece(quantise.x), grouped=quantise.each_matrix, layout=quantise.layout,
+            scale_rule=quantise.scale_rule,
+        )  # fmt: skip
         hoisted.recipients.append(Recipient(placeholders.index(root), parameters[root], packed_as))
         for index, value in enumerate(node.meta["val"]):
             with graph.inserting_after(last):
@@ -127,7 +128,7 @@ def _fixed(source: Node) -> bool:
 
 
 def _piece(source: Node) -> Piece | None:
-    """The piece of its parameter that a node is; None if it is the parameter itself."""
+    """A node as a piece of its parameter; None if the node is the parameter itself."""
     view = view_of(source)
     return None if view.root is source else Piece(view.size, view.stride, view.offset, view.casts)
 

@@ -1,12 +1,12 @@
-"""Write one of several results that are computed from a product into the product's own memory.
+"""Write one of the results that are computed from a product into the product's own memory.
 
 Entry: `inplace(graph)`, on a forward or backward graph after the partitioner, before it is lowered.
 
 In the backward of a gated MLP one pointwise kernel computes two gradients from one product. Inductor writes a result
 over an operand only if nothing else reads that operand, not even the same kernel. So it would allocate memory for one
-of the two gradients while all operands are still alive, and that is where the memory of a training step peaks. This
-pass copies that gradient into the product's memory. Inductor fuses the copy into the kernel, which reads every element
-before it writes it.
+of the two gradients while all operands are still alive, at the memory peak of a training step. This pass copies that
+gradient into the product's memory. Inductor fuses the copy into the kernel, which reads every element before it writes
+it.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, Node
 
-from fp4compile.analysis.graph import CAST, RESHAPES, SCALED_MM, SCALED_MM_EPILOGUE, new_node
+from fp4compile.analysis.graph import CAST, RESHAPES, new_node
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.templates.launch import on_gpu
 
 aten = torch.ops.aten
-_PRODUCTS = (SCALED_MM, SCALED_MM_EPILOGUE, aten.mm.default, aten.addmm.default)
+_PRODUCTS = (SCALED_MM, aten.mm.default, aten.addmm.default)
 
 
 def inplace(graph: Graph) -> int:
-    """Write a result over each product from which several are computed; returns how many products that were."""
+    """Write a result over each product from which several results are computed; returns the number of products."""
     count = 0
     for product in [node for node in graph.nodes if node.target in _PRODUCTS]:
         consumers = _Consumers(_reshaped(product))
@@ -69,7 +70,7 @@ class _Consumers:
 
     @cached_property
     def results(self) -> dict[Node, set[Node]]:
-        """The operations that anything else reads, so that they are written to memory, with the ancestors of each."""
+        """The materialised operations, which other nodes read, with the ancestors of each."""
         read = [node for node in self.operations if any(user not in self.operations for user in node.users)]
         return {node: self._ancestors(node) for node in read}
 
@@ -81,8 +82,8 @@ class _Consumers:
     def last(self) -> Node | None:
         """The result to write over the product; None if no result qualifies, or if there is only one.
 
-        It must have the product's dtype. And it must not be the only reader of another operand: Inductor would write it
-        over that one.
+        It must have the product's dtype. It must not be the only reader of another operand, because Inductor would
+        write it over that operand.
         """
         dtype = self.product.meta["val"].dtype
         for node in self.results if len(self.results) > 1 else ():
@@ -95,7 +96,7 @@ class _Consumers:
     def gather(self, last: Node) -> bool:
         """Move the computed nodes that come after `last` to directly behind it, so that the copy can follow them all.
 
-        Returns whether that is possible: not if one of them is neither a pointwise operation nor a reshape.
+        Returns False, and moves nothing, if one of them is neither a pointwise operation nor a reshape.
         """
         place = {node: number for number, node in enumerate(last.graph.nodes)}
         late = sorted((node for node in self.computed if place[node] > place[last]), key=place.__getitem__)
@@ -110,8 +111,8 @@ class _Consumers:
         place = {node: number for number, node in enumerate(last.graph.nodes)}
         value = self.product.meta["val"]
         with last.graph.inserting_after(max(self.computed, key=place.__getitem__)):
-            # A copy into the tensor itself would only give `last` another name in Inductor. A copy into a view of the
-            # tensor is written.
+            # Inductor would treat a copy into the tensor itself as another name of `last`. It does write a copy into a
+            # view of the tensor.
             memory = new_node(
                 last.graph, aten.as_strided.default, (self.product, [*value.shape], [*value.stride()]), last.meta
             )

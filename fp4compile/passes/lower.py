@@ -1,16 +1,16 @@
 """Lower the ops of a post-grad graph to kernel launches where there is a GPU.
 
-Each op node becomes what its CUDA implementation does: allocations and Triton launches. The implementation is traced
-under functionalisation into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a
-launch would be a mutation whose node has no user, and it would be dropped as dead code. On other devices the op stays,
-which is a call of the reference.
+Each op node becomes the allocations and Triton launches of its CUDA implementation. The implementation is traced under
+functionalisation into nodes that Inductor emits straight into the generated wrapper. Without functionalisation a launch
+would be a mutation whose node has no user, and it would be dropped as dead code. On other devices the op stays and
+calls the reference.
 
 A model has hundreds of such nodes, and few that differ. Nodes of one signature share one trace, which is copied.
 
-A product stays an op, too, where its `Choice` is not settled or not traceable. No one kernel serves a symbolic number
-of rows that may be small or large: the op chooses by the number that comes. Two guarded launches would cost more on the
-GPU than the op. A product that is computed part by part would fill the graph with launches. One that takes experts'
-matrices by index stays as well where it gathers them first: these are bytes, and Inductor has no code for block scales.
+A product stays an op, too, where its `Choice` is not settled or not traceable. No single kernel serves a symbolic
+number of rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU
+than the op. A product that is computed part by part would fill the graph with launches. A product that first gathers
+experts' matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
 """
 
 from collections.abc import Callable, Hashable
@@ -22,50 +22,11 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from fp4compile import _inductor_patches
-from fp4compile.analysis.graph import (
-    FAKE_QUANTIZE,
-    FAKE_QUANTIZE_GROUPED,
-    FAKE_QUANTIZE_GROUPED_BOTH,
-    QUANTIZE,
-    QUANTIZE_BOTH,
-    QUANTIZE_GROUPED,
-    QUANTIZE_GROUPED_BOTH,
-    QUANTIZE_GROUPED_PROLOGUE,
-    QUANTIZE_PROLOGUE,
-    SCALED_GROUPED_MM,
-    SCALED_MM,
-    SCALED_MM_EPILOGUE,
-    SCALED_MM_GATHERED,
-    SCALED_MM_HORIZONTAL,
-    grouped_problem,
-    reads_by_index,
-    scaled_mm_of,
-)
-from fp4compile.ops import dense as ops
-from fp4compile.ops import grouped as ops_grouped
-from fp4compile.ops import grouped_prologue as ops_grouped_prologue
-from fp4compile.ops import prologue as ops_prologue
-from fp4compile.passes.autotune import fastest, fastest_grouped
-from fp4compile.templates.grouped.choose import settled
+from fp4compile.analysis.graph import reads_by_index, scaled_mm_of
+from fp4compile.ops.define import KERNELS
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
+from fp4compile.passes.autotune import fastest
 from fp4compile.templates.launch import on_gpu
-
-_KERNELS: dict[torch._ops.OpOverload, Callable] = {
-    QUANTIZE: ops.quantize_cuda,
-    QUANTIZE_BOTH: ops.quantize_both_cuda,
-    FAKE_QUANTIZE: ops.fake_quantize_cuda,
-    QUANTIZE_PROLOGUE: ops_prologue.quantize_prologue_cuda,
-    torch.ops.fp4compile.dequantize.default: ops.dequantize_cuda,
-    SCALED_MM: ops.scaled_mm_cuda,
-    SCALED_MM_EPILOGUE: ops.scaled_mm_epilogue_cuda,
-    SCALED_MM_HORIZONTAL: ops.scaled_mm_horizontal_cuda,
-    QUANTIZE_GROUPED: ops_grouped.quantize_grouped_cuda,
-    QUANTIZE_GROUPED_BOTH: ops_grouped.quantize_grouped_both_cuda,
-    QUANTIZE_GROUPED_PROLOGUE: ops_grouped_prologue.quantize_grouped_prologue_cuda,
-    FAKE_QUANTIZE_GROUPED: ops_grouped.fake_quantize_grouped_cuda,
-    FAKE_QUANTIZE_GROUPED_BOTH: ops_grouped.fake_quantize_grouped_both_cuda,
-    SCALED_GROUPED_MM: ops_grouped.scaled_grouped_mm_cuda,
-    SCALED_MM_GATHERED: ops_grouped.scaled_mm_gathered_cuda,
-}
 
 
 def lower(graph: Graph) -> int:
@@ -75,7 +36,7 @@ def lower(graph: Graph) -> int:
     _inductor_patches.decompose_launches_directly("fp4compile")
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
-    for op, implementation in _KERNELS.items():
+    for op, implementation in KERNELS.items():
         # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
         pattern = CallFunctionVarArgs(op)
         for node in graph.find_nodes(op="call_function", target=op):
@@ -87,25 +48,21 @@ def lower(graph: Graph) -> int:
 def _replace(match: Match, implementation: Callable, traces: dict[Hashable, GraphModule]) -> bool:
     """Replace a node by the trace of its implementation; strings and numbers are fixed in it.
 
-    traces: what was traced in this graph, by signature. Returns whether the node was replaced.
+    traces: the traces made in this graph, by signature. Returns whether the node was replaced.
     """
     node, options = match.output_node(), {}
-    if node.target in (SCALED_MM, SCALED_MM_EPILOGUE):
+    if node.target in (SCALED_MM, SCALED_GROUPED_MM):
         choice = fastest(scaled_mm_of(node))
         if choice is not None and not (choice.settled and choice.traceable):
             return False
         options = {"choice": choice}
-    if node.target is SCALED_GROUPED_MM:
-        if not settled(grouped_problem(node)):
-            return False
-        options = {"choice": fastest_grouped(node)}
     if node.target is SCALED_MM_GATHERED and not reads_by_index(node):
         return False
     flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     for place in places:
-        # Kernels read views of their inputs. Of a tensor that is not in memory yet Inductor would compute every view
-        # anew, and allocate the kernel's outputs before it; so it is put into memory here.
+        # Kernels read views of their inputs. Inductor would compute every view of a tensor that is not materialised
+        # anew, after allocating the kernel's outputs; so the tensor is materialised here.
         flat[place].meta["inductor_realize_to_strides"] = True
 
     def launches(*nodes):
@@ -129,14 +86,14 @@ def _replace(match: Match, implementation: Callable, traces: dict[Hashable, Grap
 
 
 def _signature(flat: list) -> tuple:
-    """Equal for nodes whose traces are equal: what they read looks alike, and is the same tensor in the same places."""
+    """A key that is equal for nodes whose traces are equal: their arguments have equal metadata and equal aliasing."""
     first: dict[Node, int] = {}
     return tuple((first.setdefault(value, i), *_seen(value.meta["val"])) if isinstance(value, Node) else value
                  for i, value in enumerate(flat))  # fmt: skip
 
 
 def _seen(value: torch.Tensor | torch.SymInt) -> tuple:
-    """What an implementation can ask of an argument while it is traced. Symbolic numbers count by their expressions."""
+    """What an implementation can read of an argument while it is traced. Symbolic numbers are their expressions."""
     if not isinstance(value, torch.Tensor):
         return (str(value),)
     numbers = (*value.shape, *value.stride(), value.storage_offset())

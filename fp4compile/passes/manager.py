@@ -37,7 +37,6 @@ from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
-from fp4compile.passes.pair_prologues import pair_prologues
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
 from fp4compile.recipe import Recipe
@@ -52,13 +51,12 @@ Times = Callable[[list[Decision]], dict[Node, tuple[float, float]]]
 JOINT = (Pass("rewrite", rewrite),)
 FUSING = (
     Pass("merge_quantize", merge_quantize),
-    Pass("fake_quantize", fake_quantize),  # before the fusing passes: these see the operands that it leaves
+    Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
     Pass("fuse_epilogue", fuse_epilogue),
-    Pass("fuse_prologue", fuse_prologue),  # what a product can write itself, a quantiser need not compute
-    Pass("pair_prologues", pair_prologues),
+    Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
 )
 LOWERING = (
-    Pass("fuse_horizontal", fuse_horizontal),  # moves nodes, which is only allowed while no memory is written over
+    Pass("fuse_horizontal", fuse_horizontal),  # moves nodes, which is only allowed while no memory is overwritten
     Pass("inplace", inplace),
     Pass("lower", lower),
 )
@@ -68,9 +66,9 @@ SWITCHED_OFF = "the pass rewrite is switched off (fp4compile.config.disabled_pas
 
 
 def switched_off_passes() -> frozenset[str]:
-    """Names of the passes that are switched off now, by `fp4compile.config` or the environment.
+    """Names of the passes that `fp4compile.config` or the environment switches off now.
 
-    Raises ValueError for a name that no pass has, TypeError if the setting is no collection of names.
+    Raises ValueError for an unknown name, TypeError if the setting is no collection of names.
     """
     return config.switched_off([one.name for one in ALL])
 
@@ -80,8 +78,8 @@ class JointPasses(CustomGraphPass):
     """find -> plan -> `JOINT` on a joint or inference graph.
 
     inputs: one entry for each argument of the compiled function. sink: takes the report's rows and the passes' runs.
-    user_passes: what the slot held before; they run first, and see the graph that they expect there. disabled: names
-    of the passes that do not run.
+    user_passes: the passes that the slot held before; they run first, on the graph that they expect there. disabled:
+    names of the passes that do not run.
     """
 
     recipe: Recipe
@@ -93,7 +91,7 @@ class JointPasses(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.user_passes:
             user_pass(graph)
-        if is_nested(graph):  # Inductor runs its passes on bodies, too; the graph around them lists their products
+        if is_nested(graph):  # Inductor also runs its passes on bodies; the graph around a body lists its products
             return
         start = time.perf_counter()
         decisions = analyse(graph, self.recipe, self.inputs)
@@ -120,7 +118,7 @@ class JointPasses(CustomGraphPass):
 class LowerPasses(CustomGraphPass):
     """`POST_GRAD` on a forward, backward or inference graph after the partitioner.
 
-    sink: takes the packed activations that a forward graph saves, what was fused into the quantisers of which product,
+    sink: takes the packed activations that a forward graph saves, the operations fused into quantisers by product name,
     and the passes' runs. It is called once for each graph. A backward graph may be compiled only when it first runs,
     long after the compilation of the forward.
     user_passes, disabled: as in `JointPasses`.
@@ -153,16 +151,16 @@ def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | No
 
 
 def _left_alone(decision: Decision) -> Decision:
-    """What becomes of a product without the rewrite; one of packed weights is quantised already."""
+    """The decision about a product when `rewrite` is off; a product of packed weights is quantised already."""
     if decision.reason is not None or decision.gemm.packed is not None:
         return decision
     return replace(decision, reason=SWITCHED_OFF, a=None, b=None, tier=None, weight_scales=None, note=None)
 
 
 def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu | None = None) -> list[Decision]:
-    """find and plan: what the recipe makes of each product of the graph. Never changes the graph.
+    """find and plan: the recipe's decision about each product of the graph. Never changes the graph.
 
-    meta: as for `plan`.
+    meta: the GPU that tensors on the meta device stand for; None leaves their products alone.
     """
     return plan(find(graph, inputs), recipe, inputs, meta)
 
@@ -170,9 +168,9 @@ def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu |
 def describe(
     graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision], times: Times | None = None
 ) -> list[Row]:  # fmt: skip
-    """The report's rows, one for each product, those that only torch's FLOP counter knows included.
+    """The report's rows, one for each product, including products that only torch's FLOP counter finds.
 
-    times: predicts the times of all decisions, see `gain.predicted`; None leaves them out.
+    times: predicts the times of all decisions, see `roofline.gains.predicted`; None leaves them out.
 
     Reads the products' nodes, so call it before the rewrite.
     """
@@ -204,19 +202,19 @@ def _size(size) -> int | str:
 
 
 def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str | None:
-    """The format of a quantised operand, the dtype of any other; None where the operand is unknown."""
+    """The format of a quantised operand, the dtype of any other operand; None where the operand is unknown."""
     if treatment is not None:
         return treatment.format
     return None if operand is None else str(operand.source.meta["val"].dtype).removeprefix("torch.")
 
 
 def names_digest(inputs: tuple[Input, ...]) -> str:
-    """Hash of the parameters' names and their places among the inputs."""
+    """Hash of the parameters' names and their positions among the inputs."""
     return hashlib.sha256(repr([entry.parameter for entry in inputs]).encode()).hexdigest()
 
 
 def device_key() -> str:
-    """What kernels and their grids are made for: the GPUs that are there, one for all if they are alike, or "cpu"."""
+    """The GPUs of this machine, for which kernels and grids are made: one entry if all are alike; "cpu" without any."""
     if not torch.cuda.is_available():
         return "cpu"
     targets = [cuda_target(index) for index in range(torch.cuda.device_count())]

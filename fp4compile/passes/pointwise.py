@@ -1,4 +1,4 @@
-"""Pointwise operations as graphs have them: what the passes share that fuse them into kernels."""
+"""Read pointwise operations from graphs, for the passes that fuse them into kernels."""
 
 import operator
 
@@ -6,8 +6,9 @@ import torch
 from torch.fx import Node
 
 from fp4compile._compat import statically_true
-from fp4compile.analysis.graph import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_EPILOGUE, SCALED_MM_GATHERED
-from fp4compile.ops import dense as ops
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
+from fp4compile.ops.quantize import DEQUANTIZE
 
 aten = torch.ops.aten
 
@@ -19,16 +20,16 @@ _OPERATIONS = {
     aten.add.Scalar: "add", aten.sub.Scalar: "sub", aten.mul.Scalar: "mul", aten.div.Scalar: "div",
 }  # fmt: skip
 _POWERS = {2: "square", 3: "cube"}
-# The results of these are in memory, whoever uses them.
+# Operators whose results are always materialised.
 STORED = (
-    operator.getitem, SCALED_MM, SCALED_MM_EPILOGUE, SCALED_GROUPED_MM, SCALED_MM_GATHERED, aten._grouped_mm.default,
-    torch.ops.fp4compile.dequantize.default, aten._scaled_mm.default,
+    operator.getitem, SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, aten._grouped_mm.default,
+    DEQUANTIZE, aten._scaled_mm.default,
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
 )  # fmt: skip
 
 
 def operation_of(node: Node) -> tuple[str, tuple] | None:
-    """(name, arguments) of an operation of `formats.steps`: nodes, and numbers as floats; None for anything else."""
+    """(name, arguments) of an operation of `formats.steps`, None for other nodes. Arguments are nodes or floats."""
     if node.target is aten.pow.Tensor_Scalar:
         base, exponent = node.args
         return (_POWERS[exponent], (base,)) if exponent in _POWERS else None
@@ -46,9 +47,9 @@ def fits_float32(number: float) -> bool:
 
 
 def float_value(node: Node) -> torch.Tensor | None:
-    """The (fake) tensor of a node that yields one of the dtypes that kernels compute with."""
+    """The (fake) tensor of a node; None where kernels do not compute with its dtype."""
     value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) and value.dtype in ops.FLOAT_DTYPES else None
+    return value if isinstance(value, torch.Tensor) and value.dtype in FLOAT_DTYPES else None
 
 
 def same_shape(shape, other) -> bool:

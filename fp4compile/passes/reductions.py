@@ -1,4 +1,4 @@
-"""Reductions of rows as graphs have them: over the last dimension, which stays as one element."""
+"""Read reductions of rows from graphs: over the last dimension, which stays as one element."""
 
 import operator
 
@@ -13,7 +13,7 @@ _REDUCTIONS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean", aten.amax.def
 def reduction_of(node: Node) -> tuple[str, tuple[Node, ...]] | None:
     """(name, arguments) of a reduction of `formats.steps.REDUCTIONS` over the last dimension; None for anything else.
 
-    A variance without its mean is none: the kernels find it by the mean.
+    Returns None for a variance whose mean is not in the graph: kernels compute the variance from the mean.
     """
     if node.target is operator.getitem and node.args[0].target is aten.var_mean.correction:
         both, place = node.args
@@ -31,7 +31,7 @@ def reduction_of(node: Node) -> tuple[str, tuple[Node, ...]] | None:
 
 
 def _over_rows(x: Node, dim=(), keepdim: bool = False, *, dtype: torch.dtype | None = None, correction=None) -> bool:
-    """Whether a reduction with these arguments is one of rows, in the dtype that it has by default."""
+    """Whether a reduction with these arguments reduces rows, in its default dtype."""
     value = x.meta["val"]
     last = isinstance(dim, list | tuple) and len(dim) == 1 and dim[0] in (-1, value.dim() - 1)
     return last and keepdim and dtype in (None, value.dtype) and value.dtype.is_floating_point

@@ -2,11 +2,11 @@
 
 Entry: `rewrite(graph, decisions)`. A product A @ B contracts A's last dimension with B's second-to-last, and
 `scaled_mm` takes both operands with the contraction last. So A is quantised along its last dimension and B along its
-second-to-last. A transposition in the graph only swaps which dimension of the operand's source that is; it never costs
-a copy.
+second-to-last. A transposition in the graph only changes the dimension along which the operand's source is quantised;
+it never costs a copy.
 
-New nodes take the metadata of the product they serve (activation checkpointing, partitioner tags, module stacks) and
-their value from the op's fake implementation.
+New nodes take their metadata from the product they serve (activation checkpointing, partitioner tags, module stacks)
+and their value from the op's fake implementation.
 """
 
 import operator
@@ -20,10 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp4compile import _compat
 from fp4compile.analysis.gemm import Gemm, Operand
 from fp4compile.analysis.graph import (
-    QUANTIZE,
-    QUANTIZE_GROUPED,
-    SCALED_GROUPED_MM,
-    SCALED_MM_GATHERED,
     expert_weights_of,
     fake_value,
     new_node,
@@ -31,15 +27,17 @@ from fp4compile.analysis.graph import (
 from fp4compile.analysis.plan import Decision, Treatment
 from fp4compile.analysis.views import is_cast, source_of, value_key
 from fp4compile.formats import formats
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fused import name_product
 from fp4compile.passes.saved import mark
-from fp4compile.templates.quantize.views import lies_transposed
+from fp4compile.templates.quantize.source import lies_transposed
 
 aten = torch.ops.aten
 
 
 def rewrite(graph: Graph, decisions: list[Decision]) -> int:
-    """Rewrite the product of every decision to quantise; returns how many were rewritten."""
+    """Rewrite the product of every decision to quantise; returns the number of rewritten products."""
     chosen = [d for d in decisions if d.reason is None and d.gemm.packed is None]
     # Products are replaced only when all replacements are built: until then, decisions name nodes of the old graph.
     for decision, replacement in zip(chosen, insert(graph, chosen), strict=True):
@@ -52,7 +50,7 @@ def rewrite(graph: Graph, decisions: list[Decision]) -> int:
 def insert(graph: Graph, decisions: list[Decision]) -> list[Node]:
     """Insert the quantised product of each decision before the product, which stays; returns the new products.
 
-    decisions: about products that are to be quantised. What they quantise alike is quantised once.
+    decisions: about products that are to be quantised. Equal quantises of several products are inserted once.
     """
     builder = _Builder(graph)
     return [builder.build(decision) for decision in decisions]
@@ -86,26 +84,26 @@ class _Builder:
             if gemm.bias is None:
                 return self._scaled_mm(args, None, dtype, node.meta)
             bias = gemm.bias.meta["val"]
-            # A bias of one dimension may also have a single element, which is broadcast.
+            # A one-dimensional bias may also have a single element, which is broadcast.
             one_a_column = bias.dim() == 1 and _compat.statically_true(bias.shape[0] == node.meta["val"].shape[-1])
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
                 return self._scaled_mm(args, gemm.bias, dtype, node.meta)
             return self._general_addmm(gemm, args, dtype)
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
-        """The product of groups. Those of the contraction are rows of both operands, which are quantised along them."""
+        """The grouped product. Groups of the contraction are rows of both operands, quantised along these rows."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
         by_rows = gemm.groups == "rows"
         a, b = self._operands(decision)
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
-        if not by_rows and lies_transposed(gemm.node.meta["val"]):  # a gradient lies in memory as its weight does
+        if not by_rows and lies_transposed(gemm.node.meta["val"]):  # a gradient has its weight's memory layout
             return self._swapped(self._call(SCALED_GROUPED_MM, (*b, *a, gemm.offs, rows, dtype), meta), meta)
         product = self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
         return self._transposed(product, meta) if gemm.swapped else product
 
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
-        """The product with matrices taken out of the weight; W @ x as the transpose of x^T @ W^T."""
+        """The product with matrices gathered from the weight; W @ x as the transpose of x^T @ W^T."""
         gemm, meta = decision.gemm, decision.gemm.node.meta
         a, b = self._operands(decision)
         weight_is_a = gemm.a.parameter is not None
@@ -115,7 +113,7 @@ class _Builder:
         return self._transposed(product, meta) if weight_is_a else product
 
     def _transposed(self, product: Node, meta: dict) -> Node:
-        """The transpose, contiguous: the operators that follow may count on that."""
+        """The contiguous transpose: later operators may depend on contiguity."""
         swapped = self._swapped(product, meta)
         return self._call(aten.clone.default, (swapped,), meta, memory_format=torch.contiguous_format)
 
@@ -129,7 +127,7 @@ class _Builder:
     def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
         """beta * bias + alpha * product, computed in float32 and then cast.
 
-        For a bias that `scaled_mm` does not take: a scaled one, or one that is not a row with an element a column.
+        For a bias that `scaled_mm` does not take: a scaled bias, or a bias that is not one element for each column.
         """
         meta = gemm.node.meta
         product = self._scaled_mm(args, None, torch.float32, meta)
@@ -142,7 +140,7 @@ class _Builder:
         return product
 
     def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict) -> Node:
-        return self._call(torch.ops.fp4compile.scaled_mm.default, (*args, bias, dtype), meta)
+        return self._call(SCALED_MM, (*args, bias, dtype), meta)
 
     def _operands(self, decision: Decision) -> tuple[tuple, tuple]:
         gemm = decision.gemm
@@ -167,7 +165,7 @@ class _Builder:
             if dim == -1:
                 return source, None, None, None
             return self._swapped(source, meta), None, None, None
-        # A weight is one matrix a group. Of every other operand, groups are rows of what is quantised.
+        # A weight is one matrix for each group. In every other operand, groups are rows of the quantised tensor.
         offs = None if source.meta["val"].dim() == 3 else gemm.offs
         if offs is not None and (dim == -2) != (gemm.groups == "contraction"):
             source, dim = self._swapped(source, meta), -3 - dim
@@ -180,7 +178,7 @@ class _Builder:
         return self._for_batch(gemm, treatment, self.quantised[key], meta)
 
     def _packed(self, operand: Operand, meta: dict) -> tuple:
-        """(data, scales, outer) of packed experts, or of one of them."""
+        """(data, scales, outer) of all packed experts, or of one expert."""
         weights = expert_weights_of(operand.source).weights
         parts = weights.data, weights.scales, weights.outer
         if operand.expert is None:
@@ -188,7 +186,7 @@ class _Builder:
         return tuple(part and self._call(aten.select.int, (part, 0, operand.expert), meta) for part in parts)
 
     def _for_batch(self, gemm: Gemm, treatment: Treatment, quantised: tuple, meta: dict) -> tuple:
-        """(data, scales, outer, format): in a batch, `scaled_mm` takes an outer scale for each row, not each matrix."""
+        """(data, scales, outer, format); in a batch, each matrix's outer scale is repeated for its rows."""
         data, scales, outer = quantised
         if gemm.groups in ("batch", "gather") and treatment.per_group:
             shape = [*data.meta["val"].shape[:2], 1]
@@ -198,7 +196,7 @@ class _Builder:
         return data, scales, outer, treatment.format
 
     def _swapped(self, source: Node, meta: dict) -> Node:
-        """The last two dimensions exchanged."""
+        """`source` with the last two dimensions exchanged."""
         *batch, rows, columns = range(source.meta["val"].dim())
         # Not aten.transpose: the graph is already decomposed, and Inductor expects no transpose from here on.
         return self._call(aten.permute.default, (source, [*batch, columns, rows]), meta)
@@ -206,7 +204,7 @@ class _Builder:
     def _quantize(self, source: Node, treatment: Treatment, dim: int, meta: dict, groups: tuple = ()) -> tuple:
         """(data, scales, outer) of a new quantise of `source` along `dim`; None for scales that the format lacks.
 
-        groups: (offsets,) for `quantize_grouped`, whose offsets are None for a batch of matrices.
+        groups: (offsets,) for groups, (None,) for a batch of matrices, each with its own outer scale; otherwise ().
         """
         kwargs: dict[str, Any] = {}
         if treatment.outer is not None:
@@ -222,8 +220,9 @@ class _Builder:
             kwargs["hadamard"] = True
         if treatment.scale_rule != "amax":
             kwargs["scale_rule"] = treatment.scale_rule
-        target = QUANTIZE_GROUPED if groups else QUANTIZE
-        node = self._call(target, (source, *groups, treatment.format, dim), meta, **kwargs)
+        if groups:
+            kwargs |= {"each_matrix": True} if groups[0] is None else {"offs": groups[0]}
+        node = self._call(QUANTIZE, (source, treatment.format, [dim]), meta, **kwargs)
         data, scales, computed = (self._call(operator.getitem, (node, i), meta) for i in range(3))
         fmt = formats.get(treatment.format)
         if fmt.outer is None:
@@ -231,9 +230,10 @@ class _Builder:
         return data, scales if fmt.scale else None, kwargs.get("outer", computed)
 
     def _seed(self, source: Node, meta: dict) -> Node:
-        """The seed for rounding a gradient, the same in both directions.
+        """The seed for rounding a gradient, equal along both dimensions.
 
-        It is one element of the seeds that each step draws. One node draws all seeds of a device; here it grows by one.
+        It is one element of the seeds that each step draws. One node draws all seeds of a device; each new seed
+        increases its count by one.
         """
         key, device = value_key(source), source.meta["val"].device
         if key not in self.seeds:
@@ -248,7 +248,7 @@ class _Builder:
         return self.seeds[key]
 
     def _meta_for(self, gemm: Gemm, operand: Operand) -> dict:
-        """Metadata of a quantise, by which the partitioner and activation checkpointing place and recompute it."""
+        """Metadata of a quantise, from which the partitioner and activation checkpointing place and recompute it."""
         if operand.role == "dgrad_w":
             # The packed weight is a copy of a parameter. Saving it would cost memory; the backward makes it again.
             return gemm.node.meta | {"partitioner_tag": "must_be_in_backward"}
@@ -264,7 +264,7 @@ class _Builder:
 
 
 def _casts_never_saved(node: Node) -> None:
-    """Mark the casts of a weight to be recomputed: saved for the backward, each would be a copy of the parameter."""
+    """Mark the casts of a weight to be recomputed: a cast saved for the backward would be a copy of the parameter."""
     source = source_of(node)
     while source is not None:
         if is_cast(node):

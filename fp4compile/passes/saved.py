@@ -1,4 +1,4 @@
-"""Which packed activations live from forward to backward, and how large they are packed and unquantised.
+"""Which packed activations are saved for the backward, and their sizes packed and unquantised.
 
 `rewrite` marks every quantise whose result a wgrad reads (`mark`). The partitioner then decides what is saved for the
 backward and what is recomputed. `saved(graph)` reads this decision off a forward graph: the saved activations are the
@@ -29,12 +29,12 @@ class Saved:
 
 
 def mark(quantise: Node, wgrad: str) -> None:
-    """Note on a quantise the name of the wgrad that reads it, or of the first one where layers share their input."""
+    """Note on a quantise the name of the wgrad that reads it, or of the first wgrad where layers share their input."""
     quantise.meta[_MARK] = wgrad
 
 
 def saved(graph: Graph) -> list[Saved]:
-    """The packed activations among the outputs of a forward graph, without those of symbolic size."""
+    """The packed activations of known size among the outputs of a forward graph."""
     sizes: dict[Node, int] = {}
     for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
         if isinstance(node, Node) and node.target is operator.getitem and _MARK in node.args[0].meta:

@@ -1,6 +1,6 @@
-"""Slices of the columns of a tensor: gate and up of one product, as `chunk`, `split` and slicing make them.
+"""Slices of a tensor's columns, from `chunk`, `split` and slicing: gate and up of one product, for example.
 
-A kernel reads such a slice where it lies, if the tensor is in memory.
+A kernel reads such a slice in place, if the tensor is materialised.
 """
 
 import operator
@@ -27,7 +27,7 @@ class Slice:
 
 
 def slice_of(node: Node) -> Slice | None:
-    """What a node is a slice of; None if it is none."""
+    """A node as a slice of a tensor's columns; None if it is none."""
     cut = _cut(node)
     if cut is None:
         return None
@@ -41,7 +41,7 @@ def slice_of(node: Node) -> Slice | None:
 
 
 def memory_of(node: Node) -> Node:
-    """The node whose memory is read where a node is read."""
+    """The node whose memory a reader of `node` reads."""
     found = slice_of(node)
     return node if found is None else found.source
 
@@ -52,9 +52,10 @@ def cuts_columns(node: Node) -> bool:
 
 
 def in_shape(graph: Graph, node: Node, like: torch.Tensor, shape: list | None, slices: bool) -> Node:
-    """A node in the shape of `like`, which is `shape` as an argument of a reshape; None if there are no nodes for it.
+    """A node reshaped to the shape of `like`.
 
-    A slice is cut from the reshaped tensor, because it may have no such view itself. slices: leave all others.
+    shape: this shape as an argument of a reshape; None leaves the node as it is. slices: reshape only slices. A slice
+    is cut from the reshaped tensor, because the slice itself may have no such view.
     """
     found = slice_of(node)
     if shape is None or (slices and found is None) or same_shape(node.meta["val"].shape, like.shape):
@@ -68,7 +69,7 @@ def in_shape(graph: Graph, node: Node, like: torch.Tensor, shape: list | None, s
 
 
 def erase_unread(node: Node) -> None:
-    """Erase a slice that nothing reads, and the slices, splits and reshapes that only it has read."""
+    """Erase a slice that nothing reads, and the slices, splits and reshapes that only this slice has read."""
     while not node.users and node.op == "call_function":
         if not (cuts_columns(node) or node.target in _SPLITS or node.target in RESHAPES):
             break

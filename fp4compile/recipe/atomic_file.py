@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all: they are written in a scratch folder beside them, and renamed.
+"""Atomic writes: files are written in a scratch folder beside their target, and renamed.
 
-Whoever writes holds a lock (flock) on the scratch folder, which the kernel releases when the process ends, however it
-ends. So the next writer of the same file knows which scratch folders are abandoned, and removes them. A scratch folder,
-not a scratch file, because the library that writes there may make temporary files of its own.
+The writer holds a lock (flock) on the scratch folder; the kernel releases it when the process ends or is killed. So the
+next writer of the same file can find abandoned scratch folders, and removes them. A folder is used instead of a file,
+because the library that writes there may make temporary files of its own.
 """
 
 import fcntl
@@ -19,14 +19,13 @@ _ENDING = ".unfinished"
 
 
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
-    """Write a file by a function that is given the path of another, new file, and rename that one to `path`.
+    """Call `write` with the path of a new file, then rename that file to `path`.
 
-    A file that exists at `path` stays until the new one is complete, and gives it its permissions. Where `path` is a
-    link, the file that it points to is replaced. What killed processes left of earlier tries to write this file is
-    removed.
+    An existing file at `path` stays until the new one is complete; the new file gets its permissions. Where `path` is a
+    link, the file that it points to is replaced. Scratch folders of killed processes that wrote this file are removed.
 
-    Raises what `write` raises, and OSError, which names `path`, where the file cannot be written or where `path` is
-    there and no file.
+    Raises the errors of `write`, and OSError, which names `path`, where the file cannot be written or where `path`
+    exists and is no file.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -45,8 +44,8 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
 def scratch_folder(target: Path, undo: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """A new folder beside a target, which is removed at the end.
 
-    First removes the scratch folders of this target that no process has any more. undo: called with each of them
-    before it is removed.
+    First removes the abandoned scratch folders of this target. undo: called with each abandoned folder before it is
+    removed.
     """
     _remove_abandoned(target, undo)
     folder, lock = _made(target)
@@ -64,11 +63,11 @@ def _made(target: Path) -> tuple[Path, int]:
         folder.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY)
-            with suppress(OSError):  # a file system without locks, where nobody removes what others have
+            with suppress(OSError):  # on a file system without locks, nobody removes another writer's folder
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.exists():
                 return folder, lock
-            os.close(lock)  # another writer took the folder for an abandoned one before it was locked
+            os.close(lock)  # another writer removed the folder as abandoned before it was locked
 
 
 def _remove_abandoned(target: Path, undo: Callable[[Path], object] | None) -> None:
@@ -95,7 +94,7 @@ def _scratch_folders(target: Path) -> list[Path]:
 
 @contextmanager
 def errors_naming(path: str | os.PathLike) -> Iterator[None]:
-    """Let errors of the operating system that name no file, or one in a scratch folder, name `path`."""
+    """Let errors of the operating system that name no file, or a file in a scratch folder, name `path`."""
     try:
         yield
     except OSError as error:

@@ -21,7 +21,7 @@ def _linear_layers(format: str, weights: str | None = None) -> dict[str, str]:
 
 
 # Three recipes quantise fprop alone. nvfp4_one_level: one-level scales cannot lift small gradients into range.
-# nvfp4_static: the static scales are measured on activations only. nvfp4_weight_only: activations stay as they are.
+# nvfp4_static: the static scales are measured on activations only. nvfp4_weight_only: activations stay unquantised.
 FIELDS: dict[str, dict[str, Any]] = {
     "nvfp4": _linear_layers("nvfp4"),
     "nvfp4_one_level": {"fprop_x": "nvfp4_one_level", "fprop_w": "nvfp4_one_level"},

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4compile import hardware
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
@@ -37,28 +36,25 @@ class Recipe:
         A format is a name of `formats.NAMED`, a spec string or a `BlockFormat`. None keeps the operand in high
         precision; files write it "none". A product without any format is left alone.
     rules: in order; the first rule whose glob matches a layer's name decides about the layer. Each is a `Rule`, a
-        (pattern, action) pair or a dict of the two. `unmatched_rules` finds those that decide about no layer.
+        (pattern, action) pair or a dict of the two. `unmatched_rules` finds rules that decide about no layer.
     min_m, min_n, min_k: a layer with fewer tokens, out features or in features than these is left alone.
     skip_first_blocks, skip_last_blocks: how many transformer blocks are left alone at either end of the model.
-    num_blocks: how many blocks there are, for models whose graphs are broken into parts that do not show it.
-    skip_lm_head: whether output heads are left alone. Heads are layers with such a name (lm_head, classifier, proj_out
-        and the like), layers whose weight is an embedding's, and a last layer that is wider than all others.
+    num_blocks: how many blocks the model has; needed for models whose broken graphs do not show the number.
+    skip_lm_head: whether output heads are left alone. Heads are layers named lm_head, classifier, proj_out and the
+        like, layers whose weight is an embedding's, and a last layer that is wider than all others.
     activation_scale: "dynamic" computes the outer scale of fprop_x; "static" reads it from static_scales.
-    static_scales: (module name, decode factor) pairs or a dict of them, as `fp4compile.calibrate` measures them. The
-        factors are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule
-        names, is "static".
+    static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them. The factors
+        are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is
+        "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
-    weight_cache: of inference. "on" keeps packed weights until a change of the parameter is noticed. "off" quantises
-        weights at every call. "check" does as "on", and raises RuntimeError where a parameter's contents have changed
-        unnoticed; it reads every weight at every call, and is slow.
+    weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected. "off" quantises
+        weights at every call. "check" is "on", but raises RuntimeError where a parameter's contents changed undetected;
+        it reads every weight at every call, and is slow.
     weight_scales: how the NVFP4 block scales of fprop_w are chosen in inference, where a weight is quantised once.
-        "amax" makes them of each block's largest element; "mse" takes the scale of least squared error;
-        "four_over_six" the better one of two. It also holds where a rule gives a layer its formats, if these are NVFP4.
-        Graphs that compute gradients take "amax", because their weights change at every step; the report says so.
-    min_gain, target: a layer that `fp4compile.roofline` predicts to be less than min_gain times as fast as in bf16, on
-        the GPU that target names (of `roofline.GPUS`), is left alone. Both are given, or neither. Layers with a
-        size that varies are not judged.
+        "amax" computes them from each block's largest element; "mse" takes the scale of least squared error;
+        "four_over_six" takes the better of two scales. It also applies where a rule gives a layer NVFP4 formats. Graphs
+        that compute gradients take "amax", because their weights change at every step; the report says so.
 
     Raises ValueError for an unknown format, product or choice, for a number out of range, and for fields that
     contradict each other; TypeError for a field of another type.
@@ -87,8 +83,6 @@ class Recipe:
     stochastic_rounding: tuple[str, ...] = ()
     weight_cache: str = "on"
     weight_scales: str = "amax"
-    min_gain: float | None = None
-    target: str | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -98,13 +92,12 @@ class Recipe:
         self._check_static()
         self._check_training()
         self._check_weight_scales()
-        self._check_gain()
         if self.weight_cache not in _WEIGHT_CACHES:
             allowed = ", ".join(map(repr, _WEIGHT_CACHES))
             raise ValueError(f"weight_cache={self.weight_cache!r}: allowed are {allowed}")
 
     def _normalise(self) -> None:
-        """Replace every spelling of a field's value by the one that is compared, hashed and written to JSON."""
+        """Replace each field's value by its canonical form, which is compared, hashed and written to JSON."""
         normal: dict[str, Any] = {role: _format_name(role, getattr(self, role)) for role in ROLES}
         normal["rules"] = tuple(rule_of(entry) for entry in _sequence("rules", self.rules))
         normal["static_scales"] = _scales(self.static_scales)
@@ -178,23 +171,8 @@ class Recipe:
         fitting = (fmt for fmt in known if fmt is not None and formats.takes_scale_rules(fmt))
         formats.check_scale_rule("weight_scales", self.weight_scales, next(fitting, known[0]))
 
-    def _check_gain(self) -> None:
-        if (self.min_gain is None) != (self.target is None):
-            raise ValueError(f"min_gain={self.min_gain} and target={self.target!r}: a gain is on a GPU; give both")
-        if self.min_gain is None or self.target is None:
-            return
-        if isinstance(self.min_gain, bool) or not isinstance(self.min_gain, int | float):
-            raise TypeError(f"min_gain: expected a number, got {type(self.min_gain).__name__}")
-        if not 0 < self.min_gain < float("inf"):
-            raise ValueError(f"min_gain={self.min_gain}: must be positive and finite")
-        if not isinstance(self.target, str):
-            raise TypeError(f"target: expected the name of a GPU, got {type(self.target).__name__}")
-        with sources.errors_name("target: "):
-            object.__setattr__(self, "target", hardware.named(self.target).name)
-        object.__setattr__(self, "min_gain", float(self.min_gain))
-
     def scale_rule(self, weight: str | None) -> str:
-        """How the block scales of a weight of this format are chosen: `weight_scales`, or "amax" where none may be."""
+        """How the block scales of a weight in this format are chosen: `weight_scales`, or "amax" if it cannot apply."""
         chosen = weight is not None and formats.takes_scale_rules(formats.get(weight))
         return self.weight_scales if chosen else "amax"
 
@@ -220,11 +198,11 @@ class Recipe:
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 of the recipe's content; the same in every process."""
+        """sha256 of the recipe's content, equal in every process."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, as JSON takes them; `from_dict` makes an equal recipe of them."""
+        """The fields as a dictionary for JSON; `from_dict` makes an equal recipe of it."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
         plain["static_scales"] = dict(self.static_scales)
@@ -233,9 +211,9 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Recipe":
-        """The recipe of fields as `to_dict` gives them; a key "recipe" names the recipe whose fields they override.
+        """The recipe with fields as from `to_dict`; a key "recipe" names the recipe whose fields they override.
 
-        Raises ValueError for an unknown field or recipe, TypeError for what is no dict.
+        Raises ValueError for an unknown field or recipe, TypeError if `fields` is no dict.
         """
         if not isinstance(fields, dict):
             raise TypeError(f"recipe: expected a dict of fields, got {type(fields).__name__}")
@@ -247,11 +225,11 @@ class Recipe:
     def from_toml(cls, path: str | Path) -> "Recipe":
         """The recipe of a TOML file: its table [fp4compile], or the whole file; fields as in `from_dict`.
 
-        Beside the table the file may hold anything but fields of a recipe at top level, because nothing would read
-        them. A top-level `name` is allowed: other tools use that key too, and it changes no number.
+        Beside the table, the file must not have recipe fields at top level, because nothing would read them. A
+        top-level `name` is allowed: other tools use that key too, and it changes no number.
 
         Raises ValueError for a file that is not TOML, that has no recipe in it, that has fields beside the table, or
-        that `save` wrote and that lacks its last line; what `from_dict` raises, with the path in front; OSError for a
+        that `save` wrote and that lacks its last line; the errors of `from_dict`, with the path in front; OSError for a
         file that does not exist.
         """
         fields = sources.read_toml(path, _field_names())
@@ -262,7 +240,7 @@ class Recipe:
     def from_json(cls, path: str | Path) -> "Recipe":
         """The recipe of a JSON file: an object of fields as in `from_dict`.
 
-        Raises ValueError for a file that is not JSON; what `from_dict` raises, with the path in front; OSError for a
+        Raises ValueError for a file that is not JSON; the errors of `from_dict`, with the path in front; OSError for a
         file that does not exist.
         """
         fields = sources.read_json(path)
@@ -270,19 +248,19 @@ class Recipe:
             return cls.from_dict(fields)
 
     def save(self, path: str | Path) -> None:
-        """Write all fields to a file, from which `resolve`, and so every function that takes a recipe, reads an equal
-        recipe. A file that was cut is refused. A failure leaves what was there before.
+        """Write all fields to a file, from which every function that takes a recipe reads an equal recipe.
 
-        path: ends in .toml or .json; ValueError for another name. OSError where it cannot be written.
+        Readers refuse a truncated file. A failed write leaves an existing file unchanged.
+
+        path: ends in .toml or .json. Raises ValueError for another ending, OSError where it cannot be written.
         """
         sources.write(path, self.to_dict())
 
     @classmethod
     def from_env(cls) -> "Recipe | None":
-        """The recipe that FP4COMPILE_RECIPE names: a name, or the path of a .toml or .json file. None if it is unset or
-        empty.
+        """The recipe of FP4COMPILE_RECIPE, a name or the path of a .toml or .json file; None if it is unset or empty.
 
-        Raises what `resolve` raises, with the variable and its value in front.
+        Raises the errors of `resolve`, with the variable and its value in front.
         """
         value = sources.environment()
         if value is None:
@@ -294,10 +272,10 @@ class Recipe:
     def from_args(cls, args: Namespace) -> "Recipe | None":
         """The recipe of parsed --fp4compile-* options; None where neither they nor FP4COMPILE_RECIPE name one.
 
-        args: what a parser has parsed that went through `fp4compile.add_arguments`; TypeError for anything else.
+        args: the result of a parser with the options of `fp4compile.add_arguments`.
 
-        Raises ValueError for an unknown recipe or field, for a malformed FIELD=VALUE, for a field that is set twice,
-        and for options without a recipe.
+        Raises TypeError for other arguments; ValueError for an unknown recipe or field, for a malformed FIELD=VALUE,
+        for a field that is set twice, and for options without a recipe.
         """
         options = sources.read_arguments(args)
         base = cls.from_env() if options.recipe is None else resolve(options.recipe)
@@ -306,12 +284,12 @@ class Recipe:
                 raise ValueError(f"--fp4compile options without --fp4compile-recipe or {sources.ENVIRONMENT}")
             return None
         chosen = base.replace(**options.overrides)
-        # The layers that the command line skips outrank the recipe's own rules, and those of --fp4compile-set.
+        # The command line's skipped layers outrank the recipe's own rules, and the rules of --fp4compile-set.
         skips = tuple(Rule(glob, "skip") for glob in options.skipped)
         return chosen.replace(rules=(*skips, *chosen.rules)) if skips else chosen
 
     def replace(self, **overrides: Any) -> "Recipe":
-        """A copy with fields replaced. Raises ValueError for a field that does not exist, and what `Recipe` raises."""
+        """A copy with fields replaced. Raises ValueError for an unknown field, and the errors of `Recipe`."""
         allowed = _field_names()
         for name in overrides:
             if name not in allowed:
@@ -326,15 +304,15 @@ class Recipe:
         bf16_share: float | None = None,
         fallback: str | None = None,
     ) -> "Recipe":
-        """A copy whose first rules are for the worst layers of a report, one rule each: it leaves them as they are.
+        """A copy with one rule for each of the worst layers of a report, before all other rules.
 
-        report: what `fp4compile.sensitivity` measured under this recipe.
-        sqnr_db: leave out as few layers as possible, so that the model's output keeps at least so many decibels. Errors
-            of layers count as independent, and those of layers that are left out as none.
-        bf16_share: leave out, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
+        report: the result of `fp4compile.sensitivity` under this recipe.
+        sqnr_db: choose as few layers as possible, so that the model's output keeps at least so many decibels. Errors of
+            layers count as independent, and the chosen layers count as exact.
+        bf16_share: choose, from the worst on, layers with at most this share (0 to 1) of the weights' elements.
         fallback: the named recipe, such as "mxfp8", whose formats these layers take; None leaves them unquantised.
 
-        Raises ValueError unless one of the two budgets is given, for a share out of range and for an unknown fallback;
+        Raises ValueError unless exactly one budget is set, for a share out of range and for an unknown fallback;
         TypeError for another report.
         """
         if not isinstance(report, Ranking):
@@ -354,7 +332,7 @@ def _format_name(role: str, value: Any) -> str | None:
 
 
 def _sequence(field: str, value: Any) -> list | tuple:
-    # To Python a string is a sequence of letters, and a dict one of keys. Both are mistakes here.
+    # Python iterates over a string's letters and a dict's keys. Both are mistakes here.
     if not isinstance(value, list | tuple):
         raise TypeError(f"{field}: expected a list or a tuple, got {type(value).__name__}")
     return value
@@ -391,10 +369,10 @@ def _scales(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
-    """The rules of a recipe that decide about none of the layers: they match no name that an earlier rule leaves.
+    """The rules of a recipe that decide about no layer: earlier rules match all names that they match.
 
-    names: the names of all layers of a model, from all of its graphs, as reports have them: a rule that decides about
-        nothing in one graph may decide in another.
+    names: the names of all layers of a model, as in reports, from all of its graphs: a rule that decides about no layer
+        in one graph may decide in another.
     """
     left = list(names)
     idle = []
@@ -412,7 +390,7 @@ def recipes() -> tuple[str, ...]:
 
 
 def named(name: str) -> Recipe:
-    """The recipe of a name. Raises ValueError for an unknown one, with the nearest match."""
+    """The recipe of a name. Raises ValueError, with the nearest match, for an unknown name."""
     if not isinstance(name, str):
         raise TypeError(f"recipe: expected a name, got {type(name).__name__}")
     if name not in FIELDS:

@@ -1,4 +1,4 @@
-"""Layer rules: what a recipe does with the layers whose name matches a glob."""
+"""Layer rules: a recipe's decisions about layers whose name matches a glob."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _ACTIONS = ("skip", "quantize")
 
 @dataclass(frozen=True)
 class Rule:
-    """What to do with the layers whose fully qualified module name matches a glob.
+    """The decision about layers whose fully qualified module name matches a glob.
 
     pattern: the glob, matched case-sensitively against the whole name; "*" matches dots too.
     action: "skip" leaves the layer alone. "quantize" quantises it, even where the recipe's defaults would leave it
@@ -47,7 +47,7 @@ class Rule:
 
 @runtime_checkable
 class Ranking(Protocol):
-    """Layers in the order of what their quantisation costs: a `fp4compile.Sensitivity`."""
+    """Layers ordered by the cost of quantising them: a `fp4compile.Sensitivity`."""
 
     def worst(self, *, sqnr_db: float | None = None, share: float | None = None) -> tuple[str, ...]:
         """The names of the worst layers, by one of two budgets."""
@@ -64,7 +64,7 @@ def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, .
 
 
 def rule_of(entry: Any) -> Rule:
-    """The rule that an entry of `Recipe.rules` spells: a Rule, a dict of its two fields, or a (pattern, action) pair.
+    """The rule of an entry of `Recipe.rules`: a Rule, a dict of its two fields, or a (pattern, action) pair.
 
     Raises ValueError for a dict with other keys, TypeError for anything else.
     """

@@ -1,6 +1,6 @@
-"""Where recipes are written down: TOML and JSON files, the environment, command lines. Each is read into plain fields.
+"""Read recipe fields from TOML and JSON files, the environment and command lines, and write them to files.
 
-`Recipe` makes recipes of these fields and checks them; nothing here knows that class.
+`Recipe` makes recipes of these fields and checks them; this file does not depend on that class.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from fp4compile.recipe.named_recipes import FIELDS
 ENVIRONMENT = "FP4COMPILE_RECIPE"
 DEFAULT = "nvfp4"
 _TABLE = "fp4compile"
-# TOML that `write` makes begins with the first of these keys and ends with the second: what was cut lacks the second.
+# TOML from `write` begins with the first of these keys and ends with the second; a truncated file lacks the second.
 _OPENING, _CLOSING = "saved_by", "complete"
 _OPTIONS = ("recipe", "skip", "skip_first", "skip_last", "lm_head", "set")
-# What --fp4compile-set takes without quotes: names, and spec strings of formats such as e2m1:1x16:e4m3:tensor:te.
+# Values that --fp4compile-set takes without quotes: names, and format specs such as e2m1:1x16:e4m3:tensor:te.
 _BARE_WORD = re.compile(r"[\w.:+-]+")
 
 
@@ -44,7 +44,7 @@ def environment() -> str | None:
 def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
     """The recipe fields of a TOML file: its table [fp4compile], or the whole file. See `Recipe.from_toml`.
 
-    field_names: the fields of a recipe, which must not stand beside the table.
+    field_names: the fields of a recipe, which must not be beside the table.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -61,9 +61,9 @@ def read_toml(path: str | Path, field_names: Sequence[str]) -> dict[str, Any]:
 
 
 def _uncut(path: str | Path, fields: Any) -> Any:
-    """The fields of a recipe without the keys that `write` puts around them; a file that is written by hand has none.
+    """The fields of a recipe without the keys that `write` adds around them; hand-written files lack these keys.
 
-    Raises ValueError where the first of these keys is there and the last one is not.
+    Raises ValueError where the file has the first of these keys and lacks the last one.
     """
     if not isinstance(fields, dict):
         return fields
@@ -77,7 +77,7 @@ def _uncut(path: str | Path, fields: Any) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds. Raises ValueError for a file that is not JSON."""
+    """The value in a JSON file. Raises ValueError for a file that is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -95,10 +95,10 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
 
 
 def _toml(fields: dict[str, Any]) -> str:
-    """TOML of fields as JSON takes them, between the keys that tell a whole file from a cut one.
+    """TOML of JSON-compatible fields, between the keys that distinguish a whole file from a truncated one.
 
     TOML has no null: None, the default of all fields that allow it, is absent. The entries of a dict are dotted keys,
-    because below the header of a table each line would belong to the table, the last one too.
+    because all lines below a table's header, the last line too, would belong to the table.
     """
     lines = [
         "# Written by Recipe.save of fp4compile. It is refused without its last line.",
@@ -117,7 +117,7 @@ def _toml_value(value: Any) -> str:
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key} = {_toml_value(one)}' for key, one in value.items())}}}"
-    # JSON's strings, numbers and booleans are TOML's, but for one control character that only TOML escapes.
+    # JSON's strings, numbers and booleans are valid TOML, except one control character that only TOML escapes.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """What the --fp4compile-* options say.
+    """The values of the --fp4compile-* options.
 
     recipe: a name or a path; None where the option is absent. overrides: recipe fields by name.
     skipped: globs of the layers to leave alone.
@@ -152,7 +152,7 @@ class Options:
 
 
 def read_arguments(args: argparse.Namespace) -> Options:
-    """What the parsed --fp4compile-* options say. See `Recipe.from_args`."""
+    """The values of the parsed --fp4compile-* options. See `Recipe.from_args`."""
     if not all(hasattr(args, f"fp4compile_{option}") for option in _OPTIONS):
         raise TypeError("args: expected what a parser with fp4compile.add_arguments has parsed")
     return Options(args.fp4compile_recipe, _overrides(args), tuple(args.fp4compile_skip))
@@ -183,7 +183,7 @@ def _setting(setting: str) -> tuple[str, Any]:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         parsed = {"value": text} if _BARE_WORD.fullmatch(text) else {}
-    if parsed.keys() != {"value"}:  # a text of several lines may hold further assignments, and tables
+    if parsed.keys() != {"value"}:  # a multi-line text may have further assignments, and tables
         raise ValueError(
             f"--fp4compile-set {setting!r}: {text!r} is neither one TOML value nor one word; another field needs an "
             "option of its own"

@@ -1,7 +1,7 @@
-"""Look at a model's graphs without compiling them: `explain` reports on products.
+"""Read a model's graphs without compiling them: `explain` reports on products.
 
-`run_captured` captures the graphs with Dynamo and AOTAutograd under Inductor's decompositions, so that these are the
-graphs that the backend will see, and runs them as its caller says: `explain` unchanged.
+`run_captured` captures the backend's graphs: with Dynamo and AOTAutograd under Inductor's decompositions. It runs each
+graph as the caller's `runner` says; `explain` runs graphs unchanged.
 """
 
 import sys
@@ -22,15 +22,15 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from fp4compile import hardware
-from fp4compile.analysis.gain import predicted
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.hardware import Gpu
 from fp4compile.passes.manager import analyse, describe
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report import names
 from fp4compile.report.report import NOTHING_CAPTURED, Report, Row
+from fp4compile.roofline.gains import predicted
 
-# A function of a captured graph and the names of its inputs; it returns the function that runs in the graph's place.
+# Takes a captured graph and the names of its inputs; returns the function that runs instead of the graph.
 GraphRunner = Callable[[GraphModule, names.Names], Callable]
 
 
@@ -40,18 +40,18 @@ def explain(
 ) -> Report:  # fmt: skip
     """Run model(*args, **kwargs) once, uncompiled; print and return what a recipe would do to its matrix products.
 
-    Where gradients are enabled and something requires them, the report has the products of the backward pass too.
+    Where gradients are enabled and a tensor requires them, the report has the products of the backward pass too.
     Gives a warning for each rule of the recipe that decides for no layer.
 
-    A model on the meta device takes no memory and computes nothing: tensors there stand for those on the GPU of `gpu`.
+    A model on the meta device takes no memory and computes nothing: its tensors stand for tensors on the GPU `gpu`.
 
     model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
-    gpu: for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU that is there,
-        if it is one of these, and none else. all: whether to print one line for each product, and not equal layers
-        together.
+    gpu: the GPU for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU of
+        this machine, if it is in `roofline.GPUS`. all: whether to print one line for each product instead of equal
+        layers together.
 
-    Raises what `backend` raises for a bad recipe, ValueError for an unknown GPU and if Dynamo captures no graph of the
-    model, and TypeError for a model that cannot be called.
+    Raises the errors of `backend` for a bad recipe, ValueError for an unknown GPU and if Dynamo captures no graph of
+    the model, and TypeError for a model that cannot be called.
     """
     chosen = resolve(recipe)
     target = hardware.present() if gpu is None else hardware.named(gpu)
@@ -70,7 +70,7 @@ def explain(
 
     def enter(known: names.Names, now: names.Names) -> None:
         entry = (id(known), now.modules, now.prefix)
-        if entry not in shown:  # Dynamo runs the graph of one part of the model for another part too
+        if entry not in shown:  # Dynamo may run one part's graph for another part of the model
             shown.append(entry)
             report.add(now.in_full(made.get(id(known), [])), {})
 
@@ -93,13 +93,14 @@ def run_captured(
 ) -> Callable:
     """The model, as a function that captures its graphs and runs each as `runner` says.
 
-    runner: called once with each graph. What it returns runs in the place of an inference graph.
-    enter: called at each run of a graph, with the names of its inputs when it was captured and those of this run.
-    joint: what `runner` is called with in training: the joint graph, which is then partitioned and run as it is; or
-        the forward graph alone, in whose place runs what `runner` returns.
+    runner: called once with each graph. The function that it returns runs instead of an inference graph.
+    enter: called at each run of a graph, with the names of its inputs at capture and the names in this run.
+    joint: whether `runner` is called with the joint graph in training, which is then partitioned and run as it is;
+        otherwise it is called with the forward graph, and the function that it returns runs instead.
 
-    Where the model or a part of it is compiled already, the uncompiled original is captured. Of a module's method
-    `generate`, the calls of the module are captured, and the loop around them runs as it is: it takes Dynamo long.
+    Where the model or a part of it is compiled already, the uncompiled original is captured. If the model is a module's
+    method `generate`, the calls of the module are captured, and the loop around them runs eagerly, because Dynamo is
+    slow on it.
 
     Raises TypeError for a model that cannot be called.
     """
@@ -150,7 +151,7 @@ def run_captured(
 
 @contextmanager
 def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
-    """While this lasts, the modules inside the model that are compiled already run uncompiled."""
+    """A context in which the compiled modules inside the model run uncompiled."""
     changed: list[tuple[dict, str, Any]] = []
     for part in () if model is None else model.modules():
         attributes = vars(part)
@@ -169,7 +170,7 @@ def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
 
 @contextmanager
 def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator[None]:
-    """While this lasts, calls of the module run what was compiled of it."""
+    """A context in which calls of the module run `captured`."""
     if module is None:
         yield
         return
@@ -182,8 +183,7 @@ def _compiled_by(captured: Callable, module: torch.nn.Module | None) -> Iterator
 
 
 def _every_call_captured() -> Any:
-    """While this lasts, Dynamo compiles anew as often as it has to. Else it stops at 8 times, and runs what is not
-    captured."""
+    """A context without Dynamo's limit of recompilations (8), beyond which calls run without being captured."""
     return dynamo_config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize)
 
 

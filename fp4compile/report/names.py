@@ -1,12 +1,11 @@
-"""Names of the tensors that enter a Dynamo graph: one that rules decide by, and a full one for the report.
+"""Names of the tensors that enter a Dynamo graph: a name for the recipe's rules, and a full name for the report.
 
 Entry: `record(gm, example_inputs, root)`.
 
-A rule sees the name of a parameter below the module whose `forward` was captured, as Dynamo's source of the parameter
-gives it. It cannot be the full name, because Dynamo lets equal modules of a model share one graph.
+A rule matches the name of a parameter below the module whose `forward` was captured, which comes from Dynamo's source
+of the parameter. It cannot be the full name, because Dynamo lets equal modules of a model share one graph.
 
-The full name is found by identity: some module on the call stack holds the very tensor that enters the graph, and that
-module knows the name of the tensor.
+The full name is found by identity: a module on the call stack holds the tensor that enters the graph under that name.
 """
 
 import re
@@ -34,12 +33,12 @@ _CARRIERS = re.compile(r"__\w+__|cell_contents|args|keywords|func")
 
 @dataclass(frozen=True)
 class Names:
-    """What is known of a graph's inputs.
+    """The names of a graph's inputs and modules.
 
-    inputs: by position, with the names of those that are parameters.
+    inputs: the inputs by position, with the names of parameters.
     names: by position, the name of each input that a module holds, parameter or not; None for other inputs.
     modules: the full name of each layer whose name in the graph is shorter.
-    prefix: what the full names have before the names of the graph; "" where that is not known.
+    prefix: the prefix that turns names in the graph into full names; "" where it is unknown.
     root: the outermost module that was being called; None where there is none.
     """
 
@@ -50,18 +49,18 @@ class Names:
     root: torch.nn.Module | None = None
 
     def entered_by(self, values: Sequence[Any], root: torch.nn.Module | None = None) -> "Names":
-        """The same names, with the full names for the part of the model that Dynamo runs the graph for now.
+        """These names, with full names for the part of the model for which Dynamo runs the graph now.
 
         values: the graph's inputs in this run. root: the model; None looks for it on the call stack.
         """
         return _in_model(self.inputs, self.names, values, root)
 
     def in_full(self, rows: list[Row]) -> list[Row]:
-        """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules see."""
+        """The rows with the full names of their layers as `module`; `Row.name` keeps the name that rules match."""
         return [self._in_full(row) for row in rows]
 
     def full(self, module: str) -> str:
-        """The full name of a layer, given the one that rules see."""
+        """The full name of a layer. module: the name that rules match."""
         return self.modules.get(module, (self.prefix + module).removesuffix("."))
 
     def _in_full(self, row: Row) -> Row:
@@ -74,8 +73,8 @@ class _Place:
     """Where Dynamo found an input.
 
     root: the expression of an object. path: the name of the input below that object, along a chain of modules.
-    label: the name of the variable that holds the object. always: whether the label belongs to the input's name even
-    where no other object is among the roots. parameter: whether the input is a parameter.
+    label: the name of the variable that holds the object. always: whether the input's name has the label even if there
+    is only one root. parameter: whether the input is a parameter.
     """
 
     root: str
@@ -86,7 +85,7 @@ class _Place:
 
 
 def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module | None = None) -> Names:
-    """Which inputs of a Dynamo graph are parameters, and what they are called.
+    """Which inputs of a Dynamo graph are parameters, and their names.
 
     root: the model; None looks for it on the call stack, so this must be called while Dynamo calls the backend: then
         the user's call of the model is on the stack.
@@ -105,7 +104,7 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
 def _in_model(
     inputs: tuple[Input, ...], names: tuple[str | None, ...], values: Sequence[Any], root: torch.nn.Module | None
 ) -> Names:
-    """The names, completed with those by which the model on the call stack knows the tensors that enter the graph."""
+    """`Names` with the full names that the model on the call stack has for the tensors that enter the graph."""
     named = [(name, value) for name, value in zip(names, values, strict=True)
              if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
     stack = [] if root is None else [_unwrapped(root)]
@@ -129,7 +128,7 @@ def _in_model(
 
 
 def _best_alias(paths: list[str], name: str) -> str:
-    """Of the full names of a shared tensor, one that ends in the name by which this graph reaches the tensor."""
+    """The full name of a shared tensor that ends in the graph's name for the tensor; the first if none does."""
     return next((path for path in paths if is_below(name, path)), paths[0])
 
 
@@ -143,7 +142,7 @@ def _tensors_of(module: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def _path_of(inner: torch.nn.Module, stack: list[torch.nn.Module]) -> str:
-    """The name of a module in the outermost module that has it, with a dot behind; "" for the outermost itself."""
+    """The name of a module in the outermost module that has it, followed by a dot; "" for the outermost itself."""
     for module in stack:
         for path, part in module.named_modules():
             if part is inner:
@@ -163,13 +162,13 @@ def _modules_on_stack() -> list[torch.nn.Module]:
         module = _self_of(frame)
         if isinstance(module, torch.nn.Module):
             module = _unwrapped(module)
-            found[id(module)] = found.pop(id(module), module)  # moved to the end: the place of its outermost call
+            found[id(module)] = found.pop(id(module), module)  # moved to the end: the position of its outermost call
         frame = frame.f_back
     return list(found.values())[::-1]
 
 
 def _self_of(frame: FrameType) -> Any:
-    """The `self` of the method that a frame runs; None where it runs something else."""
+    """The `self` of the method that a frame runs; None where the frame runs no method."""
     code = frame.f_code
     if not code.co_argcount or code.co_varnames[0] != "self":
         return None
@@ -196,13 +195,13 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _example(node: Node, value: Any) -> Any:
-    """The tensor that the user's model holds; the example input that Dynamo passes may be a fake one in its place."""
+    """The tensor that the user's model holds; Dynamo's example input may be a fake tensor instead."""
     example = getattr(node.meta.get("grapharg"), "example", None)
     return value if example is None else example
 
 
 def _place(node: Node, value: Any) -> _Place | None:
-    """Where an input comes from; None for an input that is no parameter and that no module holds."""
+    """Where Dynamo found an input; None for an input that is no parameter and that no module holds."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     text = getattr(source, "name", None)
     text = text() if callable(text) else text
@@ -223,7 +222,7 @@ def _is_free(source: Any) -> bool:
 def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     """The place that a source's text names; None where the text has another form, or names no tensor of a module.
 
-    Of "L['self']._modules['layers']._modules['0']._parameters['weight']" it is "layers.0.weight" below "L['self']".
+    "L['self']._modules['layers']._modules['0']._parameters['weight']" names "layers.0.weight" below "L['self']".
     """
     text = _DICT_STEP.sub(r".\1", text)
     start = _ROOT.match(text)
@@ -239,7 +238,7 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     elif not is_parameter and (not kinds or kinds[-1] != "_buffers"):
         return None
     variable = start.group(2)
-    # Dynamo's own wrapper calls `fn` what it was given where that is a module of torch's, or no function.
+    # Dynamo's own wrapper has the variable `fn` for a module of torch's, or for a callable that is no function.
     free = (free or start.group(1) == "G") and variable != "fn" and not variable.startswith("__import_")
     inner = [_name(step) for step in steps[:first] if not _CARRIERS.fullmatch(_name(step))]
     passed = variable == "args" or (steps[0].group(3) in ("args", "keywords") if steps else False)
@@ -249,8 +248,8 @@ def _parsed(text: str, free: bool, is_parameter: bool) -> _Place | None:
     label = ".".join(inner if attribute else ["args" if passed else variable, *inner])
     if not below:
         return _Place(root, label, "", False, True)
-    # A layer in a list, or a single layer in a function's closure, has no other name than its variable's. A whole model
-    # in the closure, and one that is an argument, needs none: its layers have names of their own.
+    # A layer in a list, or a single layer in a function's closure, is named only by its variable. A whole model in the
+    # closure, and a model that is an argument, needs no such label: its layers have names.
     listed = any(step.group(4) or step.group(5) for step in steps[:first])
     always = not passed and (listed or ((free or bool(inner)) and below in ("weight", "bias")))
     return _Place(root, below, label, always, is_parameter)
@@ -261,11 +260,11 @@ def _name(step: re.Match) -> str:
 
 
 def _names(places: Sequence[_Place | None]) -> list[str | None]:
-    """The names that rules see. Inputs of the same name below two roots also get the names of the roots' variables."""
+    """The names that rules match. Inputs of one name below two roots also get the names of the roots' variables."""
     paths = [None if place is None else place.path for place in places]
     ambiguous = {root for roots in _roots(paths, places).values() if len(roots) > 1 for root in roots}
     names = [None if place is None else _prefixed(place, ambiguous) for place in places]
-    roots = _roots(names, places)  # two variables may have the same name too: a function's, and its module's
+    roots = _roots(names, places)  # a function's and its module's variables may have the same name
     return [
         name if name is None or place is None or len(roots[name]) == 1 else f"{name}#{roots[name].index(place.root)}"
         for name, place in zip(names, places, strict=True)
@@ -282,7 +281,7 @@ def _roots(names: list[str | None], places: Sequence[_Place | None]) -> dict[str
 
 
 def _prefixed(place: _Place, ambiguous: set[str]) -> str:
-    """The path of a place, after its variable's name where that is part of the name."""
+    """The path of a place, after the label where the name has it."""
     if place.label and (place.always or place.root in ambiguous):
         return f"{place.label}.{place.path}"
     return place.path

@@ -1,4 +1,4 @@
-"""A report as a file: CSV of its rows, and one HTML page that needs nothing beside it."""
+"""A report as a file: CSV of its rows, and one self-contained HTML page."""
 
 import csv
 import html
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from fp4compile.report.row import Row
+from fp4compile.report.product_row import Row
 from fp4compile.report.row_classes import Group
 
 _STYLE = """
@@ -20,18 +20,18 @@ td, th { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; }
 .planned { background: #4a7; }
 .slower { background: #c54; }
 """
-# What begins a formula. Spreadsheets may drop white space before it, and take wide characters for narrow ones.
+# The start of a formula. Spreadsheets may drop white space before it, and read wide characters as narrow ones.
 _FORMULA = re.compile("[\\s=+@\uff1d\uff0b\uff0d\uff20-]")
 _WIDTH = 300  # pixels of the longest bar
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """One line a row, under a line with the names of the fields; an empty cell for None.
+    """One line for each row, under a line with the names of the fields; an empty cell for None.
 
     A text that a spreadsheet would take for a formula has an apostrophe in front, as spreadsheets mark text.
     """
     out = io.StringIO()
-    # In quotes are all texts: without, the writer would leave a carriage return bare, and readers begin a line there.
+    # All texts are quoted: the writer would leave a carriage return unquoted, and readers would begin a line there.
     writer = csv.DictWriter(out, [one.name for one in fields(Row)], lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
     writer.writerows({name: _no_formula(value) for name, value in asdict(row).items()} for row in rows)
@@ -45,9 +45,9 @@ def _no_formula(value: Any) -> Any:
 def to_html(
     title: str, groups: Sequence[Group], header: Sequence[str], cells: Sequence[Sequence[str]], notes: str
 ) -> str:
-    """A page with the table of the groups. Where times are predicted, a bar for bf16 and one for the plan.
+    """A page with the table of the groups. Where times are predicted, a bar for bf16 and a bar for the plan.
 
-    header, cells: of the table, a line for each group. notes: what stands below it, as plain text.
+    header, cells: the table's header, and a line of cells for each group. notes: plain text below the table.
     """
     longest = max((group.plain_seconds or 0 for group in groups), default=0) or None
     if longest is not None:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from torch._guards import TraceId
 
 from fp4compile.report import page
-from fp4compile.report.row import CATEGORIES, Row, is_below, one_line, row_of, shown_name
+from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, row_of, shown_name
 from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_name
 
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below", "rows_from_json", "rows_to_json"]
 
 
 class PassRun(NamedTuple):
-    """What a pass did on one graph, or in sum on several: how many places it changed, and the seconds it took."""
+    """A pass's matches and seconds on one graph, or summed over several graphs."""
 
     matches: int
     seconds: float
@@ -43,18 +43,18 @@ _OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain
 class Report:
     """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
 
-    `print(report)` shows the `table` of the rows, equal layers together, and the line of `summary`.
+    `print(report)` shows the `table` of the rows, with equal layers on one line, and the line of `summary`.
 
     recipe: the name of the recipe.
     rows: one for each matrix product.
-    counts: how often each pass matched, by the pass's name, summed over the graphs. A pass that is switched off is in
-        neither `counts` nor `seconds`.
+    counts: how often each pass matched, by the pass's name, summed over the graphs. `counts` and `seconds` lack passes
+        that are switched off.
     graphs: how many graphs were compiled; None where the rows do not come from graphs (`fp4compile.pack_`).
     lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
-    seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache takes none.
-    gpu: the name of the GPU that the rows' times are predicted for; None where they are not.
-    uncompiled: the functions that Dynamo compiles no more, for inputs that fit none of its compilations, and the limit
-        in `torch._dynamo.config` that was reached.
+    seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache adds none.
+    gpu: the name of the GPU for which the rows' times are predicted; None where no times are predicted.
+    uncompiled: for each function that Dynamo no longer compiles for new inputs, the limit in `torch._dynamo.config`
+        that was reached.
     """
 
     recipe: str
@@ -99,7 +99,7 @@ class Report:
         return [row for row in rows if frame.is_new(row)]
 
     def complete(self, rows: list[Row], fused: Mapping[str, str]) -> None:
-        """Say in rows that the report has what was fused, by their nodes; a backward graph may be compiled late."""
+        """Set `fused` in the report's rows, by node name, after a backward graph was compiled late."""
         changed = {(row, row.node): text for row in rows if (text := fused.get(row.node or "")) is not None}
         self.rows = [
             replace(row, fused=changed[row, row.node]) if (row, row.node) in changed else row for row in self.rows
@@ -124,7 +124,7 @@ class Report:
         return counted
 
     def flops_share(self, category: str | None = None) -> float | None:
-        """The quantised share (0 to 1) of the FLOPs that are known; None where none are.
+        """The quantised share (0 to 1) of the known FLOPs; None where no FLOPs are known.
 
         category: one of CATEGORIES, to count its products only.
         """
@@ -138,7 +138,7 @@ class Report:
         return {category: share for category, share in shares.items() if share is not None}
 
     def saved(self) -> tuple[int, int]:
-        """(bytes of packed activations that are kept for the backward pass, bytes of these activations unquantised)."""
+        """(bytes of packed activations saved for the backward pass, bytes of these activations unquantised)."""
         return sum(row.saved or 0 for row in self.rows), sum(row.saved_plain or 0 for row in self.rows)
 
     def summary(self) -> str:
@@ -163,7 +163,7 @@ class Report:
         return line + (f"; saved for backward: {_size(packed)} packed, unquantised {_size(plain)}" if packed else "")
 
     def to_dict(self) -> dict:
-        """The report as JSON takes it: recipe, rows, counts, and the figures of the summary."""
+        """The report as a dictionary for JSON: recipe, rows, counts, and the figures of the summary."""
         return {
             "recipe": self.recipe,
             "rows": [asdict(row) for row in self.rows],
@@ -185,9 +185,9 @@ class Report:
         return self.table()
 
     def table(self, *, all: bool = False) -> str:
-        """The rows and the summary as text. Layers that differ in numbers of their names are one line, largest first.
+        """The rows and the summary as text. Layers whose names differ only in numbers are one line, largest first.
 
-        Characters of names that are not printable are escaped.
+        Unprintable characters of names are escaped.
 
         all: one line for each row instead, in the order of compilation.
         """
@@ -212,7 +212,7 @@ class Report:
         return page.to_html(title, groups(self.rows), header, cells, "\n".join(self._notes()))
 
     def gains(self) -> dict[str, float]:
-        """How many times faster than in bf16 each quantised layer is predicted to be, all its products together.
+        """The predicted speed-up over bf16 of each quantised layer, all its products together.
 
         Equal layers are one entry, as in the table. Layers without a prediction are left out.
         """
@@ -224,7 +224,7 @@ class Report:
         return found
 
     def reason_shares(self) -> dict[str, tuple[float | None, float | None]]:
-        """(share of the FLOPs, share of the predicted time as planned) of what is left alone, by reason, largest first.
+        """(share of the FLOPs, share of the planned time) of products left alone, by reason, largest first.
 
         None where no FLOPs are known, or no times predicted.
         """
@@ -249,7 +249,7 @@ class Report:
         return tuple(_HEADER[place] for place in kept), [tuple(line[place] for place in kept) for line in cells]
 
     def _notes(self) -> list[str]:
-        """What stands below the table."""
+        """The lines below the table."""
         lines = (
             *self._reason_lines(), self.summary(), *self._uncompiled_lines(), *self._note_lines(),
             *self._predicted_lines(), *self._passes_line(),
@@ -276,7 +276,7 @@ class Report:
         return [f"{note}: {', '.join(names)}" for note, names in layers.items()]
 
     def _reason_lines(self) -> list[str]:
-        """The shares of each reason, where there is a prediction: else the FLOPs of the summary say enough."""
+        """A line with the shares of each reason; none without predicted times, as the summary has the FLOPs."""
         if self.gpu is None:
             return []
         return [
@@ -297,7 +297,7 @@ class Report:
         if len(timed) < len(self.rows):
             line += f"; {len(self.rows) - len(timed)} products not predicted"
         losing = [f"{name} ({value:.2f})" for name, value in self.gains().items() if value < 1]
-        advice = f"predicted to lose, better left alone (min_gain=1.0, target={self.gpu!r}): {', '.join(losing)}"
+        advice = f"predicted to lose, better skipped by a rule: {', '.join(losing)}"
         return [line, *([advice] if losing else [])]
 
     def _passes_line(self) -> list[str]:
@@ -311,8 +311,8 @@ class Report:
 class _Frame:
     """A function that Dynamo compiles, maybe several times.
 
-    number: that of the compilation under way. rows: how often each row is in it. earlier: the same for the compilations
-    before it, of each row the largest count.
+    number: the current compilation's number. rows: how often each row occurs in the current compilation. earlier: the
+    largest such count of each row among the earlier compilations.
     """
 
     number: tuple[int, ...] | None = None
@@ -320,13 +320,13 @@ class _Frame:
     earlier: Counter = field(default_factory=Counter)
 
     def enter(self, number: tuple[int, ...]) -> None:
-        """Begin a compilation if the number is a new one. One compilation may make several graphs, under one number."""
+        """Begin a compilation if the number is new. One compilation may make several graphs under one number."""
         if self.number is not None and number != self.number:
             self.earlier, self.rows = self.earlier | self.rows, Counter()
         self.number = number
 
     def is_new(self, row: Row) -> bool:
-        """Count a row, and return whether the compilation under way now has it more often than each earlier one."""
+        """Count a row, and return whether the current compilation has it more often than each earlier one."""
         self.rows[row] += 1
         return self.rows[row] > self.earlier[row]
 

@@ -1,4 +1,4 @@
-"""The rows of a report as a reader wants them: equal layers of a deep model together, the largest first.
+"""Groups of a report's rows: equal layers of a deep model together, the largest first.
 
 Only the numbers in the layers' names may differ inside a group: `layers.*.mlp.up_proj x32`.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4compile.report.row import PRODUCTS, Row, shown_name
+from fp4compile.report.product_row import PRODUCTS, Row, shown_name
 
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?=[.\]]|$)")
 
@@ -21,7 +21,7 @@ class Group:
 
     @property
     def first(self) -> Row:
-        """The row that stands for all."""
+        """The row that represents the group."""
         return self.rows[0]
 
     @property
@@ -33,27 +33,27 @@ class Group:
 
     @property
     def flops(self) -> int:
-        """Of all rows, where they are known."""
+        """The sum of all rows' known FLOPs."""
         return sum(row.flops or 0 for row in self.rows)
 
     @property
     def plain_seconds(self) -> float | None:
-        """Predicted for all rows together, in bf16; None where it is not predicted."""
+        """The predicted seconds of all rows in bf16; None where a row has no prediction."""
         return _sum(row.plain_seconds for row in self.rows)
 
     @property
     def seconds(self) -> float | None:
-        """The same as planned."""
+        """The predicted seconds of all rows as planned; None where a row has no prediction."""
         return _sum(row.seconds for row in self.rows)
 
     @property
     def gain(self) -> float | None:
-        """How many times faster than bf16; None where it is not predicted."""
+        """The predicted speed-up over bf16; None where a row has no prediction."""
         return gain(self.rows)
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
-    """The groups, those of the largest layers first, by predicted time in bf16 or else by FLOPs."""
+    """The groups, with the largest layers first, by predicted time in bf16 or else by FLOPs."""
     timed = any(row.plain_seconds for row in rows)
     found = []
     for members in by_layer(rows):
@@ -63,13 +63,12 @@ def groups(rows: Sequence[Row]) -> list[Group]:
             equal.setdefault(_anywhere(row), []).append(row)
         parts = [Group(tuple(same)) for same in equal.values()]
         found.append((size, sorted(parts, key=lambda group: PRODUCTS.index(group.first.product))))
-    found.sort(key=lambda layer: -layer[0])  # of layers of one size, the earlier one first
+    found.sort(key=lambda layer: -layer[0])  # the sort is stable: layers of one size keep their order
     return [group for _, parts in found for group in parts]
 
 
 def by_layer(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of equal layers together, all products of these: layers whose names differ in numbers alone, and whose
-    products are the same."""
+    """Lists of the rows of equal layers: layers with equal products and with names that differ only in numbers."""
     layers: dict[str, list[Row]] = {}
     for row in rows:
         layers.setdefault(shown_name(row), []).append(row)
@@ -86,14 +85,14 @@ def layer_name(rows: Sequence[Row]) -> str:
 
 
 def gain(rows: Iterable[Row]) -> float | None:
-    """How many times faster than in bf16 products are predicted to be; None where one of them is not predicted."""
+    """The predicted speed-up over bf16 of the rows together; None where a row has no prediction."""
     rows = list(rows)
     plain, planned = _sum(row.plain_seconds for row in rows), _sum(row.seconds for row in rows)
     return None if plain is None or not planned else plain / planned
 
 
 def _anywhere(row: Row) -> Row:
-    """The row without its place in the model."""
+    """The row without its layer's names."""
     return replace(row, module="", name=None)
 
 

@@ -1,19 +1,18 @@
-"""Predicted times of linear layers: what a recipe should gain on a GPU that need not be there.
+"""Predicted times of linear layers: a recipe's expected gain on a GPU that need not be present.
 
 Entry: `predict(recipe, gpu, m, n, k)`. A layer multiplies activations [M, K] with a weight [N, K]. It is a list of
-steps, each one or more kernels, and a step takes
+steps of one or more kernels. A step takes
 
     launches * seconds of a launch + turns * seconds of a turn
         + max(FLOPs / rate of the matrix units, bytes / rate of the memory)
 
-FLOPs are those of whole tiles where a kernel has one tile for all shapes (`roofline.sizes.Sizes.flops`). The recipe
-says which operands are quantised and how, `templates.gemm.choose` (of experts `templates.grouped.choose`) which kernel
-computes each product. What follows from these is counted: how often an operand is read, the codes and scales that are
-written, the dequantised copies of the emulated tier, the pass after a product whose rescale is not fused. Bytes are
-those that must move at least once; what the L2 cache keeps between kernels is not modelled. Sizes may be sympy symbols.
-`hardware` and `roofline.steps` have the rates and shares.
+FLOPs count whole tiles where a kernel has one tile for all shapes (`roofline.sizes.Sizes.flops`). The recipe determines
+which operands are quantised and how; `templates.choose` names the kernel of each product. The model counts how often an
+operand is read, the codes and scales that are written, the dequantised copies of the emulated tier, and the pass after
+a product whose rescale is not fused. Bytes are counted once for each kernel that moves them; the L2 cache between
+kernels is not modelled. Sizes may be sympy symbols. `hardware` and `roofline.time_terms` have the rates and shares.
 
-Nothing here is a measurement. Compare with docs/roofline.md, which says how far predictions were off on an H200.
+Nothing here is a measurement. docs/roofline.md has the errors of the predictions on an H200.
 """
 
 import functools
@@ -25,20 +24,17 @@ import sympy
 import torch
 
 from fp4compile.formats import formats
-from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import ceil_div, scale_layout
+from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
-from fp4compile.ops.grouped import fake_quantizable
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
 from fp4compile.roofline.sizes import Experts, Sizes
-from fp4compile.roofline.steps import (
+from fp4compile.roofline.time_terms import (
     BF16,
     BOTH_WAYS,
     COLUMN,
     FLOAT32,
-    GROUPED,
-    GROUPED_LAUNCHES,
     KERNELS,
     LIBRARY,
     OUTER_SCALES,
@@ -50,11 +46,8 @@ from fp4compile.roofline.steps import (
     quantise_step,
     stored,
 )
-from fp4compile.templates.gemm.choose import choose
-from fp4compile.templates.gemm.problem import OperandType, Problem
-from fp4compile.templates.grouped.choose import choose as choose_grouped
-from fp4compile.templates.grouped.heuristics import grouped_skinny_config, grouped_tiles_config
-from fp4compile.templates.grouped.problem import GroupedProblem
+from fp4compile.templates.choose import Choice, choose
+from fp4compile.templates.problem import OperandType, Problem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "layer", "predict", "product"]
 
@@ -67,12 +60,12 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Times of a linear layer: activations [m, k], a weight [n, k], bf16 without a bias.
 
-    recipe: as for `fp4compile.backend`; its rules and limits are not asked. gpu: a name of `GPUS`, or a `Gpu`.
+    recipe: as for `fp4compile.backend`; its rules and limits are ignored. gpu: a name of `GPUS`, or a `Gpu`.
     m, n, k: positive whole numbers, or sympy symbols (assume positive integers). train: fprop, dgrad and wgrad, all
         operands quantised in each step; otherwise fprop alone, with a weight that is packed once (not with
         `weight_cache="off"`). like: (m, n, k) that choose the kernels instead; needed where a size is a symbol.
-    experts: of a layer with a weight [experts, n, k], how many; m rows are of all of them, in groups that offsets cut.
-        An `Experts` says where rows find their matrices otherwise. None is one matrix.
+    experts: the number of experts of a weight [experts, n, k]; offsets cut the m rows of all experts into groups. An
+        `Experts` describes another grouping. None is one matrix.
 
     Raises ValueError for an unknown GPU or recipe, and for sizes that are not positive whole numbers.
     """
@@ -102,9 +95,10 @@ def layer(
     products: Sequence[str] = ("fprop",), packed: bool = True, like: tuple = (),
     experts: int | Experts | None = None,
 ) -> Prediction:  # fmt: skip
-    """The same for operands that are quantised as `uses` says, by role; a role that is missing is not quantised.
+    """Times of a linear layer whose operands are quantised as `uses` says, by role; a missing role is not quantised.
 
-    products: those of the layer that run. packed: whether the weight of fprop is quantised beforehand.
+    products: the layer's products that run. packed: whether the weight of fprop is quantised beforehand. See `predict`
+    for the other arguments.
     """
     sizes = tuple(_size(name, value) for name, value in (("m", m), ("n", n), ("k", k)))
     numbers = tuple(_size("like", value) for value in like) or sizes
@@ -117,7 +111,7 @@ def layer(
 
 
 def product(gpu: str | Gpu, flops: int, dims: tuple[int, int, int] | None = None) -> Step:
-    """A product in 16 bits that is no linear layer's: its FLOPs, and (m, n, k) where they are known."""
+    """The step of a 16-bit product outside linear layers. flops: its FLOPs; dims: (m, n, k), None where unknown."""
     on, moved = named(gpu), 0
     if dims is not None and all(dims):
         m, n, k = dims
@@ -130,7 +124,7 @@ def _layer(
     uses: tuple[tuple[str, Use], ...], gpu: Gpu, sizes: tuple, like: tuple, products: tuple[str, ...], packed: bool,
     experts: Experts | None,
 ) -> Prediction:  # fmt: skip
-    """`layer` with everything hashable: a deep model asks for the same layer many times."""
+    """`layer` with hashable arguments, cached: a deep model has equal layers many times."""
     plain, steps = [], []
     own, chosen_by = ({name: Sizes.of(name, m, n, k, experts) for name in products} for m, n, k in (sizes, like))
     chosen = {name: _chosen_for(name, dict(uses), gpu, chosen_by[name]) for name in products}
@@ -143,60 +137,54 @@ def _layer(
 
 
 def _chosen_for(name: str, uses: Mapping[str, Use], gpu: Gpu, sizes: Sizes) -> "_Chosen | None":
-    """The kernel of a product; None where nothing of it is quantised."""
+    """The kernel of a product; None where no operand is quantised."""
     a, b = (uses.get(role) for role in OPERANDS[name])
     return None if a is None and b is None else _chosen(a, b, gpu, sizes)
 
 
 def _values(name: str, uses: Mapping[str, Use], chosen: "_Chosen | None", packed: bool) -> list[str]:
-    """The operands of experts that quantisers write in 16 bits, as values; see `passes.fake_quantize`.
+    """Roles of experts' operands that quantisers write as 16-bit dequantised values; see `passes.fake_quantize`.
 
-    Not those whose codes are kept: of packed weights, and of activations for the weight gradient.
+    Excludes operands whose codes are stored: packed weights, and activations for the weight gradient.
     """
     if chosen is None or chosen.values is None:
         return []
     kept = ("wgrad_x", "fprop_w") if packed else ("wgrad_x",)
     return [role for role in OPERANDS[name]
-            if role not in kept and fake_quantizable(uses[role].format, torch.bfloat16)
+            if role not in kept and holds_values(uses[role].format, torch.bfloat16)
             and uses[role].format.values_dtype == chosen.values]  # fmt: skip
 
 
-# The operand of an earlier product that holds the same tensor in the other direction.
+# A role of wgrad -> the role of an earlier product that quantises the same tensor in the other direction.
 _OTHER_DIRECTION = {"wgrad_x": "fprop_x", "wgrad_dy": "dgrad_dy"}
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The kernel of a product: its name and tier; grouped: whether it is one of `templates.grouped`.
+    """The kernel of a product: its name and tier.
 
-    dequantizes_a: `Choice.dequantizes_a`. outer: of both operands, what of each has an outer scale. values: the dtype
-    that two quantised operands of groups are dequantised to in memory; None where they are not. tiles: the tile of the
-    result that a program computes, and how many programs run at once; None where these are the same for all shapes.
+    fake_quantizes: whether its A may be quantised and dequantised by one kernel. outer: for both operands, what shares
+    an outer scale. values: the dtype to which two quantised operands of groups are dequantised in memory; None where
+    they are not. tiles: the tile of the result that a program computes, and how many programs run at once; None where
+    these are equal for all shapes.
     """
 
     kernel: str
     tier: str
-    grouped: bool
-    dequantizes_a: bool
+    fake_quantizes: bool
     outer: tuple[str, str]
     values: torch.dtype | None = None
     tiles: tuple[tuple[int, int], int] | None = None
 
     @property
     def shares(self) -> Kernel:
-        """What it reaches."""
-        alone = KERNELS.get(self.kernel, LIBRARY)
-        return GROUPED.get(self.kernel, alone) if self.grouped else alone
-
-    @property
-    def launches(self) -> int:
-        """Those beside the one that multiplies."""
-        return GROUPED_LAUNCHES.get(self.kernel, 0) if self.grouped else 0
+        """The shares that the kernel reaches."""
+        return KERNELS.get(self.kernel, LIBRARY["dense"])
 
 
 @dataclass(frozen=True)
 class _Product:
-    """One product of a layer. uses, products, packed: as in `layer`. values: `_values` of all products."""
+    """One product of a layer. uses, products, packed: see `layer`. values: the `_values` of all products."""
 
     name: str
     uses: dict[str, Use]
@@ -207,19 +195,18 @@ class _Product:
     sizes: Sizes
 
     def plain(self) -> list[Step]:
-        """In bf16. Matrices that an index takes are copied first."""
+        """The steps in bf16. Matrices that are gathered by an index are copied first."""
         experts, (a, b) = self.sizes.experts, self.sizes.lines_read
         by_offsets = experts is not None and experts.grouping == "rows"
-        kernel = GROUPED["plain"] if by_offsets else LIBRARY
+        kernel = LIBRARY["grouped" if by_offsets else "dense"]
         found, length = [], self.sizes.contraction
         if experts is not None and experts.grouping == "gather" and self.name != "wgrad":
             found.append(self._pass("copy matrices", 2 * BF16 * b * length))
         rate = self.gpu.bf16 * self.gpu.bf16_share
-        launches = GROUPED_LAUNCHES["plain"] if by_offsets else 0
-        return [*found, self._multiply(kernel, BF16 * (a + b) * length, rate, "bf16 product", launches)]
+        return [*found, self._multiply(kernel, BF16 * (a + b) * length, rate, "bf16 product")]
 
     def steps(self, chosen: _Chosen | None) -> list[Step]:
-        """Quantising, dequantising, the product, what follows it."""
+        """The steps under the recipe: quantising, dequantising, the product, the rescale after it."""
         if chosen is None:
             return self.plain()
         roles = OPERANDS[self.name]
@@ -240,7 +227,7 @@ class _Product:
                 in_16_bits = True
             operands += plain if in_16_bits else stored(use.format, read, length, native)
         rate = self._rate(a, b, chosen)
-        found.append(self._multiply(chosen.shares, operands, rate, chosen.kernel, chosen.launches, chosen.tiles))
+        found.append(self._multiply(chosen.shares, operands, rate, chosen.kernel, chosen.tiles))
         if chosen.kernel == "library_block_scaled" and "tensor" in chosen.outer:
             found.append(self._pass("multiply outer scales", 0, launches=OUTER_SCALES))
         if self._rescaled_apart(chosen):  # float32 sums are written, read and written in 16 bits
@@ -248,30 +235,30 @@ class _Product:
         return found
 
     def _dequantised(self, role: str, chosen: _Chosen) -> bool:
-        """Whether a pass before the product dequantises a quantised operand: both, or A where experts are streamed."""
-        streamed = chosen.grouped and chosen.kernel == "skinny"
-        return chosen.kernel == "dequant_operand" or (streamed and role == OPERANDS[self.name][0])
+        """Whether a pass before the product dequantises the operand: any operand, or A where experts are streamed."""
+        streamed = chosen.kernel == "grouped_skinny" and role == OPERANDS[self.name][0]
+        return streamed or chosen.kernel in ("dequant_operand", "grouped_dequant_operand")
 
     def _rescaled_apart(self, chosen: _Chosen) -> bool:
-        """Whether a pass over the product applies the outer scales: where a library product has no place for them."""
+        """Whether a separate pass applies the outer scales, because a library product has no argument for them."""
         by_library = chosen.kernel == "dequant_operand" and self.sizes.experts is None
         return chosen.kernel == "library_rescaled" or (by_library and chosen.outer != ("none", "none"))
 
     def _fake_quantised(self, role: str, a: Use | None, b: Use | None, chosen: _Chosen) -> bool:
         """Whether A is quantised and dequantised by one kernel; see `passes.fake_quantize`."""
-        if a is None or b is None or not chosen.dequantizes_a or role.startswith("wgrad"):
+        if a is None or b is None or not chosen.fake_quantizes or role.startswith("wgrad"):
             return False
         plain = a.format.scale == "e4m3" and not (a.format.square or a.stochastic or a.hadamard)
         return plain and not self._merged(role, a)
 
     def _merged(self, role: str, use: Use) -> bool:
-        """Whether the same kernel writes the other direction for a later product, or wrote this one for an earlier."""
+        """Whether one kernel quantises the operand in both directions: for this product, and a later or earlier one."""
         pairs = _OTHER_DIRECTION | {first: later for later, first in _OTHER_DIRECTION.items()}
         other = pairs.get(role)
         return other is not None and other.split("_")[0] in self.products and use.merges_with(self.uses.get(other))
 
     def _quantise(self, role: str, use: Use, lines: Any, native: bool, in_16_bits: bool) -> list[Step]:
-        """The kernels that quantise an operand of so many lines in this product; none where another one did."""
+        """The steps that quantise an operand of `lines` lines; none where an earlier product's kernel quantised it."""
         if role == "fprop_w" and self.packed:
             return []
         merged, length = self._merged(role, use), self.sizes.contraction
@@ -288,16 +275,14 @@ class _Product:
         experts = self.sizes.experts
         each = experts is not None and experts.grouping != "gather"
         if each and use.format.outer == "tensor" and not use.static:
-            made = replace(made, overhead=made.overhead + self.gpu.launch)  # the amax of each starts at zero
+            made = replace(made, overhead=made.overhead + self.gpu.launch)  # one launch zeroes the experts' amaxes
         return [made]
 
-    def _multiply(
-        self, kernel: Kernel, operands: Any, rate: float, name: str, launches: int = 0, tiles: tuple | None = None
-    ) -> Step:  # fmt: skip
-        """tiles: see `_Chosen`; by default the kernel's own, as many as the GPU computes at once."""
+    def _multiply(self, kernel: Kernel, operands: Any, rate: float, name: str, tiles: tuple | None = None) -> Step:
+        """The step of the product. tiles: see `_Chosen`; by default the kernel's tile, and as many as the GPU runs."""
         tile, at_once = tiles or (kernel.tile, self.gpu.multiprocessors // kernel.cluster)
         flops = self.sizes.flops(tile, at_once)
-        overhead = self.gpu.product_launch * kernel.launch + launches * self.gpu.launch
+        overhead = self.gpu.product_launch * kernel.launch + kernel.launches * self.gpu.launch
         between: Any = 0.0
         if kernel.turn and tile:
             between = kernel.turn * self.sizes.turns(tile, at_once)
@@ -305,7 +290,7 @@ class _Product:
                     self.gpu.copy_rate * kernel.memory, overhead, between)  # fmt: skip
 
     def _rate(self, a: Use | None, b: Use | None, chosen: _Chosen) -> float:
-        """FLOP/s: of the codes' matrix units in the native tier, of bf16 in the emulated one."""
+        """FLOP/s of the product: the codes' matrix units' rate in the native tier, bf16's in the emulated tier."""
         peak, share = self.gpu.bf16, self.gpu.bf16_share
         if chosen.tier == "native" and a is not None and b is not None:
             fp4 = a.format.packed and b.format.packed
@@ -317,13 +302,13 @@ class _Product:
         return peak * (share if chosen.shares.matrix is None else min(chosen.shares.matrix, share))
 
     def _pass(self, name: str, moved: Any, launches: int = 1) -> Step:
-        """Kernels that only move memory."""
+        """A step whose kernels only move memory."""
         return Step(name, self.name, 0, moved, self.gpu.bf16, self.gpu.copy_rate, launches * self.gpu.launch)
 
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes) -> _Chosen:
-    """The kernel for a product; with swizzled scales if that makes it a native one, as in `analysis.plan`."""
+    """The kernel for a product; with swizzled scales if the kernel is then a native one, as in `analysis.plan`."""
     for native in (True, False):
         chosen = _with_layout(a, b, gpu, sizes, native)
         if chosen.tier == "native":
@@ -337,36 +322,30 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
     types = _operand_type(a, native, by_offsets), _operand_type(b, native, by_offsets)
     outer = types[0].outer, types[1].outer
     if experts is not None and experts.grouping != "batch":
-        problem = _grouped(types, sizes, gpu)
-        grouped = choose_grouped(problem)
-        if by_offsets or grouped.name == "skinny":  # which takes matrices by index, too
-            values = problem.compute_dtype if grouped.dequantizes and None not in (a, b) else None
-            return _Chosen(grouped.name, grouped.tier, True, False, outer, values, _tiles(grouped.name, problem, gpu))
+        problem = Problem(*types, sizes.rows, sizes.columns, sizes.contraction, torch.bfloat16, gpu.target,
+                          ragged="contraction" if sizes.along_k else "rows", groups=sizes.count)  # fmt: skip
+        choice = choose(problem)
+        if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
+            in_memory = choice.dequantizes_a and choice.dequantizes_b and None not in (a, b)
+            values = problem.compute_dtype if in_memory else None
+            return _Chosen(choice.kernel, choice.tier, False, outer, values, _tiles(choice, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
             ceil_div(rows, sizes.count), contraction)  # fmt: skip
     choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
                             experts is not None))  # fmt: skip
-    return _Chosen(choice.kernel, choice.tier, False, choice.dequantizes_a and experts is None, outer)
+    return _Chosen(choice.kernel, choice.tier, choice.dequantizes_a and experts is None, outer)
 
 
-def _tiles(kernel: str, problem: GroupedProblem, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
-    """`_Chosen.tiles` of a kernel of groups; None of one whose launch is not looked at here."""
-    if kernel == "skinny":
-        streamed = grouped_skinny_config(problem)
-        return (streamed.rows, 16 * streamed.tiles), streamed.grid
-    if kernel == "dequant_tiles":
-        config = grouped_tiles_config(problem)  # programs of small tiles share a multiprocessor
+def _tiles(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+    """`_Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
+    config = choice.config
+    if choice.kernel == "grouped_skinny":
+        return (config.rows, 16 * config.tiles), config.grid
+    if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
         return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
     return None
-
-
-def _grouped(types: tuple[OperandType, OperandType], sizes: Sizes, gpu: Gpu) -> GroupedProblem:
-    rows = sizes.contraction if sizes.along_k else sizes.rows
-    k = padded_rows(rows, sizes.count) if sizes.along_k else sizes.contraction
-    return GroupedProblem(*types, rows, sizes.rows, sizes.columns, k, sizes.count, sizes.along_k, torch.bfloat16,
-                          gpu.target)  # fmt: skip
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:
@@ -378,7 +357,7 @@ def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandTyp
 
 
 def _size(name: str, value: Any) -> Any:
-    """A size as an int or a sympy expression of symbols. Raises ValueError for anything else that no size is."""
+    """A size as an int or a sympy expression of symbols. Raises ValueError for an invalid size."""
     if isinstance(value, sympy.Expr) and value.free_symbols:
         return value
     whole = isinstance(value, int | sympy.Integer) and not isinstance(value, bool)

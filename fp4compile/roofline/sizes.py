@@ -1,4 +1,4 @@
-"""Sizes of a layer's products: lines of the operands, elements of the result, FLOPs of whole tiles; of experts, too."""
+"""Sizes of a layer's products, with experts too: lines of operands, elements of the result, FLOPs of whole tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import sympy
 
 from fp4compile.formats.layouts import ceil_div
 
-# The rows of A, the rows of B and the contraction of each product, of the layer's (M, N, K).
+# The layer's (M, N, K) -> (rows of A, rows of B, contraction), for each product.
 DIMS: dict[str, Callable] = {
     "fprop": lambda m, n, k: (m, n, k),
     "dgrad": lambda m, n, k: (m, k, n),
@@ -19,11 +19,11 @@ GROUPINGS = ("rows", "batch", "gather")
 
 @dataclass(frozen=True)
 class Experts:
-    """How many matrices a layer's weight has, and how rows find theirs.
+    """The number of a layer's matrices, and how rows are assigned to them.
 
-    count: of the products that are one: matrices of the weight; of "gather", of indices, each read for itself.
-    grouping: "rows" where offsets cut the rows in groups, of unknown sizes; "batch" where each matrix has as many rows;
-        "gather" where an index says which matrix each of a batch multiplies (`analysis.gemm.Gemm.groups`).
+    count: matrices of the weight; for "gather" the number of indices, whose matrices are each read separately.
+    grouping: "rows" where offsets cut the rows in groups of unknown sizes; "batch" where all matrices have equally many
+        rows; "gather" where an index says which matrix each of a batch multiplies (`analysis.gemm.Gemm.groups`).
 
     Raises ValueError for another count or grouping.
     """
@@ -40,10 +40,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A product [rows, contraction] x [columns, contraction], or those of all experts.
+    """A product [rows, contraction] x [columns, contraction], or the products of all experts.
 
-    rows are of all experts together in fprop and dgrad, where each has its own matrix of `columns`. along_k: in wgrad
-    they share the contraction, and each has a result of [rows, columns].
+    In fprop and dgrad, `rows` counts the rows of all experts together, and each expert has its own matrix of `columns`
+    rows. along_k: the experts share the contraction, as in wgrad, and each has a result of [rows, columns].
     """
 
     rows: Any
@@ -54,13 +54,13 @@ class Sizes:
 
     @classmethod
     def of(cls, product: str, m: Any, n: Any, k: Any, experts: Experts | None) -> "Sizes":
-        """Of a product of the layer [m, k] x [n, k]."""
+        """The sizes of a product of the layer [m, k] x [n, k]."""
         rows, columns, contraction = DIMS[product](m, n, k)
         return cls(rows, columns, contraction, experts, product == "wgrad")
 
     @property
     def count(self) -> int:
-        """Matrices of B, or of the result."""
+        """The number of matrices of B, or of the result."""
         return 1 if self.experts is None else self.experts.count
 
     @property
@@ -70,7 +70,7 @@ class Sizes:
 
     @property
     def lines_read(self) -> tuple[Any, Any]:
-        """The same, as the product reads them: each of fewer rows than experts has an expert of its own."""
+        """Lines of A and of B that the product reads: with fewer rows than experts, each row has another expert."""
         if self.along_k or self.experts is None:
             return self.lines
         return self.rows, least(self.count, self.rows) * self.columns
@@ -81,17 +81,17 @@ class Sizes:
         return self.rows * self.columns * (self.count if self.along_k else 1)
 
     def flops(self, tile: tuple[int, int] | None, at_once: int) -> Any:
-        """Of whole tiles, `at_once` of them in each turn; of the product alone without a tile."""
+        """FLOPs of whole tiles, `at_once` of them in each turn; without a tile, FLOPs of the product."""
         if tile is None:
             return 2 * self.rows * self.columns * self.contraction
         contraction = self.contraction / self.count if self.along_k else self.contraction
         return 2 * tile[0] * tile[1] * contraction * self.turns(tile, at_once) * at_once
 
     def turns(self, tile: tuple[int, int], at_once: int) -> Any:
-        """How many tiles are computed one after the other, `at_once` of them beside each other.
+        """How many turns compute all tiles, with `at_once` tiles in parallel.
 
-        Groups of unknown sizes that have rows, as many as there can be, end on average in the middle of a tile; each
-        has one at least.
+        Groups have unknown sizes: as many groups as possible count as non-empty, each with at least one tile, and each
+        ends on average in the middle of a tile.
         """
         height, width = tile
         across = ceil_div(self.columns, width)

@@ -1,4 +1,4 @@
-"""Launching a kernel: at once, as a node of a graph that is being traced, or not at all (`dry_run`)."""
+"""Launches of kernels as data: run at once, as nodes of a graph that is being traced, or not at all (`dry_run`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,37 +10,73 @@ import torch
 
 from fp4compile import _compat
 from fp4compile.hardware import Target
+from fp4compile.templates.view import View
 
 DEFAULT_STAGES = 3  # Triton's own
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A kernel launch that `dry_run` has collected.
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A launch of a Triton kernel, as data.
 
-    kernel: the Triton function. args: its arguments by name. constants: its constexpr arguments by name. num_warps: of
-    a program. grid: the number of programs, an int or a symbolic one. num_stages: of Triton's software pipeline.
+    kernel: the Triton function. grid: how many programs run, an int or a SymInt. For 0 one program runs, because a grid
+        cannot be empty; it lies beyond the tensors and writes nothing.
+    arguments: the kernel's first arguments, by position: a `View` or a tensor for a pointer, numbers, None.
+    constants: its constexpr arguments by name. num_warps: warps of a program. num_stages: stages of Triton's software
+        pipeline, for kernels whose loops do not set it.
+
+    A kernel whose constant PDL is set starts early (`device.dependent_launch`). A kernel whose constant TMA is set
+    makes descriptors in memory that Triton allocates at the launch.
     """
 
     kernel: Any
-    args: dict[str, Any]
+    grid: int | torch.SymInt
+    arguments: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
-    grid: int | torch.SymInt
     num_stages: int = DEFAULT_STAGES
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments by name, with tensors in the place of views."""
+        return dict(zip(self.kernel.arg_names, self._values, strict=False))
+
+    @property
+    def _values(self) -> list[Any]:
+        return [each.tensor if isinstance(each, View) else each for each in self.arguments]
+
+    def run(self) -> None:
+        """Launch the kernel, eagerly or as a node of a graph that is being traced; within `dry_run`, record it."""
+        collecting = _collecting.get()
+        if collecting is not None:
+            collecting[1].append(self)
+            return
+        grid = max(self.grid, 1) if isinstance(self.grid, int) else torch.sym_max(self.grid, 1)
+        kernel, values = self.kernel, self._values
+        options: dict[str, Any] = {"num_warps": self.num_warps}
+        if self.num_stages != DEFAULT_STAGES:
+            options["num_stages"] = self.num_stages
+        if _compat.tracing():
+            kernel = _compat.traceable(kernel)
+            kernel[(grid,)](*values, **self.constants, **options)
+            return
+        if self.constants.get("PDL"):
+            options["launch_pdl"] = True
+        with _compat.scratch_memory(values[0].device) if self.constants.get("TMA") else nullcontext():
+            kernel[(grid,)](*values, **self.constants, **options)
 
 
 _known_targets: dict[int, Target] = {}  # by the GPU's index
-_collecting: ContextVar[tuple[Target, list[Launched]] | None] = ContextVar("collecting", default=None)
+_collecting: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("collecting", default=None)
 
 
 @contextmanager
-def dry_run(target: Target) -> Iterator[list[Launched]]:
+def dry_run(target: Target) -> Iterator[list[Launch]]:
     """While this lasts, collect launches instead of running them, as if every tensor were on `target`.
 
     Tensors may be meta tensors. Yields the list that the launches are appended to.
     """
-    launches: list[Launched] = []
+    launches: list[Launch] = []
     token = _collecting.set((target, launches))
     try:
         yield launches
@@ -49,12 +85,12 @@ def dry_run(target: Target) -> Iterator[list[Launched]]:
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Whether a tensor lies on a GPU, for which kernels are launched; within `dry_run` every tensor does."""
+    """Whether kernels are launched for a tensor: it lies on a GPU, or the call is within `dry_run`."""
     return x.device.type == "cuda" or _collecting.get() is not None
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of a CUDA device; within `dry_run` its target, and Triton's interpreter where Triton interprets."""
+    """The target of a CUDA device. Within `dry_run`, the dry run's target; under Triton's interpreter, Target(0)."""
     collecting = _collecting.get()
     if collecting is not None:
         return collecting[0]
@@ -64,7 +100,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def cuda_target(index: int) -> Target:
-    """The target of a GPU that is there, with as many multiprocessors as it says that it has."""
+    """The target of the GPU of this index, with its compute capability and number of multiprocessors."""
     if index not in _known_targets:
         found = torch.cuda.get_device_properties(index)
         _known_targets[index] = Target(10 * found.major + found.minor, found.multi_processor_count)
@@ -74,35 +110,10 @@ def cuda_target(index: int) -> Target:
 def launch(
     kernel: Any,
     grid: int | torch.SymInt,
-    *args: Any,
+    *arguments: Any,
     num_warps: int,
     num_stages: int = DEFAULT_STAGES,
     **constants: Any,
 ) -> None:
-    """Launch a Triton kernel.
-
-    grid: how many programs run; one where it is 0, because no grid is empty. A program beyond the tensors writes
-        nothing.
-    args: the kernel's first arguments, by position. num_warps: of a program. num_stages: of Triton's software pipeline,
-        for kernels whose loops do not say it. constants: its constexpr arguments.
-
-    A kernel whose constant PDL is set is launched as `device.dependent_launch` says. One whose constant TMA is set
-    makes descriptors in memory that Triton asks for at the launch.
-    """
-    collecting = _collecting.get()
-    if collecting is not None:
-        named = dict(zip(kernel.arg_names, args, strict=False))
-        collecting[1].append(Launched(kernel, named, constants, num_warps, grid, num_stages))
-        return
-    grid = max(grid, 1) if isinstance(grid, int) else torch.sym_max(grid, 1)
-    options: dict[str, Any] = {"num_warps": num_warps}
-    if num_stages != DEFAULT_STAGES:
-        options["num_stages"] = num_stages
-    if _compat.tracing():
-        kernel = _compat.traceable(kernel)
-        kernel[(grid,)](*args, **constants, **options)
-        return
-    if constants.get("PDL"):
-        options["launch_pdl"] = True
-    with _compat.scratch_memory(args[0].device) if constants.get("TMA") else nullcontext():
-        kernel[(grid,)](*args, **constants, **options)
+    """Make a `Launch` and run it."""
+    Launch(kernel, grid, arguments, constants, num_warps, num_stages).run()

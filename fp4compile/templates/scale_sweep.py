@@ -1,12 +1,9 @@
 """Block scales of weights by least error, and the codes that they give: `reference_scales` on the GPU, bit for bit.
 
-A program is one warp. Each of its threads holds one row of 16 elements in registers, a whole block or a sixteenth of a
-square one, and reads it once. All threads try one scale at a time, each the scale that its own block has come to, until
-no block has a scale left that can win (`reference_scales` says which those are). In a block of 16 that takes a dozen
-steps of eight instructions an element.
-
-Where a Hessian weighs the errors, all scales are tried. A program has the blocks of 32 rows below each other, which may
-share a Hessian; each thread keeps its half of that in registers, with the signs of the elements in it.
+A program is one warp. Each thread reads one row of 16 elements once and holds it in registers: a whole block, or a
+sixteenth of a square block. All threads try one scale at a time, each the next scale of its own block, until no block
+has a scale left that can win (see `reference_scales`). A block of 16 takes a dozen steps of eight instructions an
+element.
 """
 
 import torch
@@ -20,18 +17,12 @@ from fp4compile.templates.device.block_scales import e4m3_round, encode_scale, r
 from fp4compile.templates.device.elements import INFINITY_BITS, encode_pair, fp8_value, unpack, word_amax
 from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
 from fp4compile.templates.device.quick_scales import SIXTH
-from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.amax import matrices_amax_bits, tensor_amax_bits
+from fp4compile.templates.launch import Launch, target_of
+from fp4compile.templates.quantize.amax import amax_of_matrices, amax_of_tensor
+from fp4compile.templates.quantize.outputs import Output, empty_output, padded_scale_shape, store_aligns
+from fp4compile.templates.quantize.source import Source, source_of
 from fp4compile.templates.quantize.square import store_square_scales
-from fp4compile.templates.quantize.views import (
-    Matrices,
-    check_outputs,
-    empty_outputs,
-    matrices,
-    padded_scale_shape,
-    store_aligns,
-    typed_outputs,
-)
+from fp4compile.templates.view import View
 
 U_MAX = tl.constexpr(reference_scales.U_MAX)
 CANDIDATES = tl.constexpr(reference_scales.CANDIDATES)
@@ -47,16 +38,16 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """`reference_scales.quantize` on the GPU, bit for bit.
 
-    x: of any strides; copied where its last dimension is not contiguous. each_matrix: x is [B, R, C], and an outer
-    scale that is made here is one of each matrix, [B].
+    x: any strides; copied where its last dimension is not contiguous. each_matrix: x is [B, R, C], and a computed outer
+    scale has one element for each matrix, [B].
     """
     if x.dim() == 1:
         row = quantize(x.unsqueeze(0), fmt, outer, layout, rule)
         return reference.drop_row(row, layout)
-    data, scales = empty_outputs(x, fmt, layout)
-    outer = _launch(matrices(x), fmt, data, scales, outer, layout, rule, each_matrix)
-    data, scales = typed_outputs(data, scales, x.shape[-1], fmt)
-    return data, scales, outer
+    source = source_of(x, target_of(x.device))
+    output = empty_output(source, x.shape, fmt, layout)
+    outer = _sweep(source, output, outer, layout, rule, each_matrix)
+    return *output.typed(), outer
 
 
 def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor, rule: str) -> torch.Tensor:
@@ -64,47 +55,43 @@ def best_scales(x: torch.Tensor, fmt: BlockFormat, outer: torch.Tensor, rule: st
 
     outer: float32 [], or [B] for each matrix of x [B, R, C].
     """
-    _, scales = empty_outputs(x, fmt, "linear")
-    _launch(matrices(x), fmt, None, scales, outer, "linear", rule, outer.dim() == 1)
-    return scales.view(fmt.scale_dtype)
+    source = source_of(x, target_of(x.device))
+    output = empty_output(source, x.shape, fmt, "linear")
+    _sweep(source, output, outer, "linear", rule, outer.dim() == 1, codes=False)
+    return output.typed()[1]
 
 
-def best_weighted_scales(x: torch.Tensor, outer: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """`reference_scales.best_weighted_scales` on the GPU, bit for bit. x: [R, C] or [B, R, C]. outer: [] or [B]."""
-    source, blocks = matrices(x), ceil_div(x.shape[-1], 16)
-    scales = torch.empty((*x.shape[:-1], blocks), dtype=torch.uint8, device=x.device)
-    launch(
-        sweep_weighted_scales, source.batch * ceil_div(source.rows, LANES) * blocks, source.tensor,
-        reference_scales.lower_triangle(hessian), scales, outer, *source.args,
-        EACH_MATRIX=outer.dim() == 1, EACH_BLOCK=hessian.dim() > 3, ROWS=LANES, ISA=target_of(x.device).isa,
-        num_warps=1,
-    )  # fmt: skip
-    return scales.view(torch.float8_e4m3fn)
-
-
-def _launch(
-    source: Matrices, fmt: BlockFormat, data: torch.Tensor | None, scales: torch.Tensor, outer: torch.Tensor | None,
-    layout: str, rule: str, each_matrix: bool,
+def _sweep(
+    source: Source, output: Output, outer: torch.Tensor | None, layout: str, rule: str, each_matrix: bool,
+    codes: bool = True,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Fill codes (if any) and scales; returns the outer scale."""
-    made = outer is None and fmt.outer is not None
-    if made:
-        bits = matrices_amax_bits(source) if each_matrix else tensor_amax_bits(source).amax()
+    """Fill the scales, and the codes if `codes`; return the outer scale."""
+    fmt = output.format
+    if outer is None and fmt.outer is not None:
+        amax, launches = amax_of_tensor(source) if not each_matrix else _of_matrices(source)
+        for launch in launches:
+            launch.run()
+        bits = amax.tensor if each_matrix else amax.tensor.amax()
         outer = reference_scales.outer_of(bits.view(torch.float32), rule)
     factor = torch.ones((), device=source.tensor.device) if outer is None else outer
+    each = factor.dim() == 1
     block_rows = fmt.block[0]
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, 16), layout)
-    check_outputs(source, fmt, layout, None if data is None else (data, scales))
     tile_blocks = LANES // block_rows
-    launch(
-        sweep_scales, source.batch * ceil_div(rows, block_rows) * ceil_div(blocks, tile_blocks), source.tensor,
-        scales if data is None else data, scales, factor, *source.args, RULE=rule, CODES=data is not None,
-        EACH_MATRIX=factor.dim() == 1, SWIZZLED=layout == "swizzled", ALIGN=source.align,
-        **store_aligns(source.cols, fmt), DOUBLE_WINS=reference_scales.DOUBLE_WINS[16 * block_rows],
-        ROWS=block_rows, BLOCKS=tile_blocks, VECTORS=source.tensor.element_size(),
-        ISA=target_of(source.tensor.device).isa, num_warps=1,
-    )  # fmt: skip
+    constants = {
+        "RULE": rule, "CODES": codes, "EACH_MATRIX": each, "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
+        **store_aligns(source.cols, fmt), "DOUBLE_WINS": reference_scales.DOUBLE_WINS[16 * block_rows],
+        "ROWS": block_rows, "BLOCKS": tile_blocks, "VECTORS": source.tensor.element_size(), "ISA": source.target.isa,
+    }  # fmt: skip
+    arguments = source.view, *output.pointers, View.flat(factor, source.batch if each else 1), *source.args
+    grid = source.batch * ceil_div(rows, block_rows) * ceil_div(blocks, tile_blocks)
+    Launch(sweep_scales, grid, arguments, constants, num_warps=1).run()
     return outer
+
+
+def _of_matrices(source: Source) -> tuple[View, tuple[Launch, ...]]:
+    amax, launch = amax_of_matrices(source)
+    return amax, (launch,)
 
 
 @triton.jit
@@ -121,22 +108,10 @@ def rounded_e2m1(y, ISA: tl.constexpr):
 
 
 @triton.jit
-def rest_of(u, scale, inverse, ISA: tl.constexpr):
-    """u - q * scale of elements, where q is u * inverse rounded to E2M1."""
-    return u - rounded_e2m1(tl.minimum(u * inverse, 6.0), ISA) * scale
-
-
-@triton.jit
-def product(a, b):
-    """a * b, rounded. No compiler can fuse it into a sum: it is a fused operation already."""
-    return tl.fma(a, b, 0.0)
-
-
-@triton.jit
 def squared_rest(u, scale, inverse, ISA: tl.constexpr):
-    """(u - q * scale)^2 of elements; arguments as of `rest_of`."""
-    rest = rest_of(u, scale, inverse, ISA)
-    return product(rest, rest)
+    """(u - q * scale)^2 of elements, where q is u * inverse rounded to E2M1."""
+    rest = u - rounded_e2m1(tl.minimum(u * inverse, 6.0), ISA) * scale
+    return tl.fma(rest, rest, 0.0)  # no compiler can fuse this square into a sum: it is a fused operation already
 
 
 @triton.jit
@@ -154,7 +129,7 @@ def sum_neighbours(x):
 
 @triton.jit
 def block_error(first, second, scale, ISA: tl.constexpr):
-    """The squared error of blocks by a scale each, [1, BLOCKS]: `reference_scales.block_error`.
+    """`reference_scales.block_error`: the squared errors [1, BLOCKS] of blocks with scales [1, BLOCKS].
 
     first, second: the even and the odd elements of each row, [ROWS, BLOCKS, 8], of blocks that are ROWS high.
     """
@@ -171,7 +146,7 @@ def block_error(first, second, scale, ISA: tl.constexpr):
 
 @triton.jit
 def scale_value(byte):
-    """Positive finite E4M3 bytes (int32) -> float32: `elements.fp8_value` without what only other bytes need."""
+    """`elements.fp8_value` for positive finite E4M3 bytes (int32) -> float32."""
     return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
@@ -183,7 +158,7 @@ def nearest_scale(scale, ISA: tl.constexpr):
 
 @triton.jit
 def four_or_six(first, second, top, ISA: tl.constexpr):
-    """`reference_scales._four_or_six`; arguments as of `least_error`."""
+    """`reference_scales._four_or_six`; arguments as in `least_error`."""
     six, six_scale = nearest_scale(tl.div_rn(top, 6.0), ISA)
     four, four_scale = nearest_scale(top * 0.25, ISA)
     smaller = block_error(first, second, four_scale, ISA) < block_error(first, second, six_scale, ISA)
@@ -224,9 +199,9 @@ def sweep_scales(
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, DOUBLE_WINS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales of BLOCKS blocks that are ROWS high, side by side. x: [batch, rows, cols], as `quantize_rows`.
+    """Store the scales of BLOCKS neighbouring blocks that are ROWS high. x: [batch, rows, cols], as in `quantize_rows`.
 
-    CODES: store the codes too. outer_ptr: the outer scale or (EACH_MATRIX) that of each matrix.
+    CODES: store the codes too. outer_ptr: the outer scale or (EACH_MATRIX) one outer scale for each matrix.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
@@ -264,95 +239,3 @@ def sweep_scales(
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, 16), SWIZZLED, SCALE_ALIGN)
     else:
         store_square_scales(scales_ptr, byte, batch, row_tile, block0, rows, cols, ROWS, SWIZZLED, SCALE_ALIGN)
-
-
-# ---------------------------------------------------------------- errors that a Hessian weighs
-
-
-@triton.jit
-def load_lower(ptr, mask, elements):
-    """The lower triangle L of `reference_scales`, row by row, as a tuple of 136 tensors.
-
-    ptr, mask: of triangles as `reference_scales.lower_triangle` gives them. elements: the 16 elements of each block.
-    The signs of two elements are moved into the entry by which they are multiplied: rounding is the same for both.
-    """
-    entries = ()
-    for i in tl.static_range(0, 136, 2):  # pairs, because Triton needs long for kernels with many loads
-        pair = tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + i // 2, mask=mask, other=0)
-        entries = entries + unpack(pair, tl.float32)
-    lower = ()
-    for i in tl.static_range(16):
-        for j in tl.static_range(i + 1):
-            entry = entries[i * (i + 1) // 2 + j]
-            if j < i:
-                entry = tl.where((elements[i] < 0) != (elements[j] < 0), -entry, entry)
-            lower = lower + (entry,)
-    return lower
-
-
-@triton.jit
-def weighted_error(u, lower, scale, inverse, ISA: tl.constexpr):
-    """The weighted errors of magnitudes u, a tuple of 16 tensors, by a scale each. lower: as `load_lower` gives it."""
-    rests = ()
-    terms = ()
-    for i in tl.static_range(16):
-        rests = rests + (rest_of(u[i], scale, inverse, ISA),)
-        weighted = product(lower[i * (i + 1) // 2], rests[0])
-        for j in tl.static_range(1, i + 1):
-            weighted = weighted + product(lower[i * (i + 1) // 2 + j], rests[j])
-        terms = terms + (product(weighted, rests[i]),)
-    return sum_of(terms)
-
-
-@triton.jit
-def sum_of(terms):
-    """The pairwise sum of a tuple of tensors, neighbours first."""
-    if len(terms) == 1:
-        return terms[0]
-    else:
-        sums = ()
-        for i in tl.static_range(0, len(terms), 2):
-            sums = sums + (terms[i] + terms[i + 1],)
-        return sum_of(sums)
-
-
-@triton.jit
-def sweep_weighted_scales(
-    x_ptr, lower_ptr, scales_ptr, outer_ptr, rows, cols, x_batch, x_row,
-    EACH_MATRIX: tl.constexpr, EACH_BLOCK: tl.constexpr, ROWS: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """Store the scale bytes of ROWS blocks below each other. x, EACH_MATRIX: as in `sweep_scales`.
-
-    lower_ptr: [cols / 16, 136] or (EACH_BLOCK) [batch, rows, cols / 16, 136].
-    """
-    blocks = tl.cdiv(cols, 16)
-    block = tl.program_id(0) % blocks
-    row_tiles = tl.cdiv(rows, ROWS)
-    batch = tl.program_id(0) // blocks // row_tiles
-    row = tl.program_id(0) // blocks % row_tiles * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    place = (batch.to(tl.int64) * rows + row) * blocks + block
-    factor = encode_scale(tl.load(outer_ptr + batch) if EACH_MATRIX else tl.load(outer_ptr), ISA)
-
-    ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + block * 16
-    cols_left = tl.where(inside, cols - block * 16, 0)
-    elements = ()
-    u = ()
-    finite = inside
-    for i in tl.static_range(16):
-        element = tl.load(ptr + i, mask=i < cols_left, other=0.0).to(tl.float32)
-        magnitude = tl.abs(element) * factor
-        finite = finite & (tl.abs(element) < float("inf")) & (magnitude == magnitude)
-        elements = elements + (element,)
-        u = u + (tl.minimum(magnitude, U_MAX),)
-    lower = load_lower(lower_ptr + (place if EACH_BLOCK else place * 0 + block) * 136, inside, elements)
-
-    best = tl.full((ROWS,), float("inf"), tl.float32)
-    winner = tl.full((ROWS,), 0x7F, tl.int32)
-    for i in range(CANDIDATES):
-        byte = tl.full((ROWS,), 1, tl.int32) + i
-        scale = scale_value(byte)
-        error = weighted_error(u, lower, scale, reciprocal_e4m3(scale, ISA), ISA)
-        winner = tl.where(error < best, byte, winner)
-        best = tl.where(error < best, error, best)
-    tl.store(scales_ptr + place, tl.where(finite, winner, 0x7F).to(tl.uint8), mask=inside)

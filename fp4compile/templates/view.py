@@ -1,9 +1,8 @@
-"""A tensor as a kernel addresses it, which must not be beyond the tensor's storage.
+"""Bounds checks for kernel arguments: a kernel must not address memory beyond a tensor's storage.
 
-Kernels compute addresses from sizes and strides that a launch hands to them. `View` binds these to the tensor that they
-belong to. Making a view, or asking `within`, raises RuntimeError where an address would lie outside of the storage: a
-defect of this package, found when the launch is made or traced, before anything is read. Symbolic sizes are not
-checked.
+A kernel computes addresses from sizes and strides that its launch passes to it. A `View` binds them to their tensor.
+Making a view raises RuntimeError where an address would lie outside of the storage: a defect of this package, found
+when the launch is made or traced, before anything is read. Symbolic sizes are not checked.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 Size = int | torch.SymInt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class View:
     """Elements of a tensor: element (i, j, ...) lies i * strides[0] + j * strides[1] + ... elements after the first.
 
@@ -28,6 +27,11 @@ class View:
     def __post_init__(self) -> None:
         within(self.tensor, span(self.sizes, self.strides))
 
+    @classmethod
+    def flat(cls, tensor: torch.Tensor, elements: Size) -> "View":
+        """The first `elements` elements of a contiguous tensor."""
+        return cls(tensor, (elements,), (1,))
+
 
 def span(sizes: Sequence[Size], strides: Sequence[Size]) -> Size:
     """How many elements lie from the first to the last element of a view, both included.
@@ -40,11 +44,11 @@ def span(sizes: Sequence[Size], strides: Sequence[Size]) -> Size:
 
 
 def within(tensor: torch.Tensor, elements: Size) -> torch.Tensor:
-    """The tensor, of which a kernel may address that many elements, counted from the first one.
+    """The tensor itself, after the check that its storage holds `elements` elements from the first one on.
 
-    Raises RuntimeError if the storage ends before them.
+    Raises RuntimeError if the storage ends earlier.
     """
-    # Numbers that are symbolic are not computed with: a graph that is being traced would have to hold the result.
+    # No arithmetic on symbolic numbers: a graph that is being traced would have to hold the result.
     nbytes, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
     if not all(isinstance(number, int) for number in (elements, nbytes, offset)):
         return tensor

@@ -1,4 +1,4 @@
-"""A block-scaled weight as the buffers of a module: what packed layers and packed experts have in common."""
+"""A block-scaled weight as the buffers of a module: the base class of packed layers and packed experts."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import fp4compile.ops.grouped  # noqa: F401  defines one of the ops below
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
 
@@ -20,8 +20,8 @@ BUFFERS = ("weight_data", "weight_scales", "weight_outer")
 class LayerFormat:
     """How a packed layer multiplies.
 
-    weight: the name of the weight's format. activation: that of the activation's; None leaves it unquantised.
-    activation_outer: the static outer scale of the activation; None computes it.
+    weight: name of the weight's format. activation: name of the activation's format; None leaves it unquantised.
+    activation_outer: the static outer scale of the activation; None computes the scale.
 
     Raises ValueError for formats that do not exist or that cannot be multiplied, and for an outer scale that is no
     positive normal float32 number or that the activation's format does not have.
@@ -45,18 +45,18 @@ class PackedWeight(nn.Module):
     """A module with a block-scaled weight in buffers: a matrix [out_features, in_features], or one for each expert.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
-        move between devices and are never cast. The block scales lie as the device multiplies them, see
-        `weights.scale_layout`: swizzled where it does so natively, else linear. In a state dict they are linear.
+        move between devices and are never cast. The block scales have the layout of the device, see
+        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
     experts: the number of matrices; None for a single one.
-    weight_dtype: the dtype of the dequantised weight. At first it is that of the weight that was packed; casts such as
-        `.half()` set it.
-    in_first: whether the weight that was packed is [..., in, out] and not [..., out, in].
+    weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
+        it.
+    in_first: whether the original weight is [..., in, out] and not [..., out, in].
     """
 
     weight_data: Any
     weight_scales: Any
     weight_outer: Any
-    experts: int | None = None  # pickles from before there were packed experts lack it
+    experts: int | None = None  # older pickles, without packed experts, lack it
 
     def __init__(
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
@@ -69,41 +69,38 @@ class PackedWeight(nn.Module):
             self.register_buffer(name, None)
 
     def store(self, weight: torch.Tensor, scale_rule: str) -> None:
-        """Quantise a weight along the in features, of experts each alone.
+        """Quantise a weight along the in features, each expert separately.
 
-        Under autocast, it is cast first, as autocast casts it before a product.
+        Under autocast, the weight is cast first, as autocast does before a product.
         """
         fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
         dtype = autocast_dtype(weight.device)
         weight = weight if dtype is None else weight.to(dtype)
         layout = self.scale_layout_on(weight.device)
-        if self.experts is None:
-            found = torch.ops.fp4compile.quantize(weight, fmt.name, dim, layout=layout, scale_rule=scale_rule)
-        else:
-            found = torch.ops.fp4compile.quantize_grouped(
-                weight, None, fmt.name, dim, layout=layout, scale_rule=scale_rule
-            )  # fmt: skip
-        data, scales, outer = found
+        each = self.experts is not None
+        data, scales, outer = QUANTIZE(
+            weight, fmt.name, dim, layout=layout, scale_rule=scale_rule, each_matrix=each
+        )  # fmt: skip
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
 
     @property
     def scale_layout(self) -> str:
-        """How the block scales lie now, "linear" or "swizzled"."""
+        """The current layout of the block scales, "linear" or "swizzled"."""
         return layout_of(self.weight_scales, matrices=self.experts is not None)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "PackedWeight":
-        """Move and cast as every module does, but for codes and scales, which only move."""
+        """Move and cast as every module does, except codes and scales, which only move."""
         device = None if self.weight_data is None else self.weight_data.device
         with torch.no_grad():
             probe = fn(torch.empty(0, dtype=self.weight_dtype, device=device))
         moved = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
         if self.weight_scales is not None and self.scale_layout_on(probe.device) == "linear":
-            # A copy to the CPU may be under way for a while, so the scales are not left to be converted there.
+            # The scales are converted before the move, because a copy to the CPU may still be in progress after it.
             moved["weight_scales"] = self.scales_as("linear", self.weight_scales)
-        # A cast of a module casts its floating-point tensors. As integers, codes and scales stay what they are.
+        # A cast of a module casts its floating-point tensors only. As integers, codes and scales are not cast.
         hidden = {name: tensor.view(_INTEGERS[tensor.dtype.itemsize]) for name, tensor in moved.items()}
         self._buffers.update(hidden)
         try:
@@ -121,12 +118,12 @@ class PackedWeight(nn.Module):
         return layout_on(device, *formats_of, self.out_features, self.in_features, self.experts)
 
     def scales_as(self, layout: str, scales: torch.Tensor) -> torch.Tensor:
-        """Block scales of this layer's weight in a layout; as they are where the shape is not of this weight."""
+        """Block scales of this layer's weight in a layout; returned unchanged where their shape does not fit."""
         shape, _ = buffer_shapes(self)["weight_scales"]
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Let the block scales lie as their device multiplies them."""
+        """Convert the block scales to the layout of their device."""
         scales = self._buffers["weight_scales"]
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
@@ -146,7 +143,7 @@ class PackedWeight(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.scale_layout == "swizzled":
-            # A write to the linear scales would not change the layer. To an inference tensor it raises.
+            # A write to the linear scales would not change the layer; a write to an inference tensor raises.
             with torch.inference_mode():
                 destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
 
@@ -155,7 +152,7 @@ class PackedWeight(nn.Module):
         unexpected_keys: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         problem = self._misfit(state_dict, prefix)
-        if problem is not None:  # load nothing of it
+        if problem is not None:  # load no buffer
             errors.append(f"packed layer {prefix.removesuffix('.')!r}: {problem}")
             return
         name = f"{prefix}weight_scales"
@@ -165,10 +162,10 @@ class PackedWeight(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
         )  # fmt: skip
-        self.lay_out_scales()  # assign=True may have brought scales of another device
+        self.lay_out_scales()  # assign=True may have assigned scales on another device
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """Why a state does not fit this layer; None where it does. Shapes are left to the check of every module."""
+        """Why a state does not fit this layer; None where it does. `nn.Module` itself checks shapes."""
         state = state_dict.get(f"{prefix}_extra_state", self.get_extra_state())
         if state != self.get_extra_state():
             return f"the state is of {state}, the layer is {self.get_extra_state()}"
@@ -183,11 +180,11 @@ class PackedWeight(nn.Module):
         return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing is set: `_misfit` has made sure that the state is this layer's own."""
+        """Does nothing: `_misfit` has checked that the state equals this layer's."""
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast casts operands to on a device; None where it is off, and on meta, which has none."""
+    """The dtype that autocast casts operands to on a device; None where autocast is off, and on the meta device."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -200,7 +197,7 @@ _INTEGERS = {1: torch.uint8, 4: torch.int32}
 def _uncast(before: torch.Tensor, hidden: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """A buffer with its own dtype again, after a module's `_apply`.
 
-    before: the buffer. hidden: the same memory as integers. after: what `_apply` has made of `hidden`.
+    before: the buffer. hidden: the buffer's memory viewed as integers. after: `hidden` after `_apply`.
     """
     if after is hidden:
         return before

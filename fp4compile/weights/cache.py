@@ -1,19 +1,19 @@
 """The packed weights of inference graphs: quantised once, and quantised again when the weight changes.
 
-`passes/hoist.py` takes the quantising of weights out of the graphs; `packed_weight` below does it instead.
+`passes/hoist.py` takes the quantising of weights out of the graphs; `packed_weight` below quantises them instead.
 
-The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, and nothing holds a
-weak reference on the parameter, which would forbid `torch.utils.swap_tensors`.
+The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, without a weak
+reference to the parameter, which would forbid `torch.utils.swap_tensors`.
 
-They are used as long as nothing visible of the weight has changed: storage, address, shape, strides, dtype, version
-counter. When something has, the weight is quantised again, into the same memory if it fits, because CUDA graphs hold
-the address of that memory.
+The packed tensors are used while the weight's storage, address, shape, strides, dtype and version counter are
+unchanged. After a change the weight is quantised again, into the same memory if it fits, because CUDA graphs hold the
+address of that memory.
 
 Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
 the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
 this backend, because any code may update the parameters after it; and the beginning and the end of torch.distributed's
 default process group, because collectives raise no counter. While there is such a group, weights are quantised at every
-call. `refresh` lets the user mark storages after a write that nothing can notice.
+call. The user calls `refresh` to mark storages after a write that cannot be detected.
 """
 
 import functools
@@ -32,18 +32,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import fp4compile.ops.grouped  # noqa: F401  defines the ops below
 from fp4compile import _inductor_patches
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.weights.fingerprint import fingerprint_of
 
-QUANTIZE = torch.ops.fp4compile.quantize.default
-QUANTIZE_GROUPED = torch.ops.fp4compile.quantize_grouped.default
 _ATTRIBUTE = "_fp4compile_packed"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a weight that is packed, where that is not the whole weight unchanged: a slice, a reshape, a cast.
+    """The part of a weight that is packed, where it differs from the whole weight: a slice, a reshape, a cast.
 
     Element (i, j, ...) of the piece is element number offset + i * stride[0] + j * stride[1] + ... of the weight in
     row-major order, cast to each dtype of `casts` in turn.
@@ -65,10 +63,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """What a weight, or a piece of it, is packed as: the arguments of its quantise op.
+    """The arguments of the quantise op by which a weight, or a piece of it, is packed.
 
-    `form` makes one object for each combination. Forms are therefore compared by identity, which costs little at every
-    call of the compiled model.
+    `form` makes one object for each combination. Forms are therefore compared by identity, which is cheap at every call
+    of the compiled model.
     """
 
     format: str
@@ -89,17 +87,17 @@ def form(
 ) -> Form:
     """The form of a quantise's format, dimension, layout, piece and rule of the block scales.
 
-    grouped: each matrix by itself, see `groups`.
+    grouped: whether each matrix is quantised separately, see `groups`.
     """
     return _form(format, dim, layout, piece, grouped, scale_rule)
 
 
-# A function of its own, because the cache distinguishes positional from keyword arguments; `form` passes all one way.
+# Separate from `form`, because the cache distinguishes positional from keyword arguments; `form` passes all positional.
 _form = functools.cache(Form)
 
 
 class _Storage:
-    """A storage that some weight was packed from, and the number of its last mark (0: never marked).
+    """A storage from which a weight was packed, and the number of its last mark (0: never marked).
 
     While the weak reference exists, no other storage object gets the same address.
     """
@@ -119,10 +117,10 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Packed tensors (data, scales, outer scale), and everything visible of the weight when they were made from it.
+    """Packed tensors (data, scales, outer scale), and the weight's observable state when they were made.
 
-    Storage and address imply the offset and the device. mark: the storage's; _NEVER where the tensors must not be used
-    again. fingerprint: that of the contents; None where it was not asked for.
+    Storage and address imply the offset and the device. mark: the storage's mark; _NEVER where the tensors must not be
+    used again. fingerprint: the fingerprint of the contents; None where it was not requested.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -136,7 +134,7 @@ class _Packed:
     fingerprint: tuple[int, int] | None
 
     def fits(self, weight: torch.Tensor) -> bool:
-        """Whether nothing visible of the weight has changed."""
+        """Whether the weight's observable state is unchanged."""
         return (
             self.mark == self.storage.mark
             and self.version == weight._version
@@ -145,7 +143,7 @@ class _Packed:
             and self.shape == weight.shape
             and self.strides == weight.stride()
             and self.dtype is weight.dtype
-            and not weight.is_inference()  # `.data = ...` may have made it one, and it then has no version counter
+            and not weight.is_inference()  # `.data = ...` may have made it an inference tensor, without a counter
         )
 
 
@@ -153,33 +151,32 @@ class _Packed:
 class _Forms:
     """The attribute of a weight: its packed tensors, by form.
 
-    owner: id of the weight. It tells whether the attribute was copied or swapped from another tensor; then it is not
-    used.
+    owner: id of the weight. If it is another tensor's id, the attribute was copied or swapped, and is not used.
     """
 
     owner: int
     packed: dict[Form, _Packed] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
-        # A pickle or a copy of the parameter has an empty dictionary in this place, which needs no package to read.
+        # A pickle or a copy of the parameter has an empty dictionary instead, which can be read without this package.
         return OrderedDict, ()
 
 
 def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) -> tuple[torch.Tensor, ...]:
     """(data, scales, outer scale) of a weight, kept until the weight changes or its storage is marked.
 
-    check: None, or the parameter's name, to compare the contents as well. RuntimeError is then raised where they have
-    changed and nothing visible has.
+    check: the parameter's name, to compare the contents as well: RuntimeError is raised if they changed and the
+    observable state did not. None does not compare them.
     """
     forms = getattr(weight, _ATTRIBUTE, None)
     if type(forms) is _Forms and forms.owner == id(weight):
         kept = forms.packed.get(form)
         if kept is not None and kept.fits(weight) and (check is None or _unchanged(weight, kept, check)):
             return kept.tensors
-    if weight.is_inference():  # it has no version counter, so a change would be invisible
+    if weight.is_inference():  # it has no version counter, so a change could not be detected
         return _quantize(weight, form)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        # Nothing runs now, so nothing can be kept. Each replay of the user's CUDA graph quantises the weight anew.
+        # Nothing runs during capture, so nothing can be kept. Each replay of the user's CUDA graph quantises anew.
         return _quantize(weight, form)
     with _lock:
         return _pack(weight, form, check)
@@ -194,7 +191,7 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
     if kept is not None and kept.fits(weight) and (check is None or kept.fingerprint is not None):
         return kept.tensors  # another thread packed it meanwhile
     storage = _tracked(weight.untyped_storage())
-    # This is read before the contents are. So a write or a mark from now on makes the packed weight out of date.
+    # The mark is read before the contents. So a write or a mark from now on makes the packed weight out of date.
     mark = storage.mark if changes_are_seen() else _NEVER
     seen = (storage, mark, weight._version, weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
     fingerprint = None if check is None else fingerprint_of(weight)
@@ -213,7 +210,7 @@ def _pack(weight: torch.Tensor, form: Form, check: str | None) -> tuple[torch.Te
 def changes_are_seen() -> bool:
     """Whether packed weights may be kept now: not while torch.distributed has its default process group.
 
-    Collectives and FSDP fill storages without a trace. The first call makes what writes to weights tell of it.
+    Collectives and FSDP fill storages without raising a version counter. The first call installs the hooks of `_watch`.
     """
     return _watch() and not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
@@ -224,11 +221,11 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def _quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     source = weight.detach() if form.piece is None else form.piece.of(weight.detach())
-    if form.grouped:
-        return QUANTIZE_GROUPED(
-            source, None, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule
-        )  # fmt: skip
-    return QUANTIZE(source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule)
+    return tuple(
+        QUANTIZE(
+            source, form.format, form.dim, layout=form.layout, scale_rule=form.scale_rule, each_matrix=form.grouped
+        )
+    )
 
 
 def _tracked(storage: torch.UntypedStorage) -> _Storage:
@@ -239,11 +236,10 @@ def _tracked(storage: torch.UntypedStorage) -> _Storage:
 
 
 def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-    """Make the next inference call quantise weights again, after a write that fp4compile cannot notice.
+    """Make the next inference call quantise weights again, after a write that fp4compile cannot detect.
 
     Such a write goes through `parameter.data`, through numpy, or through another tensor on the parameter's memory that
-    does not share its version counter; or it is made by a kernel that PyTorch does not know, or by the replay of a CUDA
-    graph.
+    does not share its version counter; or a kernel outside PyTorch or the replay of a CUDA graph makes it.
 
     model: a module, a tensor, or an iterable of tensors, whose storages are marked as changed. Every weight in one of
         these storages is quantised again. None marks the storage of every packed weight.
@@ -290,9 +286,9 @@ def _addresses(tensors: Iterable[Any]) -> Iterator[int]:
 
 @functools.cache
 def _watch() -> bool:
-    """From now on, steps of optimisers mark their parameters, and torch.distributed marks all: see `changes_are_seen`.
+    """Make optimiser steps mark their parameters, and process groups mark all storages; see `changes_are_seen`.
 
-    Returns False where this version of torch does not tell of process groups. A second call changes nothing.
+    Returns False where process groups cannot be watched in this version of torch. A second call changes nothing.
     """
     register_optimizer_step_post_hook(_stepped)
     return _inductor_patches.watch_process_groups(refresh)
@@ -328,7 +324,7 @@ def marking(compiled: Callable, parameters: Sequence[int]) -> Callable:
 
 
 def _unchanged(weight: torch.Tensor, kept: _Packed, name: str) -> bool:
-    """Whether the contents are known to be those that were packed; False where no fingerprint was taken of them.
+    """Whether the contents still have the packed fingerprint; False where none was taken.
 
     Raises RuntimeError where the contents differ.
     """

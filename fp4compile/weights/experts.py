@@ -1,11 +1,10 @@
-"""Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in a module that stays.
+"""Packed experts: a parameter of three dimensions, one matrix for each expert, stored quantised in its module.
 
-`pack_parameter` gives the module another class: a subclass of its own that has a property in the parameter's place. The
-property reads as the dequantised weights, so the module's code runs unchanged. In a graph these are one op,
-`expert_weights`. The backend recognises the products of it and multiplies the codes; any other use is of dequantised
-weights, which is right everywhere.
+`pack_parameter` gives the module another class: a subclass with a property instead of the parameter. The property
+returns the dequantised weights, so the module's code runs unchanged. A graph has one op, `expert_weights`, for them.
+The backend recognises the op's products and multiplies the codes; any other reader uses the dequantised weights.
 
-Along which dimension the weights are contracted no shape can tell. `in_first` says where that is known from.
+No shape shows along which dimension the weights are contracted; `in_first` finds it from other sources.
 """
 
 import functools
@@ -19,32 +18,32 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fp4compile.analysis.module_names import packed_name
-from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import LayerFormat, PackedWeight
 
-# The weights that the functions of transformers read of experts with `is_transposed`.
+# The parameters of experts that the functions of transformers read, depending on `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
-# Classes of transformers, by name so that it need not be installed, that do not declare it: whether in comes first.
+# Whether in comes first, for classes that do not declare it. By name, so that transformers need not be installed.
 _KNOWN = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): True}
-# Where a class made here holds what it was made of: the class without packed parameters, and their names.
+# The attribute of a class made here that holds its origin: the class without packed parameters, and their names.
 _MADE_OF = "_fp4compile_made_of"
-# Hooks that may read or write the parameter in a state dict. All others run on as they are: the module stays.
+# Hooks that may read or write the parameter in a state dict. All other hooks stay with the module.
 _REFUSED_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
 
 class PackedExperts(PackedWeight):
-    """The weights of experts for inference, block-scaled; buffers as of `PackedWeight`.
+    """Block-scaled weights of experts for inference; see `PackedWeight` for the buffers.
 
-    Calling it gives the weights as they were before they were packed: [experts, out, in], or [experts, in, out] where
-    `in_first` is set, in `weight_dtype`.
+    Calling it returns the dequantised weights in the original parameter's shape, [experts, out, in], or
+    [experts, in, out] where `in_first` is set, in `weight_dtype`.
     """
 
     def forward(self) -> torch.Tensor:
-        """The weights, dequantised anew at each call, contiguous.
+        """The contiguous weights, dequantised anew at each call.
 
-        In eager mode it is an inference tensor, so that writing to it, which would not change the weights, raises.
+        In eager mode they are an inference tensor, so that a write, which would not change the weights, raises.
         """
         if torch.compiler.is_compiling():
             return self._dequantised()
@@ -74,7 +73,7 @@ class PackedExperts(PackedWeight):
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of experts. module: that has it; child: its name there; names: its full names in the model."""
+    """A parameter of experts. module: its module; child: its name in the module; names: its full names in the model."""
 
     module: nn.Module
     child: str
@@ -86,9 +85,9 @@ class Place:
 
 
 def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool, scale_rule: str = "amax") -> None:
-    """Replace a parameter by its packed form. The weights of each expert are quantised alone.
+    """Replace a parameter by its packed form. Each expert's weights are quantised separately.
 
-    scale_rule: how their block scales are chosen, see `reference_scales`.
+    scale_rule: how the block scales are chosen, see `reference_scales`.
     """
     packed = empty(tuple(place.parameter.shape), layer_format, in_first, place.parameter.dtype)
     packed.store(place.parameter, scale_rule)
@@ -96,14 +95,14 @@ def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool, scal
 
 
 def empty(shape: tuple[int, ...], layer_format: LayerFormat, in_first: bool, dtype: torch.dtype) -> PackedExperts:
-    """Packed experts that still lack their weight. shape: of the parameter."""
+    """Packed experts that still lack their weight. shape: the parameter's shape."""
     experts, rows, columns = shape
     inner, outer = (rows, columns) if in_first else (columns, rows)
     return PackedExperts(experts, inner, outer, layer_format, dtype, in_first)
 
 
 def insert(place: Place, packed: PackedExperts) -> None:
-    """Put packed experts in the place of a parameter."""
+    """Replace a parameter by packed experts."""
     module, child = place.module, place.child
     packed.train(module.training)
     del module._parameters[child]
@@ -115,7 +114,7 @@ def insert(place: Place, packed: PackedExperts) -> None:
 
 @functools.cache
 def _class_of(base: Any, children: tuple[str, ...]) -> Any:
-    """A subclass of a module's class in which packed experts take the place of the parameters `children`."""
+    """A subclass of a module's class in which packed experts replace the parameters `children`."""
     members: dict[str, Any] = {child: property(_getter(child), _setter(child)) for child in children}
     members |= {_MADE_OF: (base, children), "__reduce_ex__": _reduce}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -135,7 +134,7 @@ def _setter(child: str) -> Callable[[nn.Module, Any], None]:
 
 
 def _reduce(module: Any, protocol: Any) -> tuple:
-    """For copies and pickles: the class is made anew, because no module has it as an attribute."""
+    """`__reduce_ex__` for copies and pickles, which make the class anew: it is no attribute of any Python module."""
     return _without_state, getattr(type(module), _MADE_OF), module.__getstate__()
 
 
@@ -165,11 +164,11 @@ def places_of(model: nn.Module, is_layer: Callable[[nn.Module], bool]) -> list[P
 
 
 def in_first(place: Place, contracted: Mapping[str, int]) -> bool | None:
-    """Whether the weights are [experts, in, out], and not [experts, out, in]; None where nothing tells.
+    """Whether the weights are [experts, in, out], and not [experts, out, in]; None where that is unknown.
 
     contracted: patterns of parameters' names, and the dimension that is contracted, -2 (in first) or -1; the first
-    that matches decides. Without a match the module's attribute `is_transposed` does, by which the experts of
-    transformers say how they store their weights, or its class, where that is known (`_KNOWN`).
+    match decides. Without a match the module's attribute `is_transposed` decides, which experts of transformers set,
+    or else the module's class, if it is in `_KNOWN`.
     """
     for pattern, dim in contracted.items():
         if any(fnmatchcase(name, pattern) for name in place.names):
@@ -181,7 +180,7 @@ def in_first(place: Place, contracted: Mapping[str, int]) -> bool | None:
 
 
 def check_contracted(contracted: Any) -> dict[str, int]:
-    """The argument `contracted` of `pack_`. Raises TypeError or ValueError where it is not what `in_first` takes."""
+    """The argument `contracted` of `pack_`. Raises TypeError or ValueError where `in_first` cannot take it."""
     if not isinstance(contracted, Mapping):
         raise TypeError(
             f"contracted: expected a dict of patterns of parameters' names, got {type(contracted).__name__}"
@@ -193,7 +192,7 @@ def check_contracted(contracted: Any) -> dict[str, int]:
 
 
 def obstacle(place: Place) -> str | None:
-    """Why packed weights could not stand in the parameter's place; None where they could."""
+    """Why packed weights could not replace the parameter; None where they could."""
     module, parameter = place.module, place.parameter
     if isinstance(module, torch.jit.ScriptModule):
         return "its module is scripted"

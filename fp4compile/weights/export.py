@@ -1,4 +1,4 @@
-"""`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for the programs that read those."""
+"""`export_packed`: write a packed model as ModelOpt or compressed-tensors would, for programs that read their files."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,27 +30,27 @@ _BITS = {"nvfp4": 4, "mxfp4": 4, "mxfp8": 8}
 def export_packed(
     model: nn.Module, path: str | PathLike, layout: str = "modelopt", *, max_shard_size: int = 5 * 2**30
 ) -> None:
-    """Write a model with packed layers or experts to a directory, as another library lays such checkpoints out.
+    """Write a model with packed layers or experts to a directory, in the checkpoint layout of another library.
 
-    layout: "modelopt" (NVFP4 with static activation scales or weights only, MXFP8, MXFP4) or "compressed-tensors" (the
-        same formats).
+    layout: "modelopt" or "compressed-tensors"; both take NVFP4 with static activation scales or weights only, MXFP8
+        and MXFP4.
     path: a directory; it is made where there is none.
     max_shard_size: in bytes. A larger model is written in several files with an index.
 
-    Written are the tensors, hf_quant_config.json (ModelOpt), and config.json: the model's `config`, if it has one as
-    those of transformers do, with a quantization_config. Codes and scales are written as they are. compressed-tensors
-    stores outer scales as divisors: those of weights in bf16 or fp16 are exact, so that `load_packed` gives the same
-    bits; others may differ in the last bit.
+    The directory gets the tensors, hf_quant_config.json (ModelOpt), and config.json: the `config` of a transformers
+    model, with a quantization_config. Codes and scales are written as they are. compressed-tensors stores outer scales
+    as divisors: the divisors of bf16 or fp16 weights are exact, so that `load_packed` returns the same bits; other
+    outer scales may differ in the last bit.
 
-    Packed experts are written one by one, and all tensors under the names that transformers knows of a model's
-    checkpoints (`block_sparse_moe.experts.3.w1` of Mixtral), where it knows some. A static activation scale is written
-    for each expert.
+    Packed experts are written one by one. All tensors have the names of published checkpoints
+    (`block_sparse_moe.experts.3.w1` of Mixtral) where transformers has a mapping for the model. A static activation
+    scale is written for each expert.
 
-    Raises TypeError for what is no module; ValueError for a model without packed layers, for packed experts whose names
-    in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a static
-    scale, for packed weights that were not finite, for tensors on the meta device, for a max_shard_size that is no
-    positive integer, and for a directory that has safetensors files; OSError where it cannot be written. A try that is
-    aborted leaves nothing in the directory, or what the next one removes.
+    Raises TypeError if `model` is no module; ValueError for a model without packed layers, for packed experts whose
+    names in checkpoints are not known, for formats that the layout does not have, for NVFP4 activations without a
+    static scale, for packed weights that were not finite, for tensors on the meta device, for a max_shard_size that is
+    no positive integer, and for a directory that has safetensors files; OSError where it cannot be written. The next
+    attempt removes any files of an aborted one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -74,7 +74,7 @@ def export_packed(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer as it is written: how it is quantised, and its tensors by the last part of their names."""
+    """A linear layer to write. scheme: how it is quantised. tensors: its tensors by the last part of their names."""
 
     scheme: Scheme
     tensors: dict[str, torch.Tensor]
@@ -83,7 +83,7 @@ class _Layer:
 def _layers(
     model: nn.Module, layout: Layout, names: PublishedNames, state: dict[str, torch.Tensor]
 ) -> dict[str, _Layer]:
-    """The layers to write, by name: each packed layer, and of packed experts the layers of each expert."""
+    """The layers to write, by name: each packed layer, and each expert's layers."""
     packed = _packed(model)
     if not packed:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
@@ -102,7 +102,7 @@ def _layers(
 def _parts(
     module: PackedWeight, name: str, names: PublishedNames, tensor: torch.Tensor
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The layers that a packed weight is in a checkpoint, and what each has of one of its tensors."""
+    """The checkpoint's layers for a packed weight, each with its part of one of the weight's tensors."""
     if not isinstance(module, PackedExperts):
         return [(_module(str(names.source(f"{name}.weight"))), tensor)]
     experts = names.source(parameter_name(name))
@@ -122,7 +122,7 @@ def _module(weight: str) -> str:
 
 
 def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
-    """How a layout says what a packed layer is."""
+    """The quantisation scheme of a packed layer in a layout."""
     fmt = layer.layer_format
     static = fmt.activation_outer is not None
     scheme = Scheme(fmt.weight, fmt.activation, static)
@@ -149,7 +149,7 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _plain(model: nn.Module, names: PublishedNames, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors to write that are not packed. Of those that are the same memory, the first is written."""
+    """The unpacked tensors to write. The first of several tensors with the same memory is written."""
     buffers = {f"{name}.{buffer}" for name, layer in _packed(model).items() for buffer in layer._buffers}
     plain = {name: tensor for name, tensor in state.items() if name not in buffers}
     kept, sharing = arrange(plain)
@@ -165,7 +165,7 @@ def _plain(model: nn.Module, names: PublishedNames, state: dict[str, torch.Tenso
 
 
 def _buffer(layer: PackedWeight, name: str, buffer: str, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A buffer of a packed weight, or the outer scale of its activation, for each expert where it has experts."""
+    """A buffer of a packed weight, or its activation's outer scale, repeated for each expert."""
     if buffer != "activation_outer":
         return state[f"{name}.{buffer}"].detach().cpu().contiguous()
     outer = torch.tensor(layer.layer_format.activation_outer, dtype=torch.float32)
@@ -184,7 +184,7 @@ def _stored(layout: Layout, scheme: Scheme, buffer: str, tensor: torch.Tensor) -
 
 
 def _modelopt(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
-    """The configurations that ModelOpt writes. schemes: of the packed layers. left: what else has a matrix."""
+    """The configurations that ModelOpt writes. schemes: of the packed layers. left: other layers with a matrix."""
     names = {scheme: name for name, scheme in MODELOPT_SCHEMES.items()}
     entries = {
         layer: {"quant_algo": names[scheme], "group_size": formats.get(scheme.weight).block_cols}
@@ -202,7 +202,7 @@ def _modelopt(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str
 
 
 def _compressed_tensors(schemes: dict[str, Scheme], left: list[str]) -> dict[str, dict[str, Any]]:
-    """The configuration that compressed-tensors writes; arguments as of `_modelopt`."""
+    """The configuration that compressed-tensors writes. See `_modelopt` for the arguments."""
     targets: dict[Scheme, list[str]] = {}
     for layer, scheme in schemes.items():
         targets.setdefault(scheme, []).append(layer)

@@ -1,8 +1,8 @@
 """Packed models in safetensors files: `save_packed` and `load_packed`.
 
-A file holds the state of a model; memory that several tensors share is in it once. The metadata of the file say how the
-packed layers multiply, and which tensors of the model share memory: see `sharing.Sharing`, whose fields they hold.
-Files of version 0.1 have `aliases` alone, which they found by address and shape.
+A file holds the state of a model, with shared memory stored once. Its metadata hold the states of the packed layers,
+and the fields of `sharing.Sharing`: which tensors of the model share memory. Files of version 0.1 have only `aliases`,
+which were found by address and shape.
 """
 
 import json
@@ -47,7 +47,7 @@ from fp4compile.weights.sharing import (
 
 States = tuple[dict[str, dict], dict[str, dict]]  # of packed layers, and of packed experts, by name
 
-_METADATA = "fp4compile"  # the key, in a file's metadata, of what `save_packed` writes there
+_METADATA = "fp4compile"  # the key of `save_packed`'s entry in a file's metadata
 _EXTRA_STATE = "_extra_state"
 
 
@@ -57,13 +57,13 @@ _EXTRA_STATE = "_extra_state"
 def save_packed(model: nn.Module, path: str | PathLike) -> None:
     """Write the state of a model with packed layers to a safetensors file.
 
-    Parameters and persistent buffers are written, and memory that several of them share is written once. A warning says
-    where a module has extra state of another kind, which is not written. A file that exists at `path` stays until the
-    new one is complete. What a killed process has left of an earlier try is removed.
+    Parameters and persistent buffers are written, and shared memory is written once. A module's extra state of another
+    kind is not written, with a warning. A file that exists at `path` stays until the new one is complete. Temporary
+    files of an earlier, killed process are removed.
 
-    Raises TypeError for what is no module; ValueError if the model has no packed layer, has tensors on the meta device,
-    or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file cannot be
-    written, as where the disk is full.
+    Raises TypeError if `model` is no module; ValueError if the model has no packed layer, has tensors on the meta
+    device, or has a packed weight that was not finite, whose scales `load_packed` refuses; OSError where the file
+    cannot be written, for example because the disk is full.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -95,7 +95,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The linear scales, in a state, of packed layers that have them swizzled; one tensor where layers share them."""
+    """The linear scales in `state` of layers with swizzled buffers; one tensor where layers share a buffer."""
     made: dict[tuple, torch.Tensor] = {}
     swizzled = (
         (f"{name}.weight_scales".removeprefix("."), one)
@@ -106,7 +106,7 @@ def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tenso
 
 
 def _place(layer: PackedWeight) -> tuple:
-    """Equal for layers whose block scales are the same memory, read alike."""
+    """A key that is equal for layers whose block scales have the same memory, shape and dtype."""
     scales = layer.weight_scales
     return scales.untyped_storage()._cdata, scales.storage_offset(), buffer_shapes(layer)["weight_scales"]
 
@@ -125,24 +125,24 @@ def load_packed(
     *,
     recipe: str | dict | Recipe | Path | None = None,
 ) -> None:
-    """Replace layers and fill tensors of an unpacked model by those of a file, in place.
+    """Replace layers of an unpacked model by packed layers of a file, and fill its other tensors, in place.
 
-    model: of the same architecture as the model that was saved.
+    model: a model with the architecture of the saved model.
     path: a file of `save_packed`; or a checkpoint, as a directory or as a file beside its configuration: of ModelOpt or
         compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it
         holds one by one become packed experts of a transformers model; see `docs/experts.md` for their scales.
-    device: where parameters and buffers go that are on the meta device; None: the CPU. All others stay where they are.
-    recipe: for gpt-oss' files alone, which do not say how activations are quantised: by the recipe's fprop_x, an MX
-        format, in the layers that its rules do not skip. None leaves activations as they come.
+    device: the device for parameters and buffers on the meta device; None: the CPU. All other tensors stay in place.
+    recipe: only for gpt-oss' files, which do not say how activations are quantised: the recipe's fprop_x, an MX format,
+        quantises them in the layers that its rules do not skip. None leaves activations unquantised.
 
     Tensors that shared memory when the file was written share it again. Everything is checked before the model is
     changed.
 
-    Raises TypeError for what is no module or no device; OSError for a file that cannot be read; ValueError for a file
-    that is broken or of no known kind, for scales that no finite weight has, for layers and experts that the model
-    does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors that
-    share memory in the model and differ in the file, for buffers on the meta device that the file does not have, for a
-    recipe that does not go with the file, and what `backend` raises for a bad recipe.
+    Raises TypeError if `model` is no module or `device` no device; OSError for a file that cannot be read; ValueError
+    for a file that is broken or of no known kind, for scales that no finite weight has, for layers and experts that the
+    model does not have, whose sizes differ or that cannot be packed (see `pack_`), for missing tensors, for tensors
+    that share memory in the model and differ in the file, for buffers on the meta device that the file does not have,
+    for a recipe that does not fit the file; and the errors of `backend` for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -176,7 +176,7 @@ def load_packed(
 def _contents(
     model: nn.Module, path: str | PathLike, recipe: str | dict | Recipe | Path | None
 ) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
-    """What `_read` gives, of a file of `save_packed` or of a checkpoint that others wrote."""
+    """(states, tensors, sharing), as from `_read`, of a file of `save_packed` or of another library's checkpoint."""
     place = Path(path)
     if place.is_dir() or _METADATA not in read_metadata(place):
         chosen = None if recipe is None else resolve(recipe)
@@ -202,9 +202,9 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _read(path: Path) -> tuple[States, dict[str, torch.Tensor], Sharing | None]:
-    """(states of the packed layers and of the packed experts, tensors by name, which of them share memory) of a file.
+    """(states of the packed layers and of the packed experts, tensors by name, sharing) of a file.
 
-    The last is None for a file of version 0.1.
+    sharing: which tensors share memory; None for a file of version 0.1.
     """
     metadata, tensors = read_metadata(path)[_METADATA], read_tensors(path)
     with naming(path):
@@ -225,7 +225,7 @@ def _parse(metadata: str) -> tuple[States, Sharing, bool]:
         raise ValueError(f"its metadata is not what fp4compile.save_packed writes: {error}") from error
 
 
-# ---------------------------------------------------------------- checks before the model is touched
+# ---------------------------------------------------------------- checks before the model is changed
 
 
 def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, tuple]:
@@ -238,9 +238,9 @@ def _expected(kept: dict[str, torch.Tensor], packed: list[Place]) -> dict[str, t
 
 
 def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Add the tensors that a file has under another name of the same tensor of the model, as of tied embeddings.
+    """Add tied tensors (such as embeddings) that the file holds only under another name of the model's tensor.
 
-    kept: the tensors of the model that the file will fill.
+    stored: the tensors of the file. kept: the tensors of the model that the file will fill.
     """
     first: dict[int, str] = {}
     for name, tensor in kept.items():
@@ -252,7 +252,7 @@ def _add_tied(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) ->
 def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) -> None:
     """Raise where tensors of a file are missing, unknown, or of another shape or dtype than expected.
 
-    Tensors of bytes for which a dtype of one byte is expected become tensors of that dtype.
+    Byte tensors are viewed as the expected dtype where that has one byte.
     """
     for name, (shape, dtype) in expected.items():
         if name not in stored:
@@ -270,7 +270,7 @@ def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) 
 
 
 def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
-    """Raise where what shares memory in a file is no tensor of the model. Files may hold extra state besides those."""
+    """Raise where a tensor that shares memory in a file is no tensor of the model."""
     views, aliases = ({}, {}) if sharing is None else (sharing.views, sharing.aliases)
     named = {*views, *(source for source, *_ in views.values()), *aliases, *aliases.values()}
     if named - expected.keys():
@@ -278,7 +278,7 @@ def _check_sharing(sharing: Sharing | None, expected: dict[str, tuple]) -> None:
 
 
 def _buffers(packed: list[Place], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those tensors of a file that are buffers of packed layers, by name."""
+    """The tensors of a file that are buffers of packed layers, by name."""
     names = (f"{name}.{buffer}" for place in packed for name in place.names for buffer in BUFFERS)
     return {name: stored[name] for name in names if name in stored}
 
@@ -294,7 +294,7 @@ def _check_twins(stored: dict[str, torch.Tensor], packed: list[Place]) -> None:
 
 
 def _check_meta(model: nn.Module, restored: set[str]) -> None:
-    """Raise where a tensor of the model is on the meta device, and loading does not give it values."""
+    """Raise where a tensor of the model is on the meta device, and loading does not fill it."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
         if tensor.is_meta and name not in restored:
@@ -306,12 +306,12 @@ def _check_meta(model: nn.Module, restored: set[str]) -> None:
 
 
 def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tensor], target: torch.device) -> None:
-    """Put the packed layers into the model. Empties the list `packed` on the way, to free each weight."""
+    """Insert the packed layers into the model. Empties the list `packed`, to free each weight as it is replaced."""
     made: dict[tuple, PackedWeight] = {}
     while packed:
         place = packed.pop(0)
         name = place.names[0]
-        # A layer that the model holds in several places stays one layer if the file has one weight for all of them.
+        # A layer with several names in the model stays one layer if the file has one weight for all names.
         key = (id(place.holder), stored[f"{name}.weight_data"].data_ptr())
         if key not in made:
             layer = made[key] = place.empty()
@@ -323,7 +323,7 @@ def _insert(model: nn.Module, packed: list[Place], stored: dict[str, torch.Tenso
 
 
 def _lay_out_scales(model: nn.Module) -> None:
-    """Let the scales of the packed layers lie as their devices multiply them. Layers that share them still do."""
+    """Convert the scales of the packed layers to their devices' layouts. Layers that share scales still share them."""
     sharing: dict[tuple, list[PackedWeight]] = {}
     for layer in model.modules():
         if isinstance(layer, PackedWeight) and layer.weight_scales is not None:
@@ -337,7 +337,7 @@ def _lay_out_scales(model: nn.Module) -> None:
 
 
 def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torch.device) -> None:
-    """Replace the tensors on the meta device by stored ones; one object in several places stays one object."""
+    """Replace the tensors on the meta device by stored ones; an object with several names stays one object."""
     made: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
@@ -350,7 +350,7 @@ def _materialise(model: nn.Module, stored: dict[str, torch.Tensor], target: torc
 
 
 def _made_of(old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A tensor or parameter with these values, and with what else the old one has."""
+    """A tensor or parameter with `values`, and with the type, requires_grad and attributes of `old`."""
     new = nn.Parameter(values, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else values
     vars(new).update(vars(old))
     return new

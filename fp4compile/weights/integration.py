@@ -1,4 +1,4 @@
-"""What transformers is told of packed models. It is imported by those who use it, never by this package alone."""
+"""Hooks into transformers for packed models. This package never imports transformers before the user has."""
 
 import sys
 
@@ -21,12 +21,12 @@ def register_with_transformers() -> None:
 
 
 def save_as_packed(model: nn.Module) -> None:
-    """Let `save_pretrained` of a packed model of transformers write it as one."""
+    """Let `save_pretrained` write the packed form of a packed transformers model."""
     if "transformers" not in sys.modules:
         return
     try:
         _check_version()
-    except ImportError:  # its models are packed all the same; `save_packed` writes them
+    except ImportError:  # models of older versions can be packed; `save_packed` writes them
         return
     from fp4compile.weights.transformers import attach
 
@@ -34,13 +34,13 @@ def save_as_packed(model: nn.Module) -> None:
 
 
 def published_names(model: nn.Module) -> PublishedNames:
-    """The names that the tensors of a model have in published checkpoints; its own where transformers knows none."""
+    """The names of a model's tensors in published checkpoints; its own where transformers has no mapping."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return PublishedNames()
     try:
         _check_version()
-    except ImportError:  # before version 5, models have experts as checkpoints have them
+    except ImportError:  # before version 5, models store experts as checkpoints do
         return PublishedNames()
     return names_of_transformers(model)
 

@@ -1,4 +1,4 @@
-"""`PackedLinear`: the module that `fp4compile.pack_` puts in the place of a linear layer, and what it can replace."""
+"""`PackedLinear`: the module by which `fp4compile.pack_` replaces a linear layer, and which layers it can replace."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fp4compile.formats import formats
-from fp4compile.ops.dense import FLOAT_DTYPES
+from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-# The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as the one of weight_norm does.
+# The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
 _REFUSED_HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
     "_backward_hooks": "a backward hook",
@@ -27,11 +27,10 @@ class PackedLinear(PackedWeight):
     """A linear layer for inference whose weight is block-scaled: y = x @ W^T + bias.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
-        move between devices and are never cast. The block scales lie as the device multiplies them, see
-        `weights.scale_layout`: swizzled where it does so natively, else linear. In a state dict they are linear.
+        move between devices and are never cast. The block scales have the layout of the device, see
+        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
     bias: a parameter [out_features], or None. It is cast as in every module.
-    weight_dtype: the dtype of `weight`. At first it is that of the layer that was packed; casts such as `.half()` set
-        it.
+    weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
     in_first: whether `weight` is [in, out], as in the Conv1D of transformers, and not [out, in].
     """
 
@@ -52,9 +51,9 @@ class PackedLinear(PackedWeight):
     def pack(cls, linear: nn.Module, layer_format: LayerFormat, scale_rule: str = "amax") -> "PackedLinear":
         """The packed form of a linear layer. The weight is quantised along the in features.
 
-        scale_rule: how its block scales are chosen, see `reference_scales`.
+        scale_rule: how the block scales are chosen, see `reference_scales`.
 
-        Under autocast, it is cast first, as autocast casts it before a product.
+        Under autocast, the weight is cast first, as autocast does before a product.
         """
         packed = cls.in_place_of(linear, layer_format)
         packed.store(linear.weight, scale_rule)
@@ -62,9 +61,9 @@ class PackedLinear(PackedWeight):
 
     @classmethod
     def in_place_of(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
-        """A packed layer that still lacks its weight, with all else of a linear layer.
+        """A packed layer that still lacks its weight.
 
-        It has the layer's sizes, its bias, its forward hooks, its attributes and its training mode.
+        It has the linear layer's sizes, bias, forward hooks, attributes and training mode.
         """
         in_features, out_features = sizes(linear)
         dtype, in_first = linear.weight.dtype, not isinstance(linear, nn.Linear)
@@ -76,10 +75,10 @@ class PackedLinear(PackedWeight):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight that the layer multiplies with, dequantised anew at each access, in weight_dtype.
+        """The weight, dequantised anew at each access, in weight_dtype and in the original weight's shape.
 
-        It has the shape of the weight that was packed. It is an inference tensor, so that writing to it, which would
-        not change the layer, raises (writing through `.data` does not).
+        It is an inference tensor, so that writing to it, which would not change the layer, raises (writing through
+        `.data` does not).
         """
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         with torch.inference_mode():
@@ -97,8 +96,8 @@ class PackedLinear(PackedWeight):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
 
-        Raises TypeError for another dtype or what is no dense tensor, ValueError for another last dimension,
-        RuntimeError where a gradient would have to pass to the input or to the bias.
+        Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension,
+        RuntimeError where gradients are enabled and the input or the bias requires one.
         """
         self._check(input)
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
@@ -128,7 +127,7 @@ class PackedLinear(PackedWeight):
         fmt, outer = formats.get(self.layer_format.activation), None
         if self.layer_format.activation_outer is not None:
             outer = torch.full((), self.layer_format.activation_outer, device=x.device)
-        # Both operands lie alike: the matrix units read swizzled scales of both.
+        # Both operands have one layout: the matrix units read swizzled scales of both.
         layout = self.scale_layout
         data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
         return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
@@ -147,7 +146,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D: y = x @ W + bias with W [in, out], as in GPT-2.
+    """Whether a module is transformers' Conv1D: y = x @ W + bias with W [in, out], as in GPT-2.
 
     The class is compared by name, so that transformers need not be installed.
     """
@@ -160,7 +159,7 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def obstacle(linear: nn.Module) -> str | None:
-    """Why a packed layer could not replace this linear layer with the same behaviour; None where it could."""
+    """Why a packed layer could not replace this linear layer with equal behaviour; None where it could."""
     if parametrize.is_parametrized(linear):
         return f"parametrised: {', '.join(linear.parametrizations)}"
     if not (type(linear) is nn.Linear or _is_conv1d(linear)):
@@ -199,7 +198,7 @@ def _odd_attributes(linear: nn.Module) -> str | None:
 
 
 def _attributes(linear: nn.Module) -> dict[str, Any]:
-    """The attributes that were set on a layer, besides those that every linear layer has."""
+    """The attributes that were set on a layer, without the attributes of every linear layer."""
     standard = vars(nn.Module()).keys() | (set() if _is_conv1d(linear) else {"in_features", "out_features"})
     return {name: value for name, value in vars(linear).items() if name not in standard}
 
@@ -209,7 +208,7 @@ _OWN = vars(PackedLinear(1, 1, LayerFormat("mxfp8", None), None)).keys() | set(B
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the submodule of that name. Raises ValueError for "", the model itself."""
+    """Replace the submodule `name` by `module`. Raises ValueError for "", the model itself."""
     parent, _, child = name.rpartition(".")
     if not name:
         raise ValueError("model: a single linear layer cannot be replaced in place; put it into a module")
@@ -223,8 +222,8 @@ def leave_fast_paths(model: nn.Module) -> None:
     """Make torch's transformer encoders call their packed layers.
 
     In inference, an encoder layer takes a fast path that reads `linear1.weight` and calls no linear layer, so the
-    activations of a packed layer would not be quantised. An encoder also gives its layers nested tensors. The two
-    attributes set here switch off both. torch itself sets them so where the fast path does not apply, such as for
+    activations of a packed layer would not be quantised. An encoder also passes nested tensors to its layers. The two
+    attributes set here switch off both. torch itself sets these values where the fast path does not apply, such as for
     other activation functions.
     """
     for module in model.modules():

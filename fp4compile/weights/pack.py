@@ -1,8 +1,8 @@
-"""`pack_`: store the weights of a model packed, in place of its parameters. `weights.files` writes and reads them.
+"""`pack_`: replace the parameters of a model by packed weights. `weights.files` writes and reads packed models.
 
 The backend keeps packed weights beside the parameters (`weights.cache`). `pack_` removes the parameters, so that a
-model needs less memory. A packed layer computes what the compiled layer would compute, with the same bits, both eagerly
-and compiled.
+model needs less memory. A packed layer computes the compiled layer's results, with equal bits, both eagerly and
+compiled.
 """
 
 import warnings
@@ -36,28 +36,28 @@ def pack_(
 ) -> Report:
     """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
 
-    recipe: as for `fp4compile.backend`; what it says of the forward product decides.
+    recipe: as for `fp4compile.backend`; its settings for the forward product decide.
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
-        multiplied: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. The experts of
-        transformers mostly say it themselves (`is_transposed`).
+        contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
+        transformers declare it themselves (`is_transposed`).
 
-    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer that has several names in the
-    model is packed once. Left alone, with a reason in the report, are layers of a subclass, parametrised layers, layers
-    with other hooks than forward hooks, and layers whose weight another linear layer has too. A weight that an
-    embedding has too stays with the embedding.
+    Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer with several names in the
+    model is packed once. `pack_` leaves alone, with a reason in the report: layers of a subclass, parametrised layers,
+    layers with other hooks than forward hooks, and layers that share their weight with another linear layer. A weight
+    that is also an embedding's stays with the embedding.
 
     Weights of experts are parameters [experts, ..., ...] of other modules than torch's own. Their module stays, and
-    reads them dequantised; compiled by `fp4compile.backend`, their products are those of the codes. A parameter of
-    which nothing says what is contracted is left alone.
+    reads them dequantised; a module compiled by `fp4compile.backend` multiplies the codes. A parameter whose contracted
+    dimension is unknown is left alone.
 
-    Each weight is freed on the way. Packed layers are for inference. They keep the forward hooks and the attributes of
-    the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are cast before
-    they are quantised, as in a run.
+    Each weight is freed as it is packed. Packed layers are for inference. They keep the forward hooks and the
+    attributes of the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are
+    cast before they are quantised, as in a run.
 
-    Returns a report of what was packed, and of why the rest was not. Warns of rules that decide about no layer.
+    Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer.
 
-    Raises TypeError for what is no module, ValueError for a model that is itself a linear layer, TypeError or
-    ValueError for a bad `contracted`, and what `backend` raises for a bad recipe.
+    Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
+    ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -89,20 +89,20 @@ def pack_(
     return report
 
 
-# A format, or the reason why a weight is left alone; and in what a packed one differs from what the recipe says.
+# (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
 _Found = tuple[LayerFormat | str, str | None]
 
 
 @dataclass(frozen=True)
 class _Experts:
-    """A parameter that may be the weights of experts. in_first: as `experts.in_first` gives it."""
+    """A parameter that may be the weights of experts. in_first: the result of `experts.in_first`."""
 
     place: Place
     in_first: bool | None
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(in features, out features), as if in came last where nothing tells."""
+        """(in features, out features); in is taken to come last where `in_first` is None."""
         _, rows, columns = self.place.parameter.shape
         return (rows, columns) if self.in_first else (columns, rows)
 
@@ -120,10 +120,10 @@ def _places(model: nn.Module) -> list[list[str]]:
 
 
 class _Choice:
-    """Decides what a recipe makes of each linear layer and of each weight of experts of a model.
+    """Decides by recipe about each linear layer and each weight of experts of a model.
 
-    around: what the recipe must know of the whole model. linears: the names of the linear layers that hold each
-    parameter, by the parameter's id. elsewhere: the ids of the parameters that other modules hold, and how many do.
+    around: the facts about the whole model on which the recipe depends. linears: the names of the linear layers that
+    hold each parameter, by the parameter's id. elsewhere: how many other modules hold each parameter, by its id.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
@@ -153,7 +153,7 @@ class _Choice:
         return self._format([_layer(name, sizes(linear), self.recipe, tied_elsewhere) for name in names], names)
 
     def experts_format(self, one: _Experts) -> _Found:
-        """The same for the weights of experts."""
+        """The format for weights of experts, or the reason why they are left alone; and a note for the report."""
         if one.in_first is None:
             return UNKNOWN_DIMENSION, None
         reason = experts_obstacle(one.place)
@@ -169,7 +169,7 @@ class _Choice:
         return found, note
 
     def _format(self, layers: list[Layer], names: Sequence[str]) -> _Found:
-        """What the recipe makes of a layer. layers: one for each of its names."""
+        """The recipe's format or reason for a layer, and a note. layers: one entry for each of its names."""
         layer_recipe, reason = self._decide(layers, names)
         if layer_recipe is None or reason is not None:
             return str(reason), None  # without a recipe there is always a reason
@@ -190,7 +190,7 @@ class _Choice:
 
 
 def _in_order(model: nn.Module) -> Iterator[str]:
-    """The names of modules and parameters, as far as it goes in the order in which the model runs."""
+    """The names of modules and parameters, approximately in execution order."""
     for path, module in model.named_modules(remove_duplicate=False):
         yield path
         yield from (f"{path}.{child}".removeprefix(".") for child in module._parameters)
@@ -209,7 +209,7 @@ def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe
 
 
 def _experts_row(one: _Experts, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row | None:
-    """The row of a parameter; None for one that is no weight of experts by its shape."""
+    """The report row of a parameter; None where its shape shows that it is no weight of experts."""
     parameter = one.place.parameter
     if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like
         return None
@@ -234,7 +234,7 @@ def _row_of(
 
 
 def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) -> None:
-    # To the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
+    # For the backend, parameters of other modules (such as experts) are layers too, and one recipe may serve both.
     matrices = (name for name, parameter in model.named_parameters() if parameter.dim() > 1)
     names = [*(name for group in places for name in group), *map(module_name, matrices)]
     for rule in unmatched_rules(recipe, map(clean_name, names)):

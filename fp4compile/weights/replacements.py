@@ -1,4 +1,4 @@
-"""Which places of a model the packed weights of a file take, checked before the model is changed."""
+"""Which layers and parameters of a model a file's packed weights replace, checked before the model is changed."""
 
 from dataclasses import dataclass, fields
 from reprlib import repr as short  # a value may be nested so deeply that `repr` fails
@@ -17,7 +17,7 @@ from fp4compile.weights.linear import PackedLinear, is_linear, obstacle, replace
 class LinearPlace:
     """A linear layer that a packed one will replace.
 
-    names: every name that the model has for the place, under which the packed buffers are in the file.
+    names: every name of the layer in the model; the file has the packed buffers under these names.
     """
 
     names: list[str]
@@ -26,7 +26,7 @@ class LinearPlace:
 
     @property
     def replaced(self) -> set[str]:
-        """The names of the tensors that go."""
+        """The names of the tensors that are removed."""
         return {f"{name}.weight" for name in self.names}
 
     @property
@@ -35,25 +35,25 @@ class LinearPlace:
 
     @property
     def holder(self) -> object:
-        """The same for places that may share one packed layer."""
+        """An object that is identical for places that may share one packed layer."""
         return self.linear
 
     def like(self) -> PackedWeight:
-        """A packed layer of these sizes; nothing else of it counts."""
+        """A packed layer of these sizes, used only for its buffers' shapes and dtypes."""
         return PackedLinear(*sizes(self.linear), self.layer_format, None)
 
     def empty(self) -> PackedWeight:
-        """What will replace the layer, still without its weight."""
+        """The packed layer that will replace the layer, still without its weight."""
         return PackedLinear.in_place_of(self.linear, self.layer_format)
 
     def put(self, model: nn.Module, packed: PackedWeight) -> None:
-        """Put it there."""
+        """Replace the layer in `model` by `packed`."""
         replace(model, self.names[0], packed)
 
 
 @dataclass(frozen=True)
 class ExpertsPlace:
-    """A parameter of experts that packed ones will replace; all as of `LinearPlace`."""
+    """A parameter of experts that packed experts will replace. See `LinearPlace` for the members."""
 
     place: experts.Place
     layer_format: LayerFormat
@@ -90,9 +90,10 @@ Place = LinearPlace | ExpertsPlace
 
 
 def places_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Place]:
-    """The places of the packed layers and of the packed weights of experts of a file, by their states.
+    """The layers and parameters of `model` that a file's packed layers and packed experts replace.
 
-    Raises ValueError where a state is none, and where one does not fit the model.
+    layers, weights: the states of packed layers and of packed experts, by name. Raises ValueError for an invalid state,
+    and for a state that does not fit the model.
     """
     return [*_linear_places(model, layers), *_expert_places(model, weights)]
 
@@ -105,7 +106,7 @@ _EXPERTS_STATE = _LAYER_STATE | {"experts", "in_first"}
 
 
 def check_states(layers: Any, weights: Any) -> None:
-    """Raise ValueError where values from a file are no states of packed layers and of packed weights, by name."""
+    """Raise ValueError where values from a file are no dictionaries of states of packed layers and packed experts."""
     for states, keys in ((layers, _LAYER_STATE), (weights, _EXPERTS_STATE)):
         if not isinstance(states, dict):
             raise ValueError(f"expected the states of layers by name, got {type(states).__name__}")
@@ -119,7 +120,7 @@ def check_states(layers: Any, weights: Any) -> None:
 
 
 def _format_of(name: str, state: dict[str, Any]) -> LayerFormat:
-    """The format in the state of the packed layer of a name. Raises ValueError where it is none."""
+    """The format in a packed layer's state. Raises ValueError, which has the layer's name, where it is none."""
     try:
         return LayerFormat(state["weight"], state["activation"], state["activation_outer"])
     except (ValueError, TypeError) as error:
@@ -146,7 +147,7 @@ def _linear_places(model: nn.Module, layers: dict[str, dict]) -> list[LinearPlac
 
 
 def _slot(model: nn.Module, name: str) -> tuple[int, str]:
-    """The place that a name means: the id of a module, and the name of an attribute of it."""
+    """(id of the parent module, attribute name) of the submodule `name`."""
     parent, _, child = name.rpartition(".")
     return id(model.get_submodule(parent)), child
 

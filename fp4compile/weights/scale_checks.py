@@ -1,8 +1,8 @@
-"""What the scales of packed weights and activations may be. Every file is held to this, whoever wrote it.
+"""Checks of the scales of packed weights and activations, for files of every origin.
 
 A block scale is never negative, and it is NaN only in a weight that was not finite. No outer scale is zero: a tensor of
-zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. The static outer scale of an activation
-may not, as in recipes: kernels multiply by its inverse, which would overflow.
+zeros has the outer scale 1. The outer scale of a tiny weight may be denormal. An activation's static outer scale may
+not be denormal, as in recipes: kernels multiply by its inverse, which would overflow.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_buffers(buffers: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where the scales of packed weights are none that a finite weight has.
+    """Raise ValueError where no finite weight can have these scales.
 
-    buffers: of packed layers or experts, by full name.
+    buffers: the buffers of packed layers or experts, by full name.
     """
     for name, tensor in buffers.items():
         buffer = name.rpartition(".")[2]
@@ -38,8 +38,8 @@ def check_model(packed: Iterable[str], state: dict[str, torch.Tensor]) -> None:
 
 
 def check_block_scales(name: str, scales: torch.Tensor) -> None:
-    """Raise ValueError where block scales, E4M3 or E8M0, are NaN or negative. name: of the tensor, for the message."""
-    # The largest byte of a number: the NaN of E8M0 is 255, that of E4M3 is 127, above which are negative numbers.
+    """Raise ValueError where E4M3 or E8M0 block scales are NaN or negative. name: the tensor's, for the message."""
+    # The largest valid byte. E8M0 has NaN at 255; E4M3 has NaN at 127 and negative numbers above.
     e8m0 = scales.dtype == torch.float8_e8m0fnu
     if (scales.view(torch.uint8) > (254 if e8m0 else 126)).any():
         raise ValueError(f"tensor {name!r}: has scales that are NaN{'' if e8m0 else ' or negative'}")
@@ -54,7 +54,7 @@ def check_outer(name: str, outer: torch.Tensor, smallest: float = 0.0) -> None:
 
 
 def check_static(outer: Any) -> None:
-    """Raise ValueError for what is no static outer scale of an activation."""
+    """Raise ValueError if `outer` is no valid static outer scale of an activation."""
     if isinstance(outer, bool) or not isinstance(outer, int | float) or not TINY <= outer <= _LARGEST:
         raise ValueError(f"activation_outer: expected a positive normal float32 number, from {TINY:.6g} to "
                          f"{_LARGEST:.6g}, got {short(outer)}")  # fmt: skip

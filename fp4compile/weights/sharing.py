@@ -12,9 +12,9 @@ class Sharing:
     """Which tensors of a state share memory.
 
     aliases: the name of a tensor -> the name of a tensor with the same elements.
-    tied: the names in `aliases` whose tensor is the very same object.
+    tied: the names in `aliases` whose tensor is the same object.
     views: the name of a tensor -> (the name of a contiguous tensor, and the shape, strides and offset of the view into
-        that one), in elements.
+        the contiguous tensor), in elements.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Sharing:
 
 
 def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sharing]:
-    """(the tensors of a state to write, by name; how the others share memory with them)."""
+    """(the tensors of a state to write, by name; how the state's other tensors share memory with them)."""
     tensors: dict[str, torch.Tensor] = {}
     sharing = Sharing()
     first: dict[tuple, str] = {}
@@ -56,7 +56,7 @@ def arrange(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Sh
 
 
 def _covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the same storage is a view of `base`."""
+    """Whether `tensor`, which has the storage of `base`, is a view of `base`."""
     if not (tensor.numel() and base.is_contiguous() and base.dtype == tensor.dtype):
         return False
     start = tensor.storage_offset() - base.storage_offset()
@@ -65,12 +65,12 @@ def _covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a file holds it: scales and FP8 codes as bytes, because not every reader knows their dtypes."""
+    """The tensor as a file holds it: scales and FP8 codes as bytes, because not every reader supports their dtypes."""
     return tensor.view(torch.uint8) if is_byte_float(tensor.dtype) else tensor
 
 
 def is_byte_float(dtype: torch.dtype) -> bool:
-    """Whether it is a floating-point dtype of one byte."""
+    """Whether a dtype is a floating-point dtype of one byte."""
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 
@@ -78,9 +78,9 @@ def is_byte_float(dtype: torch.dtype) -> bool:
 
 
 def sharing_of(content: dict[str, Any]) -> Sharing:
-    """What the metadata of a file say: a dictionary of the fields, or of `aliases` alone in files of version 0.1.
+    """The sharing in a file's metadata: a dictionary of the fields, or only of `aliases` in files of version 0.1.
 
-    Raises ValueError where they have other types, or where the tied names are no aliases.
+    Raises ValueError where fields have other types, or where the tied names are no aliases.
     """
     aliases: Any = content.get("aliases")
     tied, views = content.get("tied", []), content.get("views", {})
@@ -103,9 +103,9 @@ def _is_view(view: Any) -> bool:
 
 
 def restored(tensors: dict[str, torch.Tensor], sharing: Sharing) -> dict[str, torch.Tensor]:
-    """The tensors of a state by name: those of a file, and those that share memory with them.
+    """The tensors of a state by name: the tensors of a file, and all tensors that share memory with them.
 
-    Raises ValueError where one shares memory with what is not there, or lies beyond it.
+    Raises ValueError where a tensor shares memory with a missing tensor, or lies outside it.
     """
     found = dict(tensors)
     for name, (source, shape, strides, offset) in sharing.views.items():
@@ -129,7 +129,7 @@ def _source(tensors: dict[str, torch.Tensor], name: str, source: str) -> torch.T
 
 
 def check_shared(stored: dict[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError where tensors share memory in the model and the file has different values for that memory.
+    """Raise ValueError where tensors share memory in the model, and the file has different values for it.
 
     stored: the tensors of the file. kept: the tensors of the model that the file will fill.
     """
@@ -164,7 +164,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def repeats(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a tensor have one place in memory, as after `expand`."""
+    """Whether several elements of a tensor have one address, as after `expand`."""
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

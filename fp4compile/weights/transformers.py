@@ -1,4 +1,4 @@
-"""Packed models in transformers' `save_pretrained` and `from_pretrained`: the quantiser of quant_method "fp4compile".
+"""Packed models in transformers' `save_pretrained` and `from_pretrained`: the quantiser for quant_method "fp4compile".
 
 The quantization_config in config.json holds the state of every packed layer, so the skeleton on the meta device gets
 its packed layers before any weight is read, and no weight in high precision is ever made.
@@ -27,7 +27,7 @@ METHOD = "fp4compile"
 class Fp4CompileConfig(QuantizationConfigMixin):
     """The quantization_config of a packed model.
 
-    layers, experts: the states of the packed layers and experts, by name, as modules give them for state dicts.
+    layers, experts: the extra states of the packed layers and experts, by name.
     """
 
     def __init__(self, layers: dict[str, dict], experts: dict[str, dict], quant_method: str = METHOD):
@@ -78,13 +78,13 @@ class Fp4CompileQuantizer(HfQuantizer):
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Codes, scales and outer scales keep their dtype: it is that of the skeleton's buffers."""
+        """Codes, scales and outer scales keep the dtype of the skeleton's buffers."""
         return dtype
 
     # ------------------------------------------------------------ saving
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
-        """The tensors as files hold them. The configuration is brought up to date, which is saved after this."""
+        """The tensors as files hold them. Also updates the configuration, which is saved afterwards."""
         self.quantization_config.__dict__.update(vars(config_of(model)))
         state = model.state_dict().items()
         return {name: storable(tensor.detach()) for name, tensor in state if isinstance(tensor, torch.Tensor)}, {}
@@ -102,10 +102,10 @@ class Fp4CompileQuantizer(HfQuantizer):
 
 
 class _Shell(nn.Module):
-    """What stands in a packed layer's place while weights are loaded: its buffers, scales and FP8 codes as bytes.
+    """The stand-in for a packed layer while weights are loaded: its buffers, with scales and FP8 codes as bytes.
 
-    missing: the buffers that were not loaded. transformers puts uninitialised memory there, and warns; what it has
-    loaded bears its mark.
+    missing: the buffers that were not loaded. transformers assigns uninitialised memory to them, and warns; it marks
+    the tensors that it has loaded.
     """
 
     def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
@@ -128,7 +128,7 @@ class _Shell(nn.Module):
 
 
 def _put(model: nn.Module, place: Place, packed: PackedWeight, shell: _Shell) -> None:
-    """Put a packed layer where its shell is."""
+    """Replace a shell by its packed layer."""
     if isinstance(place, LinearPlace):
         packed.bias = shell.bias
         place.put(model, packed)
@@ -149,7 +149,7 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
 
 
 def attach(model: nn.Module) -> None:
-    """Let `save_pretrained` save a packed model as one, where it is a model of transformers."""
+    """Let `save_pretrained` save the packed form of a packed model, if it is a transformers model."""
     config = config_of(model)
     if not isinstance(model, PreTrainedModel) or not (config.layers or config.experts):
         return

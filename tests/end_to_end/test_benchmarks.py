@@ -17,10 +17,10 @@ from benchmarks.training_loss import SHAPES, backend_of, batches, compile_with, 
 from fp4compile.cli.demo import Llama, Shape
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.templates.gemm.choose import choose
+from fp4compile.ops.quantize import quantize_kernels
+from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm.heuristics import WgmmaConfig
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import dispatch as quantize
 
 
 @pytest.fixture
@@ -128,9 +128,7 @@ def test_products_are_launched_as_asked(name, m):
     sizes, k = launches.PRODUCTS[name]
     x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
     with dry_run(Target(90)):
-        weights = [
-            Operand(*quantize.quantize(torch.empty(n, k, device="meta"), launches.NVFP4), launches.NVFP4) for n in sizes
-        ]
+        weights = [Operand(*quantize_kernels(torch.empty(n, k, device="meta"), "nvfp4"), launches.NVFP4) for n in sizes]
     for asked in launches.launches(m, sum(sizes), k):
         with dry_run(Target(90)) as made, launches.computes(m, k, asked):
             launches.product(x, weights)
@@ -208,7 +206,7 @@ def test_producers_are_quantised_as_their_part_says():
     made = producers.then(producers.add_rms_norm, producers.quantiser_of("both", "mxfp8"))(x, y, weight)
     value, stream = producers.add_rms_norm(x, y, weight)
     assert torch.equal(made[-1], x + y) and torch.equal(stream, x + y)
-    for one, other in zip(made, torch.ops.fp4compile.quantize_both(value, "mxfp8"), strict=False):
+    for one, other in zip(made, torch.ops.fp4compile.quantize(value, "mxfp8", [-1, -2]), strict=False):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -238,7 +236,7 @@ def test_tiles_of_grouped_tokens_are_launched_as_asked(monkeypatch):
 def test_both_kernels_of_grouped_products_are_compared():
     shape = grouped_mm.Experts(8, 2048, 1024)
     with dry_run(Target(90)):
-        weight = torch.ops.fp4compile.quantize_grouped(torch.empty(8, 2048, 1024, device="meta"), None, "nvfp4")
+        weight = torch.ops.fp4compile.quantize(torch.empty(8, 2048, 1024, device="meta"), "nvfp4", each_matrix=True)
         calls = grouped_mm.both_calls(shape, 128, weight, "meta")
     for of, kernel in (("tiles", "gemm_dequant_tiles_grouped"), ("operand", "gemm_grouped")):
         with dry_run(Target(90)) as made:
@@ -255,7 +253,7 @@ def test_the_peers_of_grouped_products_compute_the_same():
     assert sum(sizes) == 40
     expected = torch.nn.functional.grouped_mm(x, weight.mT, offs=offs)
     torch.testing.assert_close(grouped_mm.loop(x, weight, sizes), expected)
-    packed = torch.ops.fp4compile.quantize_grouped(weight, None, "nvfp4")
+    packed = torch.ops.fp4compile.quantize(weight, "nvfp4", each_matrix=True)
     assert (grouped_mm.weight_only(x, packed, offs) - expected).norm() < 0.2 * expected.norm()
     assert (grouped_mm.quantised(x, packed, offs) - expected).norm() < 0.2 * expected.norm()
     index = torch.tensor([3, 0, 3])

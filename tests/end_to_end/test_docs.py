@@ -9,22 +9,22 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 import fp4compile
-from benchmarks import cells, tables
+from benchmarks import cells, markdown, pages, tables
 from fp4compile.formats import formats
 from fp4compile.passes import manager
 from fp4compile.recipe import Recipe, recipes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")))
-# Files of the architecture page that are not there yet.
+RESULTS = tables.RESULTS
+PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md")), *sorted(RESULTS.glob("*.md")))
 
 
 def read(page: Path) -> str:
@@ -58,7 +58,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     """Links into the repository: file and heading are there. Others are addresses, which are not visited."""
     for link in links(page):
@@ -77,13 +77,13 @@ def test_every_page_is_in_the_contents():
     assert set(re.findall(r"^(\w+)$", tree, re.MULTILINE)) == {page.stem for page in DOCS.glob("*.md")} - {"index"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_are_python(page):
     for block in re.findall(r"^```python\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL):
         ast.parse(block if not block.startswith("rules=") else f"f({block})")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_of_toml_are_recipes(page):
     for block in re.findall(r"^```toml\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL):
         Recipe.from_dict(tomllib.loads(block))
@@ -92,52 +92,172 @@ def test_examples_of_toml_are_recipes(page):
 # ---------------------------------------------------------------- the measured results
 
 
+def generated() -> list[markdown.Table]:
+    """Every table, of hand-written and of generated pages."""
+    every = [table for named in tables.TABLES.values() for table in named.values()]
+    return every + [part for parts in pages.PAGES.values() for part in parts if isinstance(part, markdown.Table)]
+
+
+def stored(name: str) -> dict:
+    return json.loads(read(RESULTS / name))
+
+
 def test_the_measured_results_are_those_of_the_files():
     assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
 
 
-def test_every_file_of_results_is_on_the_page():
+def test_every_file_of_results_is_on_a_page():
     # `benchmarks.run_all --check` looks at pages of their own that whole runs have; the others are of tests.
     others = ("all_", "versions.json", "gpu_suite.json")
-    files = {path.name for path in tables.RESULTS.glob("*.json") if not path.name.startswith(others)}
-    assert files == {table.file for table in tables.TABLES.values()}
-    pictures = {path.name for path in tables.RESULTS.glob("*.png") if not path.name.startswith("all_")}
-    assert pictures == set(re.findall(r"results/(\w+\.png)", read(tables.PAGE)))
+    files = {path.name for path in RESULTS.glob("*.json") if not path.name.startswith(others)}
+    in_pages = {
+        file
+        for parts in pages.PAGES.values()
+        for part in parts
+        if isinstance(part, markdown.Table)
+        for file in part.files
+    }
+    assert files == in_pages == {file for table in generated() for file in table.files}
+    pictures = {path.name for path in RESULTS.glob("*.png") if not path.name.startswith("all_")}
+    texts = "".join(part for parts in pages.PAGES.values() for part in parts if isinstance(part, str))
+    assert pictures == set(re.findall(r"\((\w+\.png)\)", texts))
+
+
+def test_every_generated_page_is_there_and_in_the_contents():
+    there = {path.name for path in RESULTS.glob("*.md") if not path.name.startswith("all_")}
+    linked = set(re.findall(r"\(\.\./benchmarks/results/(\w+\.md)\)", read(DOCS / "results.md")))
+    assert there == linked == set(pages.PAGES)
+
+
+def test_results_are_short():
+    """700 words beside the rows of six tables."""
+    text = re.sub(r"\]\([^)]*\)", "]", read(DOCS / "results.md"))
+    words = [word for line in text.splitlines() if not line.startswith(("|", "<!--")) for word in line.split()]
+    assert len(words) <= 700 and len(tables.TABLES["results.md"]) <= 6
+
+
+def test_no_table_compares_with_an_earlier_commit():
+    for table in generated():
+        header = next(line for line in table.lines() if line.startswith("|"))
+        assert not re.search(r"\b(before|after)\b", header.replace("host before GiB", "")), table.files
 
 
 def test_every_table_says_where_it_was_measured():
-    for table in tables.TABLES.values():
-        environment = table.environment(json.loads(read(tables.RESULTS / table.file)))
-        assert {"device", "torch", "triton", "date"} <= environment.keys()
-        for value in ("device", "torch", "triton", "date"):
-            assert environment[value] in table.lines()[0]
+    for table in generated():
+        for file in table.files:
+            environment = table.environment(stored(file))
+            assert {"device", "torch", "triton", "date"} <= environment.keys()
+            for value in ("device", "torch", "triton", "date"):
+                assert environment[value] in table.lines()[0]
+            assert f"[{file}](folder/{file})" in table.lines("folder/")[0]
 
 
-def test_a_changed_figure_is_noticed(tmp_path, monkeypatch, capsys):
-    page = tmp_path / "measured.md"
-    page.write_text(read(tables.PAGE).replace("| `mxfp8` | 49.4 |", "| `mxfp8` | 48.4 |"), encoding="utf-8")
-    monkeypatch.setattr(tables, "PAGE", page)
-    before = read(page)
-    assert before != read(DOCS / "measured.md")
+@pytest.mark.parametrize("name", ["docs/results.md", "benchmarks/results/quantize.md"])
+def test_a_changed_figure_is_noticed(name, tmp_path, monkeypatch, capsys):
+    """Of a hand-written page and of a generated one, in copies of both folders."""
+    for folder, attribute, source in (("docs", "DOCS", DOCS), ("benchmarks/results", "RESULTS", RESULTS)):
+        (tmp_path / folder).mkdir(parents=True)
+        for path in source.glob("*.md"):
+            (tmp_path / folder / path.name).write_text(read(path), encoding="utf-8")
+        monkeypatch.setattr(tables, attribute, tmp_path / folder)
+    assert tables.main(["--check"]) == 0
+    page = tmp_path / name
+    changed = read(page).replace("| `mxfp8` | 49.4 |", "| `mxfp8` | 48.4 |")
+    assert changed != read(page)
+    page.write_text(changed, encoding="utf-8")
     assert tables.main(["--check"]) == 1
-    assert "out of date" in capsys.readouterr().err
-    assert read(page) == before
+    assert capsys.readouterr().err == f"{page} is out of date: run python -m benchmarks.tables\n"
+    assert read(page) == changed
     assert tables.main([]) == 0
-    assert read(page) == read(DOCS / "measured.md")
+    assert read(page) == read(ROOT / name)
+
+
+def test_a_generated_page_that_is_absent_is_noticed(monkeypatch, capsys):
+    monkeypatch.setitem(pages.PAGES, "absent.md", ("# Absent",))
+    assert tables.main(["--check"]) == 1 and "absent.md is out of date" in capsys.readouterr().err
 
 
 def test_tables_without_a_place_and_unknown_ones_raise():
-    page = read(tables.PAGE)
-    with pytest.raises(ValueError, match="no place for the tables minilm"):
-        tables.render(page.replace("<!-- table: minilm -->", ""))
-    with pytest.raises(ValueError, match="unknown table 'miniml'; allowed are minilm, "):
-        tables.render(page + "<!-- table: miniml -->\n<!-- end -->\n")
+    page, known = read(DOCS / "results.md"), tables.TABLES["results.md"]
+    with pytest.raises(ValueError, match="results.md: no place for the tables training"):
+        markdown.filled(page.replace("<!-- table: training -->", ""), known, "", "results.md")
+    with pytest.raises(ValueError, match="results.md: unknown table 'trainign'; allowed are inference, "):
+        markdown.filled(page + "<!-- table: trainign -->\n<!-- end -->\n", known, "", "results.md")
 
 
 def test_tables_need_no_torch():
-    """So that the page can be made where the package is not installed."""
+    """So that the pages can be made where the package is not installed."""
     code = "import sys; sys.modules['torch'] = None; from benchmarks import tables; sys.exit(tables.main(['--check']))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """The lowest and the highest of measured values, as a page has them."""
+    values = list(values)
+    return f"{cells.number(min(values), digits)} to {cells.number(max(values), digits)}"
+
+
+def claims() -> dict[str, list[str]]:
+    """Figures in sentences of hand-written pages, from the files, by page."""
+    plain, packed = stored("llama_decode_h200.json")["rows"]
+    linear = [row for row in stored("linear_h200.json")["rows"] if int(row["shape"].split("x")[0]) <= 64]
+    decode = [row for row in stored("grouped_mm_h200.json")["decode"] if row["decode"].endswith("each")]
+    mlp = {row["block"]: row for row in stored("mlp_block_h200.json")["rows"]}
+    busy = [row["of bf16"] for run in stored("mlp_block_h200.json")["on a busy host"] for row in run["rows"]]
+    emulated = [row for name, row in mlp.items() if name.startswith(("mxfp8", "nvfp4"))]
+    fused = stored("producers_h200.json")
+    gains = {part: span(row["apart over fused"] for row in fused[part]) for part in ("decode", "prefill")}
+    step = cells.number(fused["train"][0]["apart over fused"], 2)
+    first_steps = span((row["first step s"] for row in emulated), 1)
+    kernels = [row["apart us"] / row["fused us"] for part in ("rows", "values") for row in fused[part]]
+    compiling = [
+        row["fused s in all"] / row["apart s in all"] for part in ("decode", "prefill") for row in fused[part][1:]
+    ]
+    on_cpu = stored("compile_time_cpu.json")["rows"][1:]
+    first = stored("compile_time_h200.json")["rows"][1]
+    losses = {row["variant"]: row["over bf16 %"] for row in stored("training_loss_h200.json")["rows"]}
+    check = stored("weight_check_h200.json")
+    return {
+        "README.md": [
+            f"{packed['decode tokens/s']:.0f} tokens/s against {plain['decode tokens/s']:.0f}",
+            f"{packed['GiB']:.1f} GiB against {plain['GiB']:.1f}",
+            f"prefill takes {cells.number(packed['prefill x'], 2)} times",
+            f"{span((row['weight-only x'] for row in linear), 1)} times",
+            f"{span((row['weight-only x'] for row in decode), 1)} times",
+            f"{cells.number(mlp['float8_rowwise']['of bf16'], 2)} of bf16's time",
+            f"{span(row['of bf16'] for row in emulated)} times",
+            f"up to {cells.number(max(busy), 2)} on a busy host",
+            f"| {span(kernels)} | {gains['decode']} | {gains['prefill']} | {step} |",
+            f"{span(compiling, 1)} times as long to compile",
+            f"{span(row['ratio'] for row in on_cpu)} of Inductor's time",
+            f"{span((first['decode x'], first['prefill x']))} times bf16's",
+            f"{cells.number(mlp['bf16']['first step s'], 1)} s in bf16, {first_steps} s",
+            f"{span((row['saved MiB'] for row in emulated), 0)} MiB instead of {mlp['bf16']['saved MiB']:.0f}",
+            f"{cells.percent(losses['mxfp8'])} under `mxfp8`",
+            f"{cells.percent(losses['nvfp4_train'])} under `nvfp4_train`",
+            f"{cells.number(check['check us']['median'], 1)} us",
+        ],
+        "docs/results.md": [f"[up to {cells.number(max(busy), 2)} times bf16's time]"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("page", claims())
+def test_figures_in_sentences_are_those_of_the_files(page):
+    text = " ".join(read(ROOT / page).split())
+    assert [claim for claim in claims()[page] if claim not in text] == []
+
+
+def test_every_figure_of_the_readme_is_checked():
+    """A decimal number of the README is in a claim, a version, or a line of the recipes and formats."""
+    text = re.sub(r"<!-- versions -->.*?<!-- end -->", "", without_code(read(ROOT / "README.md")), flags=re.DOTALL)
+    versions = ("3.11", "3.12", "2.11", "3.6", "2.0")  # Python, torch, Triton, the licence
+    figures = set(re.findall(r"\b\d+\.\d+\b", text)) - set(versions)
+    assert figures <= set(re.findall(r"\d+\.\d+", " ".join(claims()["README.md"])))
+
+
+def test_training_gains_nothing_by_prologues():
+    """What the pages say of training: with the pass on everywhere no recipe's step was faster by 1 %."""
+    assert all(row["apart over fused"] < 1.01 for row in stored("producers_h200.json")["earlier"]["train"])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +270,7 @@ def test_halves_are_rounded_up(value, digits, expected):
 
 @pytest.mark.parametrize("value, expected", [(1.3, "+1.30 %"), (-0.0, "0.00 %"), (-0.3, "-0.30 %"), (0.001, "0.00 %")])
 def test_signs_of_percentages(value, expected):
-    assert cells._percent(value) == expected
+    assert cells.percent(value) == expected
 
 
 # ---------------------------------------------------------------- reasons

@@ -16,19 +16,12 @@ import torch
 pytest.importorskip("triton")
 
 from fp4compile.__main__ import main  # noqa: E402
-from fp4compile.check import (  # noqa: E402
-    cases,
-    first_run,
-    launches,  # noqa: E402
-    run_experts,
-    run_prologues,
-    run_times,
-    run_values,
-)
+from fp4compile.check import cases, first_run, quantiser_table, run_experts, run_prologues, run_times, run_values
 from fp4compile.check.cases import Case, Finding, in_process  # noqa: E402
-from fp4compile.check.launches import Configuration  # noqa: E402
-from fp4compile.formats import formats  # noqa: E402
-from fp4compile.templates.grouped import choose, dequant_tiles  # noqa: E402
+from fp4compile.check.quantiser_table import BOTH, COLUMNS, ROWS, Configuration  # noqa: E402
+from fp4compile.formats import formats, reference  # noqa: E402
+from fp4compile.templates import choose  # noqa: E402
+from fp4compile.templates.gemm import grouped_dequant_tiles  # noqa: E402
 from tests.helpers import in_interpreter  # noqa: E402
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -170,7 +163,7 @@ def test_a_finding_in_one_line():
 def test_every_kernel_has_a_case():
     names = [case.name for case in run_values.cases()]
     assert len(set(names)) == len(names)
-    for one in launches.CONFIGURATIONS:
+    for one in quantiser_table.CONFIGURATIONS:
         assert sum(name.startswith(f"quantise {one.label}, {one.format}, ") for name in names) == 2
     multiplied = {name for pair in run_values.PAIRS for name in pair if name}
     assert multiplied >= {"nvfp4", "nvfp4_one_level", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "mxfp8_32x32", "mxfp4"}
@@ -179,8 +172,8 @@ def test_every_kernel_has_a_case():
     assert len(run_experts.cases()) == len(run_experts.FORMATS) * len(run_experts.SHAPES)
     fused = [case.name for case in run_prologues.cases()]
     assert len(set(fused)) == len(fused)
-    for op in ("quantize", "quantize_both", "fake_quantize", "quantize_grouped", "quantize_grouped_both"):
-        assert any(f"{op} after " in name for name in fused)
+    for what in ("codes along [-1]", "codes along [-1, -2]", "values along [-1]", "experts"):
+        assert any(name.startswith(f"{what} after ") for name in fused)
     times = [case.name for case in run_times.cases()]
     assert len(set(times)) == len(times) > len(run_times.PAIRS) * len(run_times.SHAPES)
 
@@ -190,14 +183,14 @@ def test_in_the_interpreter():
     in_interpreter.assert_passes(__file__)
 
 
-TINY = [Configuration("rows", name, launches.quantize_rows) for name in ("nvfp4", "mxfp8")] + [
-    Configuration("columns", "nvfp4_one_level", launches.quantize_columns),
-    Configuration("both", "nvfp4_16x16", launches.quantize_both),
-    Configuration("stochastic rows", "nvfp4_te", launches.quantize_seeded),
-    Configuration("transformed columns", "nvfp4_te", launches.quantize_transformed),
-    Configuration("both, transform, seed", "nvfp4_te", launches.quantize_trained),
-    Configuration("dequantize", "nvfp4", launches.dequantize),
-    Configuration("scale sweep", "nvfp4", launches.sweep_scales),
+TINY = [Configuration("rows", name) for name in ("nvfp4", "mxfp8")] + [
+    Configuration("columns", "nvfp4_one_level", dim=(COLUMNS,)),
+    Configuration("both", "nvfp4_16x16", dim=BOTH),
+    Configuration("stochastic rows", "nvfp4_te", seeded=True),
+    Configuration("transformed columns", "nvfp4_te", dim=(COLUMNS,), hadamard=True),
+    Configuration("both, transform, seed", "nvfp4_te", dim=BOTH, hadamard=True, seeded=True),
+    Configuration("dequantize", "nvfp4", dequantizes=True),
+    Configuration("scale sweep", "nvfp4", scale_rule="mse"),
 ]
 
 
@@ -212,15 +205,13 @@ def test_quantise_kernels_are_right(configuration):
 def test_experts_are_right(name, monkeypatch):
     small = {"n": 20, "k": 48, "ends": (0, 3, 3, 17), "rows": 19}
     assert run_experts.experts(name, **small)["wrong"] == []
-    product = run_experts.dispatch.scaled_grouped_mm
-    monkeypatch.setattr(run_experts.dispatch, "scaled_grouped_mm", lambda *args: 1.001 * product(*args))
+    product = run_experts.multiply
+    monkeypatch.setattr(run_experts, "multiply", lambda *args: 1.001 * product(*args))
     assert [one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]] == [
         "product", "product along rows"
     ]  # fmt: skip
-    for quantiser in ("quantize_grouped", "quantize_grouped_both"):
-        right = getattr(run_experts.dispatch, quantiser)
-        wrong = lambda x, *args, right=right, **more: right(-x, *args, **more)  # noqa: E731
-        monkeypatch.setattr(run_experts.dispatch, quantiser, wrong)
+    right = run_experts.quantize_kernels
+    monkeypatch.setattr(run_experts, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
     assert {one.partition(":")[0] for one in run_experts.experts(name, **small)["wrong"]} == {
         "rows", "columns", "matrices", "both", "product", "product along rows"
     }  # fmt: skip
@@ -230,7 +221,7 @@ def test_experts_are_right(name, monkeypatch):
 def test_every_kernel_of_experts_is_run(monkeypatch):
     """With results in bfloat16: those between which `max-autotune` decides. Here one stands in for them."""
     small = {"n": 20, "k": 48, "ends": (0, 3, 3, 17), "rows": 19}
-    tiles, registry = replace(dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
+    tiles, registry = replace(grouped_dequant_tiles.CANDIDATE, name="tiles", tier="native"), choose.REGISTRY
     monkeypatch.setattr(choose, "REGISTRY", (tiles, *registry))
     assert run_experts.experts("nvfp4", **small)["wrong"] == []
 
@@ -243,14 +234,13 @@ def test_every_kernel_of_experts_is_run(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("op", "chain", "name", "shape"), [
-    ("quantize", "a gate", "nvfp4_one_level", (18, 48)), ("quantize", "a norm", "nvfp4", (18, 40)),
-    ("quantize", "a layer norm", "mxfp8", (6, 72)), ("fake_quantize", "a norm", "nvfp4_one_level", (5, 48)),
-    ("quantize_both", "the end of a norm", "nvfp4", (17, 48)),
-    ("quantize_both", "the gradients of a gate", "nvfp4_te", (32, 64)),
+@pytest.mark.parametrize(("chain", "name", "shape", "dims", "values"), [
+    ("a gate", "nvfp4_one_level", (18, 48), (ROWS,), False), ("a norm", "nvfp4", (18, 40), (ROWS,), False),
+    ("a layer norm", "mxfp8", (6, 72), (ROWS,), False), ("a norm", "nvfp4_one_level", (5, 48), (ROWS,), True),
+    ("the end of a norm", "nvfp4_one_level", (17, 48), BOTH, False),
 ])  # fmt: skip
-def test_quantisers_with_a_prologue_are_right(op, chain, name, shape):
-    assert run_prologues.quantized(op, chain, name, shape) == {"wrong": []}
+def test_quantisers_with_a_prologue_are_right(chain, name, shape, dims, values):
+    assert run_prologues.quantized(chain, name, shape, dims, values) == {"wrong": []}
 
 
 SMALL_GROUPS = ((19, 48), (0, 3, 3, 17))
@@ -258,18 +248,18 @@ SMALL_GROUPS = ((19, 48), (0, 3, 3, 17))
 
 @interpreted
 def test_quantisers_of_experts_with_a_prologue_are_right():
-    for op, chain, name in (("quantize_grouped", "a gate", "mxfp8"), ("quantize_grouped_both", "relu", "nvfp4")):
-        assert run_prologues.experts(op, chain, name, *SMALL_GROUPS) == {"wrong": []}
+    for name in ("mxfp8", "nvfp4_one_level"):
+        assert run_prologues.experts(name, *SMALL_GROUPS) == {"wrong": []}
 
 
 @interpreted
 def test_a_wrong_prologue_is_found(monkeypatch):
     """A bit of a code; a value that is computed wrong, and quantised as it is; a NaN that is hidden."""
-    right = run_prologues.quantize_prologue_cuda
+    right = run_prologues.quantize_kernels
 
     def found(planted):
-        monkeypatch.setattr(run_prologues, "quantize_prologue_cuda", planted)
-        return run_prologues.quantized("quantize", "a norm", "mxfp8", (6, 64))["wrong"]
+        monkeypatch.setattr(run_prologues, "quantize_kernels", planted)
+        return run_prologues.quantized("a norm", "mxfp8", (6, 64))["wrong"]
 
     def wrong_code(*arguments, stored=(), **options):
         codes, *others = right(*arguments, stored=stored, **options)
@@ -277,21 +267,22 @@ def test_a_wrong_prologue_is_found(monkeypatch):
             codes.view(torch.uint8)[3, 2].bitwise_xor_(1)
         return [codes, *others]
 
-    def wrong_value(operands, *arguments, **options):
-        return right([operands[0], 1.02 * operands[1]], *arguments, **options)
+    def wrong_value(x, *arguments, operands, **options):
+        return right(x, *arguments, operands=[1.02 * operands[0]], **options)
 
-    def hidden(operands, *arguments, **options):
-        return right([operands[0].nan_to_num(0.0, 0.0, 0.0), *operands[1:]], *arguments, **options)
+    def hidden(x, *arguments, **options):
+        return right(x.nan_to_num(0.0, 0.0, 0.0), *arguments, **options)
 
     assert found(right) == []
     assert found(wrong_code) == ["finite: codes: 1 of 384 differ", "not finite: codes: 1 of 384 differ"]
     assert all("values: " in what and "beyond the bound" in what for what in found(wrong_value))
     assert "not finite: values: a finite one where a NaN or an infinity went in" in found(hidden)
-    of_groups = run_prologues.quantize_grouped_prologue_cuda
-    monkeypatch.setattr(run_prologues, "quantize_prologue_cuda", right)
-    negated = lambda operands, *more, **options: of_groups([-operands[0], operands[1]], *more, **options)  # noqa: E731
-    monkeypatch.setattr(run_prologues, "quantize_grouped_prologue_cuda", negated)
-    assert run_prologues.experts("quantize_grouped", "a gate", "mxfp8", *SMALL_GROUPS)["wrong"]
+
+    def negated(x, *arguments, offs=None, **options):
+        return right(x if offs is None else -x, *arguments, offs=offs, **options)
+
+    monkeypatch.setattr(run_prologues, "quantize_kernels", negated)
+    assert run_prologues.experts("mxfp8", *SMALL_GROUPS)["wrong"]
 
 
 @interpreted
@@ -307,15 +298,15 @@ def test_products_are_right(a, b, kind):
 @interpreted
 def test_a_wrong_quantise_kernel_is_found(monkeypatch):
     """One bit of one code, one of a scale, an outer scale by one step; and in codes of which a step is allowed, two."""
-    right = launches.kernels.quantize
+    right = quantiser_table.quantize_kernels
 
     def planted(change):
         def quantize(*args, **options):
-            data, scales, outer = (None if x is None else x.clone() for x in right(*args, **options))
-            change(data, scales, outer)
-            return data, scales, outer
+            found = [x.clone() for x in right(*args, **options)]
+            change(*found)
+            return found
 
-        monkeypatch.setattr(launches.kernels, "quantize", quantize)
+        monkeypatch.setattr(quantiser_table, "quantize_kernels", quantize)
         return run_values.quantized(TINY[0], (18, 40))["wrong"]
 
     assert planted(lambda data, scales, outer: None) == []
@@ -329,13 +320,13 @@ def test_a_wrong_quantise_kernel_is_found(monkeypatch):
 @interpreted
 @pytest.mark.parametrize(("factor", "kind"), [(1.02, "none"), (1.02, "bias"), (1.05, "gated"), (1.02, "not finite")])
 def test_a_wrong_product_is_found(factor, kind, monkeypatch):
-    right = run_values.scaled_mm
+    right = run_values.multiply
 
     def planted(*args, **options):
         out = right(*args, **options)
         return torch.cat((out[:-1], (out[-1:].float() * factor).to(out.dtype)))
 
-    monkeypatch.setattr(run_values, "scaled_mm", planted)
+    monkeypatch.setattr(run_values, "multiply", planted)
     format = "mxfp8" if kind == "not finite" else "nvfp4"  # whose outer scale would make every value a NaN
     (what,) = run_values.multiplied(format, format, (1, 12, 20, 96), kind)["wrong"]
     assert what.startswith("dequant_tiles: ") and "times the bound" in what
@@ -343,7 +334,7 @@ def test_a_wrong_product_is_found(factor, kind, monkeypatch):
 
 @interpreted
 def test_a_hidden_nan_is_found(monkeypatch):
-    monkeypatch.setattr(run_values, "scaled_mm", lambda a, b, *args: torch.zeros(12, 20, dtype=torch.bfloat16))
+    monkeypatch.setattr(run_values, "multiply", lambda *args: torch.zeros(12, 20, dtype=torch.bfloat16))
     found = run_values.multiplied("mxfp8", "mxfp8", (1, 12, 20, 96), "not finite")["wrong"]
     assert any("a finite value where a NaN or an infinity went in" in what for what in found)
 
@@ -351,7 +342,7 @@ def test_a_hidden_nan_is_found(monkeypatch):
 def test_stochastic_codes_may_be_a_step_apart_and_no_more():
     """Of codes 1..6 (0.5 to 4), as many up as down."""
     codes = torch.randint(1, 6, (64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    packed = run_values.reference.pack
+    packed = reference.pack
     scales, outer = torch.ones(64, 4).to(torch.float8_e4m3fn), torch.ones(())
     expected = (packed(codes), scales, outer)
     up = torch.arange(64) % 2

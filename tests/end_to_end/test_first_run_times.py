@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from fp4compile.check import run_times  # noqa: E402
-from fp4compile.check.launches import CONFIGURATIONS  # noqa: E402
+from fp4compile.check.quantiser_table import CONFIGURATIONS  # noqa: E402
 from fp4compile.hardware import Target  # noqa: E402
 from fp4compile.templates.launch import dry_run  # noqa: E402
 

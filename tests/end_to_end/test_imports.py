@@ -27,8 +27,8 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("passes", ("fp4compile.passes",)),
     ("weights", ("fp4compile.weights",)),
     ("report", ("fp4compile.report",)),
-    ("analysis", ("fp4compile.analysis",)),
     ("predicted times", ("fp4compile.roofline",)),
+    ("analysis", ("fp4compile.analysis",)),
     ("recipe", ("fp4compile.recipe",)),
     ("operators", ("fp4compile.ops",)),
     ("templates", ("fp4compile.templates",)),
@@ -37,8 +37,10 @@ ROOMS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 # Rooms inside `fp4compile.templates`, the highest first: kernels are made of device functions, never the reverse.
 TEMPLATE_ROOMS = (
-    ("fp4compile.templates.gemm", "fp4compile.templates.grouped"),
-    ("fp4compile.templates.quantize", "fp4compile.templates.scale_sweep"),
+    ("fp4compile.templates.multiply",),
+    ("fp4compile.templates.choose",),
+    ("fp4compile.templates.gemm",),
+    ("fp4compile.templates.quantize", "fp4compile.templates.scale_sweep", "fp4compile.templates.problem"),
     ("fp4compile.templates.launch",),
     ("fp4compile.templates.device",),
 )

@@ -39,8 +39,6 @@ def rich_recipe() -> Recipe:
         skip_lm_head=False,
         activation_scale="static",
         static_scales={"layers.0.q": 0.25, "embed": 1},
-        min_gain=1,
-        target="b200",
     )
 
 
@@ -209,10 +207,6 @@ def test_static_scale_by_module_name():
         ({"rules": [("\n*.gate", "skip")]}, "has spaces around it"),
         ({"num_blocks": 0}, "num_blocks=0: must be at least 1"),
         ({"skip_first_blocks": -1}, "skip_first_blocks=-1"),
-        ({"min_gain": 1.05}, "min_gain=1.05 and target=None: a gain is on a GPU; give both"),
-        ({"target": "B200"}, "min_gain=None and target='B200'"),
-        ({"min_gain": 0, "target": "B200"}, "min_gain=0: must be positive and finite"),
-        ({"min_gain": 1.0, "target": "B20"}, "target: unknown GPU 'B20'. Did you mean 'B200'"),
         ({"name": ""}, "name='': must not be empty"),
         ({"name": " "}, "name=' ': must not be empty"),
         ({"fprop_x": ""}, "fprop_x: unknown format ''"),
@@ -233,8 +227,6 @@ def test_contradictions_raise_when_built(fields, message):
         ({"name": None}, "name: expected a str"),
         ({"min_m": True}, "min_m: expected an int, got bool"),
         ({"min_k": 32.0}, "min_k: expected an int, got float"),
-        ({"min_gain": "1.05", "target": "B200"}, "min_gain: expected a number, got str"),
-        ({"min_gain": 1.05, "target": 200}, "target: expected the name of a GPU, got int"),
         ({"skip_lm_head": 1}, "skip_lm_head: expected a bool, got int"),
         ({"activation_scale": None}, "activation_scale: expected a str"),
         ({"rules": "skip"}, "rules: expected a list"),

@@ -17,7 +17,7 @@ RECIPES = {
     ),
     "odd": Recipe(
         'ein "N\u00e4me"\\ \n\x7f#[x]', fprop_w=formats.BlockFormat("e2m1", (1, 32), "e8m0", None, "ceil"),
-        rules=[Rule("complete = true\n[a]", "skip")], num_blocks=3, skip_lm_head=False, min_gain=1.05, target="B200",
+        rules=[Rule("complete = true\n[a]", "skip")], num_blocks=3, skip_lm_head=False,
     ),
 }  # fmt: skip
 

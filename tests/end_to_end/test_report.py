@@ -86,8 +86,7 @@ def test_predicted_times_in_the_table():
     assert report.gains() == pytest.approx({"layers.*.small x3": 2.0, "layers.*.large x3": 2.0})
     assert report.reason_shares() == {"output head": pytest.approx((250 / 580, 250 / 415))}
     losing = str(Report("mxfp8", layers(gain=0.5), gpu="B200")).splitlines()[-1]
-    assert losing == ("predicted to lose, better left alone (min_gain=1.0, target='B200'): "
-                      "layers.*.small x3 (0.50), layers.*.large x3 (0.50)")  # fmt: skip
+    assert losing == ("predicted to lose, better skipped by a rule: layers.*.small x3 (0.50), layers.*.large x3 (0.50)")
     unknown = Report("mxfp8", [row()], gpu="B200")
     assert "no product of a kind and size that the model is for" in str(unknown)
     assert json.loads(json.dumps(report.to_dict()))["gains"] == report.gains()

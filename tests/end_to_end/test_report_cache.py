@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp4compile
-from fp4compile.report import cache as report_cache
+from fp4compile.report import stored_rows
 
 ROW = dict.fromkeys(("m", "n", "k", "left", "right", "tier", "reason", "flops")) | {"module": "a", "product": "fprop"}
 UNREADABLE = {
@@ -39,7 +39,7 @@ CONTENTS |= {
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """The file of every key."""
-    monkeypatch.setattr(report_cache, "_path", lambda key: tmp_path / "made" / "rows.json")
+    monkeypatch.setattr(stored_rows, "_path", lambda key: tmp_path / "made" / "rows.json")
     return tmp_path / "made" / "rows.json"
 
 
@@ -60,21 +60,21 @@ def test_rows_that_cannot_be_read_are_missed_loudly(content, file, monkeypatch, 
 
 
 def test_what_the_cases_above_change_is_what_is_wrong_with_them(file):
-    report_cache.store("key", [([], {"find": 0})])  # a graph without products
-    assert report_cache.load("key") == [([], {"find": 0})]
+    stored_rows.store("key", [([], {"find": 0})])  # a graph without products
+    assert stored_rows.load("key") == [([], {"find": 0})]
     file.write_text(json.dumps({"rows": [ROW, ROW | {"seconds": 1}], "counts": {}}))
-    (((first, second), _),) = report_cache.load("key")
+    (((first, second), _),) = stored_rows.load("key")
     assert (first.module, first.seconds, second.seconds) == ("a", None, 1)
 
 
 def test_rows_are_written_whole_or_not_at_all(file, monkeypatch, caplog):
-    report_cache.store("key", [([], {"find": 1})])
+    stored_rows.store("key", [([], {"find": 1})])
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        report_cache.store("key", [([], {"find": 2})])
+        stored_rows.store("key", [([], {"find": 2})])
     assert "report rows not stored: [Errno 28]" in caplog.text
-    assert report_cache.load("key") == [([], {"find": 1})] and list(file.parent.iterdir()) == [file]
+    assert stored_rows.load("key") == [([], {"find": 1})] and list(file.parent.iterdir()) == [file]

@@ -20,10 +20,11 @@ from fp4compile.formats.layouts import to_swizzled
 from fp4compile.recipe import recipes
 from fp4compile.roofline import model as roofline
 from fp4compile.roofline import sizes as roofline_sizes
-from fp4compile.roofline import steps as roofline_steps
+from fp4compile.roofline import time_terms
 from fp4compile.roofline.model import GPUS, Experts, Gpu, Use, predict
 from fp4compile.roofline.sizes import Sizes
-from fp4compile.templates.gemm import choose, cost
+from fp4compile.templates import choose
+from fp4compile.templates.gemm import cost
 from tests.helpers import without_codegen
 
 SIZES = sympy.symbols("M N K", integer=True, positive=True)
@@ -98,10 +99,10 @@ def test_bytes_are_those_of_the_tensors(name):
         sizes = [data.nbytes, 0 if scales is None else scales.nbytes, outer.nbytes if fmt.outer == "row" else 0]
         if fmt.scale is not None:  # a row's outer scales are 4 bytes a row, and not in `stored`
             sizes[2] = 0
-        assert roofline_steps.stored(fmt, rows, columns, native=False) == sum(sizes)
+        assert time_terms.stored(fmt, rows, columns, native=False) == sum(sizes)
         if fmt.scale is not None:
             each_row = scales.repeat_interleave(fmt.block[0], 0)[:rows]
-            assert roofline_steps.stored(fmt, rows, columns, native=True) == data.nbytes + to_swizzled(each_row).nbytes
+            assert time_terms.stored(fmt, rows, columns, native=True) == data.nbytes + to_swizzled(each_row).nbytes
 
 
 def quantising(recipe, gpu="B200", sizes=(8192, 8192, 8192), train=False, **fields):
@@ -111,7 +112,7 @@ def quantising(recipe, gpu="B200", sizes=(8192, 8192, 8192), train=False, **fiel
 
 def test_how_often_an_operand_is_read():
     numel = 8192**2
-    written = roofline_steps.stored(formats.get("nvfp4"), 8192, 8192, native=True)
+    written = time_terms.stored(formats.get("nvfp4"), 8192, 8192, native=True)
     for recipe, reads in (("nvfp4", 2), ("nvfp4_static", 1), ("nvfp4_one_level", 1), ("nvfp4_rowwise", 1)):
         (step,) = quantising(recipe).values()
         assert step.bytes == reads * 2 * numel + written, recipe
@@ -130,17 +131,17 @@ def test_weights_are_quantised_where_nothing_keeps_them():
 def test_what_the_hadamard_transform_costs():
     """The kernels that write the weight gradient's operands compute it, and no others; the bytes stay the same."""
     with_it, without = (quantising("nvfp4_train", train=True, hadamard=products) for products in (("wgrad",), ()))
-    transformed = {"quantise fprop_x, both": 1.0, "quantise dgrad_dy, both": roofline_steps.QUANTISERS.stochastic}
+    transformed = {"quantise fprop_x, both": 1.0, "quantise dgrad_dy, both": time_terms.QUANTISERS.stochastic}
     assert with_it.keys() == without.keys() > transformed.keys()
     for name, step in without.items():
         if name in transformed:
-            reached = roofline_steps.QUANTISERS.both * transformed[name]
+            reached = time_terms.QUANTISERS.both * transformed[name]
             assert step.bandwidth == pytest.approx(GPUS["B200"].copy_rate * reached)
-            step = replace(step, bandwidth=pytest.approx(step.bandwidth * roofline_steps.QUANTISERS.hadamard))
+            step = replace(step, bandwidth=pytest.approx(step.bandwidth * time_terms.QUANTISERS.hadamard))
         assert with_it[name] == step, name
     for name in transformed:
         gained = without[name].memory / with_it[name].memory
-        assert gained == pytest.approx(roofline_steps.QUANTISERS.hadamard) and gained < 1
+        assert gained == pytest.approx(time_terms.QUANTISERS.hadamard) and gained < 1
 
 
 def test_the_hadamard_transform_of_operands_that_are_quantised_apart():
@@ -150,7 +151,7 @@ def test_the_hadamard_transform_of_operands_that_are_quantised_apart():
     )
     slower = {name for name, step in with_it.items() if step.seconds > without[name].seconds}
     assert slower == {"quantise wgrad_x, columns", "quantise wgrad_dy, columns"}
-    columns = GPUS["B200"].copy_rate * roofline_steps.QUANTISERS.columns * roofline_steps.QUANTISERS.hadamard
+    columns = GPUS["B200"].copy_rate * time_terms.QUANTISERS.columns * time_terms.QUANTISERS.hadamard
     assert all(with_it[name].bandwidth == pytest.approx(columns) for name in slower)
     assert all(with_it[name] == step for name, step in without.items() if name not in slower)
     # By hand: an operand that is transformed is not quantised and dequantised by one kernel.
@@ -161,9 +162,9 @@ def test_the_hadamard_transform_of_operands_that_are_quantised_apart():
     )
     assert [step.name for step in plain.steps].count("dequantise fprop_x") == 0
     assert [step.name for step in mixed.steps].count("dequantise fprop_x") == 1
-    seconds = [roofline_steps.quantise_seconds(Use(fmt, hadamard=which), 8192, 8192, "H200") for which in (False, True)]
+    seconds = [time_terms.quantise_seconds(Use(fmt, hadamard=which), 8192, 8192, "H200") for which in (False, True)]
     launches = 2 * GPUS["H200"].launch
-    assert seconds[1] - launches == pytest.approx((seconds[0] - launches) / roofline_steps.QUANTISERS.hadamard)
+    assert seconds[1] - launches == pytest.approx((seconds[0] - launches) / time_terms.QUANTISERS.hadamard)
 
 
 @pytest.mark.parametrize("recipe, merged", [("nvfp4_train", 2), ("nvfp4_rowwise", 1), ("nvfp4_static", 0)])
@@ -196,9 +197,9 @@ def test_what_is_not_fused_is_a_pass():
 
 
 def test_the_assumptions_are_those_of_the_cost_model():
-    assert pytest.approx(cost.TILE_SHARE * cost.REACHED, rel=1e-3) == roofline_steps.TRITON_SM100
-    assert roofline_steps.OUTER_SCALES == cost.OUTER_SCALES
-    for name in roofline_steps.KERNELS:
+    assert pytest.approx(cost.TILE_SHARE * cost.REACHED, rel=1e-3) == time_terms.TRITON_SM100
+    assert time_terms.OUTER_SCALES == cost.OUTER_SCALES
+    for name in time_terms.KERNELS:
         assert choose.named(name).name == name
 
 
@@ -240,7 +241,7 @@ def test_what_many_small_groups_cost():
     def turns_of(recipe, m, n, k, experts):
         found = predict(recipe, "H200", m, n, k, experts=experts).steps[-1]
         assert found.seconds == pytest.approx(found.overhead + found.between + max(found.matrix, found.memory))
-        return found.between / roofline_steps.GROUPED[found.name].turn
+        return found.between / time_terms.KERNELS[found.name].turn
 
     for m, experts, turns in (
         (128, 128, 12),  # one row each: 128 * 48 tiles of 16 columns, 528 at once
@@ -257,8 +258,8 @@ def test_a_decode_step_reads_the_weights_of_its_experts():
     fmt, n, k = formats.get("nvfp4"), 2048, 7168
     for tokens, read in ((3, 3), (64, 8)):
         found = predict("nvfp4_weight_only", "H200", tokens, n, k, experts=8)
-        assert [step.name for step in found.steps] == ["skinny"]
-        assert found.steps[0].bytes == roofline_steps.stored(fmt, read * n, k, False) + 2 * tokens * (k + n)
+        assert [step.name for step in found.steps] == ["grouped_skinny"]
+        assert found.steps[0].bytes == time_terms.stored(fmt, read * n, k, False) + 2 * tokens * (k + n)
         assert found.plain[0].bytes == 2 * (read * n * k + tokens * (k + n))
         assert found.binds == "memory" and 2.5 < found.gain < 3.5
 
@@ -268,14 +269,14 @@ def test_steps_of_experts():
         return [step.name for step in predict(recipe, gpu, m, 2048, 7168, **more).steps]
 
     assert steps("nvfp4", "H200", 16384, experts=8) == [
-        "quantise fprop_x, rows", "dequantise fprop_w", "dequant_operand"
+        "quantise fprop_x, rows", "dequantise fprop_w", "grouped_dequant_operand"
     ]  # fmt: skip
-    assert steps("nvfp4", "H200", 8, experts=8)[-2:] == ["dequantise fprop_x", "skinny"]
-    assert steps("float8_rowwise", "H200", 16384, experts=8)[-1] == "library_row_scaled"
-    assert steps("nvfp4", "B200", 16384, experts=8)[-1] == "block_scaled_sm100"
+    assert steps("nvfp4", "H200", 8, experts=8)[-2:] == ["dequantise fprop_x", "grouped_skinny"]
+    assert steps("float8_rowwise", "H200", 16384, experts=8)[-1] == "grouped_library_row_scaled"
+    assert steps("nvfp4", "B200", 16384, experts=8)[-1] == "grouped_block_scaled_sm100"
     by_index = predict("nvfp4_weight_only", "H200", 8, 2048, 7168, experts=Experts(8, "gather"))
     assert [step.name for step in by_index.plain] == ["copy matrices", "bf16 product"]
-    assert [step.name for step in by_index.steps] == ["skinny"] and by_index.gain > 4
+    assert [step.name for step in by_index.steps] == ["grouped_skinny"] and by_index.gain > 4
     trained = predict("nvfp4_train", "B200", 16384, 2048, 7168, experts=64, train=True)
     parts = [trained.of_product(product) for product in roofline.PRODUCTS]
     assert sum(part.seconds for part in parts) == pytest.approx(trained.seconds) and all(part.plain for part in parts)
@@ -305,10 +306,11 @@ def test_the_page_has_the_tiles_and_turns():
         r"^\| (?:`(\w+)`|torch's bf16 product) \| [^|\d]*(\d+) x (\d+).*\| ([\d.]+) \|$", page, re.MULTILINE
     )
     found = {name or "plain": ((int(height), int(width)), float(us)) for name, height, width, us in rows}
-    by_launch = {"skinny": (8, 16), "dequant_tiles": (128, 128)}  # the first of those that the page names
+    by_launch = {"grouped_skinny": (8, 16), "grouped_dequant_tiles": (128, 128)}  # the first of those on the page
+    of_groups = {name: kernel for name, kernel in time_terms.KERNELS.items() if name.startswith("grouped_")}
     assert found == {
         name: (by_launch.get(name, kernel.tile), pytest.approx(1e6 * kernel.turn))
-        for name, kernel in roofline_steps.GROUPED.items()
+        for name, kernel in {**of_groups, "plain": time_terms.LIBRARY["grouped"]}.items()
     }  # fmt: skip
 
 
@@ -317,15 +319,15 @@ def test_operands_that_are_written_as_values():
     m, n, k, count = 16384, 2048, 7168, 8
     x, dy, w = m * k, m * n, count * n * k
     found = predict("mxfp8", "H200", m, n, k, train=True, experts=count)
-    steps = {step.name: step.bytes for step in found.steps if step.name != "dequant_operand"}
-    codes = roofline_steps.stored(formats.get("mxfp8"), k, m, False)
+    steps = {step.name: step.bytes for step in found.steps if step.name != "grouped_dequant_operand"}
+    codes = time_terms.stored(formats.get("mxfp8"), k, m, False)
     assert steps == {
         "quantise fprop_x, both": 2 * x + 2 * x + codes, "quantise fprop_w, rows": 4 * w,
         "quantise dgrad_dy, both": 2 * dy + 4 * dy, "quantise dgrad_w, columns": 4 * w,
         "dequantise wgrad_x": codes + 2 * x,
     }  # fmt: skip
     (_, *kept) = predict("mxfp8", "H200", m, n, k, experts=count).steps
-    assert [step.name for step in kept] == ["dequantise fprop_w", "dequant_operand"]
+    assert [step.name for step in kept] == ["dequantise fprop_w", "grouped_dequant_operand"]
     few = predict("nvfp4", "H200", 128, n, k, train=True, experts=count)  # 16 rows each: dequantised in the main loop
     assert not [step for step in few.steps if step.name.startswith("dequantise")]
     assert {step.name: step.bytes for step in few.steps}["quantise fprop_w, rows"] < 5 * w  # two reads, and codes

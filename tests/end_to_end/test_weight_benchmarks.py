@@ -10,7 +10,7 @@ from benchmarks import packing, scale_sweep
 from fp4compile.formats import reference_scales
 
 
-def modelopts_formulas(w, top, hessian=None):
+def modelopts_formulas(w, top):
     """The best amax of each block by ModelOpt's formulas, every operation one of PyTorch's."""
     blocks = w.float().reshape(-1, 16)
     least, best = torch.full((len(blocks),), torch.inf), torch.zeros(len(blocks))
@@ -28,8 +28,7 @@ def modelopts_formulas(w, top, hessian=None):
 
 
 def test_the_sweep_agrees_with_modelopts_formulas():
-    peer = scale_sweep.Peer(modelopts_formulas, modelopts_formulas)
-    rows = list(scale_sweep.compare((64, 128), "cpu", peer))
+    rows = list(scale_sweep.compare((64, 128), "cpu", modelopts_formulas))
     assert len(rows) == 10 and rows[0]["weight"] == "normal, bfloat16"
     assert all(row["blocks"] == 512 and row["differ"] == row["ties"] <= 8 for row in rows)
     assert scale_sweep.problems([], rows) == []

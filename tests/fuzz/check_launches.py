@@ -10,25 +10,24 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from fp4compile.analysis import graph
 from fp4compile.formats import reference
 from fp4compile.formats.groups import Groups
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.formats.steps import REDUCTIONS
 from fp4compile.hardware import Target
-from fp4compile.ops import dense as ops
-from fp4compile.passes import lower
-from fp4compile.templates.gemm import choose as dense
-from fp4compile.templates.gemm.problem import problem_of
-from fp4compile.templates.grouped import choose as grouped
-from fp4compile.templates.grouped.problem import problem_of as grouped_problem_of
+from fp4compile.ops.define import KERNELS
+from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL, operand
+from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.templates import choose
+from fp4compile.templates.problem import problem_of
+from tests.helpers.arguments import of_groups
 from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 
 # Kernels of products that Triton's interpreter runs; the others are inline PTX.
 DENSE = ("dequant_tiles", "block_scaled_sm100", "skinny_block_scaled_sm100")
-GROUPED = ("dequant_tiles", "dequant_operand", "block_scaled_sm100")
+GROUPED = ("grouped_dequant_tiles", "grouped_dequant_operand", "grouped_block_scaled_sm100")
 NATIVE = Target(100)  # what kernels for SM100 serve, whichever GPU the graph is for
-_DENSE_OPS = (graph.SCALED_MM, graph.SCALED_MM_EPILOGUE, graph.SCALED_MM_HORIZONTAL)
+_DENSE_OPS = (SCALED_MM, SCALED_MM_HORIZONTAL)
 # Steps that two libraries compute with other last bits, or in another order.
 INEXACT = {*REDUCTIONS, "exp", "silu", "sigmoid", "erf", "tanh", "rsqrt", "div"}
 
@@ -45,6 +44,16 @@ class Launched:
     @property
     def name(self) -> str:
         return self.op._schema.name.split("::")[1]
+
+    @property
+    def kind(self) -> str:
+        """What a call does, in words: the op, then options of `quantize` that change the kernels, or the epilogue."""
+        words = [self.name]
+        if self.op is QUANTIZE:
+            dims = self.argument("dim")
+            words += ["both"] * (len(dims) == 2) + ["columns"] * (list(dims) == [-2])
+            words += [name for name in ("offs", "each_matrix", "values", "prologue") if _given(self.argument(name))]
+        return " ".join(words + ["epilogue"] * bool(self.argument("epilogue")))
 
     @property
     def signature(self) -> tuple:
@@ -67,16 +76,20 @@ class Launched:
         args, kwargs = pytree.tree_map(lambda x: embedded(x) if isinstance(x, torch.Tensor) else x,
                                        (self.args, self.kwargs))  # fmt: skip
         with poisoned_outputs():
-            return pytree.tree_leaves(lower._KERNELS[self.op](*args, **kwargs, **options))
+            return pytree.tree_leaves(KERNELS[self.op](*args, **kwargs, **options))
+
+
+def _given(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) or bool(argument)
 
 
 def kernels_of(launched: Launched) -> list[str]:
     """The kernels that can serve a call and that the interpreter runs; [""] for an op that has its own kernels."""
     if launched.op in _DENSE_OPS:
         return _dense_kernels(launched)
-    if launched.op is graph.SCALED_GROUPED_MM:
+    if launched.op is SCALED_GROUPED_MM:
         return _grouped_kernels(launched)
-    return [] if launched.op is graph.SCALED_MM_GATHERED else [""]  # its kernel is inline PTX
+    return [] if launched.op is SCALED_MM_GATHERED else [""]  # its kernel is inline PTX
 
 
 def difference(launched: Launched, kernel: str) -> str | None:
@@ -84,9 +97,8 @@ def difference(launched: Launched, kernel: str) -> str | None:
     expected = pytree.tree_leaves(launched.expected)
     if not kernel:
         return _codes_differ(launched, launched.by_kernels(), expected)
-    registry = dense if launched.op in _DENSE_OPS else grouped
-    only = (replace(registry.named(kernel), serves=lambda problem: True),)
-    with mock.patch.object(registry, "REGISTRY", only):
+    only = (replace(choose.named(kernel), serves=lambda problem: True),)
+    with mock.patch.object(choose, "REGISTRY", only):
         return _products_differ(launched, launched.by_kernels(), expected)
 
 
@@ -97,9 +109,7 @@ def _codes_differ(launched: Launched, got: list[torch.Tensor], expected: list[to
     exact = not any(step.split()[0] in INEXACT for step in launched.argument("prologue") or ())
     offs, rows = launched.argument("offs"), None
     if offs is not None:  # rows of no group are as they were in memory
-        source = launched.argument("x")
-        source = (launched.argument("operands") or [source])[0] if source is None else source
-        groups = Groups.of(offs, source.shape[0])
+        groups = Groups.of(offs, launched.argument("x").shape[0])
         rows = groups.of_rows < groups.count
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -143,23 +153,23 @@ def _dense_kernels(launched: Launched) -> list[str]:
     a, b = _operands(launched)
     if a.format is None and b.format is None:
         return []
-    fused = launched.op is graph.SCALED_MM_EPILOGUE
+    fused = bool(launched.argument("epilogue"))
     bias = launched.argument("bias")
     bias = bias[0] if isinstance(bias, (list, tuple)) and bias else bias
-    problem = problem_of(a, b, bias if isinstance(bias, torch.Tensor) else None, launched.argument("out_dtype"),
-                         NATIVE, fused)  # fmt: skip
+    bias, out_dtype = bias if isinstance(bias, torch.Tensor) else None, launched.argument("out_dtype")
+    problem = replace(problem_of(Arguments(a, b, bias, out_dtype), NATIVE), epilogue=fused)
     if problem.empty:
         return []
-    serving = [name for name in DENSE if dense.named(name).tier == "emulated" or dense.named(name).serves(problem)]
-    return [name for name in serving if not fused or dense.named(name).takes_epilogue(problem)]
+    serving = [name for name in DENSE if choose.named(name).tier == "emulated" or choose.named(name).serves(problem)]
+    return [name for name in serving if not fused or choose.named(name).takes_epilogue(problem)]
 
 
 def _grouped_kernels(launched: Launched) -> list[str]:
-    problem = grouped_problem_of(*_operands(launched), launched.argument("offs"), launched.argument("rows"),
-                                 launched.argument("out_dtype"), NATIVE)  # fmt: skip
+    arguments = (launched.argument(name) for name in ("offs", "rows", "out_dtype"))
+    problem = problem_of(of_groups(*_operands(launched), *arguments), NATIVE)
     if problem.empty or (problem.a.format is None and problem.b.format is None):
         return []
-    return [name for name in GROUPED if name == "dequant_tiles" or grouped.named(name).serves(problem)]
+    return [name for name in GROUPED if name == "grouped_dequant_tiles" or choose.named(name).serves(problem)]
 
 
 def _operands(launched: Launched) -> tuple[Operand, Operand]:
@@ -168,7 +178,7 @@ def _operands(launched: Launched) -> tuple[Operand, Operand]:
     for name in ("a", "b"):
         tensors = [launched.argument(name + end) for end in ("", "_scales", "_outer")]
         tensors = [(x[0] if x else None) if isinstance(x, (list, tuple)) else x for x in tensors]
-        found.append(ops.operand(*tensors, launched.argument(f"{name}_format")))
+        found.append(operand(*tensors, launched.argument(f"{name}_format")))
     return found[0], found[1]
 
 
@@ -194,12 +204,12 @@ def _rounding(launched: Launched, i: int, expected: torch.Tensor) -> torch.Tenso
     """
     eps = torch.finfo(expected.dtype).eps
     plain = expected.double().nan_to_num(0, 0, 0).abs()
-    if launched.op in (graph.SCALED_MM_EPILOGUE, graph.SCALED_GROUPED_MM):
+    if launched.op is SCALED_GROUPED_MM or launched.argument("epilogue"):
         return 4 * eps * plain + 2.0**-16 * plain.amax(-1, keepdim=True) + eps * plain.amax() / 4 + 1e-30
     a, b = _operands(launched)
     tensors = [launched.argument(name) for name in ("b", "b_scales", "b_outer")]
     if isinstance(tensors[0], (list, tuple)):
-        b = ops.operand(*(x[i] if x else None for x in tensors), launched.argument("b_format"))
+        b = operand(*(x[i] if x else None for x in tensors), launched.argument("b_format"))
     left, right = (_values(x).abs().nan_to_num(0, 0, 0) for x in (a, b))
     k = min(left.shape[-1], right.shape[-1])
     sums = left[..., :k] @ right[..., :k].transpose(-2, -1)

@@ -1,6 +1,6 @@
 """Every launch of quantisers with a prologue, in Triton's interpreter: `python -m tests.fuzz --prologues`.
 
-The product of: steps, which operands are slices of wider tensors, what is stored, format, op with its direction, layout
+The product of: steps, which operands are slices of wider tensors, what is stored, format, directions or values, layout
 of the scales, dimensions of the tensor. Slices lie in buffers of NaN, so that a kernel that reads what is not its own
 shows in the result. Results are compared with the reference in every bit.
 """
@@ -13,7 +13,7 @@ import torch
 
 from fp4compile.formats import formats
 from fp4compile.formats.prologue import Prologue
-from fp4compile.ops import prologue as ops_prologue
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from tests.helpers.foreign import embedded, poisoned_outputs, same_bits
 
 BF16 = torch.bfloat16
@@ -26,9 +26,12 @@ STEPS = {
     "norm": ("sub aux0 col1", "mul s0 row2"),
     "statistics": RMS,
     "sum statistics": ("add aux0 aux1", "square s0", "mean s1", "rsqrt s2", "mul s0 s3"),
+    # What follows the statistics reads the sum as it was stored.
+    "rounded sum": ("add aux0 aux1", "bfloat16 s0", "square s0", "mean s2", "rsqrt s3", "mul s1 s4"),
 }
 FORMATS = ("nvfp4_one_level", "nvfp4", "nvfp4_te", "nvfp4_rowwise", "mxfp8", "float8_rowwise")
-OPS = (("quantize", -1), ("quantize", -2), ("quantize_both", -1), ("fake_quantize", -1))
+ROWS, BOTH = (-1,), (-1, -2)
+WAYS = ((ROWS, False), (BOTH, False), (ROWS, True))  # (dim, whether values are written in the place of codes)
 LAYOUTS = ("linear", "swizzled")
 SHAPES = ((5, 41), (35, 48), (2, 17, 32), (1, 64))
 
@@ -42,8 +45,8 @@ class Case:
     sliced: tuple[int, ...]
     stored: tuple[int, ...]
     format: str
-    op: str
-    dim: int
+    dim: tuple[int, ...]
+    values: bool
     layout: str
     shape: tuple[int, ...]
 
@@ -56,13 +59,15 @@ def cases() -> Iterator[Case]:
         last = len(steps) - 1
         between = [i for i in range(last) if prologue.step_kinds[i] == "aux"][:1]
         for sliced, stored in itertools.product(_subsets(whole), _subsets([*between, last])):
-            for format, (op, dim), layout, shape in itertools.product(FORMATS, OPS, LAYOUTS, SHAPES):
+            for format, (dim, values), layout, shape in itertools.product(FORMATS, WAYS, LAYOUTS, SHAPES):
                 fmt = formats.get(format)
-                if op == "fake_quantize" and (fmt.scale != "e4m3" or layout != "linear"):
+                if values and (fmt.scale is None or layout != "linear"):
+                    continue
+                if dim == BOTH and fmt.outer is not None:  # PyTorch computes what is quantised so
                     continue
                 if layout == "swizzled" and fmt.scale is None:
                     continue
-                yield Case(name, sliced, stored, format, op, dim, layout, shape)
+                yield Case(name, sliced, stored, format, dim, values, layout, shape)
 
 
 def search(part: int, parts: int) -> int:
@@ -89,14 +94,14 @@ def wrong(case: Case) -> str | None:
     shapes = {"aux": case.shape, "row": case.shape[-1:], "col": (*case.shape[:-1], 1)}
     operands = [torch.randn(shapes[kind], generator=generator).to(torch.float32 if kind == "col" else BF16)
                 for _, kind in sorted(Prologue.parse(steps, BF16).kinds.items())]  # fmt: skip
-    stored = [f"s{number} bfloat16" for number in case.stored]
-    arguments = (list(steps), BF16, case.op, case.format, case.dim)
-    options = {"stored": stored} if case.op == "fake_quantize" else {"stored": stored, "layout": case.layout}
-    expected = torch.ops.fp4compile.quantize_prologue(operands, *arguments, **options)
-    given = [embedded(x, beside=i in case.sliced) for i, x in enumerate(operands)]
+    options = {"prologue": steps, "dtype": BF16, "layout": case.layout, "values": case.dim if case.values else (),
+               "stored": [f"s{number} bfloat16" for number in case.stored]}  # fmt: skip
+    first, *others = operands
+    expected = QUANTIZE(first, case.format, case.dim, operands=others, **options)
+    first, *others = (embedded(x, beside=i in case.sliced) for i, x in enumerate(operands))
     try:
         with poisoned_outputs():
-            got = ops_prologue.quantize_prologue_cuda(given, *arguments, **options)
+            got = quantize_kernels(first, case.format, case.dim, operands=others, **options)
     except RuntimeError as error:
         return str(error)
     differ = [i for i, (one, other) in enumerate(zip(got, expected, strict=True)) if not same_bits(one, other)]

@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Interpreter
 
 from fp4compile import hardware
 from fp4compile.hardware import Target
-from fp4compile.passes import fuse_prologue, lower
+from fp4compile.ops.define import KERNELS
+from fp4compile.passes import fuse_prologue
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import amax, heuristics, prologue_cost
 from tests.fuzz.check_launches import Launched, difference, kernels_of
@@ -90,12 +91,12 @@ class Setting:
 
 
 # Most of the time would go to these, which have tests of their own: one of so many is launched.
-_ONE_OF = {("quantize", ""): 10, ("scaled_mm", "dequant_tiles"): 10, ("scaled_mm_epilogue", "dequant_tiles"): 4}
+_ONE_OF = {("quantize", ""): 10, ("scaled_mm", "dequant_tiles"): 10, ("scaled_mm epilogue", "dequant_tiles"): 4}
 
 
-def _any_gain(prologue, *args) -> float:
+def _any_gain(spec, *args) -> float:
     """More for what stores results and has more steps: the chains that the model of costs takes least often."""
-    return 1.0 + len(prologue.stored) + len(prologue.steps) / 100
+    return 1.0 + len(spec.prologue.stored) + len(spec.prologue.steps) / 100
 
 
 @dataclass
@@ -159,7 +160,7 @@ class _Launching(Interpreter):
 
     def call_function(self, target, args, kwargs):
         expected = super().call_function(target, args, kwargs)
-        if target in lower._KERNELS and not self.wrong:
+        if target in KERNELS and not self.wrong:
             self._launch(Launched(target, args, kwargs, expected))
         return expected
 
@@ -171,10 +172,10 @@ class _Launching(Interpreter):
         met.add(signature)
         kernels = kernels_of(launched)
         kernel = kernels[len(met) % len(kernels)] if kernels else None
-        if kernel is None or len(met) % _ONE_OF.get((launched.name, kernel), 1):
+        if kernel is None or len(met) % _ONE_OF.get((launched.kind, kernel), 1):
             return
         with setting.launching():
             found = difference(launched, kernel)
-        self.fuzzer.launched[f"{launched.name} {kernel}".strip()] += 1
+        self.fuzzer.launched[f"{launched.kind} {kernel}".strip()] += 1
         if found is not None:
-            self.wrong.append(f"{launched.name} {kernel}: {found}")
+            self.wrong.append(f"{launched.kind} {kernel}: {found}")

@@ -95,14 +95,14 @@ PLANTS = (
     Plant("quantised once for both directions", "passes/rewrite.py",
           "key = (value_key(source), treatment, dim,", "key = (value_key(source), treatment,"),
     # after the partitioner
-    Plant("pairs of different formats merged", "analysis/graph.py",
-          "return value_key(self.source), self.format, self.outer,", "return value_key(self.source), self.outer,"),
-    Plant("pairs of different outer scales merged", "analysis/graph.py",
-          "self.format, self.outer, self.layout", "self.format, self.layout"),
+    Plant("pairs of different formats merged", "passes/merge_quantize.py",
+          "return value_key(found.x), found.format, found.outer,", "return value_key(found.x), found.outer,"),
+    Plant("pairs of different outer scales merged", "passes/merge_quantize.py",
+          "found.format, found.outer, found.layout", "found.format, found.layout"),
     Plant("quantises of different directions shared", "passes/merge_quantize.py",
-          "(found.key, found.dim, found.hadamard)", "(found.key, found.hadamard)"),
+          "(_key(found), found.dims, found.hadamard)", "(_key(found), found.hadamard)"),
     Plant("columns' own outer scale dropped", "passes/merge_quantize.py",
-          "column_outer if apart else outer", "outer"),
+          "column_outer if both.spec.columns_separate else outer", "outer"),
 )  # fmt: skip
 
 

@@ -7,33 +7,36 @@ that the kernel of the amax had stored, which is contiguous, with the strides of
 from tests.fuzz.plant import Plant
 
 _READS_STORED = (
-    "            return replace(self, view=as_matrices(self.stored_result), prologue=None, operands=(), stored=())"
+    "            return replace(self, view=matrices_view(self.stored_result.tensor),"
+    " prologue=None, operands=(), stored=())"
 )
 
 LAUNCH_PLANTS = (
     # strides
-    Plant("the stored result read with the strides of the first operand, unchecked", "templates/quantize/views.py",
+    Plant("the stored result read with the strides of the first operand, unchecked", "templates/quantize/source.py",
           _READS_STORED,
           "            view = replace(self.view)\n"
-          "            object.__setattr__(view, 'tensor', self.stored_result)\n"
+          "            object.__setattr__(view, 'tensor', self.stored_result.tensor)\n"
           "            return replace(self, view=view, prologue=None, operands=(), stored=())"),
-    Plant("the stored result read with the strides of the first operand", "templates/quantize/views.py",
+    Plant("the stored result read with the strides of the first operand", "templates/quantize/source.py",
           _READS_STORED,
-          "            view = replace(self.view, tensor=self.stored_result)\n"
+          "            view = replace(self.view, tensor=self.stored_result.tensor)\n"
           "            return replace(self, view=view, prologue=None, operands=(), stored=())"),
     Plant("a stored norm read with the strides of its first operand", "templates/quantize/row_on_chip.py",
-          "        view = as_matrices(source.stored_result)\n",
-          "        view = replace(source.view)\n        object.__setattr__(view, 'tensor', source.stored_result)\n"),
-    Plant("rows of other operands taken for contiguous", "templates/quantize/views.py",
-          "apart = {i: stride for i, stride in self._row_strides.items() if not statically_true(stride == self.cols)}",
-          "apart = {}"),
-    Plant("the batch stride of one matrix for all", "templates/quantize/views.py",
+          "        view = matrices_view(source.stored_result.tensor)\n",
+          "        view = replace(source.view)\n"
+          "        object.__setattr__(view, 'tensor', source.stored_result.tensor)\n"),
+    Plant("rows of other operands taken for contiguous", "templates/quantize/source.py",
+          "for i, stride in self._row_strides.items() if not statically_true(stride == self.cols)}",
+          "for i, stride in ()}"),
+    Plant("the batch stride of one matrix for all", "templates/quantize/source.py",
           "    batch_stride = 0 if statically_true(batch == 1) else x.stride(0)\n", "    batch_stride = 0\n"),
-    Plant("rows that lie apart taken for one run", "templates/quantize/views.py",
-          "        one_row = statically_true(self.rows == 1) or statically_true(self.row_stride == self.cols)",
+    Plant("rows that lie apart taken for one run", "templates/quantize/source.py",
+          "        one_row = statically_true(self.rows == 1) or statically_true(row_stride == self.cols)",
           "        one_row = True"),
     Plant("what follows the statistics reads the first operand where a sum was stored",
-          "templates/quantize/row_on_chip.py", "as_matrices(first) if read[0] else source.view", "source.view"),
+          "templates/quantize/row_on_chip.py",
+          "matrices_view(first.tensor) if read[0] else source.view", "source.view"),
     # masks and grids
     Plant("a column too many is read", "templates/quantize/row.py",
           "    cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)\n",
@@ -44,30 +47,29 @@ LAUNCH_PLANTS = (
     Plant("the last rows have no program", "templates/quantize/row.py",
           "    grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)",
           "    grid = source.batch * max(rows // config.rows, 1) * ceil_div(blocks, config.blocks)"),
-    Plant("padding of swizzled scales has no program", "templates/quantize/views.py",
+    Plant("padding of swizzled scales has no program", "templates/quantize/outputs.py",
           "        return ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(blocks, TILE_COLS) * TILE_COLS",
           "        return rows, blocks"),
     Plant("padding of swizzled scales is not written", "templates/device/memory.py",
           "        padded = (row < tl.cdiv(rows, 128) * 128) & (block // 4 < tiles)",
           "        padded = (row < rows) & (block // 4 < tiles)"),
     # amaxes and outer scales
-    Plant("the outer scale of the first group for all", "templates/grouped/quantize_rows.py",
+    Plant("the outer scale of the first group for all", "templates/quantize/ragged_rows.py",
           "encode, decode = make_outer_scales(amax_ptr + group, outer_ptr, 0, True, False,",
           "encode, decode = make_outer_scales(amax_ptr + group * 0, outer_ptr, 0, True, False,"),
     Plant("outer scales of rows and columns changed round", "templates/quantize/column.py",
-          "(amax.narrow(0, 0, 1), amax.narrow(0, 1, 1)) if with_rows",
-          "(amax.narrow(0, 1, 1), amax.narrow(0, 0, 1)) if with_rows"),
+          "amax.tensor.narrow(0, i, 1), 1) for i in (0, 1))", "amax.tensor.narrow(0, i, 1), 1) for i in (1, 0))"),
     Plant("one amax for all matrices of a batch", "templates/quantize/amax.py",
           "        if MATRICES:\n            amax_ptr += batch\n        tl.atomic_max(amax_ptr, bits, sem=\"relaxed\")",
           "        tl.atomic_max(amax_ptr, bits, sem=\"relaxed\")"),
     Plant("partial maxima that no program writes", "templates/quantize/amax.py",
           "    grid = _amax_grid(source, config)\n", "    grid = max(_amax_grid(source, config) - 1, 1)\n"),
     # what is stored, seeds, products
-    Plant("what is stored has the dtype of the first operand", "ops/prologue.py",
-          "first.new_empty(each, dtype=dtype) for each, (_, dtype)", "first.new_empty(each) for each, (_, dtype)"),
-    Plant("rows and columns rounded by one stream of random bits", "templates/quantize/dispatch.py",
-          "launch_columns(source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=transform)",
-          "launch_columns(source, fmt, outers, layout, columns, rows, seed=seed, stream=0, transform=transform)"),
+    Plant("what is stored has the dtype of the first operand", "formats/prologue.py",
+          "first.new_empty(_shape(self.step_kinds[number], first.shape), dtype=dtype)",
+          "first.new_empty(_shape(self.step_kinds[number], first.shape))"),
+    Plant("rows and columns rounded by one stream of random bits", "templates/quantize/plan.py",
+          "layout, columns, rows, seed=seed, stream=1,", "layout, columns, rows, seed=seed, stream=0,"),
     Plant("the last columns of a product have no program", "templates/gemm/dequant_tiles.py",
           "        ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches * config.split_k,",
           "        ceil_div(p.m, config.bm) * max(p.n // config.bn, 1) * p.batches * config.split_k,"),

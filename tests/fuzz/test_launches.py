@@ -28,8 +28,9 @@ def test_random_launches(first):
     told = fuzz("--launches", "--seed", str(first), "--count", "100")
     assert told.startswith("100 runs") and "0 findings" in told
     # Every kind of op that the interpreter can run is met.
-    for name in ("quantize_prologue", "quantize_both", "fake_quantize", "quantize_grouped", "scaled_mm_epilogue",
-                 "scaled_mm_horizontal", "scaled_grouped_mm", "block_scaled_sm100", "dequant_tiles"):  # fmt: skip
+    for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
+                 "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_horizontal",
+                 "scaled_grouped_mm", "block_scaled_sm100", "dequant_tiles"):  # fmt: skip
         assert name in told
 
 

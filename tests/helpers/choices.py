@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fp4compile.templates.gemm import choose
+from fp4compile.templates import choose
 
 
 def configured(monkeypatch, name, configure):

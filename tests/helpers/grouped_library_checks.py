@@ -18,11 +18,12 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import from_swizzled
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops import grouped as ops_grouped
-from fp4compile.templates.grouped import library
-from fp4compile.templates.grouped.choose import to_time
-from fp4compile.templates.grouped.problem import call_of
+from fp4compile.ops.matmul import scaled_grouped_mm_library_kernels
+from fp4compile.templates.choose import to_time
+from fp4compile.templates.gemm import grouped_library as library
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import call_of
+from tests.helpers.arguments import of_groups
 from tests.helpers.library_checks import BLOCK_1X16, BLOCK_1X32, FLOAT4, RECIPES, TENSOR_WISE, named, require, up
 
 V2 = torch.ops.aten._scaled_grouped_mm_v2.default
@@ -43,7 +44,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is OURS:
             with self:
-                return ops_grouped.scaled_grouped_mm_library_cuda(*args)
+                return scaled_grouped_mm_library_kernels(*args)
         if func is V2:
             arguments = named(func, args, kwargs or {})
             self.found.append(arguments)
@@ -55,7 +56,7 @@ class Calls(TorchDispatchMode):
 
 def calls_of(a, b, offs, rows, out_dtype=torch.bfloat16, sm=100):
     """The arguments of torch's op in a product of tensors without values: none where the library is no candidate."""
-    call = call_of(a, b, offs, rows, out_dtype, Target(sm))
+    call = call_of(of_groups(a, b, offs, rows, out_dtype), Target(sm))
     if library.BLOCK_SCALED.name not in [choice.kernel for choice in to_time(call.problem)]:
         return []
     return calls_whatever_is_served(call)

@@ -45,10 +45,10 @@ def on_device(value):
 
 def launches(sm, a, b, m, epilogue=None, auxiliaries=(), n=8192):
     """The launches of one product of m x n x 4096, on a GPU that need not be there."""
-    import fp4compile.ops.dense  # noqa: F401
+    import fp4compile.ops.matmul  # noqa: F401
     from fp4compile.hardware import Target
-    from fp4compile.templates.gemm.dispatch import scaled_mm
     from fp4compile.templates.launch import dry_run
+    from fp4compile.templates.multiply import scaled_mm
 
     def operand(format, rows):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")

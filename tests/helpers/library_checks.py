@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile.hardware import Target
-from fp4compile.ops import dense as ops
-from fp4compile.templates.gemm.dispatch import scaled_mm
+from fp4compile.ops.matmul import scaled_mm_library_kernels
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import scaled_mm
 
 V1, V2 = torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,7 +42,7 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.fp4compile.scaled_mm_library.default:
             with self:
-                return ops.scaled_mm_library_cuda(*args)  # what runs on a GPU; its fake implementation calls nothing
+                return scaled_mm_library_kernels(*args)  # what runs on a GPU; its fake implementation calls nothing
         if func in (V1, V2):
             self.found.append((func, named(func, args, kwargs or {})))
             if not self.torchs_fakes:

@@ -4,7 +4,7 @@ import torch
 
 from fp4compile.formats.prologue import Prologue, apply
 from fp4compile.formats.steps import evaluate
-from fp4compile.ops import prologue as ops_prologue
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from tests.helpers.kernels import DEVICE
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,11 +33,12 @@ def operands_of(steps, first):
     return [first] + [torch.randn(shapes[kinds[i]], generator=generator).to(first.dtype) for i in range(1, len(kinds))]
 
 
-def run(operands, steps, op, format, stored=(), **options):
-    """What the kernels return, on the CPU."""
+def run(operands, steps, format, stored=(), **options):
+    """What the kernels return of rows, on the CPU."""
     moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    found = ops_prologue.quantize_prologue_cuda(
-        [x.to(DEVICE) for x in operands], steps, operands[0].dtype, op, format, stored=list(stored), **moved
+    first, *others = (x.to(DEVICE) for x in operands)
+    found = quantize_kernels(
+        first, format, operands=others, prologue=steps, dtype=first.dtype, stored=list(stored), **moved
     )
     return [x.cpu() for x in found]
 
@@ -50,11 +51,11 @@ def assert_same_bits(got, expected):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def check(steps, first, format, op="quantize", stored=(), **options):
+def check(steps, first, format, stored=(), **options):
     """Kernels against references: the statistics, then all that follows from these."""
     operands, prologue = operands_of(steps, first), Prologue.parse(steps, first.dtype, stored)
     written = [*stored, *(f"s{i} float32" for i in prologue.statistics)]
-    got = run(operands, steps, op, format, written, **options)
+    got = run(operands, steps, format, written, **options)
     count = len(got) - len(written)
     quantised, kept, statistics = got[:count], got[count : count + len(stored)], got[count + len(stored) :]
     for one, other in zip(statistics, exact_statistics(prologue, operands), strict=True):
@@ -62,8 +63,8 @@ def check(steps, first, format, op="quantize", stored=(), **options):
         limit = 1e-6 * (other.abs() + (steps is LAYER) * first.double().abs().amax(-1, keepdim=True))
         assert (((one - other).abs() <= limit) | (one == other) | (one.isnan() & other.isnan())).all()
     rest, read = prologue.after_statistics()
-    (value,), whole = apply(rest, [*(operands[i] for i in read), *statistics])
-    assert_same_bits(quantised, getattr(torch.ops.fp4compile, op)(value, format, **options))
+    value, whole = apply(rest, [*(operands[i] for i in read), *statistics])
+    assert_same_bits(quantised, QUANTIZE(value, format, **options))
     found = dict(zip(prologue.statistics, statistics, strict=True))
     expected = iter(whole)
     for one, (i, dtype) in zip(kept, prologue.stored, strict=True):

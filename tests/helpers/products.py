@@ -6,9 +6,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.analysis.graph import FAKE_QUANTIZE, SCALED_MM_HORIZONTAL
+from fp4compile.analysis.graph import quantise_of
 from fp4compile.formats import formats, reference
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.merge_quantize import merge_quantize
@@ -117,5 +119,6 @@ def replaced(graph_module, sm=90):
         count = fake_quantize(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
-    assert count == len(graph_module.graph.find_nodes(op="call_function", target=FAKE_QUANTIZE))
+    quantisers = map(quantise_of, graph_module.graph.find_nodes(op="call_function", target=QUANTIZE))
+    assert count == sum(bool(each.values) for each in quantisers)
     return count

@@ -2,14 +2,14 @@
 
 from fp4compile.analysis import graph
 from fp4compile.hardware import Target
-from fp4compile.passes import fuse_prologue, manager, pair_prologues
+from fp4compile.passes import fuse_prologue, manager
 from fp4compile.templates.quantize import prologue_cost
 
 
 def fuse(monkeypatch, fused, look):
     """Let the passes fuse, or leave everything apart; look: called with each graph after them."""
     monkeypatch.setattr(fuse_prologue, "on_gpu", lambda value: fused)
-    for module in (fuse_prologue, graph, pair_prologues):
+    for module in (fuse_prologue, graph):
         monkeypatch.setattr(module, "target_of", lambda device: Target(100))
     monkeypatch.setattr(prologue_cost, "SINCE", dict.fromkeys(prologue_cost.SINCE, 0))
     seen = manager.fused

@@ -1,13 +1,15 @@
 """The epilogue of a product as data: its reference, what the op carries, and what is no epilogue."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fp4compile.formats.epilogue import Epilogue, apply
 from fp4compile.formats.steps import OPERATIONS, Step
-from fp4compile.templates.device import epilogue as device
-from fp4compile.templates.device.pointwise import _TRITON
+from fp4compile.templates.device.epilogue import text
+from fp4compile.templates.device.pointwise import operate
 
 BF16, F32 = torch.bfloat16, torch.float32
 SILU_AND_GATE = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
@@ -26,14 +28,14 @@ def test_reference():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation_is_printed_and_computed(operation):
+def test_every_operation_is_written_and_computed(operation):
     """The reference and the device function know the same operations."""
-    assert set(_TRITON) == set(OPERATIONS)
-    arguments = ["product", "aux0"][: _TRITON[operation].count("{}") or 1]
-    epilogue = Epilogue((Step(operation, tuple(arguments)),), F32, F32)
+    assert set(re.findall(r'OPERATION == "(\w+)"', operate.src)) == {*OPERATIONS, "silu", "float32"}
+    step = f"{operation} product aux0" if operation in ("add", "sub", "mul", "div") else f"{operation} product"
+    epilogue = Epilogue.parse([step], F32, F32)
     x, y = torch.rand(3, 4) + 0.5, torch.rand(3, 4) + 0.5
     assert apply(x, epilogue, [y]).isfinite().all()
-    assert "s0 = " in device.source(epilogue)
+    assert text(epilogue).split(" | ")[1] == step.replace("product", "0").replace("aux0", "1")
 
 
 def test_strings():
@@ -56,14 +58,14 @@ def test_what_is_no_step(step, message):
 
 
 def test_the_op_on_the_cpu():
-    """`scaled_mm_epilogue` is `scaled_mm` and the reference of the steps after it."""
+    """`scaled_mm` with an epilogue is `scaled_mm` and the reference of the steps after it."""
     x, w, gate = torch.randn(6, 64), torch.randn(16, 64), torch.randn(6, 16, dtype=BF16)
     a, b = (torch.ops.fp4compile.quantize(value, "nvfp4") for value in (x, w))
     arguments = (*a, "nvfp4", *b, "nvfp4", torch.randn(16), BF16)
-    got = torch.ops.fp4compile.scaled_mm_epilogue(*arguments, [gate], SILU_AND_GATE, BF16)
+    got = torch.ops.fp4compile.scaled_mm(*arguments, [gate], SILU_AND_GATE, BF16)
     expected = apply(torch.ops.fp4compile.scaled_mm(*arguments), Epilogue.parse(SILU_AND_GATE, BF16, BF16), [gate])
     assert torch.equal(got, expected)
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     torch.library.opcheck(
-        torch.ops.fp4compile.scaled_mm_epilogue.default, (*arguments, [gate], SILU_AND_GATE, BF16), test_utils=checks
+        torch.ops.fp4compile.scaled_mm.default, (*arguments, [gate], SILU_AND_GATE, BF16), test_utils=checks
     )

@@ -9,7 +9,6 @@ from fp4compile.formats import formats, reference
 from fp4compile.formats.groups import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, from_swizzled, swizzled_numel
 from fp4compile.formats.operand import Operand
-from fp4compile.ops import grouped as ops_grouped  # noqa: F401  defines the ops
 from tests.helpers.hard_inputs import hard_input
 
 ops = torch.ops.fp4compile
@@ -47,7 +46,7 @@ def test_rows_of_a_group_are_quantised_as_if_alone(name, layout):
     fmt = formats.get(name)
     for kind in KINDS:
         x = hard_input(kind, (ROWS, COLS), block=fmt.block_cols if fmt.block else 16)
-        data, scales, outer = ops.quantize_grouped(x, offsets(), name, -1, layout=layout)
+        data, scales, outer = ops.quantize(x, name, -1, offs=offsets(), layout=layout)
         groups = Groups.of(offsets(), ROWS)
         for g, (start, end) in enumerate(spans()):
             alone, alone_scales, alone_outer = reference.quantize(x[start:end], fmt, None, layout)
@@ -68,12 +67,12 @@ def test_columns_of_a_group_are_quantised_as_if_alone(name, hadamard, layout):
     fmt = formats.get(name)
     if hadamard and fmt.scale != "e4m3":
         with pytest.raises(ValueError, match="hadamard: the transform goes with NVFP4"):
-            ops.quantize_grouped(torch.randn(ROWS, COLS), offsets(), name, -2, hadamard=True)
+            ops.quantize(torch.randn(ROWS, COLS), name, -2, offs=offsets(), hadamard=True)
         return
     width, block = padded_rows(ROWS, len(ENDS)), fmt.block_cols
     for kind in KINDS:
         x = hard_input(kind, (ROWS, COLS), block=fmt.block_cols if fmt.block else 16)
-        data, scales, outer = ops.quantize_grouped(x, offsets(), name, -2, layout=layout, hadamard=hadamard)
+        data, scales, outer = ops.quantize(x, name, -2, offs=offsets(), layout=layout, hadamard=hadamard)
         if fmt.scale is not None and layout == "swizzled":
             scales = from_swizzled(scales, COLS, width // block)
         groups, seen = Groups.of(offsets(), ROWS), torch.zeros(width // block, dtype=torch.bool)
@@ -98,7 +97,7 @@ def test_each_matrix_is_quantised_as_if_alone(name, dim):
     fmt = formats.get(name)
     x = torch.randn(3, 48, 80) * torch.tensor([1.0, 100.0, 0.0])[:, None, None]
     for layout in ("linear", "swizzled"):
-        found = ops.quantize_grouped(x, None, name, dim, layout=layout)
+        found = ops.quantize(x, name, dim, each_matrix=True, layout=layout)
         for g in range(3):
             alone = reference.quantize(x[g].movedim(dim, -1), fmt, None, layout)
             assert all(same(ours[g], theirs) for ours, theirs in zip(found, alone, strict=True) if theirs is not None)
@@ -108,12 +107,13 @@ def test_each_matrix_is_quantised_as_if_alone(name, dim):
 def test_both_directions_are_the_two_quantisations(name):
     fmt = formats.get(name)
     x = hard_input("outliers", (3, 48, 80) if fmt.square else (ROWS, COLS))
-    offs, trained = None if fmt.square else offsets(), fmt.scale == "e4m3" and not fmt.square
+    each = {"each_matrix": True} if fmt.square else {"offs": offsets()}
+    trained = fmt.scale == "e4m3" and not fmt.square
     for options in ({}, {"layout": "swizzled"}, *([{"hadamard": True, "seed": torch.tensor(3)}] if trained else [])):
-        found = ops.quantize_grouped_both(x, offs, name, **options)
+        found = ops.quantize(x, name, [-1, -2], **each, **options)
         apart = fmt.outer == "row" or "hadamard" in options
-        rows = ops.quantize_grouped(x, offs, name, **{**options, "hadamard": False})
-        columns = ops.quantize_grouped(x, offs, name, -2, **options)
+        rows = ops.quantize(x, name, **each, **{**options, "hadamard": False})
+        columns = ops.quantize(x, name, -2, **each, **options)
         assert all(map(same, found, (*rows, *columns[:2], columns[2] if apart else torch.empty(0))))
 
 
@@ -123,7 +123,7 @@ def test_weights_of_experts_are_dequantised_each_as_if_alone(name):
     fmt = formats.get(name)
     x = torch.stack([hard_input(kind, (48, 77), block=fmt.block_cols) for kind in KINDS])
     for layout in ("linear", "swizzled"):
-        data, scales, outer = ops.quantize_grouped(x, None, name, layout=layout)
+        data, scales, outer = ops.quantize(x, name, each_matrix=True, layout=layout)
         scales, outer = scales if fmt.scale else None, outer if fmt.outer else None
         args = (data, scales, outer, name, 77, torch.bfloat16)
         found = ops.expert_weights(*args, "mxfp8", 0.5)
@@ -141,9 +141,9 @@ def test_seeded_codes_are_neighbours_of_the_value(name):
     fmt, x = formats.get(name), torch.randn(ROWS, COLS)
     seed = torch.tensor(7)
     for dim in (-1, -2):
-        plain, scales, _ = ops.quantize_grouped(x, offsets(), name, dim)
-        seeded, same_scales, _ = ops.quantize_grouped(x, offsets(), name, dim, seed=seed)
-        again, *_ = ops.quantize_grouped(x, offsets(), name, dim, seed=seed)
+        plain, scales, _ = ops.quantize(x, name, dim, offs=offsets())
+        seeded, same_scales, _ = ops.quantize(x, name, dim, offs=offsets(), seed=seed)
+        again, *_ = ops.quantize(x, name, dim, offs=offsets(), seed=seed)
         assert same(scales, same_scales) and torch.equal(seeded, again) and not torch.equal(seeded, plain)
         steps = reference.unpack(plain).int() - reference.unpack(seeded).int()
         assert steps[: ENDS[-1] if dim == -1 else None].remainder(8).unique().tolist() == [0, 1, 7]
@@ -156,12 +156,12 @@ def test_a_nan_stays_in_its_group(name):
     spoilt = x.clone()
     spoilt[50, 5] = torch.nan  # in group 2
     for dim in (-1, -2):
-        for ours, theirs in zip(*(ops.quantize_grouped(t, offsets(), name, dim) for t in (x, spoilt)), strict=True):
+        for ours, theirs in zip(*(ops.quantize(t, name, dim, offs=offsets()) for t in (x, spoilt)), strict=True):
             if formats.get(name).outer == "tensor" and ours.dim() == 1:
                 assert theirs.isnan().tolist() == [False, False, True, False, False, False]
     weights = torch.randn(len(ENDS), 64, COLS)
-    b = ops.quantize_grouped(weights, None, name)
-    out = product(ops.quantize_grouped(spoilt, offsets(), name), b, name)
+    b = ops.quantize(weights, name, each_matrix=True)
+    out = product(ops.quantize(spoilt, name, offs=offsets()), b, name)
     assert out[3:133].isnan().any() and not out[:3].isnan().any() and not out[133:].isnan().any()
 
 
@@ -184,8 +184,10 @@ def test_products_are_those_of_each_group(name, layout):
     def alone(t):
         return Operand(*reference.quantize(t, fmt), fmt)
 
-    rows = product(*(ops.quantize_grouped(t, o, name, layout=layout) for t, o in ((x, offsets()), (w, None))), name)
-    along = product(*(ops.quantize_grouped(t, offsets(), name, -2, layout=layout) for t in (y, x)), name)
+    a = ops.quantize(x, name, offs=offsets(), layout=layout)
+    b = ops.quantize(w, name, each_matrix=True, layout=layout)
+    rows = product(a, b, name)
+    along = product(*(ops.quantize(t, name, -2, offs=offsets(), layout=layout) for t in (y, x)), name)
     assert rows.shape == (ROWS, 64) and along.shape == (len(ENDS), 64, COLS)
     assert not rows[ENDS[-1] :].any()
     for g, (start, end) in enumerate(spans()):
@@ -203,8 +205,8 @@ def test_offsets_that_decrease_or_lie_outside_are_moved_inside(given, meant):
     x, w = torch.randn(20, COLS), torch.randn(3, 64, COLS)
 
     def results(ends):
-        rows, along = (ops.quantize_grouped(x, offsets(ends), "nvfp4", dim) for dim in (-1, -2))
-        b = ops.quantize_grouped(w, None, "nvfp4")
+        rows, along = (ops.quantize(x, "nvfp4", dim, offs=offsets(ends)) for dim in (-1, -2))
+        b = ops.quantize(w, "nvfp4", each_matrix=True)
         return *along, product(rows, b, "nvfp4", ends, 20), product(along, along, "nvfp4", ends, 20)
 
     assert all(same(ours, theirs) for ours, theirs in zip(results(given), results(meant), strict=True))
@@ -221,19 +223,21 @@ def test_any_sizes_of_groups_fit_the_padded_rows():
     ({"offs": offsets().long()}, TypeError, "offs: expected int32, got torch.int64"),
     ({"offs": offsets()[None]}, ValueError, r"offs: expected one dimension.*got shape \(1, 6\)"),
     ({"x": torch.randn(2, 3, 32)}, ValueError, "x: expected two dimensions"),
-    ({"offs": None}, ValueError, "x: expected three dimensions where there are no offs"),
-    ({"dim": 0}, ValueError, "dim=0: a grouped tensor is quantised along dimension -1 or -2"),
+    ({"offs": None, "each_matrix": True}, ValueError, "x: expected three dimensions where each matrix is alone"),
+    ({"each_matrix": True}, ValueError, "each_matrix: goes without offs"),
+    ({"x": torch.randn(2, 3, 32), "offs": None, "each_matrix": True, "dim": 0}, ValueError, "dim=.*expected -1, -2 or"),
+    ({"dim": [-2, -1]}, ValueError, r"dim=\[-2, -1\]: expected -1, -2 or \[-1, -2\]"),
+    ({"outer": torch.ones(6)}, ValueError, r"outer: expected float32 of shape \(\)"),
     ({"format": "nvfp4_16x16"}, ValueError, "format: nvfp4_16x16 has square blocks"),
     ({"format": "nvfp5"}, ValueError, "unknown format"),
     ({"hadamard": True}, ValueError, "hadamard: the transform goes along the rows of groups"),
 ])  # fmt: skip
 def test_bad_input_of_quantize(change, error, message):
     given = {"x": torch.randn(ROWS, 32), "offs": offsets(), "format": "nvfp4", "dim": -1, **change}
-    hadamard = given.pop("hadamard", False)
     for device in ("cpu", "meta"):
-        moved = [None if t is None else t.to(device) for t in (given["x"], given["offs"])]
+        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
         with pytest.raises(error, match=message):
-            ops.quantize_grouped(*moved, given["format"], given["dim"], hadamard=hadamard)
+            ops.quantize(**moved)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -244,9 +248,9 @@ def test_bad_input_of_quantize(change, error, message):
 def test_bad_input_of_both_directions(arguments, message):
     x, offs, name = arguments
     for device in ("cpu", "meta"):
-        moved = [None if t is None else t.to(device) for t in (x, offs)]
+        groups = {"each_matrix": True} if offs is None else {"offs": offs.to(device)}
         with pytest.raises(ValueError, match=message):
-            ops.quantize_grouped_both(*moved, name, outer=torch.ones((), device=device))
+            ops.quantize(x.to(device), name, [-1, -2], outer=torch.ones((), device=device), **groups)
 
 
 @pytest.mark.parametrize(("shapes", "ends", "rows", "message"), [

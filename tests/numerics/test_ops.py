@@ -155,7 +155,7 @@ def test_no_gradient_and_no_identity_surprises():
         assert same(quantize(x, "nvfp4"), q)
 
 
-# ---------------------------------------------------------------- quantize_both
+# ---------------------------------------------------------------- both directions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -167,8 +167,8 @@ def test_both_ways_are_the_two_quantisations(name, layout):
     for shape in ((33, 70), (2, 5, 40), (0, 16), (3, 0)):
         x = hard_input("outliers", shape)
         for outer in (None,) if fmt.outer == "row" else (None, static_outer(fmt, ())):
-            data, scales, fresh, columns, column_scales, column_fresh = torch.ops.fp4compile.quantize_both(
-                x, name, outer=outer, layout=layout
+            data, scales, fresh, columns, column_scales, column_fresh = torch.ops.fp4compile.quantize(
+                x, name, [-1, -2], outer=outer, layout=layout
             )
             rows, cols = (quantize(x, name, dim=dim, outer=outer, layout=layout) for dim in (-1, -2))
             for got, expected in ((data, rows.data), (columns, cols.data)):

@@ -9,8 +9,9 @@ import re
 import pytest
 import torch
 
-from fp4compile.formats import formats, layouts, reference
-from fp4compile.ops import dense as ops
+from fp4compile.formats import checks, formats, layouts, quantize_spec, reference
+from fp4compile.ops import matmul
+from fp4compile.ops import quantize as ops_quantize
 from fp4compile.ops.functional import quantize, scaled_mm
 
 X = torch.randn(4, 64)
@@ -100,10 +101,28 @@ BAD_CALLS = [
     (
         ValueError,
         "outer: in format float8_rowwise",
-        lambda: torch.ops.fp4compile.quantize_both(X, "float8_rowwise", outer=torch.ones(len(X), 1)),
+        lambda: torch.ops.fp4compile.quantize(X, "float8_rowwise", [-1, -2], outer=torch.ones(len(X), 1)),
     ),
-    (ValueError, "x: expected two dimensions or more", lambda: torch.ops.fp4compile.quantize_both(X[0], "nvfp4")),
-    (ValueError, "unknown layout 'x'", lambda: torch.ops.fp4compile.quantize_both(X, "nvfp4", layout="x")),
+    (ValueError, "dim=[-1, -2]: x has 1 dimensions", lambda: torch.ops.fp4compile.quantize(X[0], "nvfp4", [-1, -2])),
+    (ValueError, "unknown layout 'x'", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], layout="x")),
+    (ValueError, "dim=[-2]: x has 1 dimensions", lambda: torch.ops.fp4compile.quantize(X[0], "nvfp4", -2)),
+    (ValueError, "values: expected some of [-1]", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", values=[-2])),
+    (
+        ValueError,
+        "values: kernels of both directions write codes",
+        lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], values=[-1]),
+    ),
+    (
+        ValueError,
+        "values: go with linear scales by the rule 'amax', got 'linear' and 'mse'",
+        lambda: torch.ops.fp4compile.quantize(X, "nvfp4", values=[-1], scale_rule="mse"),
+    ),
+    (ValueError, "operands: expected none", lambda: torch.ops.fp4compile.quantize(X, "nvfp4", operands=[X])),
+    (
+        ValueError,
+        "scale_rule='mse': goes along one dimension, got [-1, -2]",
+        lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], scale_rule="mse"),
+    ),
 ]
 
 
@@ -126,6 +145,8 @@ def test_a_plain_operand_must_have_the_packed_ones_length(k):
         product(torch.randn(3, k), None, None, None, *args)
 
 
-@pytest.mark.parametrize("module", [formats, layouts, ops, reference], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [checks, formats, layouts, matmul, ops_quantize, quantize_spec, reference], ids=lambda m: m.__name__
+)
 def test_checks_survive_python_dash_o(module):
     assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(inspect.getsource(module))))

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import NAMED, get
-from fp4compile.ops.dense import fake_quantize_cuda
 from fp4compile.ops.functional import quantize
+from fp4compile.ops.quantize import quantize_kernels
 from tests.helpers.codes import SHAPES_AND_DIMS, same_bits, static_outer
 from tests.helpers.hard_inputs import DTYPES
 
@@ -73,18 +73,21 @@ def opcheck_samples():
         yield "quantize", (x, name, dim), {"layout": layout}
     yield "quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
     yield "quantize", (x, "float8_rowwise"), {}
-    yield "fake_quantize", (x[:, :37], "nvfp4"), {}
-    yield "fake_quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01)}
-    yield "fake_quantize", (x[0], "nvfp4_one_level"), {}
-    yield "quantize_both", (x, "nvfp4"), {"layout": "swizzled"}
-    yield "quantize_both", (x, "mxfp8_32x32"), {}
-    yield "quantize_both", (x, "float8_rowwise"), {}
+    yield "quantize", (x[:, :37], "nvfp4"), {"values": [-1]}
+    yield "quantize", (x, "nvfp4_rowwise"), {"outer": torch.full((6, 1), 0.01), "values": [-1]}
+    yield "quantize", (x[0], "nvfp4_one_level"), {"values": [-1]}
+    yield "quantize", (x.bfloat16(), "mxfp4", [-2]), {"values": [-2]}
+    yield "quantize", (x, "nvfp4", [-1, -2]), {"layout": "swizzled"}
+    yield "quantize", (x, "mxfp8_32x32", [-1, -2]), {}
+    yield "quantize", (x, "float8_rowwise", [-1, -2]), {}
     yield "quantize", (x, "nvfp4_te", -2), {"seed": torch.tensor(3), "hadamard": True}
-    yield "quantize_both", (x, "nvfp4_te"), {"seed": torch.tensor(3), "hadamard": True}
+    yield "quantize", (x, "nvfp4_te", [-1, -2]), {"seed": torch.tensor(3), "hadamard": True}
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
-    yield "quantize_grouped_both", (x, offs, "nvfp4_te"), {"seed": torch.tensor(3), "hadamard": True}
-    yield "quantize_grouped_both", (x, offs, "float8_rowwise"), {}
-    yield "quantize_grouped_both", (x.view(2, 3, 40), None, "nvfp4_16x16"), {"layout": "swizzled"}
+    trained = {"offs": offs, "seed": torch.tensor(3), "hadamard": True}
+    yield "quantize", (x, "nvfp4_te", [-1, -2]), trained
+    yield "quantize", (x, "nvfp4_te", [-1, -2]), {**trained, "values": [-2]}
+    yield "quantize", (x, "float8_rowwise", [-1, -2]), {"offs": offs}
+    yield "quantize", (x.view(2, 3, 40), "nvfp4_16x16", [-1, -2]), {"each_matrix": True, "layout": "swizzled"}
     a, b = quantize(x, "nvfp4"), quantize(w, "nvfp4_rowwise", layout="swizzled")
     yield "dequantize", (a.data, a.scales, a.outer, "nvfp4", 40, torch.bfloat16), {}
     yield "dequantize", (*torch.ops.fp4compile.quantize(x, "mxfp4")[:2], None, "mxfp4", 40, torch.float32), {}
@@ -107,7 +110,7 @@ def test_no_op_changes_or_returns_its_arguments(op, args, kwargs):
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     before = [t.clone() for t in tensors]
     results = getattr(torch.ops.fp4compile, op)(*args, **kwargs)
-    results = results if isinstance(results, tuple) else (results,)
+    results = [results] if isinstance(results, torch.Tensor) else results
     assert all(same_bits(t, b) for t, b in zip(tensors, before, strict=True))
     storages = [t.untyped_storage().data_ptr() for t in (*tensors, *results) if t.numel()]
     assert len(set(storages)) == len(storages)
@@ -115,14 +118,15 @@ def test_no_op_changes_or_returns_its_arguments(op, args, kwargs):
 
 @pytest.mark.parametrize("shape", [(6, 40), (2, 3, 37)], ids=str)
 @pytest.mark.parametrize(("name", "outer"), [
-    ("nvfp4_one_level", False), *itertools.product(["nvfp4", "nvfp4_te", "nvfp4_rowwise"], [False, True])])  # fmt: skip
+    ("nvfp4_one_level", False),
+    *itertools.product(["nvfp4", "nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16"], [False, True])])  # fmt: skip
 def test_expanded_values_are_a_plain_operand(name, outer, shape):
     """Of the codes and of their values, each with the outer scale, `scaled_mm` makes the same bits."""
     ops, fmt = torch.ops.fp4compile, formats.get(name)
     x, w, bias = torch.randn(shape), torch.randn(9, shape[-1]), torch.randn(9)
     given = torch.rand((*shape[:-1], 1) if fmt.outer == "row" else ()) + 0.01 if outer else None
     data, scales, computed = ops.quantize(x, name, outer=given)
-    values, also_computed = ops.fake_quantize(x, name, outer=given)
+    values, also_computed = ops.quantize(x, name, outer=given, values=[-1])[::2]
     assert same_bits(computed, also_computed)
     factor = given if outer else computed if fmt.outer else None
     *weight, w_outer = ops.quantize(w, name)
@@ -131,14 +135,15 @@ def test_expanded_values_are_a_plain_operand(name, outer, shape):
     assert same_bits(ops.scaled_mm(values, None, factor, None, *weight, bias, torch.bfloat16), expected)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4_16x16", "float8_rowwise"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "float8_rowwise"])
 def test_formats_that_are_not_expanded(name):
-    """By the reference, on a fake tensor and on CUDA: the same refusal."""
-    for run in (torch.ops.fp4compile.fake_quantize, fake_quantize_cuda):
-        with pytest.raises(ValueError, match=f"format: .* format {name} is another"):
-            run(torch.randn(4, 32), name)
-    with FakeTensorMode(), pytest.raises(ValueError, match="format: "):
-        torch.ops.fp4compile.fake_quantize(torch.empty(4, 32), name)
+    """Numbers of 32 bits; by the reference, on a fake tensor and on CUDA: the same refusal."""
+    refusal = f"format: 16 bits hold the values of .* got {name} of torch.float32"
+    for run in (torch.ops.fp4compile.quantize, quantize_kernels):
+        with pytest.raises(ValueError, match=refusal):
+            run(torch.randn(4, 32), name, values=[-1])
+    with FakeTensorMode(), pytest.raises(ValueError, match=refusal):
+        torch.ops.fp4compile.quantize(torch.empty(4, 32), name, values=[-1])
 
 
 # ---------------------------------------------------------------- dynamic shapes

@@ -8,7 +8,7 @@ import torch
 import fp4compile
 from fp4compile.formats import formats, reference
 from fp4compile.formats import reference_scales as scales
-from tests.helpers.hard_inputs import DTYPES, FINITE, hard_input
+from tests.helpers.hard_inputs import DTYPES, FINITE, NAMES, hard_input
 
 BLOCKS = {"nvfp4": (1, 16), "nvfp4_16x16": (16, 16)}
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -225,6 +225,22 @@ def test_a_hessian_weighs_the_rests():
     assert fp4compile.scale_sweep(w[:, :0], hessian=hessian[:, :0]).shape == (6, 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_hessian_weighs_the_rests_on_a_gpu(dtype):
+    """PyTorch's operations there have the bits of the CPU: with a Hessian of each block, and with one for all rows."""
+    for shape, name in itertools.product(((2, 3, 13), (5, 1036)), NAMES):
+        blocks = -(-shape[-1] // 16)
+        for lead in ((blocks,), (*shape[:-1], blocks)):
+            root = torch.randn(*lead, 16, 24) * torch.exp2(4 * torch.rand(*lead, 16, 1))
+            hessian = root @ root.mT + 0.1 * torch.randn(*lead, 16, 16)
+            hessian.view(-1, 16, 16)[-1, 3, 4] = torch.inf  # no error of these blocks is a number
+            w, amax = hard_input(name, shape, dtype), torch.tensor(6.0)
+            expected = fp4compile.scale_sweep(w, amax, hessian)
+            found = fp4compile.scale_sweep(w.cuda(), amax.cuda(), hessian.cuda()).cpu()
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("call", "message"), [
     (lambda w: fp4compile.quantize(w, "mxfp8", scales="mse"), "scales='mse': needs an NVFP4 format .* got mxfp8"),
     (lambda w: fp4compile.quantize(w, "nvfp4_rowwise", scales="mse"), "scales='mse': needs an NVFP4 "),
@@ -232,7 +248,7 @@ def test_a_hessian_weighs_the_rests():
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", hadamard=True), "scales='mse': is for weights"),
     (lambda w: fp4compile.quantize(w, "nvfp4", scales="mse", offs=torch.tensor([1]).int()), "scales='mse': is for "),
     (lambda w: torch.ops.fp4compile.quantize(w, "mxfp4", scale_rule="mse"), "scale_rule='mse': needs an NVFP4"),
-    (lambda w: torch.ops.fp4compile.quantize_grouped(w, torch.tensor([1]).int(), "nvfp4", scale_rule="mse"),
+    (lambda w: torch.ops.fp4compile.quantize(w, "nvfp4", offs=torch.tensor([1]).int(), scale_rule="mse"),
      "scale_rule='mse': is for weights, which have no groups"),
     (lambda w: fp4compile.scale_sweep(w, block=(1, 32)), r"block=\(1, 32\): allowed are \(1, 16\) and \(16, 16\)"),
     (lambda w: fp4compile.scale_sweep(w[0]), "w: expected two or three dimensions"),

@@ -235,7 +235,7 @@ X = torch.randn(4, 32)
         (
             ValueError,
             "outer: with hadamard",
-            lambda: torch.ops.fp4compile.quantize_both(X, "nvfp4", outer=torch.ones(()), hadamard=True),
+            lambda: torch.ops.fp4compile.quantize(X, "nvfp4", [-1, -2], outer=torch.ones(()), hadamard=True),
         ),
     ],
 )

@@ -13,15 +13,16 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 import fp4compile
-from fp4compile.analysis.graph import SCALED_MM, SCALED_MM_EPILOGUE, scaled_mm_of
+from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM
 from fp4compile.passes import autotune
 from fp4compile.passes.lower import lower
-from fp4compile.templates.gemm import choose as registry
+from fp4compile.templates import choose as registry
+from fp4compile.templates.choose import named
 from fp4compile.templates.gemm import library
-from fp4compile.templates.gemm.choose import named
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
 from fp4compile.templates.launch import dry_run
 from tests.helpers.absent_gpu import fused_graph, launched_on
@@ -37,7 +38,7 @@ class Clock:
         self.timed, self.times = [], times
         monkeypatch.setattr(autotune, "_winners", {})
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(autotune, "_copies", lambda product, problem: [()])
+        monkeypatch.setattr(autotune, "_copies", lambda product: [None])
         monkeypatch.setattr(autotune, "_times", self._times)
 
     def _times(self, sequences):
@@ -133,7 +134,7 @@ def test_one_candidate_is_not_timed(monkeypatch):
     assert not clock.timed
 
 
-def product_node(target=SCALED_MM):
+def product_node(epilogue=False):
     """The product of a graph, as it is before it is lowered."""
     found = []
 
@@ -144,9 +145,9 @@ def product_node(target=SCALED_MM):
         return torch.relu(x @ w.t()) * same
 
     def keep(graph):
-        found.extend(scaled_mm_of(node) for node in graph.find_nodes(op="call_function", target=target))
+        found.extend(scaled_mm_of(node) for node in graph.find_nodes(op="call_function", target=SCALED_MM))
 
-    fused_graph(plain if target is SCALED_MM else gated, (256, 512), (512, 512), (256, 512), then=keep)
+    fused_graph(gated if epilogue else plain, (256, 512), (512, 512), (256, 512), then=keep)
     (product,) = found
     return product
 
@@ -162,29 +163,31 @@ def pretended_device(monkeypatch, l2):
         yield
 
 
-@pytest.mark.parametrize("target", [SCALED_MM, SCALED_MM_EPILOGUE])
-def test_what_is_timed_is_the_product(target, monkeypatch):
+@pytest.mark.parametrize("epilogue", [False, True])
+def test_what_is_timed_is_the_product(epilogue, monkeypatch):
     """On tensors like the product's own, real ones, without NaN; as many as fill the L2 cache twice, within limits."""
-    product, l2 = product_node(target), 2**20
+    product, l2 = product_node(epilogue), 2**20
     with dry_run(Target(100)), pretended_device(monkeypatch, l2):
-        copies = autotune._copies(product, product.problem())
+        copies = autotune._copies(product.values())
     codes, scales = (256 + 512) * 512 // 2, (256 + 512) * 512 // 16
     assert len(copies) == 2 * l2 // (codes + scales)
-    for a, b, bias, out_dtype, epilogue, auxiliaries in copies:
-        assert bias is None and out_dtype == torch.bfloat16
-        assert (epilogue is None) == (target is SCALED_MM) and len(auxiliaries) == (target is SCALED_MM_EPILOGUE)
-        for like, x in zip(product.values(), (a, b), strict=False):
+    wanted = product.values()
+    for copy in copies:
+        assert copy.bias is None and copy.out_dtype == torch.bfloat16
+        assert (copy.epilogue is not None) == epilogue
+        assert len(copy.auxiliaries) == epilogue
+        for like, x in ((wanted.a, copy.a), (wanted.b, copy.b)):
             assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all()
             assert (x.data.shape, x.data.dtype) == (like.data.shape, like.data.dtype)
             assert x.scales.view(torch.uint8).unique().tolist() == [0x38]
-    assert len({a.data.data_ptr() for a, *_ in copies}) == len(copies)
+    assert len({copy.a.data.data_ptr() for copy in copies}) == len(copies)
 
 
 @pytest.mark.parametrize(("l2", "count"), [(0, autotune.FEWEST_CALLS), (2**30, autotune.MOST_CALLS)])
 def test_how_many_calls_a_graph_has(l2, count, monkeypatch):
     product = product_node()
     with dry_run(Target(100)), pretended_device(monkeypatch, l2):
-        assert len(autotune._copies(product, product.problem())) == count
+        assert len(autotune._copies(product.values())) == count
 
 
 class Streams:

@@ -11,13 +11,13 @@ from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
 from fp4compile.analysis.plan import plan
 from fp4compile.formats import formats, reference
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.passes.rewrite import rewrite
-from fp4compile.templates.gemm.choose import choose
-from fp4compile.templates.gemm.dispatch import call_of, scaled_mm
-from fp4compile.templates.gemm.problem import problem_of
+from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import call_of, scaled_mm
+from fp4compile.templates.problem import problem_of
 from tests.helpers.absent_gpu import launched_on, recipe_of
 
 SCALED_MM = torch.ops.fp4compile.scaled_mm.default
@@ -100,7 +100,9 @@ def test_the_fp8_units_take_a_bias_of_the_results_type(sm, bias, out_dtype, by_l
     """The library takes only a bias of the result's dtype. FP8 matrix units exist from compute capability 8.9 on."""
     bias = None if bias is None else torch.empty(N, dtype=bias, device="meta")
     with dry_run(Target(sm)):
-        problem = problem_of(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype, Target(sm))
+        problem = problem_of(
+            Arguments(*operands("float8_rowwise", "float8_rowwise", M, N, K), bias, out_dtype), Target(sm)
+        )
         assert (choose(problem).kernel == "library_row_scaled") == by_library
 
 
@@ -114,7 +116,7 @@ def test_a_bias_is_cut_where_the_product_is(a, b):
     """A part of the product's columns takes that part of the bias; a part of its rows takes the whole bias."""
     bias = torch.arange(320.0)
     with dry_run(Target(90)):
-        call = call_of(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32)
+        call = call_of(Arguments(*operands(a, b, 256, 320, 32, "cpu"), bias, torch.float32))
         for start, count in ((0, 128), (128, 128), (256, 64)):
             part = call.columns(start, count)
             assert part.problem.n == count and part.bias.tolist() == list(range(start, start + count))

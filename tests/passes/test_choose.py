@@ -2,22 +2,27 @@
 
 import ast
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 from expecttest import TestCase
 from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fp4compile
+from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats
 from fp4compile.hardware import Target
-from fp4compile.templates.gemm import choose as module
+from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.templates import choose as module
+from fp4compile.templates.choose import REGISTRY, candidates, choose, named
 from fp4compile.templates.gemm import cost
-from fp4compile.templates.gemm.choose import REGISTRY, candidates, choose, named
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
-from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.launch import dry_run
+from fp4compile.templates.problem import OperandType, Problem
 from tests.helpers.choices import configured, only, without
 
 BF16 = torch.bfloat16
@@ -140,13 +145,52 @@ def test_problems_are_keys():
     assert len({problem("nvfp4", "nvfp4", 512, 90), problem("nvfp4", "nvfp4", 512, 90)}) == 1
 
 
+def test_products_with_and_without_groups_have_kernels_of_their_own():
+    """One registry: a candidate serves either, whatever the formats are, and each has one that serves all."""
+    for a, b in itertools.product((None, "nvfp4", "mxfp8", "float8_rowwise", "nvfp4_rowwise"), repeat=2):
+        for sm, m in itertools.product((0, 86, 90, 100, 103, 120), (1, 16, 64, 4096)):
+            dense = problem(a, b, m, sm)
+            for one in (dense, *(dataclasses.replace(dense, ragged=how, groups=4) for how in ("rows", "contraction"))):
+                serving = [each.name for each in REGISTRY if each.serves(one)]
+                assert serving and {name.startswith("grouped_") for name in serving} == {one.ragged is not None}
+
+
+def test_a_problem_is_decided_once():
+    """Equal ones are looked up, unless another kernel is preferred or the registry is another."""
+    one = problem("nvfp4", "nvfp4", 77, 100, n=1552)
+    found = choose(one)
+    assert choose(dataclasses.replace(one)) is found and choose(one, "block_scaled_sm100") is not found
+    with pytest.MonkeyPatch.context() as patch:
+        without(patch, found.kernel)
+        assert choose(one).kernel != found.kernel
+    assert choose(one) is found
+    rows = any_rows()
+    assert not choose(problem(None, "nvfp4", rows, 90)).settled
+
+
+def test_a_node_keeps_its_problem():
+    """Until it has other arguments."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        x, w, other = (graph.placeholder(name) for name in ("x", "w", "other"))
+        for node, size in ((x, 16), (w, 48), (other, 80)):
+            node.meta["val"] = torch.empty(size, 64, dtype=torch.bfloat16)
+        node = graph.call_function(SCALED_MM, (x, None, None, None, w, None, None, None, None, torch.bfloat16))
+        with dry_run(Target(90)):
+            product = scaled_mm_of(node)
+            assert scaled_mm_of(node) is product and product.problem() is product.problem()
+            w.replace_all_uses_with(other)
+            assert product.problem().n == 48 and scaled_mm_of(node).problem().n == 80
+
+
 def test_nobody_else_asks_a_candidate():
-    """Outside the GEMM room, no module imports a kernel's file; passes import no device code. All read the Choice."""
+    """`choose` and `multiply` alone import kernels' files; passes import no device code. All others read the Choice."""
     package = Path(fp4compile.__file__).parent
     kernels = {"gemv", "skinny", "wgmma_sm90", "dequant_tiles", "dequant_operand", "block_scaled_sm100", "library",
-               "streaming", "cost", "skinny_block_scaled_sm100"}  # fmt: skip
+               "streaming", "cost", "skinny_block_scaled_sm100", "grouped_block_scaled_sm100", "grouped_skinny",
+               "grouped_dequant_operand", "grouped_dequant_tiles", "grouped_library"}  # fmt: skip
     for path in package.rglob("*.py"):
-        if path.parent.name == "gemm":
+        if path.parent.name == "gemm" or path.name in ("choose.py", "multiply.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp4compile.templates.gemm"):

@@ -1,4 +1,4 @@
-"""Which quantises become `fake_quantize`, and what is launched and computed then."""
+"""Which quantises return values in the place of codes, and what is launched and computed then."""
 
 import re
 from types import SimpleNamespace
@@ -14,13 +14,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import QUANTIZE, SCALED_MM, scaled_mm_of
+from fp4compile.analysis.graph import quantise_of, scaled_mm_of
 from fp4compile.analysis.plan import plan
-from fp4compile.check.launches import Configuration
 from fp4compile.check.machine_code import quantize_row
+from fp4compile.check.quantiser_table import Configuration
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
@@ -28,9 +30,8 @@ from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
-from fp4compile.templates.gemm.dispatch import scaled_mm
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import dispatch as kernels
+from fp4compile.templates.multiply import scaled_mm
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.by_hand import assert_product
 from tests.helpers.products import (
@@ -151,7 +152,8 @@ def test_which_ones(name):
         assert (product.b.format is not None) == (name != "plain weights") and product.choice().dequantizes_a
     count = replaced(graph_module)
     assert count == (name in REPLACED)
-    assert bool(graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)) != bool(count)
+    quantisers = [quantise_of(node) for node in graph_module.graph.find_nodes(op="call_function", target=QUANTIZE)]
+    assert quantisers and all(bool(each.values) == bool(count) for each in quantisers)
     got = on_the_cpu(graph_module, x, weights)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -186,7 +188,8 @@ def test_weights_in_other_blocks_and_formats():
 def test_the_cpu_is_left_alone():
     x, (*w, _) = torch.randn(4, K).bfloat16(), packed(16)
     graph = make_fx(lambda x, *w: multiplied()(x, (*w, "nvfp4")), tracing_mode="fake")(x, *w).graph
-    assert fake_quantize(graph) == 0 and len(graph.find_nodes(op="call_function", target=QUANTIZE)) == 1
+    (node,) = graph.find_nodes(op="call_function", target=QUANTIZE)
+    assert fake_quantize(graph) == 0 and list(graph.find_nodes(op="call_function", target=QUANTIZE)) == [node]
 
 
 @pytest.mark.parametrize("function", [quantised, quantised_each], ids=lambda function: function.__name__)
@@ -219,7 +222,7 @@ def test_epilogues_come_after(rows):
     found = fused_graph(gated, (rows, 512), (1056, 512), (1056, 512), sm=90, fuse=False, then=passes)
     assert counts == [1, 1]
     served = [one for one in found.launches if one.kernel.__name__ in ("gemm_wgmma_sm90", "split_k_reduction")]
-    assert ["return acc" in one.kernel.fn.__globals__["epilogue"].src for one in served] == [True, False]
+    assert [one.constants["EPILOGUE"] == "" for one in served] == [True, False]
     assert [one.constants["A_OUTER"] for one in served] == ["tensor"] * 2
 
 
@@ -261,11 +264,10 @@ def test_launches(m, n, served, recipe, activations, weights):
 
 def test_a_product_in_parts_stays_an_op():
     """It reads the values as they are, and expands the weights part by part."""
-    assert launched("nvfp4", 8192, 8192, 8192) == [AMAX, CODES, AMAX, VALUES]
+    assert launched("nvfp4", 8192, 8192, 8192) == [AMAX, VALUES, AMAX, CODES]
     values, outer = torch.empty(8192, 8192, dtype=torch.float16, device="meta"), torch.empty((), device="meta")
     fmt = formats.get("nvfp4")
-    with dry_run(Target(0)):  # only the product is of interest
-        data, scales, b_outer = kernels.quantize(values, fmt)
+    data, scales, b_outer = quantize(values, "nvfp4")
     with dry_run(Target(90)) as launches:
         scaled_mm(Operand(values, outer=outer), Operand(data, scales, b_outer, fmt), None, BF16)
     names = [one.kernel.__name__ for one in launches]
@@ -285,7 +287,7 @@ def test_a_product_in_parts_stays_an_op():
 ])  # fmt: skip
 def test_compiles_ahead(name, shape, dtype, sm):
     """Nothing spills, and large tensors are read and written 16 bytes at a time."""
-    one = Configuration("rows, fake", name, lambda x, fmt, layout: kernels.fake_quantize(x, fmt), shape, dtype)
+    one = Configuration("rows, fake", name, shape=shape, dtype=dtype, values=(-1,), layout="linear")
     found = quantize_row(one, one.launches(sm)[-1], sm)
     assert found.resources.spills == 0
     assert shape[0] < 8192 or (found.loads, found.stores) == (16, 16)

@@ -1,4 +1,4 @@
-"""Which quantises of experts become `fake_quantize_grouped`, what is launched then, and that no value changes."""
+"""Which quantises of experts return values in the place of codes, what is launched then, and that no value changes."""
 
 from types import SimpleNamespace
 
@@ -14,21 +14,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import fp4compile
 from fp4compile.analysis.find import find
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.graph import (
-    FAKE_QUANTIZE_GROUPED,
-    FAKE_QUANTIZE_GROUPED_BOTH,
-    SCALED_GROUPED_MM,
-    grouped_problem,
-)
+from fp4compile.analysis.graph import quantise_of, scaled_mm_of
 from fp4compile.analysis.plan import plan
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_GROUPED_MM
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.recipe import named
 from fp4compile.roofline import model as roofline
-from fp4compile.templates.grouped.choose import choose
 from fp4compile.templates.launch import dry_run
 
 ops = torch.ops.fp4compile
@@ -52,16 +48,16 @@ def forward(fmt="nvfp4", quantize=None, **options):
     """The forward product; quantize: of the weights."""
 
     def function(x, w, dy, offs):
-        weights = ops.quantize_grouped(w, None, fmt) if quantize is None else quantize(w, fmt)
-        return product(scaled(ops.quantize_grouped(x, offs, fmt, **options), fmt), scaled(weights, fmt), offs, x)
+        weights = ops.quantize(w, fmt, each_matrix=True) if quantize is None else quantize(w, fmt)
+        return product(scaled(ops.quantize(x, fmt, offs=offs, **options), fmt), scaled(weights, fmt), offs, x)
 
     return function
 
 
 def saved_columns(x, w, dy, offs):
     """A forward graph that saves codes for the weight gradient."""
-    both = ops.quantize_grouped_both(x, offs, "nvfp4_te", hadamard=True)
-    weights = ops.quantize_grouped(w, None, "nvfp4_16x16")
+    both = ops.quantize(x, "nvfp4_te", [-1, -2], offs=offs, hadamard=True)
+    weights = ops.quantize(w, "nvfp4_16x16", each_matrix=True)
     return product(scaled(both, "nvfp4_te"), scaled(weights, "nvfp4_16x16"), offs, x), *both[3:]
 
 
@@ -69,55 +65,55 @@ def backward(fmt="nvfp4", weights=None, **options):
     """Both gradients; the activation's codes are there."""
 
     def function(x, w, dy, offs):
-        saved = ops.quantize_grouped(x, offs, fmt, -2, hadamard=options.get("hadamard", False))
+        saved = ops.quantize(x, fmt, -2, offs=offs, hadamard=options.get("hadamard", False))
         if "seeded" in options:
             seed = torch.ones((), dtype=torch.int64, device=x.device)
-            both = ops.quantize_grouped_both(dy, offs, fmt, seed=seed, hadamard=True)
+            both = ops.quantize(dy, fmt, [-1, -2], offs=offs, seed=seed, hadamard=True)
         else:
-            both = ops.quantize_grouped_both(dy, offs, fmt)
+            both = ops.quantize(dy, fmt, [-1, -2], offs=offs)
         apart = fmt != "nvfp4" and fmt != "mxfp8"
         down = scaled((*both[3:5], both[5] if apart else both[2]), fmt)
         other = weights or fmt
-        dx = product(scaled(both, fmt), scaled(ops.quantize_grouped(w, None, other, -2), other), offs, x)
+        dx = product(scaled(both, fmt), scaled(ops.quantize(w, other, -2, each_matrix=True), other), offs, x)
         return dx, product(down, scaled(saved, fmt), offs, x), saved[0]
 
     return function
 
 
 def rows_kept(x, w, dy, offs):
-    both, saved = ops.quantize_grouped_both(dy, offs, "mxfp8"), ops.quantize_grouped(x, offs, "mxfp8", -2)
+    both, saved = ops.quantize(dy, "mxfp8", [-1, -2], offs=offs), ops.quantize(x, "mxfp8", -2, offs=offs)
     return product(scaled(both, "mxfp8", 3), scaled(saved, "mxfp8"), offs, x), both[0], both[1], saved[1]
 
 
 def given(x, w, dy, offs):
     outer = torch.full((), 0.01, device=x.device)
-    a = (*ops.quantize_grouped(x, offs, "nvfp4", outer=outer)[:2], outer, "nvfp4")
+    a = (*ops.quantize(x, "nvfp4", offs=offs, outer=outer)[:2], outer, "nvfp4")
     return product(a, (*ops.quantize(w, "nvfp4", outer=outer)[:2], outer, "nvfp4"), offs, x)
 
 
 def outer_kept(x, w, dy, offs):
-    a, b = ops.quantize_grouped(x, offs, "nvfp4"), ops.quantize_grouped(w, None, "nvfp4")
+    a, b = ops.quantize(x, "nvfp4", offs=offs), ops.quantize(w, "nvfp4", each_matrix=True)
     return product(scaled(a, "nvfp4"), scaled(b, "nvfp4"), offs, x), a[2] * 2
 
 
 def codes_kept(x, w, dy, offs):
-    a, b = ops.quantize_grouped(x, offs, "nvfp4"), ops.quantize_grouped(w, None, "nvfp4")
+    a, b = ops.quantize(x, "nvfp4", offs=offs), ops.quantize(w, "nvfp4", each_matrix=True)
     return product(scaled(a, "nvfp4"), scaled(b, "nvfp4"), offs, x), a[0], b[1]
 
 
 def others_scales(x, w, dy, offs):
-    a, other = ops.quantize_grouped(x, offs, "nvfp4"), ops.quantize_grouped(x + 1, offs, "nvfp4")
-    b = ops.quantize_grouped(w, None, "nvfp4")
+    a, other = ops.quantize(x, "nvfp4", offs=offs), ops.quantize(x + 1, "nvfp4", offs=offs)
+    b = ops.quantize(w, "nvfp4", each_matrix=True)
     return product((a[0], other[1], a[2], "nvfp4"), scaled(b, "nvfp4"), offs, x), b[0]
 
 
 def both_operands(x, w, dy, offs):
-    a = scaled(ops.quantize_grouped(x, offs, "nvfp4", -2), "nvfp4")
+    a = scaled(ops.quantize(x, "nvfp4", -2, offs=offs), "nvfp4")
     return product(a, a, offs, x)
 
 
 def weight_only(x, w, dy, offs):
-    return product((x, None, None, None), scaled(ops.quantize_grouped(w, None, "nvfp4"), "nvfp4"), offs, x)
+    return product((x, None, None, None), scaled(ops.quantize(w, "nvfp4", each_matrix=True), "nvfp4"), offs, x)
 
 
 def one_outer_scale(x, w, dy, offs):
@@ -126,7 +122,7 @@ def one_outer_scale(x, w, dy, offs):
 
 
 def swept(w, fmt):
-    return ops.quantize_grouped(w, None, fmt, scale_rule="mse")
+    return ops.quantize(w, fmt, each_matrix=True, scale_rule="mse")
 
 
 CASES = {  # (function, how many become values of one dimension, of both)
@@ -158,10 +154,10 @@ def replaced(module, sm=90):
         count = fake_quantize(module.graph)
     module.graph.lint()
     module.recompile()
-    found = [len(module.graph.find_nodes(op="call_function", target=target))
-             for target in (FAKE_QUANTIZE_GROUPED, FAKE_QUANTIZE_GROUPED_BOTH)]  # fmt: skip
-    assert sum(found) == count
-    return tuple(found)
+    quantisers = map(quantise_of, module.graph.find_nodes(op="call_function", target=QUANTIZE))
+    directions = [len(each.dims) for each in quantisers if each.values]
+    assert len(directions) == count
+    return directions.count(1), directions.count(2)
 
 
 def on_the_cpu(module):
@@ -186,7 +182,7 @@ def test_which_ones(name):
     if any(counts):
         with dry_run(Target(90)):
             for node in module.graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM):
-                assert choose(grouped_problem(node)).name == "dequant_operand"
+                assert scaled_mm_of(node).choice().kernel == "grouped_dequant_operand"
 
 
 @pytest.mark.parametrize(("rows", "sm", "dtype", "counts"), [
@@ -252,17 +248,17 @@ def test_predicted_passes_are_those_that_are_launched(name, recipe, products):
     steps = [step.name for product in products for step in predicted.of_product(product).steps]
     launches = launched(CASES[name][0])
     assert launches.count("dequant_operand") == sum(step.startswith("dequantise") for step in steps)
-    assert launches.count("gemm_grouped") == steps.count("dequant_operand") == len(products)
+    assert launches.count("gemm_grouped") == steps.count("grouped_dequant_operand") == len(products)
 
 
 def test_errors():
     x, offs = torch.randn(8, 32), torch.tensor([8], dtype=torch.int32)
     with pytest.raises(ValueError, match="format: 16 bits hold"):
-        ops.fake_quantize_grouped(x, offs, "mxfp8")
+        ops.quantize(x, "mxfp8", offs=offs, values=[-1])
     with pytest.raises(ValueError, match="format: 16 bits hold"):
-        ops.fake_quantize_grouped_both(x.bfloat16(), offs, "float8_rowwise", "both")
-    with pytest.raises(ValueError, match="values"):
-        ops.fake_quantize_grouped_both(x.bfloat16(), offs, "mxfp8", "neither")
+        ops.quantize(x.bfloat16(), "float8_rowwise", [-1, -2], offs=offs, values=[-1, -2])
+    with pytest.raises(ValueError, match="values: expected some of"):
+        ops.quantize(x.bfloat16(), "mxfp8", [-1, -2], offs=offs, values=[0])
 
 
 # ---------------------------------------------------------------- on a GPU

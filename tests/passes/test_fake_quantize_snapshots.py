@@ -25,8 +25,8 @@ def before_and_after(function, *columns):
 def experts(x, w, offs):
     """A forward graph in training, which saves codes for the weight gradient."""
     ops, fmt, weights = torch.ops.fp4compile, "nvfp4_te", "nvfp4_16x16"
-    both = ops.quantize_grouped_both(x, offs, fmt, hadamard=True)
-    operands = *both[:3], fmt, *ops.quantize_grouped(w, None, weights), weights
+    both = ops.quantize(x, fmt, [-1, -2], offs=offs, hadamard=True)
+    operands = *both[:3], fmt, *ops.quantize(w, weights, each_matrix=True), weights
     return ops.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16), *both[3:]
 
 
@@ -45,10 +45,10 @@ quantize_2 = fp4compile.quantize(view_5, nvfp4)
 scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_6, getitem_7, getitem_8, nvfp4, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]
 ---
-fake_quantize_default = fp4compile.fake_quantize(view_1, nvfp4)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_9, None, getitem_10, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
-scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, None, getitem_10, None, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
-scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, None, getitem_10, None, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
+quantize_default = fp4compile.quantize(view_1, nvfp4, [-1], values=[-1])
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_9, None, getitem_11, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+scaled_mm_1: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, None, getitem_11, None, arg4_1, arg5_1, arg6_1, nvfp4, None, torch.bfloat16)
+scaled_mm_2: bfloat16[1, 24] = fp4compile.scaled_mm(getitem_9, None, getitem_11, None, arg7_1, arg8_1, arg9_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64], scaled_mm_1: bfloat16[1, 24], scaled_mm_2: bfloat16[1, 24]""",
         )
 
@@ -60,7 +60,7 @@ quantize = fp4compile.quantize(arg0_1, nvfp4, outer=new_full)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, new_full, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64]
 ---
-fake_quantize_default = fp4compile.fake_quantize(arg0_1, nvfp4, outer=new_full)
+quantize_default = fp4compile.quantize(arg0_1, nvfp4, [-1], outer=new_full, values=[-1])
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, None, new_full, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64]""",
         )
@@ -73,8 +73,8 @@ quantize = fp4compile.quantize(arg0_1, nvfp4)
 scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem, getitem_1, getitem_2, nvfp4, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64], mul: float32[]
 ---
-fake_quantize_default = fp4compile.fake_quantize(arg0_1, nvfp4)
-scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, None, getitem_4, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
+quantize_default = fp4compile.quantize(arg0_1, nvfp4, [-1], values=[-1])
+scaled_mm: bfloat16[1, 64] = fp4compile.scaled_mm(getitem_3, None, getitem_5, None, arg1_1, arg2_1, arg3_1, nvfp4, None, torch.bfloat16)
 return scaled_mm: bfloat16[1, 64], mul: float32[]""",
         )
 
@@ -88,13 +88,13 @@ return scaled_mm: bfloat16[1, 64], mul: float32[]""",
         self.assertExpectedInline(
             f"{before}\n---\n{summary(graph_module.graph)}",
             """\
-quantize_grouped_both = fp4compile.quantize_grouped_both(x_1, offs_1, nvfp4_te, hadamard=True)
-quantize_grouped = fp4compile.quantize_grouped(w_1, None, nvfp4_16x16)
+quantize = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True)
+quantize_1 = fp4compile.quantize(w_1, nvfp4_16x16, each_matrix=True)
 scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem, getitem_1, getitem_2, nvfp4_te, getitem_6, getitem_7, getitem_8, nvfp4_16x16, offs_1, 600, torch.bfloat16)
 return scaled_grouped_mm: bfloat16[600, 48], getitem_3: uint8[64, 384], getitem_4: float8_e4m3fn[64, 48], getitem_5: float32[2]
 ---
-fake_quantize_grouped_both_default = fp4compile.fake_quantize_grouped_both(x_1, offs_1, nvfp4_te, rows, hadamard=True)
-fake_quantize_grouped_default = fp4compile.fake_quantize_grouped(w_1, None, nvfp4_16x16, -1)
-scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem_11, None, getitem_13, None, getitem_9, None, getitem_10, None, offs_1, 600, torch.bfloat16)
-return scaled_grouped_mm: bfloat16[600, 48], getitem_14: uint8[64, 384], getitem_15: float8_e4m3fn[64, 48], getitem_16: float32[2]""",
+quantize_default = fp4compile.quantize(x_1, nvfp4_te, [-1, -2], offs=offs_1, hadamard=True, values=[-1])
+quantize_default_1 = fp4compile.quantize(w_1, nvfp4_16x16, [-1], each_matrix=True, values=[-1])
+scaled_grouped_mm: bfloat16[600, 48] = fp4compile.scaled_grouped_mm(getitem_9, None, getitem_11, None, getitem_15, None, getitem_17, None, offs_1, 600, torch.bfloat16)
+return scaled_grouped_mm: bfloat16[600, 48], getitem_12: uint8[64, 384], getitem_13: float8_e4m3fn[64, 48], getitem_14: float32[2]""",
         )

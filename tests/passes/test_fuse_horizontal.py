@@ -12,16 +12,16 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
-from fp4compile.analysis.graph import SCALED_MM_HORIZONTAL
 from fp4compile.check.machine_code import compile_launch
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_MM_HORIZONTAL
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.lower import lower
-from fp4compile.templates.gemm.dispatch import scaled_mm_group
 from fp4compile.templates.gemm.heuristics import SkinnyConfig, skinny_config
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import scaled_mm_group
 from tests.helpers.choices import configured
 from tests.helpers.kernels import OLD_TRITON
 from tests.helpers.products import (

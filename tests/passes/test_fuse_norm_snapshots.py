@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 
-from fp4compile.analysis.graph import QUANTIZE_PROLOGUE
+from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.lower import lower
@@ -17,7 +18,7 @@ from tests.helpers.graphs import for_inductor, summary
 from tests.helpers.llama import llama_block, llama_norm
 
 BF16 = torch.bfloat16
-ONE, FIRST, WALKED = "quantize_reduced_rows", "row_statistics", "walked_statistics"
+ONE, FIRST = "quantize_reduced_rows", "row_statistics"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,8 @@ class Graph:
         self.fused = fuse_prologue(graph) if fuse else 0
         graph.lint()
         self.lines = summary(graph).splitlines()
-        self.prologues = [node for node in graph.nodes if node.target is QUANTIZE_PROLOGUE]
+        quantisers = map(quantise_of, graph.find_nodes(op="call_function", target=QUANTIZE))
+        self.quantisers = [each for each in quantisers if each.prologue]
         self.left = [node.name for node in graph.nodes if for_inductor(node)]
         lower(graph)
 
@@ -46,7 +48,7 @@ class Graph:
     def finding(self):
         """Kernels that find statistics."""
         names = [one.kernel.__name__ for one in self.result.launches]
-        return [name for name in names if name in (ONE, FIRST, WALKED)]
+        return [name for name in names if name in (ONE, FIRST)]
 
     @property
     def snapshot(self):
@@ -74,9 +76,9 @@ class TestLlamaBlock(TestCase):
         self.assertExpectedInline(
             block("float8_rowwise", 90),
             """\
-quantize_prologue([reshape_default, norm_1], ['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], torch.bfloat16, quantize, float8_rowwise, -1)
-quantize_prologue([reshape_default_1, post_norm_1, scaled_mm_default_3], ['add aux0 aux2', 'square s0', 'mean s1', 'add s2 1e-05', 'rsqrt s3', 'mul s0 s4', 'mul row1 s5'], torch.bfloat16, quantize, float8_rowwise, -1, stored=['s0 bfloat16'])
-quantize_prologue([scaled_mm_default_4, scaled_mm_default_5], ['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize, float8_rowwise, -1)
+quantize(reshape_default, float8_rowwise, [-1], operands=[norm_1], prologue=['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], dtype=torch.bfloat16)
+quantize(reshape_default_1, float8_rowwise, [-1], operands=[post_norm_1, scaled_mm_default_3], prologue=['add aux0 aux2', 'square s0', 'mean s1', 'add s2 1e-05', 'rsqrt s3', 'mul s0 s4', 'mul row1 s5'], dtype=torch.bfloat16, stored=['s0 bfloat16'])
+quantize(scaled_mm_default_4, float8_rowwise, [-1], operands=[scaled_mm_default_5], prologue=['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], dtype=torch.bfloat16)
 for Inductor: add_4""",
         )
 
@@ -85,8 +87,8 @@ for Inductor: add_4""",
         self.assertExpectedInline(
             block("mxfp8", 100),
             """\
-quantize_prologue([reshape_default_2, norm_1], ['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], torch.bfloat16, quantize, mxfp8, -1, layout=swizzled)
-quantize_prologue([scaled_mm_epilogue_default, post_norm_1], ['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], torch.bfloat16, quantize, mxfp8, -1, layout=swizzled)
+quantize(reshape_default_2, mxfp8, [-1], layout=swizzled, operands=[norm_1], prologue=['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], dtype=torch.bfloat16)
+quantize(scaled_mm_default_7, mxfp8, [-1], layout=swizzled, operands=[post_norm_1], prologue=['square aux0', 'mean s0', 'add s1 1e-05', 'rsqrt s2', 'mul aux0 s3', 'mul row1 s4'], dtype=torch.bfloat16)
 for Inductor: add_4""",
         )
 
@@ -174,7 +176,7 @@ LEFT = (unbiased, without_its_mean, of_columns, of_all, of_heads, of_half_a_row,
 def test_reductions_that_are_left(function):
     """To Inductor, which writes the statistics; what follows them may be fused."""
     found = Graph(function, *SHAPES, recipe="mxfp8")
-    assert not any("mean" in step or "variance" in step for node in found.prologues for step in node.args[1])
+    assert not any("mean" in step or "variance" in step for each in found.quantisers for step in each.prologue)
     assert any("mean" in name for name in found.left) and not found.finding
 
 
@@ -193,10 +195,12 @@ def test_what_the_backward_needs_is_stored(recipe, rows):
     """Of any number of rows, without a guard. The second kernel of two levels reads what the first has stored."""
     found = Graph(for_backward, (rows, 512), (rows, 512), (512,), (1024, 512), recipe=recipe, sm=100)
     assert found.fused == 1 and found.left == [] and not found.result.mode.shape_env.guards
-    assert found.prologues[0].kwargs["stored"] == ["s0 bfloat16", "s4 float32", "s6 bfloat16"]
+    assert found.quantisers[0].stored == ("s0 bfloat16", "s4 float32", "s6 bfloat16")
     assert found.finding == [ONE if recipe == "mxfp8" else FIRST]
-    last = found.result.launches[-1]
-    assert recipe == "mxfp8" or (last.kernel.__name__, last.args["operand_1_ptr"]) == ("quantize_rows", None)
+    first, second, *_ = found.result.launches
+    if recipe == "nvfp4":
+        assert second.kernel.__name__ == "quantize_rows" and second.constants["PROLOGUE"] == ""
+        assert second.args["x_ptr"] is first.args["stored_3_ptr"]
 
 
 @pytest.mark.parametrize(("length", "rounded"), [(1024, False), (2048, True)])
@@ -209,9 +213,8 @@ def test_the_residual_stream_is_read_as_inductor_reads_it(length, rounded):
 
     shapes = (256, length), (256, length), (length,), (64, length)
     found = Graph(stream_too, *shapes, recipe="nvfp4", sm=100)
-    assert ("bfloat16 s0" in found.prologues[0].args[1]) == rounded and found.finding
-    last = found.result.launches[-1].kernel.__name__
-    assert last == ONE
+    assert ("bfloat16 s0" in found.quantisers[0].prologue) == rounded
+    assert found.finding == [FIRST, ONE]
 
 
 @pytest.mark.parametrize(("recipe", "rows", "kernels"), [
@@ -224,7 +227,8 @@ def test_decoding(recipe, rows, kernels):
 
 
 def test_long_rows():
-    """They are walked for their statistics; the quantiser reads these."""
+    """Rows that do not fit on the chip have their statistics from Inductor; the quantiser reads these."""
     length = 2**15
     found = Graph(FORMS["llama"], (256, length), (length,), (length,), (64, length), recipe="nvfp4_rowwise", sm=100)
-    assert found.left == [] and found.finding == [WALKED]
+    assert not found.finding and "mean" in found.left
+    assert [each.prologue for each in found.quantisers] == [("mul aux0 col2", "mul row1 s0")]

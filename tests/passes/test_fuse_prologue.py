@@ -14,8 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fp4compile.analysis.graph import CAST, QUANTIZE, QUANTIZE_PROLOGUE
+from fp4compile.analysis.graph import CAST, quantise_of
 from fp4compile.hardware import Target
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue
 from fp4compile.passes.fuse_prologue import MOST_STEPS
 from fp4compile.passes.lower import lower
@@ -29,7 +30,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 SAME, ROW = (2, 64, 128), (128,)
 FLAT = (64, 128)
 ANY = object()  # a symbolic size
-quantize, quantize_both = torch.ops.fp4compile.quantize, torch.ops.fp4compile.quantize_both
+quantize = torch.ops.fp4compile.quantize
+
+
+def quantize_both(x, format):
+    return quantize(x, format, [-1, -2])
 
 
 @dataclass
@@ -76,16 +81,18 @@ def test_on_hopper_rows_alone_are_fused(monkeypatch):
         return quantize(rms_norm(x, w), "nvfp4")
 
     def in_both_directions(x, w):
-        return torch.ops.fp4compile.quantize_both(rms_norm(x, w), "mxfp8")
+        return quantize_both(rms_norm(x, w), "mxfp8")
 
     found = {sm: [fused_graph(function, FLAT, ROW, sm=sm).fused for function in (along_rows, in_both_directions)]
              for sm in (89, 90, 100)}  # fmt: skip
     assert found == {89: [0, 0], 90: [1, 0], 100: [1, 1]}
 
 
-def steps_of(graph):
-    (node,) = graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
-    return node.args[1]
+def fused_quantiser(graph):
+    """What the quantiser of a graph that has a prologue is asked for."""
+    (found,) = (each for node in graph.find_nodes(op="call_function", target=QUANTIZE)
+                if (each := quantise_of(node)).prologue)  # fmt: skip
+    return found
 
 
 def left(graph):
@@ -146,11 +153,9 @@ def test_fused(name):
     function, shapes, format, steps = FUSED[name]
     result = fused_graph(lambda *args: quantize(flat(function(*args).to(BF16)), format), *shapes, lowered=True)
     assert result.fused == 1
-    names = [one.kernel.fn.__globals__ for one in result.launches]
-    readers = [each["read_tile"] if "read_tile" in each else each["read_row"] for each in names]
-    assert readers and all("prologue(" in reader.src or "pack(s" in reader.src for reader in readers)
+    assert result.launches and all(one.constants["PROLOGUE"] for one in result.launches)
     graph = fused_graph(lambda *args: quantize(flat(function(*args).to(BF16)), format), *shapes).graph
-    assert steps is None or steps_of(graph) == steps
+    assert steps is None or fused_quantiser(graph).prologue == tuple(steps)
     assert not left(graph)
 
 
@@ -228,13 +233,9 @@ STORED = {
     "twice": (twice, (FLAT,), "s1 bfloat16", []),
     "read before": (read_before, (FLAT, (128, 128)), "s1 bfloat16", ["aten.add.Tensor"]),
     "between": (kept_between, (FLAT, FLAT), "s0 bfloat16", []),
-    "for the scale": (
-        read_for_the_scale,
-        (FLAT, FLAT),
-        "s0 bfloat16",
-        [f"aten.{name}" for name in ("add.Tensor", "pow.Tensor_Scalar", "add.Tensor", "rsqrt.default")],
-    ),
-}
+    "for the scale": (read_for_the_scale, (FLAT, FLAT), "s0 bfloat16",
+                      [f"aten.{name}" for name in ("add.Tensor", "pow.Tensor_Scalar", "add.Tensor", "rsqrt.default")]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -242,10 +243,9 @@ def test_what_others_need_is_stored(name, monkeypatch):
     """By the quantiser's kernel, which rounds it; only what leads to the quantiser itself computes it again."""
     function, shapes, stored, others = STORED[name]
     if name == "for the scale":  # Inductor's reduction makes it, for nothing
-        monkeypatch.setattr(fuse_prologue, "gain", lambda prologue, *_: 1 + len(prologue.stored))
+        monkeypatch.setattr(fuse_prologue, "gain", lambda spec, *_: 1 + len(spec.prologue.stored))
     result = fused_graph(function, *shapes)
-    (node,) = result.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
-    assert result.fused == 1 and node.kwargs["stored"] == [stored]
+    assert result.fused == 1 and fused_quantiser(result.graph).stored == (stored,)
     assert [each for each in left(result.graph) if "convert" not in each] == others
     values = [torch.randint(-3, 4, shape).to(BF16) for shape in shapes]  # so that no order of sums matters
     for one, other in zip(torch.fx.GraphModule({}, result.graph)(*values), function(*values), strict=True):
@@ -263,10 +263,10 @@ def test_what_is_read_before_an_operand_is_there_is_not_stored(monkeypatch):
         product = stream @ w
         return *quantize(F.relu(stream) * (y @ w), ONE_LEVEL), product
 
-    monkeypatch.setattr(fuse_prologue, "gain", lambda prologue, *_: 1 + len(prologue.stored))
+    monkeypatch.setattr(fuse_prologue, "gain", lambda spec, *_: 1 + len(spec.prologue.stored))
     result = fused_graph(function, (128, 128), (128, 128), (128, 128))
-    (node,) = result.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
-    assert result.fused == 1 and "stored" not in node.kwargs and left(result.graph) == ["aten.add.Tensor"]
+    assert result.fused == 1 and fused_quantiser(result.graph).stored == ()
+    assert left(result.graph) == ["aten.add.Tensor"]
 
 
 def written_over(x):
@@ -284,7 +284,12 @@ def long(x):
 LEFT = {
     "nothing to fuse": (lambda x: quantize(flat(x), "nvfp4"), (SAME,)),
     "a cast": (lambda x: quantize(x.to(BF16), "nvfp4"), (FLAT,), (F32,)),
-    "float32 down the columns": (lambda x: quantize(x * 2.0, "mxfp8", -2), (FLAT,), (F32,)),
+    "columns alone": (lambda x: quantize(x * 2.0, "mxfp8", -2), (FLAT,)),
+    "float32 in both directions": (lambda x: quantize_both(x * 2.0, "mxfp8"), (FLAT,), (F32,)),
+    "both directions of two levels": (lambda x: quantize_both(x * 2.0, "nvfp4"), (FLAT,)),
+    "both directions of scaled rows": (lambda x: quantize_both(x * 2.0, "float8_rowwise"), (FLAT,)),
+    "transformed": (lambda x: quantize(x * 2.0, ONE_LEVEL, [-1, -2], hadamard=True), (FLAT,)),
+    "seeded": (lambda x, seed: quantize(x * 2.0, "mxfp4", [-1, -2], seed=seed), (FLAT, ()), (BF16, torch.int64)),
     "another narrow operand": (lambda x: quantize((x * 2.0).to(torch.float16), "mxfp8"), (FLAT,)),
     "written over": (written_over, (FLAT,)),
     "too long": (long, (FLAT,)),
@@ -309,8 +314,6 @@ LEFT = {
     "a norm of a slice and of another": (lambda x: quantize(rms_norm(*x.chunk(2, -1)), "mxfp8"), (FLAT,)),
     "one dimension": (lambda x: quantize(x * 2.0, "nvfp4"), ((128,),)),
     "erf for columns": (lambda x: quantize_both(F.gelu(x), "mxfp8"), (FLAT,)),
-    "three tensors for rows and columns without blocks":
-        (lambda x, y, z: quantize_both(x * y + z, "float8_rowwise"), (FLAT, FLAT, FLAT)),
     "three tensors for columns, and kept":
         (lambda x, y, z: (quantize_both(v := x * y + z, "mxfp8"), v), (FLAT, FLAT, FLAT)),
     "a norm of a sum, for columns": (lambda x, y, w: quantize_both(rms_norm(x + y, w), "mxfp8"), (FLAT, FLAT, ROW)),
@@ -338,8 +341,8 @@ def test_float32_streams():
     assert fused_graph(block, FLAT, FLAT, ROW, dtypes=(F32, BF16, F32)).fused == 0
     for dtypes in ((BF16, F32), (F32, BF16), (F32, F32)):
         product = fused_graph(lambda x, y: quantize((x * y).to(BF16), ONE_LEVEL), FLAT, FLAT, dtypes=dtypes)
-        first = product.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)[0].args[0][0]
-        assert product.fused == 1 and first.name == ("y_1" if dtypes == (F32, BF16) else "x_1")
+        first = fused_quantiser(product.graph).x.name
+        assert product.fused == 1 and first == ("y_1" if dtypes == (F32, BF16) else "x_1")
     kept = fused_graph(lambda x: (quantize((y := F.relu(x)).to(BF16), "mxfp8"), y), FLAT, dtypes=(F32,), lowered=True)
     assert kept.fused == 1 and kept.launches[0].args["stored_1_ptr"].dtype == F32
 
@@ -381,7 +384,7 @@ def test_a_result_that_is_kept_for_the_second_kernel():
     assert PARTIAL_MAXIMA_ELEMENTS == 2048 * 1024
     for format, shape in ((ONE_LEVEL, large), ("nvfp4", small)):
         graph = fused_graph(_gate_into(format), shape, shape, sm=100).graph
-        assert "stored" not in graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)[0].kwargs
+        assert fused_quantiser(graph).stored == ()
 
 
 def test_not_on_the_cpu():
@@ -398,9 +401,8 @@ def test_residual_stream():
         return x + data.to(BF16)
 
     result = fused_graph(block, FLAT, FLAT, ROW)
-    assert result.fused == 1 and steps_of(result.graph)[0] == "add aux0 aux2"
-    (node,) = result.graph.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
-    assert node.kwargs["stored"] == ["s0 bfloat16"]
+    assert result.fused == 1 and fused_quantiser(result.graph).prologue[0] == "add aux0 aux2"
+    assert fused_quantiser(result.graph).stored == ("s0 bfloat16",)
     assert left(result.graph) == ["prims.convert_element_type.default", "aten.add.Tensor"]
 
 
@@ -418,20 +420,19 @@ def test_symbolic_sizes():
     assert norm.fused == 1 and not norm.mode.shape_env.guards
 
 
-def test_both_directions_and_the_others():
-    """Merged pairs, columns alone, values for products that read them so; options stay as they were."""
+def test_both_directions_and_values():
+    """Merged pairs, and values for products that read them so; options stay as they were."""
 
-    def pair(x, w, seed):
-        y = rms_norm(x, w)
-        return quantize(y, "nvfp4_te", seed=seed), quantize(y, "nvfp4_te", -2, seed=seed, hadamard=True)
+    def pair(x, y):
+        z = gated(x, y)
+        return *quantize(z, "mxfp8", layout="swizzled"), *quantize(z, "mxfp8", -2, layout="swizzled")
 
-    result = fused_graph(pair, FLAT, ROW, (), dtypes=(BF16, BF16, torch.int64), lowered=True)
-    assert result.fused == 1
-    assert [one.kernel.__name__ for one in result.launches] == ["columns_amax", "quantize_columns"]
-    columns = fused_graph(lambda x: quantize(F.relu(x) * 2.0, "mxfp8", 0), FLAT, lowered=True)
-    assert columns.fused == 1 and columns.launches[0].kernel.__name__ == "quantize_columns"
-    fake = fused_graph(lambda x: torch.ops.fp4compile.fake_quantize(F.relu(x) * 2.0, "nvfp4"), FLAT, lowered=True)
-    assert fake.fused == 1 and [one.kernel.__name__ for one in fake.launches] == ["tensor_amax", "quantize_rows"]
+    result = fused_graph(pair, FLAT, FLAT, lowered=True)
+    assert result.fused == 1 and [one.kernel.__name__ for one in result.launches] == ["quantize_both"]
+    found = fused_quantiser(fused_graph(pair, FLAT, FLAT).graph)
+    assert (found.dims, found.layout) == ((-1, -2), "swizzled")
+    values = fused_graph(lambda x: quantize(F.relu(x) * 2.0, "nvfp4", values=[-1])[::2], FLAT, lowered=True)
+    assert values.fused == 1 and [one.kernel.__name__ for one in values.launches] == ["tensor_amax", "quantize_rows"]
 
 
 def gradients(d, gate, up):

@@ -36,15 +36,15 @@ def llama_mlp(x, norm, w, v, w_down):
 
 def test_snapshot_of_a_llama_mlp():
     """The norm goes into its quantiser; the gate into the product where that writes it, else into its quantiser."""
-    norm = f"quantize_prologue([x_1, norm_1], {RMS}, torch.bfloat16, quantize, mxfp8, -1"
+    norm = f"operands=[norm_1], prologue={RMS}, dtype=torch.bfloat16)"
     shapes = (512, 1024), (1024,), (2048, 1024), (2048, 1024), (1024, 2048)
     assert quantisers(llama_mlp, *shapes, sm=100) == [
-        f"{norm}, layout=swizzled)", "quantize(scaled_mm_epilogue_default, mxfp8, -1, layout=swizzled)",
+        f"quantize(x_1, mxfp8, [-1], layout=swizzled, {norm}", "quantize(scaled_mm_default_3, mxfp8, [-1], layout=swizzled)",
     ]  # fmt: skip
     assert quantisers(llama_mlp, *shapes, sm=90) == [
-        f"{norm})",
-        "quantize_prologue([scaled_mm_default, scaled_mm_default_1], ['neg aux0', 'exp s0', 'add s1 1.0', "
-        "'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize, mxfp8, -1)",
+        f"quantize(x_1, mxfp8, [-1], {norm}",
+        "quantize(scaled_mm_default, mxfp8, [-1], operands=[scaled_mm_default_1], prologue=['neg aux0', 'exp s0', "
+        "'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], dtype=torch.bfloat16)",
     ]  # fmt: skip
 
 
@@ -57,12 +57,11 @@ def phi_mlp(x, norm, w, w_down):
 def test_snapshot_of_a_phi_mlp():
     """No product writes the gate of two halves of its own columns: the quantiser reads both where they lie."""
     shapes = (2, 256, 1024), (1024,), (4096, 1024), (1024, 2048)
-    for sm, layout in ((100, ", layout=swizzled"), (90, "")):
+    for sm, layout in ((100, "layout=swizzled, "), (90, "")):
         assert quantisers(phi_mlp, *shapes, sm=sm) == [
-            f"quantize_prologue([reshape_default, norm_1], {RMS}, "
-            f"torch.bfloat16, quantize, mxfp8, -1{layout})",
-            "quantize_prologue([slice_tensor, slice_tensor_1], ['neg aux1', 'exp s0', 'add s1 1.0', 'div aux1 s2', "
-            f"'mul aux0 s3'], torch.bfloat16, quantize, mxfp8, -1{layout})",
+            f"quantize(reshape_default, mxfp8, [-1], {layout}operands=[norm_1], prologue={RMS}, dtype=torch.bfloat16)",
+            f"quantize(slice_tensor, mxfp8, [-1], {layout}operands=[slice_tensor_1], prologue=['neg aux1', 'exp s0', "
+            "'add s1 1.0', 'div aux1 s2', 'mul aux0 s3'], dtype=torch.bfloat16)",
         ]  # fmt: skip
 
 
@@ -77,15 +76,14 @@ def test_snapshot_of_a_bert_block():
     shapes = (512, 256), (256, 256), (256,), (256,), (1024, 256), (256, 1024)
     steps = ["mean aux0", "sub aux0 s0", "variance aux0 s0", "add s2 1e-05", "rsqrt s3", "mul s1 s4", "mul s5 row1",
              "add s6 row2"]  # fmt: skip
-    norm = (
-        f"quantize_prologue([scaled_mm_epilogue_default, norm_1, bias_1], {steps}, torch.bfloat16, quantize, mxfp8, -1"
-    )
+    norm = f"operands=[norm_1, bias_1], prologue={steps}, dtype=torch.bfloat16, stored=['s7 bfloat16'])"
     assert quantisers(bert_block, *shapes, sm=100) == [
-        "quantize(x_1, mxfp8, -1, layout=swizzled)", f"{norm}, layout=swizzled, stored=['s7 bfloat16'])",
-        "quantize(scaled_mm_epilogue_default_1, mxfp8, -1, layout=swizzled)",
+        "quantize(x_1, mxfp8, [-1], layout=swizzled)",
+        f"quantize(scaled_mm_default_3, mxfp8, [-1], layout=swizzled, {norm}",
+        "quantize(scaled_mm_default_4, mxfp8, [-1], layout=swizzled)",
     ]  # fmt: skip
     assert quantisers(bert_block, *shapes, sm=90) == [
-        "quantize(x_1, mxfp8, -1)", f"{norm}, stored=['s7 bfloat16'])",
-        "quantize_prologue([scaled_mm_default_1], ['mul aux0 0.5', 'mul aux0 0.7071067811865476', 'erf s1', "
-        "'add s2 1.0', 'mul s0 s3'], torch.bfloat16, quantize, mxfp8, -1)",
+        "quantize(x_1, mxfp8, [-1])", f"quantize(scaled_mm_default_3, mxfp8, [-1], {norm}",
+        "quantize(scaled_mm_default_1, mxfp8, [-1], prologue=['mul aux0 0.5', 'mul aux0 0.7071067811865476', 'erf s1', "
+        "'add s2 1.0', 'mul s0 s3'], dtype=torch.bfloat16)",
     ]  # fmt: skip

@@ -16,19 +16,13 @@ from torch import nn
 from torch._inductor import config
 
 import fp4compile
-from fp4compile.analysis.graph import QUANTIZE, QUANTIZE_BOTH, QUANTIZE_PROLOGUE
 from fp4compile.hardware import Target
-from fp4compile.ops import dense as ops
-from fp4compile.ops import prologue as ops_prologue
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.launch import dry_run
 from tests.helpers import prologues_on_cpu
 from tests.helpers.graphs import for_inductor, summary
 from tests.helpers.llama import llama_norm
 
-CUDA = {
-    QUANTIZE: ops.quantize_cuda, QUANTIZE_BOTH: ops.quantize_both_cuda,
-    QUANTIZE_PROLOGUE: ops_prologue.quantize_prologue_cuda,
-}  # fmt: skip
 pytestmark = pytest.mark.usefixtures("without_kernels")
 
 
@@ -85,18 +79,18 @@ def graphs(model, recipe, fused, monkeypatch):
 
 
 def read(graph):
-    lines = [line.split(" = fp4compile.")[1] for line in summary(graph).splitlines() if "quantize_prologue(" in line]
+    lines = [line.split(" = fp4compile.")[1] for line in summary(graph).splitlines() if "prologue=" in line]
     return lines, [node.name for node in graph.nodes if for_inductor(node)], launches(graph)
 
 
 def launches(graph):
     with dry_run(Target(100)) as found:
         for node in graph.nodes:
-            if node.target in CUDA:
+            if node.target is QUANTIZE:
                 arguments, options = torch.utils._pytree.tree_map_only(
                     torch.fx.Node, on_paper, (node.args, node.kwargs)
                 )
-                CUDA[node.target](*arguments, **options)
+                quantize_kernels(*arguments, **options)
     return len(found)
 
 
@@ -130,23 +124,24 @@ class Snapshots(TestCase):
 
     @with_sigmoid
     def test_llama_block(self):
-        """Inductor writes statistics, the stream and gradients of norms; both gradients of the gate are one launch."""
+        """Inductor writes statistics, the stream and gradients of norms; each gradient of the gate is computed by its quantiser."""
         self.assertExpectedInline(
             snapshot(Llama(), "mxfp8"),
             """\
 forward: launches of quantisers 11 -> 11, operations for Inductor 25 -> 12
-quantize_prologue([reshape_default, primals_1, rsqrt], ['mul aux0 col2', 'mul row1 s0'], torch.bfloat16, quantize_both, mxfp8)
-quantize_prologue([reshape_default_1, primals_7, rsqrt_1], ['mul aux0 col2', 'mul row1 s0'], torch.bfloat16, quantize_both, mxfp8)
-quantize_prologue([scaled_mm_default_4, scaled_mm_default_5], ['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], torch.bfloat16, quantize_both, mxfp8)
+quantize(reshape_default, mxfp8, [-1, -2], operands=[primals_1, rsqrt], prologue=['mul aux0 col2', 'mul row1 s0'], dtype=torch.bfloat16)
+quantize(reshape_default_1, mxfp8, [-1, -2], operands=[primals_7, rsqrt_1], prologue=['mul aux0 col2', 'mul row1 s0'], dtype=torch.bfloat16)
+quantize(scaled_mm_default_4, mxfp8, [-1, -2], operands=[scaled_mm_default_5], prologue=['neg aux0', 'exp s0', 'add s1 1.0', 'div aux0 s2', 'mul s3 aux1'], dtype=torch.bfloat16)
 left: convert_element_type, pow_1, mean, add, rsqrt, add_1, convert_element_type_10, pow_2, mean_1, add_2, rsqrt_1, add_4
-backward: launches of quantisers 15 -> 14, operations for Inductor 60 -> 44
-quantize_prologue([scaled_mm_default_8, scaled_mm_default_4, scaled_mm_default_5], ['neg aux1', 'exp s0', 'add s1 1.0', 'div aux1 s2', 'mul aux0 s3', 'mul aux0 aux2', 'sigmoid aux1', 'mul s5 s6', 'sub 1.0 s6', 'mul aux1 s8', 'add s9 1.0', 'mul s7 s10'], torch.bfloat16, quantize_both, mxfp8, results=[4, 11])
+backward: launches of quantisers 15 -> 15, operations for Inductor 60 -> 44
+quantize(scaled_mm_default_8, mxfp8, [-1, -2], operands=[scaled_mm_default_4], prologue=['neg aux1', 'exp s0', 'add s1 1.0', 'div aux1 s2', 'mul aux0 s3'], dtype=torch.bfloat16)
+quantize(scaled_mm_default_8, mxfp8, [-1, -2], operands=[scaled_mm_default_5, scaled_mm_default_4], prologue=['mul aux0 aux1', 'sigmoid aux2', 'mul s0 s1', 'sub 1.0 s1', 'mul aux2 s3', 'add s4 1.0', 'mul s2 s5'], dtype=torch.bfloat16)
 left: add_6, mul_10, add_1, convert_element_type_10, mul_2, convert_element_type_11, mul_11, sum_1, convert_element_type_35, mul_12, mul_13, sum_2, pow_3, mul_14, mul_15, div_1, pow_4, mul_16, mul_17, add_7, convert_element_type_36, add_8, add_9, add_10, mul_18, convert_element_type, mul, convert_element_type_1, mul_19, sum_3, convert_element_type_53, mul_20, mul_21, sum_4, pow_5, mul_22, mul_23, div_2, pow_6, mul_24, mul_25, add_11, convert_element_type_54, add_12""",
         )
 
     @with_sigmoid
     def test_llama_block_in_nvfp4(self):
-        """Nothing: kernels that transform compute a prologue three times, which costs more than a tensor's bytes."""
+        """Nothing: kernels of both directions compute a prologue in formats without an outer scale alone."""
         self.assertExpectedInline(
             snapshot(Llama(), "nvfp4_train"),
             """\

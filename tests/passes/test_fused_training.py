@@ -50,7 +50,7 @@ def trained(fused, monkeypatch):
 def graph_lines(one):
     lines = summary(one).splitlines()
     found = [line.split("fp4compile.")[1] for line in lines if "fp4compile.quantize" in line]
-    return [line for line in found if not line.startswith("quantize(")]  # but those of weights
+    return [line for line in found if "[-1, -2]" in line]  # weights are quantised along one dimension
 
 
 def test_a_step_is_what_it_is_without(monkeypatch):
@@ -63,15 +63,17 @@ def test_a_step_is_what_it_is_without(monkeypatch):
     gated = ("0.down fprop", "0.up dgrad", "0.up wgrad", "0.gate dgrad", "0.gate wgrad", "1.down fprop")
     assert told == {**dict.fromkeys(gated, "mul, add"), "1.gate_up fprop": "add"}
     assert "fused" in str(report).splitlines()[0]
-    steps, both = "['mul aux0 aux0', 'add s0 1.0', 'mul s1 aux1']", "torch.bfloat16, quantize_both, mxfp8)"
+    both, gate = "mxfp8, [-1, -2]", "prologue=['mul aux0 aux0', 'add s0 1.0', 'mul s1 aux1'], dtype=torch.bfloat16)"
     assert graphs == [
-        ["quantize_both(primals_2, mxfp8)",
-         f"quantize_prologue([scaled_mm_default, scaled_mm_default_1], {steps}, {both}",
-         f"quantize_prologue([primals_2, scaled_mm_default_2], ['add aux0 aux1'], {both}",
-         f"quantize_prologue([slice_tensor, slice_tensor_1], {steps}, {both}"],
-        ["quantize_both(tangents_1, mxfp8)", "quantize_both(view_9, mxfp8)",  # of both halves: Inductor writes it
-         "quantize_both(scaled_mm_default_8, mxfp8)",
-         "quantize_prologue([scaled_mm_default_10, scaled_mm_default, scaled_mm_default_1], "
-         "['mul aux1 aux1', 'add s0 1.0', 'mul aux0 s1', 'mul aux0 aux2', 'mul s3 aux1', 'add s4 s4'], "
-         f"{both[:-1]}, results=[2, 5])"],
+        [f"quantize(primals_2, {both})",
+         f"quantize(scaled_mm_default, {both}, operands=[scaled_mm_default_1], {gate}",
+         f"quantize(primals_2, {both}, operands=[scaled_mm_default_2], prologue=['add aux0 aux1'], "
+         "dtype=torch.bfloat16)",
+         f"quantize(slice_tensor, {both}, operands=[slice_tensor_1], {gate}"],
+        [f"quantize(tangents_1, {both})", f"quantize(view_9, {both})",  # of both halves: Inductor writes it
+         f"quantize(scaled_mm_default_8, {both})",
+         f"quantize(scaled_mm_default_10, {both}, operands=[scaled_mm_default], "
+         "prologue=['mul aux1 aux1', 'add s0 1.0', 'mul aux0 s1'], dtype=torch.bfloat16)",
+         f"quantize(scaled_mm_default_10, {both}, operands=[scaled_mm_default_1, scaled_mm_default], "
+         "prologue=['mul aux0 aux1', 'mul s0 aux2', 'add s1 s1'], dtype=torch.bfloat16)"],
     ]  # fmt: skip

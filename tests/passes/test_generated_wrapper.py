@@ -31,9 +31,8 @@ from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
-from fp4compile.passes.pair_prologues import pair_prologues
 from fp4compile.templates import launch
-from fp4compile.templates.grouped.choose import GroupedChoice
+from fp4compile.templates.choose import Choice
 from fp4compile.templates.quantize import prologue_cost
 from tests.helpers import in_interpreter, llama
 from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
@@ -63,7 +62,7 @@ def wrapper_of(graph_module, mode):
     """The text for a post-grad graph on fake CUDA tensors, with epilogues and lowered."""
     inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module.recompile()
-    ours = fake_quantize, fuse_epilogue, fuse_prologue, pair_prologues, fuse_horizontal, inplace, lower
+    ours = fake_quantize, fuse_epilogue, fuse_prologue, fuse_horizontal, inplace, lower
     passes = {"post_grad_custom_post_pass": lambda graph: [one(graph) for one in ours]}
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), config.patch(compile_threads=1, **passes):
         post_grad_passes(graph_module, is_inference=True)
@@ -94,10 +93,14 @@ def mlp_wrapper(monkeypatch, sm, recipe, rows):
     return kernels, [line.strip() for line in calls.splitlines() if ".run(" in line or LIBRARY.search(line)]
 
 
+# Of the down product and of the gate.
+EPILOGUES = ["add 1 0", "silu.narrow 0; mul 2 1"]
+
+
 def epilogues_in(kernels):
-    """Of each kernel with an epilogue that changes something: its name, and what it returns."""
-    found = {name: re.search(r"def epilogue\(.*?return (\w+)", text, re.DOTALL) for name, text in kernels.items()}
-    return {name: match[1] for name, match in found.items() if match and match[1] != "acc"}
+    """Of each kernel with an epilogue: its name, and the steps."""
+    found = {name: re.search(r"'EPILOGUE': '[^'|]+ \| ([^'|]+) \|", text) for name, text in kernels.items()}
+    return {name: match[1] for name, match in found.items() if match}
 
 
 @pretending
@@ -111,8 +114,8 @@ def test_generated_wrapper(recipe, rows, monkeypatch):
     if (recipe, rows) == ("mxfp8", 300):  # by the library, and written twice
         assert not epilogues
         return
-    assert sorted(epilogues.values()) == ["s0", "s4"]  # the sum, and silu times the other
-    gate, residual = (next(name for name in epilogues if epilogues[name] == value) for value in ("s4", "s0"))
+    assert sorted(epilogues.values()) == EPILOGUES  # the sum, and silu times the other
+    gate, residual = (next(name for name in epilogues if epilogues[name] == value) for value in EPILOGUES[::-1])
     # Nor does it fill anything but what maxima of large tensors are added up in.
     assert not [name for name in kernels if name.startswith("triton_") and "zeros" not in name]
     assert calls[-1].startswith(f"{residual}.run(") and "x_1" in calls[-1]
@@ -136,7 +139,7 @@ def test_generated_wrapper_of_a_prologue(monkeypatch):
     shapes = ((300, 512), (300, 512), (512,), (512, 512))
     found = fused_graph(norm_and_product, *shapes, recipe="nvfp4", paper=nullcontext, fuse=False)
     definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
-    assert len(re.findall(r"def prologue\(aux0, col1, row2, ISA: tl\.constexpr\):", definitions)) == 2
+    assert len(re.findall(r"'PROLOGUE': 'aux0 col1 row2 \| ", definitions)) == 2
     sums, *quantisers = re.findall(r"^ *(triton_per\w+|\w+_amax\w*|quantize_rows\w*)\.run\((.*)\)", calls, re.M)
     statistics, x, y, both, *_ = sums[1].split(", ")
     assert (x, y) == ("x_1", "y_1") and "scale_1" not in sums[1]
@@ -237,7 +240,7 @@ def test_what_starts_early(monkeypatch):
 def test_generated_wrapper_on_sm100(recipe, op, monkeypatch):
     """The up product is the library's, the other two have epilogues, which pay for products as small as these."""
     kernels, calls = mlp_wrapper(monkeypatch, 100, recipe, 300)
-    assert sorted(epilogues_in(kernels).values()) == ["s0", "s4"]
+    assert sorted(epilogues_in(kernels).values()) == EPILOGUES
     (library,) = [call for call in calls if LIBRARY.search(call)]
     assert op in library
     products = [call for call in calls if call.startswith("gemm_block_scaled_sm100")]
@@ -281,8 +284,8 @@ def test_large_products_are_the_librarys(sm, recipe, rows, monkeypatch):
 def test_experts_by_the_library(recipe, monkeypatch):
     """What the quantisers wrote, where they wrote it, goes to the library; its result is cleared where it lies."""
     pretend(monkeypatch, 100)
-    monkeypatch.setattr("fp4compile.passes.lower.fastest_grouped",
-                        lambda node: GroupedChoice("library_block_scaled", None))  # fmt: skip
+    monkeypatch.setattr("fp4compile.passes.lower.fastest",
+                        lambda product: Choice("grouped_library_block_scaled", "native"))  # fmt: skip
     shapes, dtypes = ((256, 512), (4, 1024, 512), (4,)), (torch.bfloat16, torch.bfloat16, torch.int32)
     found = fused_graph(lambda x, w, offs: F.grouped_mm(x, w.transpose(1, 2), offs=offs), *shapes, recipe=recipe,
                         dtypes=dtypes, paper=nullcontext, fuse=False)  # fmt: skip
@@ -306,7 +309,7 @@ def test_few_rows_on_sm100(recipe, rows, monkeypatch):
     assert len(products) == 3 and all(calls[i].startswith("gemm_skinny_block_scaled_sm100") for i in products)
     assert all(calls[i + 1].startswith("split_k_reduction") for i in products)
     assert len({calls[i].split(".")[0] for i in products[:2]}) == 1, "sums in parts have no epilogue"
-    assert sorted(epilogues_in(kernels).values()) == ["s0", "s4"]
+    assert sorted(epilogues_in(kernels).values()) == EPILOGUES
     reductions = {name: text for name, text in kernels.items() if name.startswith("split_k_reduction")}
     assert set(epilogues_in(kernels)) < set(reductions)
     assert all("'launch_pdl': True" in text for text in reductions.values())
@@ -347,32 +350,6 @@ def test_a_gradient_over_the_product(recipe, monkeypatch):
     assert max(map(call.split(", ").count, call.split(", "))) == 2
     sizes = ("(300, 1088), (1088, 1)", "(1, 300, 1088), (326400, 1088, 1)")
     assert sum(text.count(f"empty_strided_cuda({size}, torch.bfloat16)") for size in sizes) == 2
-
-
-@pretending
-def test_two_gradients_are_quantised_by_one_launch(monkeypatch):
-    """Each product reads its half of what the launch wrote, and nothing is copied."""
-
-    def gradients(dy, w, gate, up, v):
-        d = dy @ w
-        return (d * (gate * gate + 1)) @ v, (d * up * gate) @ v
-
-    pretend(monkeypatch, 100)
-    shapes = (256, 512), (512, 1024), (256, 1024), (256, 1024), (1024, 512)
-    found = fused_graph(gradients, *shapes, recipe="mxfp8", paper=nullcontext, fuse=False)
-    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
-    (launch,) = (
-        line.split(".run(")[1].split(", ") for line in calls.splitlines() if "gate_1" in line and ".run" in line
-    )
-    data, scales = launch[1:3]
-    assert "up_1" in launch and re.search(rf"{data} = .*\(2, 256, 1024\)", calls)
-    products = [line for line in calls.splitlines() if "_scaled_mm(" in line][1:]
-    for line, half in zip(products, (0, 1), strict=True):
-        assert f"reinterpret_tensor({data}, (256, 1024), (1024, 1), {half * 256 * 1024})" in line
-        assert f"reinterpret_tensor({scales}, (8192, ), (1, ), {half * 8192})" in line
-    assert not re.search(r"triton_\w+\.run|copy_|clone", calls)
-    (order,) = set(re.findall(r"tile_of_one\(program // (\d+)", definitions))  # Inductor wrote what the kernel calls
-    assert order == "2" and "def tile_of_one(" in definitions
 
 
 def attention(x, wq, wk, wv, wo):

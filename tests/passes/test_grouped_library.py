@@ -15,25 +15,28 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import _compat
-from fp4compile.analysis.graph import SCALED_GROUPED_MM, grouped_problem
+from fp4compile.analysis.graph import scaled_mm_of
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.groups import Groups, padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.matmul import SCALED_GROUPED_MM
 from fp4compile.passes import autotune
 from fp4compile.passes.lower import lower
-from fp4compile.templates.grouped import choose as registry
-from fp4compile.templates.grouped import library
-from fp4compile.templates.grouped.block_scaled_sm100 import sm100_configs
-from fp4compile.templates.grouped.choose import choose, named, to_time
-from fp4compile.templates.grouped.problem import call_of, problem_of
+from fp4compile.templates import choose as registry
+from fp4compile.templates.choose import choose, named, to_time
+from fp4compile.templates.gemm import grouped_library as library
+from fp4compile.templates.gemm.grouped_block_scaled_sm100 import sm100_configs
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import call_of
+from fp4compile.templates.problem import problem_of
+from tests.helpers.arguments import of_groups
 from tests.helpers.grouped_library_checks import calls_of, calls_whatever_is_served, check, check_ends
 from tests.helpers.library_checks import Refused
 
 BF16 = torch.bfloat16
-LIBRARY, KERNEL = "library_block_scaled", "block_scaled_sm100"
+LIBRARY, KERNEL = "grouped_library_block_scaled", "grouped_block_scaled_sm100"
 FORMATS = [("nvfp4", "nvfp4"), ("nvfp4_te", "nvfp4_16x16"), ("nvfp4_one_level", "nvfp4"), ("mxfp8", "mxfp8"),
            ("mxfp8_floor", "mxfp8_32x32")]  # fmt: skip
 SIZES = [(16, 32), (768, 2048), (2048, 7168), (1040, 96), (144, 1056)]  # of N and K
@@ -98,8 +101,8 @@ def test_the_kernel_serves_all_that_the_library_serves():
     with torch.device("meta"):
         for (a, b), (n, k), rows, groups in zip(FORMATS, SIZES, (1, 64, 5000, 2**17, 300), (1, 3, 256, 64, 2),
                                                 strict=True):  # fmt: skip
-            problem = problem_of(*operands(rows, groups, n, k, a, b), rows, BF16, Target(100))
-            assert choose(problem).name == KERNEL
+            problem = problem_of(of_groups(*operands(rows, groups, n, k, a, b), rows, BF16), Target(100))
+            assert choose(problem).kernel == KERNEL
             found = to_time(problem)
             assert [one.kernel for one in found] == [*[KERNEL] * len(sm100_configs(problem)), LIBRARY]
             assert named(found[-1].kernel) is library.BLOCK_SCALED
@@ -146,7 +149,7 @@ def test_groups_along_the_contraction_are_not_sent():
         a, b = (empty_operand(fmt.name, size, padded, size) for size in (256, 512))
         offs = torch.empty(groups, dtype=torch.int32)
         assert calls_of(a, b, offs, rows) == []
-        assert {one.kernel for one in to_time(problem_of(a, b, offs, rows, BF16, Target(100)))} == {KERNEL}
+        assert {one.kernel for one in to_time(problem_of(of_groups(a, b, offs, rows, BF16), Target(100)))} == {KERNEL}
 
 
 BREAKS = {
@@ -161,7 +164,7 @@ def test_a_router_that_sends_everything_is_found_out(name):
     changes, message = BREAKS[name]
     given = {"rows": 256, "groups": 4, "n": 512, "k": 1024, **changes}
     with torch.device("meta"), pytest.raises((Refused, RuntimeError), match=message):
-        (arguments,) = calls_whatever_is_served(call_of(*operands(**given), 256, BF16, Target(100)))
+        (arguments,) = calls_whatever_is_served(call_of(of_groups(*operands(**given), 256, BF16), Target(100)))
         check(arguments)
 
 
@@ -219,7 +222,7 @@ class Clock:
         self.timed, self.times = [], times
         monkeypatch.setattr(autotune, "_winners", {})
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(autotune, "_grouped_copies", lambda *arguments: [()])
+        monkeypatch.setattr(autotune, "_copies", lambda product: [None])
         monkeypatch.setattr(autotune, "_times", self._times)
 
     def _times(self, sequences):
@@ -235,7 +238,7 @@ def experts(name, along_k=False):
         found = []
         for each, dim, groups in ((x, -2 if along_k else -1, offs), (w, -2 if along_k else -1, offs)):
             groups = None if each.dim() == 3 else groups
-            data, scales, outer = torch.ops.fp4compile.quantize_grouped(each, groups, name, dim, layout="swizzled")
+            data, scales, outer = torch.ops.fp4compile.quantize(each, name, dim, offs=groups, layout="swizzled")
             found += [data, scales, outer if outer.numel() else None, name]
         return torch.ops.fp4compile.scaled_grouped_mm(*found, offs, x.shape[0], BF16)
 
@@ -291,7 +294,7 @@ def test_the_fastest_configuration_is_launched(along_k, index, monkeypatch):
 
     def keep(graph):
         (node,) = graph.find_nodes(op="call_function", target=SCALED_GROUPED_MM)
-        configs.extend(sm100_configs(grouped_problem(node)))
+        configs.extend(sm100_configs(scaled_mm_of(node).problem()))
 
     def run(call, config):
         ran.append(config)
@@ -323,11 +326,12 @@ def test_what_is_timed_is_the_product(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=0))
     monkeypatch.setattr(torch, "empty_strided", lambda *args, device, **more: empty_strided(*args, **more))
     with unset_fake_temporarily():
-        copies = autotune._grouped_copies(a, b, torch.empty_like(offs, device="cpu"), 10, BF16)
-    assert len(copies) == autotune.FEWEST_CALLS and len({a.data.data_ptr() for a, *_ in copies}) == len(copies)
-    for *made, even, rows, out_dtype in copies:
-        assert (even.tolist(), even.dtype, rows, out_dtype) == ([2, 5, 7, 10], torch.int32, 10, BF16)
-        for like, x in zip((a, b), made, strict=True):
+        copies = autotune._copies(of_groups(a, b, torch.empty_like(offs, device="cpu"), 10, BF16))
+    assert len(copies) == autotune.FEWEST_CALLS and len({one.a.data.data_ptr() for one in copies}) == len(copies)
+    for made in copies:
+        assert (made.offs.tolist(), made.offs.dtype) == ([2, 5, 7, 10], torch.int32)
+        assert (made.rows, made.out_dtype) == (10, BF16)
+        for like, x in ((a, made.a), (b, made.b)):
             assert not isinstance(x.data, FakeTensor) and x.outer.isfinite().all() and x.outer.shape == (4,)
             assert (x.data.shape, x.data.dtype, x.scales.shape) == (like.data.shape, like.data.dtype, like.scales.shape)
             assert x.scales.view(torch.uint8).unique().tolist() == [0x38]
@@ -350,7 +354,7 @@ def test_values_on_sm100(name, offs, monkeypatch):
     b = reference_grouped.quantize_matrices(torch.randn(6, 144, 288), fmt, -1, None, "swizzled", None, False)
     expected = reference_grouped.scaled_grouped_mm(Operand(*a, fmt), Operand(*b, fmt), offs, 170, BF16)
     left, right = (Operand(*(None if t is None else t.cuda() for t in x), fmt) for x in (a, b))
-    call = call_of(left, right, offs.cuda(), 170, BF16, Target(100))
+    call = call_of(of_groups(left, right, offs.cuda(), 170, BF16), Target(100))
     got = library.BLOCK_SCALED.run(call, None).cpu()
     largest = expected.float().abs().amax()
     assert ((got.float() - expected.float()).abs() <= 2.0**-7 * largest).all()

@@ -9,11 +9,12 @@ from torch._subclasses import FakeTensorMode
 
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
-from fp4compile.templates.gemm import choose, library
-from fp4compile.templates.gemm.dispatch import call_of, scaled_mm
+from fp4compile.templates import choose
+from fp4compile.templates.gemm import library
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import call_of, scaled_mm
 from tests.helpers.choices import only, without
 from tests.helpers.library_checks import V1, V2, Refused, calls_of, check
 
@@ -184,7 +185,7 @@ def test_who_computes_float8_rowwise(sm, kernel):
     with torch.device("meta"):
         operands = product(40, 512, 1024, "float8_rowwise", bias=BF16)
         with dry_run(Target(sm)):
-            assert choose.choose(call_of(*operands, BF16).problem).kernel == kernel
+            assert choose.choose(call_of(Arguments(*operands, BF16)).problem).kernel == kernel
         for op, arguments in calls_of(*operands, BF16, sm):
             check(op, arguments, sm)
             assert (op, arguments["scale_a"].numel() == 1) == (V1, kernel == "library_rescaled")

@@ -13,20 +13,18 @@ from triton.runtime import driver
 
 import fp4compile
 from fp4compile import _inductor_patches
-from fp4compile.check.launches import GATE, RMS_NORM, after_steps
+from fp4compile.check.quantiser_table import GATE, RMS_NORM, Configuration
 from fp4compile.formats import formats
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.ops import dense as ops
 from fp4compile.passes.lower import lower
 from fp4compile.recipe import named
 from fp4compile.templates import scale_sweep
-from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
-from fp4compile.templates.grouped import dispatch as experts
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import dispatch as quantize
+from fp4compile.templates.multiply import scaled_grouped_mm, scaled_mm, scaled_mm_group
 from tests.helpers.absent_gpu import NoGpu, launched_on
 from tests.helpers.by_hand import assert_product
+from tests.helpers.quantisers import quantize, quantize_both
 
 
 def generated_code(layer, backend, x, **options):
@@ -179,7 +177,7 @@ def quantizes(x):
     values = torch.ops.fp4compile.dequantize(data, scales, outer, "nvfp4", x.shape[-1], torch.bfloat16)
     columns = torch.ops.fp4compile.quantize(x, "mxfp8", 0, layout="swizzled")
     rows = torch.ops.fp4compile.quantize(x, "nvfp4_rowwise")
-    return data, scales, outer, values, *columns[:2], *rows, *torch.ops.fp4compile.quantize_both(x, "mxfp4")[:4]
+    return data, scales, outer, values, *columns[:2], *rows, *torch.ops.fp4compile.quantize(x, "mxfp4", [-1, -2])[:4]
 
 
 @pytest.mark.gpu
@@ -210,30 +208,31 @@ def launches():
     with dry_run(Target(90)) as found:
         for name in ("nvfp4_te", "nvfp4_rowwise", "nvfp4_16x16", "mxfp8", "float8_rowwise"):
             fmt = formats.get(name)
-            quantize.quantize(x, fmt)
-            quantize.quantize(x.mT, fmt)
+            quantize(x, fmt)
+            quantize(x.mT, fmt)
             if fmt.outer != "row":
-                quantize.quantize_both(x, fmt)
-            if ops.fake_quantizable(fmt):
-                quantize.fake_quantize(x, fmt)
+                quantize_both(x, fmt)
+            if fmt.scale == "e4m3" and not fmt.square:
+                quantize(x, fmt, values=True)
         for name, steps in (("nvfp4_one_level", GATE), ("nvfp4_rowwise", GATE), ("float8_rowwise", RMS_NORM)):
-            after_steps(x, formats.get(name), "linear", steps)
+            found += Configuration("", name, shape=(256, 512), steps=steps).launches(90)
+        found += Configuration("", "mxfp8", (-1, -2), shape=(256, 512), steps=GATE).launches(90)
         offs, weights = torch.empty(3, dtype=torch.int32, device="meta"), x.new_empty(3, 128, 512)
         for name in ("nvfp4_te", "nvfp4_rowwise"):
             fmt = formats.get(name)
 
             def operand(x, offs, dim=-1, fmt=fmt):
-                options = {"seed": None, "transform": dim == -2}
-                return Operand(*experts.quantize_grouped(x, offs, fmt, dim, None, "linear", **options), fmt)
+                groups = {"each_matrix": True} if offs is None else {"offs": offs}
+                return Operand(*quantize(x, fmt, dim=dim, hadamard=dim == -2, **groups), fmt)
 
             columns = operand(x, offs, -2)
-            experts.quantize_grouped_both(x, offs, fmt, None, "linear", seed=seed, transform=name == "nvfp4_te")
+            quantize_both(x, fmt, seed=seed, hadamard=name == "nvfp4_te", offs=offs)
             for rows in (256, 48):
-                experts.scaled_grouped_mm(operand(x[:rows], offs), operand(weights, None), offs, rows, torch.bfloat16)
-            experts.scaled_grouped_mm(columns, columns, offs, 256, torch.bfloat16)
+                scaled_grouped_mm(operand(x[:rows], offs), operand(weights, None), offs, rows, torch.bfloat16)
+            scaled_grouped_mm(columns, columns, offs, 256, torch.bfloat16)
         te = formats.get("nvfp4_te")
-        quantize.quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
-        quantize.quantize_both(x, te, seed=seed, transform=True)
+        quantize_both(x.new_empty(256, 1), te)  # rows a stride of one apart
+        quantize_both(x, te, seed=seed, hadamard=True)
         for m in (1, 4, 40, 256):
             for name in ("nvfp4", "mxfp8"):
                 fmt = formats.get(name)
@@ -308,7 +307,7 @@ def test_swept_weights_are_lowered_to_the_sweep():
 def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
     """Where its analysis of a kernel fails it takes all arguments for written, copies them, and may not order them."""
     monkeypatch.setattr(driver, "_active", NoGpu(90))
-    kernels, fake_quantised, prefetching = set(), 0, set()
+    kernels, fake_quantised = set(), 0
     for launch in launches():
         dtypes = dtypes_of(launch)
         arguments = {k: torch.empty(16, dtype=dtypes[k]) if k in dtypes else v for k, v in launch.args.items()}
@@ -326,15 +325,12 @@ def test_inductor_knows_what_every_kernel_writes(monkeypatch, caplog):
         if dtypes.get("data_ptr") == torch.float16:
             fake_quantised += 1
             assert written == {"data_ptr", "outer_ptr"}
-        if launch.constants.get("AHEAD"):
-            prefetching.add(launch.kernel.__name__)
         kernels.add(launch.kernel.__name__)
     assert kernels >= {"sweep_scales", "columns_amax", "quantize_columns", "quantize_rows", "quantize_squares", "gemv",
                        "gemm_skinny", "swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction",
                        "gemm_dequant_tiles", "grouped_rows_amax", "grouped_columns_amax", "quantize_grouped_rows",
                        "quantize_grouped_columns", "gemm_grouped", "gemm_dequant_tiles_grouped"}  # fmt: skip
     assert fake_quantised == 2
-    assert prefetching == {"quantize_rows", "quantize_scaled_rows", "quantize_reduced_rows"}
     assert "assuming every input is mutated" not in caplog.text
 
 
@@ -352,7 +348,7 @@ def test_a_signature_is_analysed_once(monkeypatch):
     def written(rows, dtype=torch.bfloat16):
         x = torch.empty(rows, 512, dtype=dtype, device="meta")
         with dry_run(Target(90)) as found:
-            quantize.quantize(x, formats.get("mxfp8"), layout="swizzled")
+            quantize(x, formats.get("mxfp8"), layout="swizzled")
         (launch,) = found
         arguments = {k: torch.empty(2, dtype=v.dtype) if isinstance(v, torch.Tensor) else v
                      for k, v in launch.args.items()}  # fmt: skip

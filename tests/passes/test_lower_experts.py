@@ -59,7 +59,7 @@ def backward(name, hadamard):
     def wgrad(x, dy, offs):
         operands = []
         for t in (dy, x):
-            data, scales, outer = torch.ops.fp4compile.quantize_grouped(t, offs, name, -2, hadamard=hadamard)
+            data, scales, outer = torch.ops.fp4compile.quantize(t, name, -2, offs=offs, hadamard=hadamard)
             operands += [data, scales, outer if outer.numel() else None, name]
         return torch.ops.fp4compile.scaled_grouped_mm(*operands, offs, x.shape[0], torch.bfloat16)
 
@@ -126,8 +126,8 @@ def test_launches_of_both_directions(name, hadamard, count):
     """One launch reads the amaxes of both, and one quantises in both."""
 
     def both(x, w, offs):
-        rows = torch.ops.fp4compile.quantize_grouped(x, offs, name, -1)
-        columns = torch.ops.fp4compile.quantize_grouped(x, offs, name, -2, hadamard=hadamard)
+        rows = torch.ops.fp4compile.quantize(x, name, -1, offs=offs)
+        columns = torch.ops.fp4compile.quantize(x, name, -2, offs=offs, hadamard=hadamard)
         return (*rows, *columns)
 
     for sm, groups in ((90, 3), (100, 64)):
@@ -137,8 +137,8 @@ def test_launches_of_both_directions(name, hadamard, count):
 
 def test_both_directions_of_matrices_in_square_blocks():
     def both(x, w, unused):
-        quantize = torch.ops.fp4compile.quantize_grouped
-        return (*quantize(w, None, "nvfp4_16x16", -1), *quantize(w, None, "nvfp4_16x16", -2))
+        quantize = torch.ops.fp4compile.quantize
+        return (*quantize(w, "nvfp4_16x16", each_matrix=True), *quantize(w, "nvfp4_16x16", -2, each_matrix=True))
 
     _, launches, left = lowered(100, both, (1,), (4, 256, 512), 4)
     assert launches == ["tensor_amax", "quantize_squares"] and not left

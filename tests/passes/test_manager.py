@@ -14,13 +14,13 @@ from fp4compile.passes.base import Pass, run_passes
 from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.manager import JointPasses, LowerPasses
 from fp4compile.recipe import named
-from fp4compile.report import cache as report_cache
+from fp4compile.report import stored_rows
 from fp4compile.report.report import PassRun, Report
 from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "fuse_prologue", "pair_prologues",
+    "rewrite", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "fuse_prologue",
     "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
 POST_GRAD = SWITCHABLE[2:]
@@ -264,8 +264,8 @@ def test_both_keys_tell_the_setting(disable):
 
 def test_the_reports_key_tells_the_setting(disable, captured, monkeypatch):
     keys = []
-    keep = report_cache.key
-    monkeypatch.setattr(report_cache, "key", lambda *args: keys.append(keep(*args)) or keys[-1])
+    keep = stored_rows.key
+    monkeypatch.setattr(stored_rows, "key", lambda *args: keys.append(keep(*args)) or keys[-1])
     for names in ((), ("inplace",)):
         disable(*names)
         torch._dynamo.reset()

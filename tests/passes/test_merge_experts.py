@@ -4,13 +4,17 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4compile.analysis.graph import QUANTIZE_GROUPED, QUANTIZE_GROUPED_BOTH
-from fp4compile.ops import grouped as ops_grouped  # noqa: F401  defines the ops
+from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes.merge_quantize import merge_quantize
 
-quantize = torch.ops.fp4compile.quantize_grouped
 X, OFFS, OTHERS = torch.randn(20, 64), torch.tensor([3, 3, 17], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
 W, SEED, OUTER = torch.randn(3, 32, 64), torch.tensor(1), torch.tensor(0.01)
+
+
+def quantize(x, offs, format, dim=-1, **options):
+    """Of groups of rows; offs: None for matrices that are each alone."""
+    return torch.ops.fp4compile.quantize(x, format, dim, offs=offs, each_matrix=offs is None, **options)
 
 
 def merged(function, *args):
@@ -22,10 +26,9 @@ def merged(function, *args):
     module.recompile()
     for got, right in zip(module(*args), expected, strict=True):
         assert got.dtype == right.dtype and torch.equal(got.view(torch.uint8), right.view(torch.uint8))
-    both, apart = (module.graph.find_nodes(op="call_function", target=t)
-                   for t in (QUANTIZE_GROUPED_BOTH, QUANTIZE_GROUPED))  # fmt: skip
-    assert len(both) == pairs
-    return pairs, len(apart)
+    directions = [len(quantise_of(node).dims) for node in module.graph.find_nodes(op="call_function", target=QUANTIZE)]
+    assert directions.count(2) == pairs
+    return pairs, directions.count(1)
 
 
 def pair(x, offs, format, columns=None, **options):
@@ -64,5 +67,5 @@ def test_matrices_and_equal_quantises():
     assert merged(lambda w: pair(w, None, "mxfp8_32x32", layout="swizzled"), W) == (1, 0)
     assert merged(lambda w: pair(w, None, "nvfp4"), W) == (0, 2)
     dense = torch.ops.fp4compile.quantize
-    assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *dense(x, "mxfp8", 0)), X, OFFS) == (0, 1)
+    assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *dense(x, "mxfp8", 0)), X, OFFS) == (0, 2)
     assert merged(lambda x, offs: (*quantize(x, offs, "mxfp8"), *quantize(x, offs, "mxfp8")), X, OFFS) == (0, 1)

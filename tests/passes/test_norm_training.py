@@ -5,7 +5,8 @@ from torch._inductor import config
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from fp4compile.analysis.graph import QUANTIZE_PROLOGUE
+from fp4compile.analysis.graph import quantise_of
+from fp4compile.ops.quantize import QUANTIZE
 from tests.helpers import prologues_on_cpu
 from tests.helpers.llama import llama_norm
 
@@ -23,7 +24,7 @@ class Block(torch.nn.Module):
 
 
 def trained(fused, monkeypatch):
-    """(result and gradients, steps and stored of each quantiser with a prologue) of one step."""
+    """(result and gradients, steps, dimensions and stored of each quantiser with a prologue) of one step."""
     found = []
     torch.manual_seed(0)
     prologues_on_cpu.fuse(monkeypatch, fused, lambda one: found.extend(_prologues(one)))
@@ -41,8 +42,8 @@ def trained(fused, monkeypatch):
 
 
 def _prologues(one):
-    nodes = one.find_nodes(op="call_function", target=QUANTIZE_PROLOGUE)
-    return [(node.args[1], node.args[3], node.kwargs.get("stored")) for node in nodes]
+    quantisers = map(quantise_of, one.find_nodes(op="call_function", target=QUANTIZE))
+    return [(list(each.prologue), each.dims, each.stored) for each in quantisers if each.prologue]
 
 
 def test_a_checkpointed_step(monkeypatch):
@@ -51,6 +52,6 @@ def test_a_checkpointed_step(monkeypatch):
         apart, none = trained(False, patches)
     fused, found = trained(True, monkeypatch)
     steps = ["add aux0 aux2", "square s0", "mean s1", "add s2 1e-05", "rsqrt s3", "mul s0 s4", "mul row1 s5"]
-    assert none == [] and found == [(steps, "quantize", ["s0 bfloat16"])]
+    assert none == [] and found == [(steps, (-1,), ("s0 bfloat16",))]
     for one, other in zip(apart, fused, strict=True):
         assert torch.equal(one, other)

@@ -19,8 +19,8 @@ from fp4compile.check.sass import disassemble
 from fp4compile.formats import formats
 from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
 from fp4compile.formats.operand import Operand
-from fp4compile.ops import dense as ops
-from fp4compile.templates.device.epilogue import source
+from fp4compile.ops.matmul import SCALED_MM, scaled_mm_kernels
+from fp4compile.templates.device.epilogue import text
 from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.choices import only
@@ -40,7 +40,7 @@ from tests.helpers.kernels import (
 )
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm.dispatch import scaled_mm
+    from fp4compile.templates.multiply import scaled_mm
 
 # Steps, and the same in PyTorch.
 EPILOGUES = {
@@ -154,8 +154,7 @@ class OnTheCpu(torch.fx.Interpreter):
     """Runs a graph with the kernels that it would be lowered to on a GPU."""
 
     def call_function(self, target, args, kwargs):
-        kernels = {"scaled_mm_epilogue": ops.scaled_mm_epilogue_cuda, "scaled_mm": ops.scaled_mm_cuda}
-        return super().call_function(kernels.get(getattr(target, "_opname", ""), target), args, kwargs)
+        return super().call_function(scaled_mm_kernels if target is SCALED_MM else target, args, kwargs)
 
 
 @gpu
@@ -210,33 +209,16 @@ def test_bad_epilogues():
         call(a=plain, b=plain)
 
 
-def test_source():
-    assert (
-        source(epilogue_of("gelu, scale, residual", torch.bfloat16, torch.bfloat16))
-        == """\
-@triton.jit
-def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):
-    product = rounded(acc, tl.bfloat16, ISA)
-    row0 = tl.load(epilogue_0_ptr + col, mask=col < n, other=0.0).to(tl.float32)
-    aux1 = tl.load(epilogue_1_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    s0 = product * 0.5
-    s1 = product * 0.7071067811865476
-    s2 = erf(s1)
-    s3 = s2 + 1.0
-    s4 = s0 * s3
-    s5 = s4 * row0
-    s6 = s5 + aux1
-    return s6
-"""
-    )
-    assert source(Epilogue.parse(["mul product -2.0"], torch.float32, torch.float32)).splitlines()[2:] == [
-        "    product = acc", "    s0 = product * (-2.0)", "    return s0",
-    ]  # fmt: skip
+def test_text():
+    """A value is called by its place, a number is written as a float, and silu is one step."""
+    steps = "mul 0 0.5; mul 0 0.7071067811865476; erf 4; add 5 1.0; mul 3 6; mul 7 1; add 8 2"
+    gelu = epilogue_of("gelu, scale, residual", torch.bfloat16, torch.bfloat16)
+    assert text(gelu) == f"product row0 aux1 | {steps} | bfloat16"
+    assert text(Epilogue.parse(["mul product -2.0"], torch.float32, torch.float32)) == "product | mul 0 -2.0 | float32"
+    assert text(Epilogue((), torch.float16, torch.float32)) == "product |  | float16"
     gate = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
-    for dtype, narrow in ((torch.bfloat16, True), (torch.float32, False)):
-        assert source(Epilogue.parse(gate, dtype, dtype)).splitlines()[-3:] == [
-            f"    s3 = silu(product, {narrow}, ISA)", "    s4 = s3 * aux0", "    return s4",
-        ]  # fmt: skip
+    for dtype, silu in ((torch.bfloat16, "silu.narrow"), (torch.float32, "silu")):
+        assert text(Epilogue.parse(gate, dtype, dtype)).split(" | ")[:2] == ["product aux0", f"{silu} 0; mul 2 1"]
 
 
 LARGE = ["gelu, scale, residual", "two matrices"]  # the most values at once, the most loads
@@ -315,11 +297,11 @@ def without_places(text):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="has no cache keys")
-def test_one_epilogue_is_one_kernel():
+def test_equal_epilogues_are_equal_constants():
     """Layers that do the same share a kernel, so that it is written and compiled once; another epilogue is another."""
     one, same, other = (last_launch(90, "nvfp4", "nvfp4", 16, name) for name in ("relu", "relu", "silu and gate"))
-    assert one.kernel is same.kernel and one.kernel is not other.kernel
-    assert one.kernel.cache_key != other.kernel.cache_key
+    assert one.kernel is same.kernel is other.kernel
+    assert one.constants == same.constants and one.constants["EPILOGUE"] != other.constants["EPILOGUE"]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

@@ -34,11 +34,11 @@ from tests.helpers.kernels import (
 
 if INTERPRETING or torch.cuda.is_available():
     from fp4compile.hardware import Target
-    from fp4compile.templates.gemm import choose
+    from fp4compile.templates import choose
     from fp4compile.templates.gemm.call import kernel_operand
-    from fp4compile.templates.gemm.dispatch import scaled_mm
     from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_configs
-    from fp4compile.templates.gemm.problem import OperandType, Problem
+    from fp4compile.templates.multiply import scaled_mm
+    from fp4compile.templates.problem import OperandType, Problem
 
 MORE = [BlockFormat("e2m1", (32, 32), "e8m0", None, "rceil"), BlockFormat("e2m1", (16, 16), "e4m3", None, "te")]
 FORMATS = [*map(formats.get, formats.NAMED), *MORE]

@@ -22,14 +22,17 @@ from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch
+from fp4compile.templates.choose import choose
+from fp4compile.templates.gemm import grouped_library as library
+from fp4compile.templates.gemm import grouped_skinny, indexed
 from fp4compile.templates.gemm.heuristics import SkinnyConfig
-from fp4compile.templates.grouped import indexed, library, skinny
-from fp4compile.templates.grouped.choose import choose
-from fp4compile.templates.grouped.dispatch import quantize_grouped, scaled_grouped_mm
-from fp4compile.templates.grouped.problem import call_of, problem_of
-from fp4compile.templates.launch import dry_run, target_of
+from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import call_of, scaled_grouped_mm
+from fp4compile.templates.problem import problem_of
 from tests.helpers import grouped_library_checks, in_interpreter, ptx_lanes
+from tests.helpers.arguments import of_groups
 from tests.helpers.kernels import INTERPRETING, OLD_TRITON, gpu, on_device
+from tests.helpers.quantisers import quantize
 
 if INTERPRETING:
     ptx_lanes.install()
@@ -52,9 +55,9 @@ def check(a, b, offs, config=None, out_dtype=torch.float32):
     """The kernel's product against the reference's: float32's error, and one rounding to the output's type."""
     rows = a.data.shape[0]
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
-    call = call_of(on_device(a), on_device(b), on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
-    assert skinny.streams_experts(call.problem)
-    got = skinny.CANDIDATE.run(call, config or skinny.CANDIDATE.configure(call.problem))
+    call = call_of(of_groups(on_device(a), on_device(b), on_device(offs), rows, out_dtype))
+    assert grouped_skinny.streams_experts(call.problem)
+    got = grouped_skinny.CANDIDATE.run(call, config or grouped_skinny.CANDIDATE.configure(call.problem))
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     got, expected = got.cpu().double(), expected.double()
     assert torch.equal(got.isnan(), expected.isnan())
@@ -142,7 +145,7 @@ def test_values_by_the_library(offs, monkeypatch):
         monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
     a, b, offs = operands("float8_rowwise", "float8_rowwise", offs, 23, 48, 32)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, 23, BF16)
-    call = call_of(on_device(a), on_device(b), on_device(offs), 23, BF16, target_of(on_device(offs).device))
+    call = call_of(of_groups(on_device(a), on_device(b), on_device(offs), 23, BF16))
     got = library.run_row_scaled(call, None).cpu()
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
@@ -166,7 +169,7 @@ def test_values_by_the_block_scaled_library(a, b, outer, offs):
     b = Operand(*reference_grouped.quantize_matrices(w, b, -1, outer, "swizzled", None, False), b)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, ROWS, BF16)
     with grouped_library_checks.Calls(grouped_library_checks.product) as calls:
-        got = library.run_block_scaled(call_of(a, b, offs, ROWS, BF16, target_of(offs.device)), None)
+        got = library.run_block_scaled(call_of(of_groups(a, b, offs, ROWS, BF16)), None)
     assert len(calls.found) == 1 and (got.shape, got.dtype) == (expected.shape, expected.dtype)
     difference, largest = (got.float() - expected.float()).abs(), expected.float().abs().amax()
     assert (difference <= 2.0**-7 * largest).all() and not got[expected.eq(0).all(-1)].any()
@@ -182,7 +185,7 @@ def meta(*shape, dtype=torch.bfloat16):
 def launched(rows, groups, n, k):
     fmt, offs = formats.get("nvfp4"), meta(groups, dtype=torch.int32)
     with dry_run(Target(90)):
-        b = quantize_grouped(meta(groups, n, k), None, fmt, -1, None, "linear", seed=None, transform=False)
+        b = quantize(meta(groups, n, k), fmt, each_matrix=True)
     with dry_run(Target(90)) as launches:
         scaled_grouped_mm(Operand(meta(rows, k)), Operand(*b, fmt), offs, rows, torch.bfloat16)
     return launches
@@ -297,16 +300,18 @@ def test_the_library_gets_what_torch_asks_for():
 
 @pytest.mark.skipif(INTERPRETING, reason="runs nothing")
 def test_what_the_library_serves():
-    problem = problem_of(*meta_operands(), 512, BF16, Target(90))
+    problem = problem_of(of_groups(*meta_operands(), 512, BF16), Target(90))
 
     def served(**changes):
-        return choose(replace(problem, **changes)).name == "library_row_scaled"
+        return choose(replace(problem, **changes)).kernel == "grouped_library_row_scaled"
 
-    assert served() and served(rows=1, m=1) and served(groups=1023)
+    assert served() and served(m=1) and served(groups=1023)
     assert not any(served(target=Target(sm)) for sm in (80, 89, 100, 120))
-    others = {"n": 264, "k": 520, "rows": 0, "groups": 1024, "out_dtype": torch.float32, "along_k": True}
+    others = {"n": 264, "k": 520, "m": 0, "groups": 1024, "out_dtype": torch.float32, "ragged": "contraction"}
     assert not any(served(**{name: value}) for name, value in others.items())
-    assert not served(a=replace(problem.a, outer="tensor")) and not served(b=replace(problem.b, format=None))
+    assert not served(a=replace(problem.a, outer="tensor")) and not served(
+        b=replace(problem.b, format=None, dtype=BF16)
+    )
 
 
 @pytest.mark.skipif(INTERPRETING, reason="is the interpreter")

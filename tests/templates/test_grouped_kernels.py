@@ -18,16 +18,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fp4compile import _compat, hardware
-from fp4compile.check.launches import GROUPED_CONFIGURATIONS
 from fp4compile.check.machine_code import check_quantize
+from fp4compile.check.quantiser_table import GROUPED_CONFIGURATIONS
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
+from fp4compile.ops.quantize import quantize_kernels
 from fp4compile.templates.launch import dry_run
 from tests.helpers import guarded, in_interpreter
+from tests.helpers.arguments import of_groups
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import OLD_TRITON, gpu, spilled_bytes
+from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -39,15 +42,9 @@ from fp4compile.templates.device.groups import (  # noqa: E402
     rows_of_group,
     total_tiles,
 )
-from fp4compile.templates.grouped import dequant_operand  # noqa: E402
-from fp4compile.templates.grouped.dispatch import (  # noqa: E402
-    quantize_grouped,
-    quantize_grouped_both,
-    scaled_grouped_mm,
-)
-from fp4compile.templates.grouped.heuristics import grouped_dot_config  # noqa: E402
-from fp4compile.templates.grouped.problem import call_of  # noqa: E402
-from fp4compile.templates.launch import target_of  # noqa: E402
+from fp4compile.templates.gemm import grouped_dequant_operand  # noqa: E402
+from fp4compile.templates.gemm.heuristics import grouped_dot_config  # noqa: E402
+from fp4compile.templates.multiply import call_of, scaled_grouped_mm  # noqa: E402
 
 ROWS = 170
 # Empty groups, small ones, one of two tiles of 128 rows; 7 rows of no group.
@@ -103,8 +100,10 @@ def on_device(value):
 
 def check(x, offs, fmt, dim, outer=None, layout="linear", seed=None, transform=False):
     """Quantise x, on the CPU, by the reference and by the kernels."""
-    options = {"seed": on_device(seed), "transform": transform}
-    got = quantize_grouped(x.to(DEVICE), on_device(offs), fmt, dim, on_device(outer), layout, **options)
+    got = quantize(
+        x.to(DEVICE), fmt, on_device(outer), layout, dim=dim, seed=on_device(seed), hadamard=transform,
+        offs=on_device(offs), each_matrix=offs is None,
+    )  # fmt: skip
     if offs is None:
         assert_same_bits(got, reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform))
         return
@@ -253,8 +252,10 @@ def test_groups_are_found():
 
 def check_both(x, offs, fmt, layout="linear", outer=None, seed=None, transform=False):
     """In both directions at once, by the kernels; each apart, by the reference."""
-    options = {"seed": on_device(seed), "transform": transform}
-    found = quantize_grouped_both(x.to(DEVICE), on_device(offs), fmt, on_device(outer), layout, **options)
+    found = quantize_both(
+        x.to(DEVICE), fmt, on_device(outer), layout, seed=on_device(seed), hadamard=transform, offs=on_device(offs),
+        each_matrix=offs is None,
+    )  # fmt: skip
     if offs is None:
         for got, dim in zip(found, (-1, -2), strict=True):
             assert_same_bits(got, reference_grouped.quantize_matrices(x, fmt, dim, outer, layout, seed, transform))
@@ -358,9 +359,9 @@ def check_product(a, b, offs, rows=ROWS, out_dtype=torch.float32):
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, out_dtype)
     a, b = (Operand(*map(on_device, (x.data, x.scales, x.outer)), x.format) for x in (a, b))
     assert_close(scaled_grouped_mm(a, b, on_device(offs), rows, out_dtype), expected)
-    call = call_of(a, b, on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
-    if dequant_operand.computes(call.problem):
-        assert_close(dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
+    call = call_of(of_groups(a, b, on_device(offs), rows, out_dtype))
+    if grouped_dequant_operand.computes(call.problem):
+        assert_close(grouped_dequant_operand.run(call, grouped_dot_config(call.problem)), expected)
 
 
 def assert_close(got, expected):
@@ -427,10 +428,10 @@ def test_every_program_walks_its_tiles(along_k, monkeypatch):
         a, b = of_columns(torch.randn(ROWS, 130), offs, "nvfp4"), of_columns(x, offs, "nvfp4_te")
     else:
         a, b = of_rows(x, offs, "nvfp4"), of_matrices(torch.randn(len(SIZES), 130, 72), "nvfp4_te")
-    call = call_of(a, b, offs, ROWS, torch.bfloat16, target_of(offs.device))
+    call = call_of(of_groups(a, b, offs, ROWS, torch.bfloat16))
     config = replace(grouped_dot_config(call.problem), bm=64, bn=64, parts=1, group_m=2)
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, ROWS, torch.bfloat16)
-    assert_close(dequant_operand.run(call, config), expected)
+    assert_close(grouped_dequant_operand.run(call, config), expected)
 
 
 # ---------------------------------------------------------------- no GPU, no values
@@ -443,7 +444,7 @@ def meta(*shape, dtype=torch.bfloat16):
 def meta_operand(x, offs, dim, format, layout="linear"):
     fmt = formats.get(format)
     with dry_run(Target(90)):
-        return Operand(*quantize_grouped(x, offs, fmt, dim, None, layout, seed=None, transform=False), fmt)
+        return Operand(*quantize(x, fmt, None, layout, dim=dim, offs=offs, each_matrix=offs is None), fmt)
 
 
 def test_operands_that_do_not_fit():
@@ -472,15 +473,17 @@ def test_operands_that_do_not_fit():
     ]:  # fmt: skip
         with dry_run(Target(90)), pytest.raises(error, match=message):
             scaled_grouped_mm(*arguments)
-    for arguments, error, message in [
-        ((w, offs, formats.get("nvfp4"), -1, None, "linear"), ValueError, "x: expected two"),
-        ((x, None, formats.get("nvfp4"), -1, None, "linear"), ValueError, "x: expected three"),
-        ((x, offs, formats.get("nvfp4"), 0, None, "linear"), ValueError, "dim=0"),
-        ((x, offs, formats.get("nvfp4_16x16"), -2, None, "linear"), ValueError, "square blocks"),
-        ((x, offs, formats.get("nvfp4"), -1, meta(4, dtype=torch.float32), "linear"), ValueError, "outer: expected"),
+    for tensor, format, dim, options, message in [
+        (w, "nvfp4", -1, {"offs": offs}, "x: expected two"),
+        (x, "nvfp4", -1, {"each_matrix": True}, "x: expected three"),
+        (x, "nvfp4", 2, {"offs": offs}, r"dim=\[2\]: x has 2"),
+        (w, "nvfp4", 0, {"each_matrix": True}, r"dim=\[-3\]: expected"),
+        (x, "nvfp4_16x16", -2, {"offs": offs}, "square blocks"),
+        (x, "nvfp4", -1, {"offs": offs, "outer": meta(4, dtype=torch.float32)}, "outer: expected"),
+        (x, "nvfp4_te", -1, {"offs": offs, "hadamard": True}, "hadamard: the transform goes along the rows"),
     ]:  # fmt: skip
-        with dry_run(Target(90)), pytest.raises(error, match=message):
-            quantize_grouped(*arguments, seed=None, transform=False)
+        with dry_run(Target(90)), pytest.raises(ValueError, match=message):
+            quantize_kernels(tensor, format, dim, **options)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="runs nothing")
@@ -491,13 +494,13 @@ def test_launches_do_not_grow_with_groups_nor_depend_on_rows():
     def step(x, offs, w):
         counts.append(len(launches))
         operands = []
-        for tensor, of, dim, transform in ((x, offs, -1, False), (w, None, -1, False), (x, offs, -2, True)):
-            found = quantize_grouped(tensor, of, fmt, dim, None, "swizzled", seed=None, transform=transform)
+        for tensor, dim, options in ((x, -1, {"offs": offs}), (w, -1, {"each_matrix": True}),
+                                     (x, -2, {"offs": offs, "hadamard": True})):  # fmt: skip
+            found = quantize(tensor, fmt, None, "swizzled", dim=dim, **options)
             operands.append(Operand(*found, fmt))
             counts.append(len(launches))
         for name in ("nvfp4_te", "nvfp4_rowwise"):
-            both = formats.get(name)
-            quantize_grouped_both(x, offs, both, None, "swizzled", seed=None, transform=True)
+            quantize_both(x, formats.get(name), None, "swizzled", offs=offs, hadamard=True)
             counts.append(len(launches))
         a, b, down = operands
         products = [scaled_grouped_mm(*pair, offs, x.shape[0], torch.bfloat16) for pair in ((a, b), (down, down))]
@@ -548,7 +551,7 @@ def test_products_compile_ahead():
         scaled_grouped_mm(down, down, offs, 2**14, torch.bfloat16)
         few = meta_operand(meta(64, 4096), offs, -1, "mxfp8")
         scaled_grouped_mm(few, meta_operand(w, None, -1, "mxfp8"), offs, 64, torch.bfloat16)
-        for groups in (dequant_operand.MOST_GROUPS, dequant_operand.MOST_GROUPS + 1):
+        for groups in (grouped_dequant_operand.MOST_GROUPS, grouped_dequant_operand.MOST_GROUPS + 1):
             x, w, offs = meta(2**17, 2048), meta(groups, 1024, 2048), meta(groups, dtype=torch.int32)
             a, b = meta_operand(x, offs, -1, "nvfp4_te"), meta_operand(w, None, -1, "nvfp4_te")
             scaled_grouped_mm(a, b, offs, 2**17, torch.bfloat16)

@@ -11,7 +11,8 @@ import torch
 from fp4compile.formats import formats
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.prologue import Prologue
-from fp4compile.ops import grouped_prologue as ops_grouped_prologue
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+from fp4compile.templates.quantize import plan
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import DEVICE, gpu
 
@@ -55,17 +56,14 @@ def on_device(x):
     return whole.to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def check(steps, op, format, *arguments, cols=40, sliced=True, **options):
+def check(steps, format, cols=40, sliced=True, **options):
     """The kernels' bits against the op's on the CPU, which is the reference; rows of no group mean nothing."""
     fmt, offs = formats.get(format), torch.tensor(SIZES).cumsum(0).to(torch.int32)
     operands = operands_of(steps, cols, sliced, fmt.block_cols if fmt.block else 16)
-    given = op, format, *arguments
-    expected = torch.ops.fp4compile.quantize_grouped_prologue(operands, steps, BF16, offs, *given, **options)
-    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    with mock.patch.object(ops_grouped_prologue, "apply", None):  # by kernels
-        got = ops_grouped_prologue.quantize_grouped_prologue_cuda(
-            list(map(on_device, operands)), steps, BF16, offs.to(DEVICE), *given, **moved
-        )
+    first, *others = operands
+    expected = QUANTIZE(first, format, offs=offs, operands=others, prologue=steps, **options)
+    with mock.patch.object(plan, "apply", None):  # by kernels
+        got = by_kernels(operands, steps, offs, format, **options)
     in_groups = Groups.of(offs, ROWS).of_rows < len(SIZES)
     for one, other in zip(got, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -78,72 +76,73 @@ def check(steps, op, format, *arguments, cols=40, sliced=True, **options):
 
 
 @gpu
-@pytest.mark.parametrize("format", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8"])
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp4", "mxfp8", "nvfp4_rowwise", "float8_rowwise"])
 def test_formats(format):
-    """Along the rows, where groups matter and where they do not; along the rows of groups; along both."""
-    check(GATE, "quantize_grouped", format, layout="swizzled")
-    check(ROUTED, "quantize_grouped", format, -2)
-    check(GATE, "quantize_grouped_both", format, cols=72 if format == "nvfp4" else 40, layout="swizzled")
+    """Where groups matter, for swizzled scales, and where they do not."""
+    if formats.get(format).outer is None:
+        check(GATE, format, layout="swizzled")
+    check(ROUTED, format)
 
 
 @gpu
 @pytest.mark.parametrize(("cols", "sliced"), [(41, True), (72, False)])
 def test_operands(cols, sliced):
     """Of any width, contiguous and as slices; three tensors, a factor for each row, one for each column."""
-    check(GRADIENT, "quantize_grouped", "nvfp4", cols=cols, sliced=sliced)
-    check(GATE, "quantize_grouped_both", "mxfp8", cols=cols, sliced=sliced)
-    check(ROUTED, "quantize_grouped_both", "nvfp4", cols=cols)
+    for layout in ("linear", "swizzled"):
+        check(GRADIENT, "nvfp4_one_level", cols, sliced, layout=layout)
+        check(GATE, "mxfp8", cols, sliced, layout=layout)
+        check(ROUTED, "mxfp4", cols, layout=layout)
 
 
 @gpu
-def test_training_and_values():
-    """The Hadamard transform and random bits, a given outer scale, and values in the place of codes."""
-    check(GATE, "quantize_grouped_both", "nvfp4_te", hadamard=True)
-    check(GATE, "quantize_grouped", "nvfp4", layout="swizzled", outer=torch.tensor(0.25))
-    check(GATE, "fake_quantize_grouped", "nvfp4")
-    check(GATE, "fake_quantize_grouped", "mxfp8", -2)
-    check(ROUTED, "fake_quantize_grouped_both", "nvfp4", -1, "columns")
-    if DEVICE == "cpu":  # on SM100 random bits are the hardware's
-        check(GATE, "quantize_grouped_both", "nvfp4_te", seed=torch.tensor(5), hadamard=True)
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_rowwise", "float8_rowwise"])
+def test_an_outer_scale_that_is_given(format):
+    for layout in ("linear", "swizzled"):
+        check(GATE, format, layout=layout, outer=torch.tensor(0.25))
+
+
+@gpu
+@pytest.mark.parametrize("format", ["nvfp4_rowwise", "float8_rowwise"])
+def test_an_outer_scale_of_each_row(format):
+    """Such rows depend on nothing beside them, the groups included, where block scales are linear."""
+    check(GATE, format)
+    check(ROUTED, format, 41)
 
 
 @gpu
 def test_what_no_kernel_reads():
-    """By PyTorch, then quantised: float32, statistics, three tensors down the columns, long functions in both ways."""
+    """By PyTorch, then quantised: float32, statistics, and before an amax of groups, or of rows in padded groups."""
     offs = torch.tensor(SIZES).cumsum(0).to(torch.int32)
-    for steps, dtype, *given in (
-        (GATE, torch.float32, "quantize_grouped", "mxfp8", -2),
-        (["mean aux0", "sub aux0 s0"], BF16, "quantize_grouped", "mxfp8", -2),
-        (GRADIENT, BF16, "quantize_grouped", "mxfp8", -2),
-        (["sigmoid aux0", "mul s0 0.0"], BF16, "quantize_grouped_both", "mxfp8"),
-    ):
+    for steps, dtype, format, layout in (
+        (GATE, torch.float32, "mxfp8", "linear"), (["mean aux0", "sub aux0 s0"], BF16, "mxfp8", "linear"),
+        (GATE, BF16, "nvfp4", "linear"), (GATE, BF16, "nvfp4_rowwise", "swizzled"),
+    ):  # fmt: skip
         operands = [x.to(dtype) for x in operands_of(steps, 40, False)]
-        expected = torch.ops.fp4compile.quantize_grouped_prologue(operands, steps, BF16, offs, *given)
-        with mock.patch.object(ops_grouped_prologue, "apply", wraps=ops_grouped_prologue.apply) as applied:
-            got = by_kernels(operands, steps, BF16, offs, *given)
+        first, *others = operands
+        expected = QUANTIZE(first, format, offs=offs, operands=others, prologue=steps, dtype=BF16, layout=layout)
+        with mock.patch.object(plan, "apply", wraps=plan.apply) as applied:
+            got = by_kernels(operands, steps, offs, format, layout=layout)
         assert applied.called
-        first = 3 if given[0].endswith("both") else 0  # columns, of which all rows are in groups
-        for one, other in zip(got[first : first + 2], expected[first : first + 2], strict=True):
-            assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(got[:2], expected[:2], strict=True):
+            rows = sum(SIZES) if one.dim() == 2 else None  # swizzled scales are those of groups
+            one, other = (each[:rows].cpu().view(torch.uint8) for each in (one, other))
+            assert torch.equal(one, other)
 
 
-def by_kernels(operands, steps, dtype, offs, *arguments):
-    operands, offs = [x.to(DEVICE) for x in operands], offs.to(DEVICE)
-    return ops_grouped_prologue.quantize_grouped_prologue_cuda(operands, steps, dtype, offs, *arguments)
+def by_kernels(operands, steps, offs, format, **options):
+    moved = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    first, *others = map(on_device, operands)
+    return quantize_kernels(first, format, offs=offs.to(DEVICE), operands=others, prologue=steps, dtype=BF16, **moved)
 
 
 @pytest.mark.parametrize(("changes", "error", "said"), [
-    ({"op": "quantize"}, ValueError, "op: expected one of quantize_grouped"),
-    ({"op": "quantize_grouped_both", "dim": -2}, ValueError, "dim: quantize_grouped_both takes none"),
-    ({"values": "rows"}, ValueError, "values: quantize_grouped takes none"),
-    ({"op": "fake_quantize_grouped", "layout": "swizzled"}, ValueError, "layout: fake_quantize_grouped takes none"),
     ({"offs": torch.tensor([4])}, TypeError, "offs: expected int32"),
     ({"dtype": torch.int32}, ValueError, "dtype: expected one of"),
-    ({"operands": [torch.zeros(4, 32)] * 2}, ValueError, "operands: expected 1"),
+    ({"operands": [torch.zeros(4, 32)]}, ValueError, "operands: expected 0 besides x"),
     ({"format": "nvfp4_16x16"}, ValueError, "format: nvfp4_16x16 has square blocks"),
+    ({"stored": ["s0 bfloat16"]}, ValueError, "stored: rows of groups store nothing"),
 ])  # fmt: skip
 def test_bad_input(changes, error, said):
-    given = {"operands": [torch.zeros(4, 32)], "prologue": ["relu aux0"], "dtype": BF16,
-             "offs": torch.tensor([4], dtype=torch.int32), "op": "quantize_grouped", "format": "mxfp8"}  # fmt: skip
+    given = {"prologue": ["relu aux0"], "dtype": BF16, "offs": torch.tensor([4], dtype=torch.int32), "format": "mxfp8"}
     with pytest.raises(error, match=said):
-        torch.ops.fp4compile.quantize_grouped_prologue(**{**given, **changes})
+        QUANTIZE(torch.zeros(4, 32), **{**given, **changes})

@@ -17,17 +17,17 @@ from triton.runtime import driver
 
 from fp4compile import hardware
 from fp4compile.check import machine_code as check_machine_code
-from fp4compile.check.launches import GroupedProduct
+from fp4compile.check.product_table import Product
 from fp4compile.formats import formats, reference_grouped
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
 from fp4compile.templates import launch
+from fp4compile.templates.gemm.grouped_block_scaled_sm100 import CANDIDATE, sm100_configs
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig
-from fp4compile.templates.grouped.block_scaled_sm100 import CANDIDATE, sm100_configs
-from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
-from fp4compile.templates.grouped.problem import call_of, problem_of
-from fp4compile.templates.launch import target_of
+from fp4compile.templates.multiply import call_of, scaled_grouped_mm
+from fp4compile.templates.problem import problem_of
+from tests.helpers.arguments import of_groups
 from tests.helpers.kernels import INTERPRETING, for_gpus, gpu, on_device
 
 BF16 = torch.bfloat16
@@ -76,7 +76,7 @@ def magnitudes(x):
 
 def check(a, b, offs, rows=ROWS, out_dtype=torch.float32, config=None):
     """The kernel's product against the reference's, each within the error of a float32 sum."""
-    call = call_of(on_device(a), on_device(b), on_device(offs), rows, out_dtype, target_of(on_device(offs).device))
+    call = call_of(of_groups(on_device(a), on_device(b), on_device(offs), rows, out_dtype))
     got = CANDIDATE.run(call, config or CANDIDATE.configure(call.problem)).cpu()
     expected = reference_grouped.scaled_grouped_mm(a, b, offs, rows, torch.float32)
     sums = reference_grouped.scaled_grouped_mm(magnitudes(a), magnitudes(b), offs, rows, torch.float32)
@@ -123,7 +123,7 @@ def test_every_program_walks_its_tiles(along_k, monkeypatch):
     """Several tiles each, with different numbers of steps; every configuration, and another walk."""
     monkeypatch.setitem(hardware._MULTIPROCESSORS, 90, 3)  # which the interpreter counts as having
     a, b, offs = operands("nvfp4", "nvfp4", along_k, (0, 140, 150, 150, 300), 310, 288, 264, p=160)
-    configs = sm100_configs(problem_of(a, b, offs, 310, BF16, Target(100)))
+    configs = sm100_configs(problem_of(of_groups(a, b, offs, 310, BF16), Target(100)))
     assert {(config.bn, config.two_sums) for config in configs} == {(256, False), (128, True)}
     for config in configs:
         check(a, b, offs, 310, BF16, replace(config, group_m=2))
@@ -158,11 +158,11 @@ def test_by_tma(a, b, along_k):
 
 @compiled
 def test_what_it_serves():
-    product = GroupedProduct("nvfp4", "nvfp4", 512, 256, 256)
+    product = Product("nvfp4", "nvfp4", 512, 256, 256, groups=64)
 
     def served(sm=100, linear=False, **changes):
         one = replace(product, **changes)
-        problem = problem_of(*one.operands(), one.k if one.along_k else one.m, BF16, Target(sm))
+        problem = problem_of(one.arguments(), Target(sm))
         return CANDIDATE.serves(replace(problem, a=replace(problem.a, swizzled=False)) if linear else problem)
 
     assert served() and served(103) and served(along_k=True) and served(k=32)
@@ -177,7 +177,7 @@ def test_what_it_serves():
 def test_the_grid_holds_for_any_offsets(rows, along_k):
     """A program for each multiprocessor or for each tile that there can be; a table with an entry for each."""
     sizes = (512, 1000, rows) if along_k else (rows, 1000, 512)
-    _, (launched,) = GroupedProduct("nvfp4", "nvfp4", *sizes, along_k=along_k).launches(100)
+    _, (launched,) = Product("nvfp4", "nvfp4", *sizes, groups=64, along_k=along_k).launches(100)
     columns = -(-1000 // launched.constants["BN"])
     tiles = columns * (64 * 4 if along_k else rows // 128 + 64)
     assert launched.args["table_ptr"].shape[0] >= tiles
@@ -196,7 +196,8 @@ def test_in_a_graph(along_k, monkeypatch):
         symbol = mode.shape_env.create_symbol(512, ConstantSource("s"), DimDynamic.DYNAMIC)
         rows = mode.shape_env.create_symintnode(symbol, hint=512)
         m, k = (512, rows) if along_k else (rows, 256)
-        a, b, offs = GroupedProduct("nvfp4", "nvfp4", m, 256, k, along_k=along_k).operands()
+        arguments = Product("nvfp4", "nvfp4", m, 256, k, groups=64, along_k=along_k).arguments()
+        a, b, offs = arguments.a, arguments.b, arguments.offs
         tensors = (a.data, a.scales, a.outer, b.data, b.scales, b.outer, offs, torch.empty(rows, device="meta"))
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in tensors]
 
@@ -219,7 +220,7 @@ def test_machine_code():
 
     Of one product; the gate compiles the others.
     """
-    product = GroupedProduct("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True)
+    product = Product("nvfp4_rowwise", "nvfp4", 256, 512, 8192, groups=128, along_k=True)
     _, (launched,) = product.launches(100)
     row = check_machine_code.product_row(product, "native", launched, 100)
     assert row.line == "block-scaled, grouped" and not row.problems

@@ -11,15 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from fp4compile.check.launches import GROUPS, Configuration
 from fp4compile.check.machine_code import quantize_row
+from fp4compile.check.quantiser_table import Configuration
 from fp4compile.formats import formats, reference, reference_grouped
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Operand
 from tests.helpers import ptx_lanes
+from tests.helpers.arguments import of_groups
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.kernels import gpu
 from tests.helpers.ptx_player import play
+from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -27,15 +29,9 @@ if INTERPRETING:
     ptx_lanes.install()
 
 from fp4compile.templates.device import values  # noqa: E402
-from fp4compile.templates.grouped import dequant_operand  # noqa: E402
-from fp4compile.templates.grouped.dispatch import (  # noqa: E402
-    quantize_grouped,
-    quantize_grouped_both,
-    scaled_grouped_mm,
-)
-from fp4compile.templates.grouped.heuristics import grouped_dot_config  # noqa: E402
-from fp4compile.templates.grouped.problem import call_of  # noqa: E402
-from fp4compile.templates.launch import target_of  # noqa: E402
+from fp4compile.templates.gemm import grouped_dequant_operand  # noqa: E402
+from fp4compile.templates.gemm.heuristics import grouped_dot_config  # noqa: E402
+from fp4compile.templates.multiply import call_of, scaled_grouped_mm  # noqa: E402
 
 SEED = torch.tensor(2**40 + 5)
 # What groups of so many rows hold, an empty one among them, one of more than a tile; a NaN in the rows of no group.
@@ -80,21 +76,21 @@ def poisoned_memory():
 def test_rows_and_columns(format, seed, transform):
     """Each alone, both at once, and one of both as codes."""
     fmt = formats.get(format)
-    x, options = rows_of(40, fmt.block_cols), {"seed": here(seed), "transform": transform}
+    x, options = rows_of(40, fmt.block_cols), {"seed": here(seed), "offs": here(OFFS)}
     groups = Groups.of(OFFS, len(x))
     inside = groups.of_rows < groups.count
     rows = reference_grouped.quantize_rows(x, groups, fmt, None, "linear", seed)
     columns = reference_grouped.quantize_columns(x, groups, fmt, None, "linear", seed, transform)
     if format == "nvfp4_te":
-        alone = quantize_grouped(here(x), here(OFFS), fmt, -2, None, "linear", **options, values=True)
+        alone = quantize(here(x), fmt, dim=-2, **options, hadamard=transform, values=True)
         check(alone, columns, fmt, True)
     else:
-        alone = quantize_grouped(here(x), here(OFFS), fmt, -1, None, "linear", **options, values=True)
+        alone = quantize(here(x), fmt, **options, values=True)
         check(alone, rows, fmt, True, inside)
-    for wanted in ((True, True), (True, False), (False, True))[: 2 + (format == "mxfp8")]:
-        both = quantize_grouped_both(here(x), here(OFFS), fmt, None, "linear", **options, values=wanted)
-        check(both[0], rows, fmt, wanted[0], inside)
-        check(both[1], columns, fmt, wanted[1])
+    for wanted in ((-1, -2), (-1,), (-2,))[: 2 + (format == "mxfp8")]:
+        both = quantize_both(here(x), fmt, **options, hadamard=transform, values=wanted)
+        check(both[0], rows, fmt, -1 in wanted, inside)
+        check(both[1], columns, fmt, -2 in wanted)
 
 
 def check(got, expected, fmt, as_values, rows=None):
@@ -117,8 +113,7 @@ def test_matrices(format):
     if fmt.scale == "e4m3":
         sources += [(x.float() * 1.001, -1, None), (x.float() * 1.001, -2, None)]
     for source, dim, outer in sources:
-        got = quantize_grouped(here(source), None, fmt, dim, here(outer), "linear", seed=None, transform=False,
-                               values=True)  # fmt: skip
+        got = quantize(here(source), fmt, here(outer), dim=dim, each_matrix=True, values=True)
         check(got, reference_grouped.quantize_matrices(source, fmt, dim, outer, "linear", None, False), fmt, True)
 
 
@@ -153,9 +148,9 @@ def test_products(format, along_k):
         for b in every_b:
             assert torch.equal(reference_grouped.scaled_grouped_mm(a, b, OFFS, 170, torch.float32), expected)
             on_device = [Operand(*map(here, (z.data, z.scales, z.outer)), z.format) for z in (a, b)]
-            call = call_of(*on_device, here(OFFS), 170, torch.float32, target_of(here(OFFS).device))
-            assert dequant_operand.computes(call.problem)
-            got = dequant_operand.run(call, grouped_dot_config(call.problem)).cpu()
+            call = call_of(of_groups(*on_device, here(OFFS), 170, torch.float32))
+            assert grouped_dequant_operand.computes(call.problem)
+            got = grouped_dequant_operand.run(call, grouped_dot_config(call.problem)).cpu()
             bits = got if bits is None else bits
             assert torch.equal(got, bits)
             if a is not every_a[0] or b is not every_b[0]:
@@ -171,14 +166,16 @@ def test_products(format, along_k):
 def test_products_are_computed_again_for_rows_of_groups_alone(offs, row, again, monkeypatch):
     """Values that bf16 does not hold; in rows of no group, where nothing was written, the memory may have such."""
     found = []
-    monkeypatch.setattr(dequant_operand.dequant_tiles, "run", lambda *_, wanted: found.append(wanted.item()))
+    monkeypatch.setattr(
+        grouped_dequant_operand.grouped_dequant_tiles, "run", lambda *_, wanted: found.append(wanted.item())
+    )
     offs, fmt = torch.tensor(offs, dtype=torch.int32), formats.get("mxfp8")
     tokens = reference_grouped.quantize_rows(torch.randn(170, 40), Groups.of(offs, 170), fmt, None, "linear", None)
     weights = reference_grouped.quantize_matrices(torch.randn(3, 17, 40), fmt, -1, None, "linear", None, False)
     a, b = (Operand(*map(here, parts), fmt) for parts in (tokens, weights))
     a.data.view(torch.uint8)[row, 35], a.scales.view(torch.uint8)[row, 1] = 1, 0
-    call = call_of(a, b, here(offs), 170, torch.float32, target_of(here(offs).device))
-    dequant_operand.run(call, grouped_dot_config(call.problem))
+    call = call_of(of_groups(a, b, here(offs), 170, torch.float32))
+    grouped_dequant_operand.run(call, grouped_dot_config(call.problem))
     assert found == [again]
 
 
@@ -271,24 +268,17 @@ def test_bfloat16_holds_the_values_of_16_bit_numbers(name):
 # ---------------------------------------------------------------- machine code
 
 
-def trained(x, fmt, layout):
-    seed = torch.zeros((), dtype=torch.int64, device=x.device)
-    offs = torch.empty(GROUPS, dtype=torch.int32, device=x.device)
-    return quantize_grouped_both(x, offs, fmt, None, layout, seed=seed, transform=True, values=(True, True))
-
-
-def columns_of_matrices(x, fmt, layout):
-    x = x.unflatten(0, (GROUPS, -1))
-    return quantize_grouped(x, None, fmt, -2, None, layout, seed=None, transform=False, values=True)
+TRAINED = {"dim": (-1, -2), "groups": "rows", "hadamard": True, "seeded": True, "values": (-1, -2)}
+COLUMNS_OF_MATRICES = {"dim": (-2,), "groups": "matrices", "values": (-2,)}
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
-@pytest.mark.parametrize(("name", "call", "most"), [
-    ("nvfp4_te", trained, 960), ("nvfp4_16x16", columns_of_matrices, 345), ("mxfp8", columns_of_matrices, 400),
+@pytest.mark.parametrize(("name", "options", "most"), [
+    ("nvfp4_te", TRAINED, 960), ("nvfp4_16x16", COLUMNS_OF_MATRICES, 345), ("mxfp8", COLUMNS_OF_MATRICES, 400),
 ], ids=["trained", "squares", "columns"])  # fmt: skip
-def test_machine_code(name, call, most):
+def test_machine_code(name, options, most):
     """On Hopper: nothing spills, 16 bytes a store; a limit of instructions for 16 elements."""
-    one = Configuration("values", name, call, layout="linear")
+    one = Configuration("values", name, layout="linear", **options)
     found = quantize_row(one, one.launches(90)[-1], 90)
     assert found.resources.spills == 0 and found.stores == 16
     assert found.instructions <= most

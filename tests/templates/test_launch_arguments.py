@@ -10,20 +10,22 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-import fp4compile.ops.grouped  # noqa: F401  defines the ops
-from fp4compile.check.launches import GATE, RMS_NORM, after_steps
+from fp4compile.check.quantiser_table import GATE, RMS_NORM
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
 from fp4compile.formats.prologue import Prologue
+from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.hardware import Target
-from fp4compile.ops import prologue as ops_prologue
-from fp4compile.templates.gemm.dispatch import scaled_mm
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+from fp4compile.templates.gemm import indexed
 from fp4compile.templates.gemm.heuristics import tma_copies
-from fp4compile.templates.grouped import indexed
-from fp4compile.templates.grouped.dispatch import scaled_grouped_mm
 from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import dispatch, prologue_cost
+from fp4compile.templates.multiply import scaled_grouped_mm, scaled_mm
+from fp4compile.templates.quantize.dequantize import dequantize
 from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP, scaled_row_config
+from fp4compile.templates.quantize.prologue_cost import reads_amax
+from fp4compile.templates.quantize.prologues import takes_prologue
+from tests.helpers.quantisers import quantize, quantize_both
 
 BF16 = torch.bfloat16
 
@@ -34,11 +36,19 @@ def meta(*shape, dtype=BF16):
 
 def weights(*shape, name="nvfp4", layout="linear"):
     """An operand as `quantize` makes it of a tensor on the meta device."""
-    op = torch.ops.fp4compile.quantize if len(shape) == 2 else torch.ops.fp4compile.quantize_grouped
-    groups = () if len(shape) == 2 else (None,)
-    data, scales, outer = op(meta(*shape), *groups, name, layout=layout)
+    data, scales, outer = QUANTIZE(meta(*shape), name, layout=layout, each_matrix=len(shape) == 3)
     fmt = formats.get(name)
     return Operand(data, scales, outer if fmt.outer else None, fmt)
+
+
+def after(steps, stored, *shape, format="nvfp4"):
+    """The launches of a quantiser of rows after these steps; of a tensor as it is where there are none."""
+    x = meta(*shape)
+    kinds = Prologue.parse(steps, BF16).kinds if steps else {0: "aux"}
+    others = [x if kind == "aux" else meta(shape[-1]) for i, kind in sorted(kinds.items()) if i]
+    with dry_run(Target(90)) as found:
+        quantize_kernels(x, format, operands=others, prologue=steps, stored=stored)
+    return found
 
 
 # ---------------------------------------------------------------- kernels that start before the last one has ended
@@ -51,10 +61,7 @@ def weights(*shape, name="nvfp4", layout="linear"):
 def test_what_a_kernel_reads_before_it_waits_is_not_of_the_kernel_before(steps, stored, waits):
     """The kernel that quantises waits for the amax alone, just before it reads that: what the first kernel has stored,
     statistics included, it would read too early."""
-    x, fmt = meta(64, 512), formats.get("nvfp4")
-    with dry_run(Target(90)) as found:
-        after_steps(x, fmt, "linear", steps, stored) if steps else dispatch.quantize(x, fmt)
-    first, second = found
+    first, second = after(steps, stored, 64, 512)
     assert bool(second.constants.get("PDL")) == waits
     assert bool(first.constants.get("LAUNCH_DEPENDENTS")) or not waits
 
@@ -63,10 +70,7 @@ def test_what_a_kernel_reads_before_it_waits_is_not_of_the_kernel_before(steps, 
 @pytest.mark.parametrize("rows", [2, 3, 65, 128, 129, 4096, 2**14])
 def test_partial_maxima_are_as_many_as_programs_and_a_power_of_two(rows, steps):
     """Each program stores one, and a program of the next kernel reads all of them at once."""
-    x, fmt = meta(rows, 512), formats.get("nvfp4")
-    with dry_run(Target(90)) as found:
-        after_steps(x, fmt, "linear", steps) if steps else dispatch.quantize(x, fmt)
-    first, second = found
+    first, second = after(steps, (), rows, 512)
     count = first.args["amax_ptr"].numel()
     assert second.constants["PARTIAL_MAXIMA"] == count and count & (count - 1) == 0
     assert first.constants["PARTIAL"] == (rows <= (128 if steps else 4096))
@@ -82,28 +86,23 @@ def test_what_is_empty_is_not_launched(name, shape):
     """No grid is empty: the one program would take itself for the first of some matrix, and read and write that."""
     x, fmt = meta(*shape), formats.get(name)
     with dry_run(Target(90)) as found:
-        quantised = dispatch.quantize(x, fmt, layout="swizzled")
-        columns = dispatch.quantize(x.mT, fmt)
-        both = dispatch.quantize_both(x, fmt)
-        if not fmt.square:
-            after_steps(x, fmt, "linear", GATE)
-        values = dispatch.dequantize(*dispatch.quantize(x, fmt), fmt, shape[-1], BF16)
-    assert not found and values.shape == x.shape
+        quantised = quantize(x, fmt, layout="swizzled")
+        columns = quantize(x, fmt, dim=-2)
+        both = quantize_both(x, fmt)
+        values = dequantize(*quantize(x, fmt), fmt, shape[-1], BF16)
+    assert not found and values.shape == x.shape and not after(GATE, (), *shape, format=name)
     expected = reference.quantize(x, fmt, None, "swizzled"), reference.quantize(x.mT, fmt)
     for one, other in zip((*quantised, *columns, *both[1]), (*expected[0], *expected[1], *expected[1]), strict=True):
         assert one is other is None or (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4_rowwise", "mxfp8"])
-@pytest.mark.parametrize("op", ["quantize", "quantize_both", "fake_quantize"])
-def test_a_norm_of_no_rows_is_not_launched(op, format):
+@pytest.mark.parametrize("options", [{}, {"dim": [-1, -2]}, {"values": [-1]}], ids=["rows", "both", "values"])
+def test_a_norm_of_no_rows_is_not_launched(options, format):
     """Programs beyond the last row would read that row."""
-    operands = [meta(0, 512), meta(512)]
-    if op == "fake_quantize" and format == "mxfp8":
-        pytest.skip("float16 does not hold the values")
     with dry_run(Target(90)) as found:
-        results = ops_prologue.quantize_prologue_cuda(
-            operands, list(RMS_NORM), BF16, op, format, stored=["s5 bfloat16"]
+        results = quantize_kernels(
+            meta(0, 512), format, operands=[meta(512)], prologue=RMS_NORM, stored=["s5 bfloat16"], **options
         )
     assert not found and results[-1].shape == (0, 512)
 
@@ -112,7 +111,7 @@ def test_rows_whose_number_may_be_0_are_read_with_a_mask():
     """Of rows that fill a tile, those beyond the last are the last, if there is one."""
 
     def norm(x, w):
-        return ops_prologue.quantize_prologue_cuda([x, w], list(RMS_NORM), BF16, "quantize", "mxfp8")
+        return quantize_kernels(x, "mxfp8", operands=[w], prologue=RMS_NORM)
 
     for known, whole in ((True, True), (False, False)):
         env = ShapeEnv()
@@ -202,45 +201,41 @@ def test_indices_that_a_program_looks_at(count, served):
 ])  # fmt: skip
 def test_tensors_that_a_prologue_may_read_and_store(steps, stored, taken):
     prologue = Prologue.parse(steps, BF16, [f"s{number} bfloat16" for number in stored])
-    dtypes = [BF16] * len(prologue.kinds)
-    assert dispatch.takes_prologue(formats.get("mxfp8"), prologue, dtypes, by_columns=False) == taken
+    spec, dtypes = QuantizeSpec(formats.get("mxfp8"), prologue=prologue), [BF16] * len(prologue.kinds)
+    assert takes_prologue(spec, dtypes, 512) == taken
 
 
-@pytest.mark.parametrize(("name", "op", "layout", "shape", "taken"), [
-    ("nvfp4_rowwise", "quantize", "linear", (4, 128), True), ("nvfp4_rowwise", "quantize", "linear", (2, 128), False),
-    ("nvfp4_one_level", "quantize", "linear", (2, 128), True), ("mxfp8", "quantize", "linear", (2, 128), False),
-    ("mxfp8", "quantize", "swizzled", (2, 128), True), ("mxfp8", "quantize", "linear", (2, 2, 128), False),
-    ("float8_rowwise", "quantize_both", "linear", (16, 128), True),
-    ("float8_rowwise", "quantize_both", "linear", (16, 130), False),
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4_one_level", "mxfp8", "mxfp8_e5m2", "mxfp4"])
+@pytest.mark.parametrize("shape", [(128, 512), (3, 41), (2, 5, 64)], ids=str)
+def test_what_both_directions_have_computed_is_read_once(shape, name, dtype):
+    """By the one kernel that computes it, which serves every shape."""
+    x = meta(*shape, dtype=dtype)
+    with dry_run(Target(100)) as found:
+        quantize_kernels(x, name, (-1, -2), operands=[x], prologue=["mul aux0 aux1"])
+    (launch,) = found
+    assert launch.kernel.__name__ == "quantize_both" and launch.args["operand_1_ptr"] is not None
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("nvfp4", {}), ("nvfp4_te", {}), ("nvfp4_rowwise", {}), ("float8_rowwise", {}), ("nvfp4_16x16", {}),
+    ("nvfp4", {"outer": meta(dtype=torch.float32)}), ("nvfp4_te", {"seed": meta(dtype=torch.int64)}),
+    ("mxfp4", {"seed": meta(dtype=torch.int64)}), ("nvfp4_one_level", {"hadamard": True}), ("mxfp8", {"dim": -2}),
+    ("nvfp4", {"offs": meta(4, dtype=torch.int32), "dim": -1}), ("mxfp8", {"offs": meta(4, dtype=torch.int32)}),
 ])  # fmt: skip
-def test_what_belongs_to_the_second_result_begins_at_whole_16_bytes(name, op, layout, shape, taken):
-    """Codes, scales and the outer scales of rows: each begins behind those of the first."""
-    assert dispatch.takes_several(formats.get(name), op, layout, shape) == taken
+def test_what_else_is_quantised_is_computed_by_pytorch(name, options):
+    x = meta(128, 512)
+    with dry_run(Target(100)) as found:
+        quantize_kernels(x, name, operands=[x], prologue=["mul aux0 aux1"], **{"dim": (-1, -2), **options})
+    assert found and all(launch.args.get("operand_1_ptr") is None for launch in found)
+    assert not any(launch.constants.get("PROLOGUE") for launch in found)
 
 
 # ---------------------------------------------------------------- what the cost model says of the kernels
 
 
-def work(op="quantize", name="nvfp4_rowwise", cols=4096, **options):
-    keys = ("columns", "given", "transform", "seeded")
-    return prologue_cost.Work(op, formats.get(name), **dict.fromkeys(keys, False) | options, cols=cols)
-
-
 @pytest.mark.parametrize("cols", [MAX_ROW_ON_CHIP - 16, MAX_ROW_ON_CHIP, MAX_ROW_ON_CHIP + 16])
 def test_a_row_on_the_chip_is_read_once(cols):
     on_chip = scaled_row_config("e2m1", 16, 4096, cols).on_chip
-    assert work(cols=cols).amax_read == (not on_chip) and on_chip == (cols <= MAX_ROW_ON_CHIP)
-
-
-@pytest.mark.parametrize(("options", "kernel"), [
-    ({}, "quantize_both"), ({"seeded": True}, "quantize_columns"), ({"transform": True}, "quantize_columns"),
-])  # fmt: skip
-def test_the_kernel_of_both_directions_evaluates_a_prologue_once(options, kernel):
-    seed = meta(dtype=torch.int64) if options.get("seeded") else None
-    with dry_run(Target(100)) as found:
-        dispatch.quantize_both(
-            meta(128, 512), formats.get("nvfp4_one_level"), seed=seed, transform="transform" in options
-        )
-    assert found[-1].kernel.__name__ == kernel
-    evaluations = work("quantize_both", "nvfp4_one_level", **options).evaluations
-    assert evaluations == (1 if kernel == "quantize_both" else 2)
+    read_again = reads_amax(QuantizeSpec(formats.get("nvfp4_rowwise")), cols)
+    assert read_again == (not on_chip) and on_chip == (cols <= MAX_ROW_ON_CHIP)

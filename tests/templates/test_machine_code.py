@@ -9,9 +9,9 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from fp4compile import _compat  # noqa: E402
-from fp4compile.check import launches  # noqa: E402
 from fp4compile.check import machine_code as check  # noqa: E402
-from fp4compile.check.launches import Configuration  # noqa: E402
+from fp4compile.check.product_table import PRODUCTS  # noqa: E402
+from fp4compile.check.quantiser_table import BOTH, COLUMNS, CONFIGURATIONS, ROWS, Configuration  # noqa: E402
 from fp4compile.check.representatives import representatives  # noqa: E402
 from fp4compile.check.sass import disassemble  # noqa: E402
 from fp4compile.templates.device import block_scales  # noqa: E402
@@ -22,7 +22,7 @@ TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
 
 KERNELS = {
     "quantize_rows", "quantize_scaled_rows", "quantize_both", "quantize_columns", "quantize_squares",
-    "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales", "sweep_weighted_scales",
+    "dequantize_rows", "tensor_amax", "columns_amax", "sweep_scales",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_every_shipped_configuration(sm):
 
 def launched_on(sm):
     """Every launch of every configuration: kernel, arguments, constants, warps."""
-    found = (one for configuration in launches.CONFIGURATIONS for one in configuration.launches(sm))
+    found = (one for configuration in CONFIGURATIONS for one in configuration.launches(sm))
     return [(one.kernel.__name__, str(one.args), one.constants, one.num_warps) for one in found]
 
 
@@ -47,7 +47,7 @@ def launched_on(sm):
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_equal_fp8_conversions_stay_whole(format, sm):
     """Of one column most elements are provably 0; ptxas merges equal FP8 conversions with an undefined register."""
-    one = Configuration("rows", format, launches.quantize_rows, shape=(1, 1), layout="linear")
+    one = Configuration("rows", format, shape=(1, 1), layout="linear")
     sass = check.compile_launch(one.launches(sm)[-1], sm).sass
     merged = re.findall(r"F2FP\.SATFINITE\.E[45]M[23]\.\w+\.\w+_MERGE_C (R\d+), [^;]*?(\w+)(?:\.reuse)? ;", sass.text)
     # Those of two bf16 numbers are merged one with the other. (Of scales, and of float32 numbers, none is.)
@@ -55,20 +55,24 @@ def test_equal_fp8_conversions_stay_whole(format, sm):
     assert merged and {other for _, other in merged} <= made
 
 
-def compiled(label, format, call, sm, kernel="quantize", **options):
+TRANSFORMED = {"dim": (COLUMNS,), "hadamard": True}
+TRAINED = {"dim": BOTH, "hadamard": True, "seeded": True}
+
+
+def compiled(format, sm, kernel="quantize", **options):
     """(PTX, machine code) of a configuration's kernel of this name, and how many elements a thread has."""
-    one = Configuration(label, format, call, layout="linear", **options)
+    one = Configuration("", format, layout="linear", **options)
     (launched,) = (launch for launch in one.launches(sm) if launch.kernel.__name__.startswith(kernel))
     made = check.compile_launch(launched, sm)
     elements = launched.args["x_ptr"].numel() // (launched.grid * launched.num_warps * 32)
     return made.compiled.asm["ptx"], made.sass.text, elements
 
 
-@pytest.mark.parametrize("call", [launches.quantize_seeded, launches.quantize_trained], ids=["rows", "both"])
-def test_a_call_of_philox_rounds_sixteen_elements(call):
+@pytest.mark.parametrize("options", [{"seeded": True}, TRAINED], ids=["rows", "both"])
+def test_a_call_of_philox_rounds_sixteen_elements(options):
     """Each of its seven rounds has two products. In both directions there are twice as many elements."""
-    ptx, sass, elements = compiled("", "nvfp4_te", call, 100)
-    calls = elements // 16 * (2 if call is launches.quantize_trained else 1)
+    ptx, sass, elements = compiled("nvfp4_te", 100, **options)
+    calls = elements // 16 * (2 if options is TRAINED else 1)
     assert len(re.findall(r"mul\.wide\.u32 [^;]*, 0x(?:D2511F53|CD9E8D57)", ptx)) == 14 * calls
     assert len(re.findall(r"F2FP\.SATFINITE\.E2M1\.F32\.\S*RS ", sass)) == 8 * calls  # two for four elements
 
@@ -76,24 +80,22 @@ def test_a_call_of_philox_rounds_sixteen_elements(call):
 @pytest.mark.parametrize("sm", [90, 100])
 def test_two_products_an_instruction_on_sm100(sm):
     """Of the elements of NVFP4; of the transform they are half of the sums as well."""
-    _, sass, elements = compiled("", "nvfp4", launches.quantize_rows, sm)
+    _, sass, elements = compiled("nvfp4", sm)
     assert len(re.findall(r"\bFFMA2\b", sass)) == (elements // 2 if sm == 100 else 0)
-    _, sass, elements = compiled("", "nvfp4_te", launches.quantize_transformed, sm, "columns_amax")
+    _, sass, elements = compiled("nvfp4_te", sm, "columns_amax", **TRANSFORMED)
     assert len(re.findall(r"\bFADD2\b", sass)) == (2 * elements if sm == 100 else 0)
 
 
 @pytest.mark.skipif(not _compat.PACKED_CONVERSIONS, reason="ptxas lacks the conversions")
-@pytest.mark.parametrize(("call", "format"), [
-    (launches.quantize_rows, "mxfp8"), (launches.quantize_rows, "mxfp8_e5m2"), (launches.quantize_rows, "mxfp4"),
-    (launches.quantize_columns, "mxfp8"), (launches.quantize_columns, "mxfp4"),
+@pytest.mark.parametrize(("dim", "format"), [
+    (ROWS, "mxfp8"), (ROWS, "mxfp8_e5m2"), (ROWS, "mxfp4"), (COLUMNS, "mxfp8"), (COLUMNS, "mxfp4"),
 ])  # fmt: skip
-def test_pairs_of_bf16_are_converted_as_they_are(call, format):
+def test_pairs_of_bf16_are_converted_as_they_are(dim, format):
     """With E8M0 scales an element is neither unpacked nor multiplied in float32."""
-    _, sass, elements = compiled("", format, call, 100)
-    conversions = elements // 2 * (2 if call is launches.quantize_both else 1)
-    assert len(re.findall(r"F2FP\.SATFINITE\.E\dM\d\.BF16", sass)) == conversions
+    _, sass, elements = compiled(format, 100, dim=(dim,))
+    assert len(re.findall(r"F2FP\.SATFINITE\.E\dM\d\.BF16", sass)) == elements // 2
     assert not re.search(r"F2FP\.SATFINITE\.E\dM\d\.F32", sass)
-    _, sass, _ = compiled("", format, call, 100, dtype=torch.float16)
+    _, sass, _ = compiled(format, 100, dim=(dim,), dtype=torch.float16)
     assert not re.search(r"F2FP\.SATFINITE\.E\dM\d\.BF16", sass)
 
 
@@ -120,7 +122,7 @@ def test_quarters_are_not_fused_into_the_sums_of_a_transform(sm):
 
     Of sixteen values there are sixteen quarters, and four times as many sums.
     """
-    one = Configuration("", "nvfp4_te", launches.quantize_transformed, dtype=torch.float32)
+    one = Configuration("", "nvfp4_te", dtype=torch.float32, **TRANSFORMED)
     launched = one.launches(sm)[0]
     ptx = check.compile_launch(launched, sm).compiled.asm["ptx"]
     counts = [len(re.findall(pattern, ptx)) for pattern in (r"\bfma\.rn\.f32", r"\b(?:add|sub)(?:\.rn)?\.f32")]
@@ -130,7 +132,7 @@ def test_quarters_are_not_fused_into_the_sums_of_a_transform(sm):
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_rows_and_columns_at_once_leave_registers_for_other_programs(format):
     """Warps that a multiprocessor holds, by its 65536 registers: while some wait for memory, others work."""
-    both = Configuration("both", format, launches.quantize_both)
+    both = Configuration("both", format, dim=BOTH)
     (launched,) = (one for one in both.launches(90) if one.kernel.__name__ == "quantize_both")
     warps = check.compile_launch(launched, 90).resources.programs * launched.num_warps
     assert warps >= (12 if NEW_PTXAS and launched.num_warps == 4 else 16)
@@ -139,7 +141,7 @@ def test_rows_and_columns_at_once_leave_registers_for_other_programs(format):
 @pytest.mark.parametrize("sm", TARGETS)
 def test_a_small_tensor_is_read_before_its_amax_is_awaited(sm):
     """The kernel of the amax lets the next one start at once; that one waits only when it has begun to read."""
-    small = Configuration("rows", "nvfp4", launches.quantize_rows, shape=(16, 4096), layout="linear")
+    small = Configuration("rows", "nvfp4", shape=(16, 4096), layout="linear")
     amax, quantise = (check.compile_launch(one, sm).sass.text for one in small.launches(sm))
     assert amax.index("PREEXIT") < amax.index("LDG")
     before, after = quantise.split("ACQBULK")
@@ -174,7 +176,7 @@ def test_every_shipped_product(sm):
     """Scales by tcgen05.cp, operands by TMA, loops that overlap, 16-byte stores; nothing spills, everything fits. Of
     the representatives."""
     if sm == 103:
-        tiers = [[one.launches(each)[0] for one in launches.PRODUCTS] for each in (100, 103)]
+        tiers = [[one.launches(each)[0] for one in PRODUCTS] for each in (100, 103)]
         assert tiers[0] == tiers[1]
     rows = list(check.check_products(sm, representatives(sm)[1]))
     assert not {(row.kernel, row.configuration, row.format): row.problems for row in rows if row.problems}

@@ -15,7 +15,7 @@ import torch
 from fp4compile import _compat
 from fp4compile.formats import formats
 from fp4compile.hardware import Target
-from fp4compile.ops import prologue as ops_prologue
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.launch import dry_run
 from fp4compile.templates.quantize import heuristics, row_on_chip
 from tests.helpers.hard_inputs import NAMES, NON_FINITE, hard_input
@@ -37,7 +37,6 @@ from tests.helpers.norms import (
 
 FORMATS = ("nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise")
 STEPS = {"rms": RMS, "gemma": GEMMA, "residual": RESIDUAL, "sum": SUM, "layer": LAYER, "maximum": MAXIMUM}
-quantize_prologue = torch.ops.fp4compile.quantize_prologue
 
 
 @gpu
@@ -75,9 +74,9 @@ def test_exact_sums():
     first = torch.randint(-8, 9, (5, 128)).bfloat16()
     for format in FORMATS:
         for tensor in (first, first[:, :64] - 9.0):
-            arguments = ([tensor], CENTRED, BF16, "quantize", format)
-            expected = quantize_prologue(*arguments, stored=["s0 float32", "s3 bfloat16"])
-            assert_same_bits(run([tensor], CENTRED, "quantize", format, ["s0 float32", "s3 bfloat16"]), expected)
+            stored = ["s0 float32", "s3 bfloat16"]
+            expected = QUANTIZE(tensor, format, prologue=CENTRED, stored=stored)
+            assert_same_bits(run([tensor], CENTRED, format, stored), expected)
 
 
 @gpu
@@ -85,8 +84,7 @@ def test_programs_beyond_the_rows(monkeypatch):
     """They have an amax of 0, though of zeros the steps make more than of these rows, and write it."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 2**30 + 2**29, **options))
     first, steps = torch.randint(-9, -6, (3, 512)).bfloat16(), ["mean aux0", "mul s0 0.5", "add aux0 8.0", "add s2 s1"]
-    expected = quantize_prologue([first], steps, BF16, "quantize", "nvfp4")
-    assert_same_bits(run([first], steps, "quantize", "nvfp4"), expected)
+    assert_same_bits(run([first], steps, "nvfp4"), QUANTIZE(first, "nvfp4", prologue=steps))
 
 
 @gpu
@@ -103,17 +101,15 @@ def test_what_is_stored():
 
 @gpu
 @pytest.mark.parametrize("name", STEPS)
-def test_rows_that_lie_apart(name, monkeypatch):
+def test_rows_that_lie_apart(name):
     """The first operand is a slice, with NaN beside it. What is stored of it is contiguous, and is read so."""
     around = torch.full((2, 3, 96), torch.nan).bfloat16()
     first = around[..., 16:64]
     first.copy_(torch.randn(2, 3, 48))
     stored = ["s0 bfloat16"] if name in ("residual", "sum") else []
-    for _ in ("rows on the chip", "rows that are walked"):
-        for operand in (first, first[0]):
-            for format in ("nvfp4", "nvfp4_rowwise"):
-                check(STEPS[name], operand, format, stored=stored)
-        monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 32)
+    for operand in (first, first[0]):
+        for format in ("nvfp4", "nvfp4_rowwise"):
+            check(STEPS[name], operand, format, stored=stored)
 
 
 @gpu
@@ -121,7 +117,7 @@ def test_other_ways_to_quantise():
     """A given outer scale, random bits, values in the place of codes."""
     batch = torch.randn(2, 3, 64).bfloat16()
     for format in ("nvfp4", "nvfp4_rowwise"):
-        check(RMS, batch, format, "fake_quantize")
+        check(RMS, batch, format, values=[-1])
         check(RMS, batch, format, outer=torch.tensor(0.25))
     check(RMS, batch, "nvfp4_rowwise", outer=torch.rand(2, 3, 1) + 0.5)
     if INTERPRETING:  # on SM100 random bits are the hardware's
@@ -171,13 +167,17 @@ def test_lengths_that_take_several_tiles():
 
 
 @gpu
-@pytest.mark.parametrize("name", ["sum", "layer", "maximum"])
-def test_rows_that_do_not_fit_on_the_chip(name, monkeypatch):
-    """They are walked for statistics, once for each that another one needs."""
-    monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 1024)
-    first = torch.randn(2, 4136).bfloat16()
-    check(STEPS[name], first, "nvfp4_rowwise")
-    check(STEPS[name], first, "nvfp4", stored=["s0 bfloat16"] if name == "sum" else [])
+def test_rows_that_do_not_fit_on_the_chip(monkeypatch):
+    """PyTorch computes the norm, and kernels quantise it. Sums of integers are exact."""
+    monkeypatch.setattr(heuristics, "MAX_REDUCED_ROW_ON_CHIP", 128)
+    for cols, kernel in ((128, "quantize_reduced_rows"), (144, "quantize_rows")):
+        first, stored = torch.randint(-8, 9, (5, cols)).bfloat16(), ["s3 bfloat16", "s0 float32"]
+        with dry_run(Target(90)) as found:
+            run([first], CENTRED, "mxfp8", stored)
+        assert [launch.kernel.__name__ for launch in found] == [kernel]
+        for format in FORMATS:
+            expected = QUANTIZE(first, format, prologue=CENTRED, stored=stored)
+            assert_same_bits(run([first], CENTRED, format, stored), expected)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
@@ -190,7 +190,8 @@ def test_compiles_ahead(sm, steps, format):
     operands = [torch.empty_like(x, device="meta") for x in operands_of(steps, torch.empty(256, 16, dtype=BF16))]
     operands = [x.new_empty((*x.shape[:-1], length)) for x in operands]
     with dry_run(Target(sm)) as found:
-        ops_prologue.quantize_prologue_cuda(operands, steps, BF16, "quantize", format, layout="swizzled")
+        first, *others = operands
+        quantize_kernels(first, format, operands=others, prologue=steps, layout="swizzled")
     launch = found[0]
     compiled = _compat.compile_ahead(launch.kernel, launch.args, launch.constants, launch.num_warps, sm)
     assert spilled_bytes(compiled.asm["cubin"]) == 0

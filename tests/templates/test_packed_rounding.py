@@ -12,8 +12,8 @@ import triton.language as tl
 
 from fp4compile.formats import formats, reference
 from fp4compile.templates.device import block_scales, elements, packed_rounding, quick_scales
-from fp4compile.templates.quantize import dispatch as kernels
 from tests.helpers.ptx_player import play
+from tests.helpers.quantisers import quantize, quantize_both
 
 EVERY = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 E4M3_SCALES = range(8, 128)  # from 2^-6 on, where the contract clamps; the last one is NaN
@@ -298,8 +298,8 @@ def test_reciprocals_of_all_e4m3_scales():
 
 
 def assert_as_each_alone(x, fmt, outer=None):
-    both = kernels.quantize_both(x, fmt, outer)
-    for one, other in zip(both, (kernels.quantize(x, fmt, outer), kernels.quantize(x.mT, fmt, outer)), strict=True):
+    both = quantize_both(x, fmt, outer)
+    for one, other in zip(both, (quantize(x, fmt, outer), quantize(x.mT, fmt, outer)), strict=True):
         for a, b in zip(one[:2], other[:2], strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 

@@ -14,16 +14,14 @@ import torch
 
 from fp4compile.formats import formats, reference
 from fp4compile.formats.formats import BlockFormat
-from fp4compile.ops import dense as ops
+from fp4compile.formats.quantize_spec import holds_values
+from fp4compile.templates.quantize import dequantize, heuristics, row
 from tests.helpers import guarded, in_interpreter
 from tests.helpers.hard_inputs import DTYPES, NAMES, TINY_AMAXES, TINY_OUTERS, hard_input, of_amax
+from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
-
-if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.quantize import dequantize, heuristics, row
-    from fp4compile.templates.quantize import dispatch as kernels
 
 ROWWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer != "tensor" and not fmt.square]
 TENSORWISE = [name for name, fmt in formats.NAMED.items() if fmt.outer == "tensor" or fmt.square]
@@ -88,12 +86,12 @@ def check(x, fmt, outer=None, layout="linear"):
     expected = reference.quantize(x, fmt, outer, layout)
     on_device = x.to(DEVICE) if x.is_contiguous() else _move_view(x)
     given = None if outer is None else outer.to(DEVICE)
-    got = kernels.quantize(on_device, fmt, given, layout)
+    got = quantize(on_device, fmt, given, layout)
     assert_same_bits(got, expected)
-    if ops.fake_quantizable(fmt) and layout == "linear":
-        at_once = kernels.fake_quantize(on_device, fmt, given)
-        assert_same_bits(at_once, [reference.dequantize_blocks(*expected[:2], fmt).half(), expected[2]])
-    values = kernels.dequantize(*got, fmt, x.shape[-1], x.dtype)
+    if holds_values(fmt, x.dtype) and layout == "linear":
+        at_once = quantize(on_device, fmt, given, values=True)
+        assert_same_bits(at_once, [reference.values_of(*expected[:2], fmt), None, expected[2]])
+    values = dequantize.dequantize(*got, fmt, x.shape[-1], x.dtype)
     assert_same_bits([values], [reference.dequantize(*expected, fmt, x.shape[-1], x.dtype)])
 
 
@@ -120,9 +118,9 @@ def test_no_amax_is_raised_of_what_is_not_there(transform, monkeypatch):
     """Of rows, columns and matrices that end inside a tile."""
     x, zeros = torch.randn(2, 5, 41).bfloat16().to(DEVICE), guarded.GuardedZeros(monkeypatch)
     for name in ("nvfp4_te", "nvfp4_rowwise"):
-        kernels.quantize(x.mT, formats.get(name), transform=transform)
+        quantize(x, formats.get(name), dim=-2, hadamard=transform)
         if not (transform and name == "nvfp4_rowwise"):
-            kernels.quantize_both(x, formats.get(name), transform=transform)
+            quantize_both(x, formats.get(name), hadamard=transform)
     zeros.check()
 
 
@@ -160,7 +158,7 @@ def test_columns_and_both(format, name):
         check(x, fmt, layout=layout)  # as below, in another shape and without structure
     x = x.contiguous()
     check(x.mT, fmt, layout=layout)
-    along_rows, along_columns = kernels.quantize_both(x.to(DEVICE), fmt, None, layout)
+    along_rows, along_columns = quantize_both(x.to(DEVICE), fmt, None, layout)
     assert_same_bits(along_rows, reference.quantize(x, fmt, None, layout))
     assert_same_bits(along_columns, reference.quantize(x.mT, fmt, None, layout))
 
@@ -177,10 +175,10 @@ def check_training(x, fmt, seed, transform, layout="linear", rows_alone=True):
     expected = reference.quantize(x, fmt, None, layout, seed=seed)
     expected_columns = reference.quantize(x.mT, fmt, None, layout, seed=seed, stream=1, transform=transform)
     if rows_alone:
-        assert_same_bits(kernels.quantize(on_device, fmt, None, layout, seed=seed_view), expected)
-    columns = kernels.quantize(on_device.mT, fmt, None, layout, seed=seed_view, stream=1, transform=transform)
+        assert_same_bits(quantize(on_device, fmt, None, layout, seed=seed_view), expected)
+    columns = quantize(on_device, fmt, None, layout, dim=-2, seed=seed_view, hadamard=transform)
     assert_same_bits(columns, expected_columns)
-    both = kernels.quantize_both(on_device, fmt, None, layout, seed=seed_view, transform=transform)
+    both = quantize_both(on_device, fmt, None, layout, seed=seed_view, hadamard=transform)
     assert_same_bits(both[0], expected)
     assert_same_bits(both[1], expected_columns)
 
@@ -222,7 +220,7 @@ def test_transform_along_the_contiguous_dimension():
     fmt = formats.get("nvfp4_te")
     for x in (torch.randn(3, 40, 72).bfloat16(), torch.randn(100), torch.randn(1, 50)):
         for outer in (None, torch.tensor(0.37)):
-            got = kernels.quantize(x.to(DEVICE), fmt, None if outer is None else outer.to(DEVICE), transform=True)
+            got = quantize(x.to(DEVICE), fmt, None if outer is None else outer.to(DEVICE), hadamard=True)
             assert_same_bits(got, reference.quantize(x, fmt, outer, transform=True))
 
 
@@ -246,11 +244,11 @@ def test_a_graph_reads_the_seed_at_every_replay():
     fmt = formats.get("nvfp4_te")
     x = torch.randn(256, 512, device="cuda").bfloat16()
     seed = torch.zeros((), dtype=torch.int64, device="cuda")
-    kernels.quantize_both(x, fmt, seed=seed, transform=True)  # compiled before the capture
+    quantize_both(x, fmt, seed=seed, hadamard=True)  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows, columns = kernels.quantize_both(x, fmt, seed=seed, transform=True)
+        rows, columns = quantize_both(x, fmt, seed=seed, hadamard=True)
     for value in (1, 2):
         seed.fill_(value)
         graph.replay()
@@ -275,7 +273,7 @@ def test_shapes(shape, layout, monkeypatch):
         if fmt.block is None and layout == "swizzled":
             continue
         check(x, fmt, layout=layout)
-        rows, columns = kernels.quantize_both(x.to(DEVICE), fmt, None, layout)
+        rows, columns = quantize_both(x.to(DEVICE), fmt, None, layout)
         assert_same_bits(rows, reference.quantize(x, fmt, None, layout))
         assert_same_bits(columns, reference.quantize(x.mT, fmt, None, layout))
 
@@ -293,7 +291,7 @@ def test_given_outer_scale(format):
         check(x.t().contiguous().mT, fmt, outer)
     if outer.dim() == 0:
         for scale in (outer, torch.full_like(outer, 1e-42)):
-            both = kernels.quantize_both(x.to(DEVICE), fmt, scale.to(DEVICE))
+            both = quantize_both(x.to(DEVICE), fmt, scale.to(DEVICE))
             for got, one in zip(both, (x, x.mT), strict=True):
                 assert_same_bits(got, reference.quantize(one, fmt, scale))
     check(x, fmt, torch.full_like(outer, 3.4e38))
@@ -310,7 +308,7 @@ def test_tiny_tensors(format, dtype):
     for amax in some if INTERPRETING else TINY_AMAXES:
         x = of_amax(amax, (18 if fmt.square else 4, 40), dtype)
         check(x, fmt)
-        both = kernels.quantize_both(x.to(DEVICE), fmt)
+        both = quantize_both(x.to(DEVICE), fmt)
         assert_same_bits(both[0], reference.quantize(x, fmt))
         assert_same_bits(both[1], reference.quantize(x.mT, fmt))
     if not fmt.square:
@@ -335,7 +333,7 @@ def test_tiny_outer_scales(format):
         if fmt.outer == "tensor":
             for dtype in (torch.bfloat16, torch.float32):
                 one = x.to(dtype)
-                both = kernels.quantize_both(one.to(DEVICE), fmt, outer.to(DEVICE))
+                both = quantize_both(one.to(DEVICE), fmt, outer.to(DEVICE))
                 assert_same_bits(both[0], reference.quantize(one, fmt, outer))
                 assert_same_bits(both[1], reference.quantize(one.mT, fmt, outer))
 
@@ -357,7 +355,7 @@ def test_transforms_at_both_ends_of_the_range(format, dtype):
         assert (transformed * 4).isinf().any() == (x is large)
         check_training(x, fmt, None, True)
         along = x.mT.contiguous().to(DEVICE)
-        assert_same_bits(kernels.quantize(along, fmt, transform=True), reference.quantize(x.mT, fmt, transform=True))
+        assert_same_bits(quantize(along, fmt, hadamard=True), reference.quantize(x.mT, fmt, transform=True))
 
 
 @gpu
@@ -401,7 +399,7 @@ def test_the_amax_is_awaited(shape):
     def chain():
         found, value = [], x * scale
         for i in range(rounds):
-            found.append((value, kernels.quantize(value, fmt), kernels.fake_quantize(value, fmt)))
+            found.append((value, quantize(value, fmt), quantize(value, fmt, values=True)))
             value = value * (1.5 if i % 2 else 0.5)
         return found
 
@@ -416,7 +414,8 @@ def test_the_amax_is_awaited(shape):
         for found in (captured, chain()):
             for value, codes, values in found:
                 assert_same_bits(codes, reference.quantize(value, fmt))
-                assert_same_bits(values, reference.fake_quantize(value, fmt))
+                expected, outer = reference.fake_quantize(value, fmt)
+                assert_same_bits(values, (expected, None, outer))
 
 
 @gpu
@@ -431,13 +430,13 @@ def test_large(format, shape):
     x *= torch.exp2(-12 * torch.rand(shape[0], 1, generator=gen, device="cuda")).bfloat16()
     layout = "swizzled" if fmt.block and shape[0] % 2 else "linear"
     expected = reference.quantize(x, fmt, None, layout)
-    assert_same_bits(kernels.quantize(x, fmt, None, layout), expected)
-    if ops.fake_quantizable(fmt):
-        values = reference.dequantize_blocks(*expected[:2], fmt).half(), expected[2]
-        assert_same_bits(kernels.fake_quantize(x, fmt), values)
+    assert_same_bits(quantize(x, fmt, None, layout), expected)
+    if holds_values(fmt, x.dtype):
+        values = reference.values_of(*expected[:2], fmt), None, expected[2]
+        assert_same_bits(quantize(x, fmt, values=True), values)
     columns = reference.quantize(x.mT, fmt, None, layout)
-    assert_same_bits(kernels.quantize(x.mT, fmt, None, layout), columns)
-    both = kernels.quantize_both(x, fmt, None, layout)
+    assert_same_bits(quantize(x.mT, fmt, None, layout), columns)
+    both = quantize_both(x, fmt, None, layout)
     assert_same_bits(both[0], expected)
     assert_same_bits(both[1], columns)
 
@@ -449,14 +448,14 @@ def test_beyond_32_bit_offsets(format):
     fmt = formats.get(format)
     x = torch.empty(70000, 32768, device="cuda", dtype=torch.bfloat16).normal_()
     last_rows = x[-64:]
-    data, scales, outer = kernels.quantize(x, fmt, None, "linear")
+    data, scales, outer = quantize(x, fmt, None, "linear")
     expected = reference.quantize(last_rows, fmt, None, "linear")
     assert_same_bits((data[-64:], scales[-64:], None if outer is None else outer[-64:]), expected)
-    assert_same_bits([kernels.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
+    assert_same_bits([dequantize.dequantize(data, scales, outer, fmt, x.shape[-1], torch.bfloat16)[-64:]],
                      [reference.dequantize(*expected, fmt, x.shape[-1], torch.bfloat16)])  # fmt: skip
-    if ops.fake_quantizable(fmt):
-        values, _ = kernels.fake_quantize(x, fmt)
-        assert_same_bits([values[-64:]], [reference.dequantize_blocks(*expected[:2], fmt).half()])
+    if holds_values(fmt, x.dtype):
+        values, *_ = quantize(x, fmt, values=True)
+        assert_same_bits([values[-64:]], [reference.values_of(*expected[:2], fmt)])
 
 
 @gpu

@@ -76,46 +76,9 @@ def test_each_matrix_has_a_scale_of_its_own():
         assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
-def check_weighted(x, hessian, amax=None):
-    top = x.float().abs().nan_to_num(0.0, posinf=0.0).amax() if amax is None else amax
-    outer = reference_scales.outer_of(top, "mse")
-    expected = reference_scales.best_weighted_scales(x, outer.view(-1, 1, 1) if outer.dim() else outer, hessian)
-    found = kernels.best_weighted_scales(x.to(DEVICE), outer.to(DEVICE), hessian.to(DEVICE))
-    assert_same_bits([found], [expected])
-
-
-def hessians(*shape):
-    """Those of random inputs, which are not the identity, and one that is not symmetric."""
-    inputs = torch.randn(*shape, 16, 24) * torch.exp2(4 * torch.rand(*shape, 16, 1))
-    return inputs @ inputs.mT + 0.1 * torch.randn(*shape, 16, 16)
-
-
-@gpu
-def test_errors_that_a_hessian_weighs():
-    # The interpreter takes a second for a program, whatever the number of its rows: here there are two.
-    shape = (1, 20) if INTERPRETING else (3, 1036)
-    for dtype in DTYPES[:1] if INTERPRETING else DTYPES:
-        x = torch.cat([hard_input(name, shape, dtype) for name in NAMES])
-        for amax in (6.0,) if INTERPRETING else (1e-3, 6.0, 1e4):
-            check_weighted(x, hessians(-(-shape[1] // 16)), torch.tensor(amax))
-
-
-@gpu
-def test_a_hessian_of_each_block_and_matrix():
-    rows = 3 if INTERPRETING else 33
-    x = torch.randn(2, rows, 13)
-    hessian = hessians(2, rows, 1)
-    hessian[0, 2, 0, 3, 4] = torch.inf  # no error of this block is a number
-    check_weighted(x, hessian, torch.tensor([4.0, torch.nan]))
-    if not INTERPRETING:
-        check_weighted(x, hessian, torch.tensor([1e-3, 7.0]))
-        check_weighted(torch.randn(40, 70).half().t(), hessians(3))
-
-
 @pytest.mark.gpu
 def test_a_large_weight():
     for dtype in DTYPES:
         for name in ("nvfp4", "nvfp4_16x16"):
             for rule in RULES:
                 check(torch.randn(1024, 4096).to(dtype), name, rule, "swizzled")
-        check_weighted(torch.randn(256, 4096).to(dtype), hessians(256))

@@ -16,11 +16,11 @@ from fp4compile.formats import formats
 from fp4compile.formats.epilogue import Epilogue
 from fp4compile.formats.operand import Operand
 from fp4compile.hardware import Target
-from fp4compile.templates.gemm.choose import choose
-from fp4compile.templates.gemm.dispatch import scaled_mm, scaled_mm_group
-from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.choose import choose
 from fp4compile.templates.gemm.skinny_block_scaled_sm100 import CANDIDATE
 from fp4compile.templates.launch import dry_run
+from fp4compile.templates.multiply import scaled_mm, scaled_mm_group
+from fp4compile.templates.problem import OperandType, Problem
 from tests.helpers import choices
 from tests.helpers.check_products import check
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input

@@ -16,6 +16,7 @@ from fp4compile.formats import formats, reference
 from tests.helpers import in_interpreter, norms
 from tests.helpers.hard_inputs import hard_input
 from tests.helpers.ptx_player import e2m1_stochastic, play
+from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -25,8 +26,7 @@ if INTERPRETING:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from fp4compile.templates.device import block_scales
-    from fp4compile.templates.quantize import amax, both, column, row, row_on_chip, square
-    from fp4compile.templates.quantize import dispatch as kernels
+    from fp4compile.templates.quantize import plan
 
     _portable_round = block_scales.e4m3_round
 
@@ -76,8 +76,7 @@ def on_sm100(monkeypatch):
     if not INTERPRETING:
         return
     target = SimpleNamespace(isa=100, dependent_launch=False)
-    for module in (amax, both, column, row, row_on_chip, square):
-        monkeypatch.setattr(module, "target_of", lambda device: target)
+    monkeypatch.setattr(plan, "target_of", lambda device: target)
     monkeypatch.setattr(block_scales, "e4m3_round", _e4m3_round)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
     # Several outputs come as Triton's own tuple, which kernels add to tuples.
@@ -124,9 +123,9 @@ def test_rows_columns_and_both(format):
     fmt = formats.get(format)
     for x in inputs(fmt, 32, 96):
         expected = reference.quantize(x, fmt), reference.quantize(x.mT, fmt)
-        assert_same(kernels.quantize(x, fmt), expected[0])
-        assert_same(kernels.quantize(x.mT, fmt), expected[1])
-        for got, right in zip(kernels.quantize_both(x, fmt), expected, strict=True):
+        assert_same(quantize(x, fmt), expected[0])
+        assert_same(quantize(x.mT, fmt), expected[1])
+        for got, right in zip(quantize_both(x, fmt), expected, strict=True):
             assert_same(got, right)
 
 
@@ -136,9 +135,9 @@ def test_rows_columns_and_both(format):
 def test_other_inputs(format, dtype):
     fmt = formats.get(format)
     x = hard_input("ties_fp4", (8, 40), dtype, fmt.block_cols)
-    for got, view in zip(kernels.quantize_both(x, fmt), (x, x.mT), strict=True):
+    for got, view in zip(quantize_both(x, fmt), (x, x.mT), strict=True):
         assert_same(got, reference.quantize(view, fmt))
-    assert_same(kernels.quantize(x, fmt), reference.quantize(x, fmt))
+    assert_same(quantize(x, fmt), reference.quantize(x, fmt))
 
 
 @interpreted
@@ -150,8 +149,8 @@ def test_outer_scales_in_and_out_of_the_quick_range(format, outer):
     x = hard_input("scaled_rows", (16, 64))
     x[7, 3], x[8, 17], x[9, 40] = torch.inf, 3e38, 1e-38
     x[10] *= outer.clamp(1e-30, 1e30)
-    assert_same(kernels.quantize(x, fmt, outer), reference.quantize(x, fmt, outer))
-    assert_same(kernels.quantize(x.mT, fmt, outer), reference.quantize(x.mT, fmt, outer))
+    assert_same(quantize(x, fmt, outer), reference.quantize(x, fmt, outer))
+    assert_same(quantize(x.mT, fmt, outer), reference.quantize(x.mT, fmt, outer))
 
 
 @interpreted
@@ -162,11 +161,11 @@ def test_stochastic_rounding(format, shape):
     fmt, seed, transform = formats.get(format), torch.tensor(0x123456789ABCDEF0), format != "mxfp4"
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = reference.quantize(x, fmt, seed=seed)
-    assert_same(kernels.quantize(x, fmt, seed=seed), expected)
-    rows, columns = kernels.quantize_both(x, fmt, seed=seed, transform=transform)
+    assert_same(quantize(x, fmt, seed=seed), expected)
+    rows, columns = quantize_both(x, fmt, seed=seed, hadamard=transform)
     assert_same(rows, expected)
     assert_same(columns, reference.quantize(x.mT, fmt, seed=seed, stream=1, transform=transform))
-    alone = kernels.quantize(x.mT, fmt, seed=seed, stream=1)
+    alone = quantize(x, fmt, dim=-2, seed=seed)
     assert_same(alone, reference.quantize(x.mT, fmt, seed=seed, stream=1))
 
 

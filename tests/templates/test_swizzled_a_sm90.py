@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fp4compile.formats import formats, reference
-from fp4compile.formats.operand import Operand
+from fp4compile.formats.operand import Arguments, Operand
 from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm.dispatch import call_of
     from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
+    from fp4compile.templates.multiply import call_of
 
 compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
@@ -36,7 +36,7 @@ def check(a, rows: int, steps: int):
     """Swizzled A of an operand, in memory in which every bit was set before."""
     x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
-    got = swizzled_a(call_of(on_device(a), on_device(b), None, torch.float32), rows, steps).cpu()
+    got = swizzled_a(call_of(Arguments(on_device(a), on_device(b), None, torch.float32)), rows, steps).cpu()
     stages = -(-x.shape[1] // (128 * steps))
     expected = swizzled_a_of(x, rows, 2 * steps * stages)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)

@@ -5,9 +5,9 @@ import torch
 
 from fp4compile.formats import formats
 from fp4compile.hardware import Target
-from fp4compile.templates.gemm.choose import choose
-from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.choose import choose
 from fp4compile.templates.launch import dry_run, target_of
+from fp4compile.templates.problem import OperandType, Problem
 from tests.helpers import absent_gpu
 from tests.helpers.kernels import INTERPRETING
 

@@ -1,14 +1,16 @@
 """Views of tensors that launches read and write: what leaves a tensor's storage is an error before anything runs."""
 
+import math
+
 import pytest
 import torch
 
 from fp4compile.formats import formats
 from fp4compile.formats.prologue import Prologue
+from fp4compile.formats.quantize_spec import QuantizeSpec
 from fp4compile.hardware import Target
-from fp4compile.templates.launch import dry_run
-from fp4compile.templates.quantize import views
-from fp4compile.templates.quantize.row import launch_rows
+from fp4compile.templates.quantize.plan import plan
+from fp4compile.templates.quantize.source import source_of
 from fp4compile.templates.view import View, span, within
 
 BF16 = torch.bfloat16
@@ -37,9 +39,9 @@ def test_what_replaces_a_tensor_has_its_own_strides():
     """The second kernel reads the stored result, which is contiguous, and not the slice that the first one read."""
     prologue = Prologue.parse(["relu aux0"], BF16, ["s0 bfloat16"])
     first, written = torch.empty(2, 4, 6, 100, dtype=BF16)[..., 32:64], torch.empty(2, 4, 6, 32, dtype=BF16)
-    source = views.matrices(first, prologue, (), (written,))
+    source = source_of(first, Target(90), prologue, (), (written,))
     assert source.view.sizes == (8, 6, 32) and source.view.strides == (600, 100, 1)
-    after = source.after(views.Outer(None, None, "amax"))
+    after = source.once_read()
     assert after.prologue is None and after.view.sizes == (8, 6, 32) and after.view.strides == (192, 32, 1)
     assert after.tensor.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
 
@@ -52,29 +54,35 @@ def test_operands_of_a_prologue_end_where_their_storage_does(which):
     operand, row, column, written = (torch.empty(sizes[name], dtype=BF16) for name in sizes)
     if which != "operand":
         operand = operand.view(4, 32)
-    source = views.matrices(torch.empty(4, 32, dtype=BF16), Prologue.parse(steps, BF16, stored),
-                            (operand, row, column), (written,))  # fmt: skip
+    first, prologue = torch.empty(4, 32, dtype=BF16), Prologue.parse(steps, BF16, stored)
     with pytest.raises(RuntimeError, match="a launch would address"):
-        source.read_args  # noqa: B018
+        source_of(first, Target(90), prologue, (operand, row, column), (written,))
 
 
 @pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp8", "nvfp4_rowwise"])
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
-def test_a_launch_writes_within_its_outputs(format, layout):
-    """A byte fewer for codes or scales, or an outer scale fewer, and the launch is refused."""
-    fmt, x = formats.get(format), torch.empty(5, 80, dtype=BF16)
-    data, scales = views.empty_outputs(x, fmt, layout)
-    outer = torch.empty(5, 1) if fmt.outer == "row" else None
+def test_a_launch_writes_within_its_outputs(format, layout, monkeypatch):
+    """A byte fewer for codes or scales, or an outer scale fewer, and no launch is made."""
+    fmt, x, new_empty = formats.get(format), torch.empty(5, 80, dtype=BF16), torch.Tensor.new_empty
+    for short in (None, 0, 1, *([2] if fmt.outer else [])):
+        made = []
 
-    def launched(data, scales, outer):
-        with dry_run(Target(90)) as launches:
-            launch_rows(views.matrices(x), fmt, data, scales, outer, layout)
-        return len(launches)
+        def allocated(self, shape, short=short, made=made, **options):
+            made.append(shape)
+            elements = shape if isinstance(shape, int) else math.prod(shape)
+            return new_empty(self, elements - (len(made) - 1 == short), **options)
 
-    assert launched(data, scales, outer) == 1
-    for i, tensor in enumerate((data, scales, outer)):
-        if tensor is not None:
-            changed = [data, scales, outer]
-            changed[i] = torch.empty(tensor.numel() - 1, dtype=tensor.dtype)
+        monkeypatch.setattr(torch.Tensor, "new_empty", allocated)
+        if short is None:
+            assert len(plan(QuantizeSpec(fmt, layout=layout), x, Target(90)).launches) == 1
+            assert len(made) == (3 if fmt.outer else 2)
+        else:
             with pytest.raises(RuntimeError, match="a launch would address"):
-                launched(*changed)
+                plan(QuantizeSpec(fmt, layout=layout), x, Target(90))
+
+
+def test_outer_scales_that_are_given_are_as_many_as_rows():
+    x, spec = torch.empty(5, 80, dtype=BF16), QuantizeSpec(formats.get("nvfp4_rowwise"), static=True)
+    assert len(plan(spec, x, Target(90), outer=torch.empty(5, 1)).launches) == 1
+    with pytest.raises(RuntimeError, match="a launch would address"):
+        plan(spec, x, Target(90), outer=torch.empty(4, 1))

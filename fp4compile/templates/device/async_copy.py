@@ -22,13 +22,13 @@ AWAIT_VALUE = tl.constexpr("mov.b32 $0, 0;")
 
 @triton.constexpr_function
 def wait_ptx(groups):
-    """Wait until at most `groups` groups of the warp's copies are still under way, the newest ones."""
+    """PTX that waits until at most the newest `groups` groups of the warp's copies are under way."""
     return f"cp.async.wait_group {groups}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
 
 
 @triton.constexpr_function
 def select_ptx(texts, *key):
-    """The PTX of one variant; texts: PTX by variant."""
+    """The PTX of variant `key`. texts: PTX by variant."""
     return texts[key]
 
 

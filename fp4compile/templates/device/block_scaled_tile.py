@@ -2,11 +2,11 @@
 
 Triton copies scales from shared to tensor memory (`tcgen05.cp`), and issues a product while the next operands arrive,
 only for scales that are loaded in whole tiles of 512 bytes and permuted afterwards, through a pointer to the scales'
-own type. A cast of what was loaded would take scales (and FP8 codes) through registers, and the loop would wait for
-each product.
+own type. A cast after the load would take scales (and FP8 codes) through registers, and the loop would wait for each
+product.
 
-A tile comes by TMA, from a descriptor, or by a load of each thread, from a pointer. TMA needs rows of whole 16 bytes;
-it fills with zeros what lies outside of a matrix.
+A tile is loaded by TMA, from a descriptor, or by each thread, from a pointer. TMA needs rows of whole 16 bytes; outside
+of a matrix it fills in zeros.
 """
 
 import triton
@@ -17,15 +17,15 @@ from fp4compile.templates.device.dequantize import INTERPRETING, dequantize
 
 @triton.constexpr_function
 def codes_in(elements, ELEMENT):
-    """Bytes of the codes of so many elements."""
+    """Bytes of the codes of `elements` elements."""
     return elements // 2 if ELEMENT == "e2m1" else elements
 
 
 @triton.constexpr_function
 def loaded_type(name):
-    """The type by which codes or scales are loaded, so that nothing has to be cast after that.
+    """The type by which codes or scales are loaded, so that no cast follows.
 
-    The interpreter loads bytes: its products take every type for what the format says.
+    The interpreter loads bytes: its products read them as the format, whatever the type.
     """
     types = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5}
     return tl.uint8 if INTERPRETING else types.get(name, tl.uint8)
@@ -33,7 +33,7 @@ def loaded_type(name):
 
 @triton.jit
 def code_source(ptr, rows, per_row, ELEMENT: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr):
-    """What `load_codes` loads tiles [ROWS, BYTES] of a matrix [rows, per_row] from: a descriptor or a pointer."""
+    """The source of `load_codes` for tiles [ROWS, BYTES] of a matrix [rows, per_row]: a descriptor or a pointer."""
     ptr = ptr.to(tl.pointer_type(loaded_type(ELEMENT)), bitcast=True)
     if TMA:
         return tl.make_tensor_descriptor(ptr, [rows, per_row], [per_row, 1], [ROWS, BYTES])
@@ -45,7 +45,7 @@ def code_source(ptr, rows, per_row, ELEMENT: tl.constexpr, ROWS: tl.constexpr, B
 def load_codes(
     source, row0, col0, end, per_row, ROWS: tl.constexpr, BYTES: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr
 ):
-    """Codes [ROWS, BYTES] from (row0, col0) on; zeros beyond a row. From row `end` on, they may be anything.
+    """Codes [ROWS, BYTES] from (row0, col0) on; zeros beyond a row, arbitrary from row `end` on.
 
     EVEN_K: a row is whole steps of the loop.
     """
@@ -65,7 +65,7 @@ def load_codes(
 def scale_source(
     ptr, row_tiles, col_tiles, SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):
-    """What `load_scales` loads [ROWS, COLS] swizzled scales from: a descriptor or a pointer.
+    """The source of `load_scales` for [ROWS, COLS] swizzled scales: a descriptor or a pointer.
 
     row_tiles, col_tiles: how many tiles of 512 bytes there are. A row of TMA has at most 256 elements.
     """
@@ -79,7 +79,7 @@ def scale_source(
 
 @triton.jit
 def load_scales(source, row_tile, col_tile, end, col_tiles, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
-    """Scales [ROWS, COLS] of the swizzled layout from a tile on; what lies outside of the matrix may be anything."""
+    """Scales [ROWS, COLS] of the swizzled layout from a tile on; arbitrary outside of the matrix."""
     if TMA:
         tiles = source.load([row_tile, col_tile, 0, 0])
     else:
@@ -93,7 +93,7 @@ def load_scales(source, row_tile, col_tile, end, col_tiles, ROWS: tl.constexpr, 
 
 @triton.jit
 def _values(units, byte, BLOCK: tl.constexpr):
-    """The float32 values [rows, elements] of NVFP4 codes and scales of a tile; for the interpreter."""
+    """The dequantised float32 values [rows, elements] of a tile of NVFP4 codes and scales; for the interpreter."""
     first, second = dequantize(units, byte, tl.float32, "e2m1", "e4m3", BLOCK, "fp32", False, 0)
     return tl.reshape(tl.join(first, second), (units.shape[0], 2 * units.shape[1]))
 

@@ -27,7 +27,7 @@ def emax(element):
 
 @triton.jit
 def _at_most(value, limit: tl.constexpr):
-    """The smaller one of both; NaN stays NaN."""
+    """The minimum of value and limit; NaN stays NaN."""
     return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -124,7 +124,7 @@ def float8_outer(amax_bits, ISA: tl.constexpr):
 def e4m3_scale(amax_bits, encode, decode, contract: tl.constexpr, has_outer: tl.constexpr, ISA: tl.constexpr):
     """Bits of block amaxes -> (E4M3 bytes as int32, factors that encode the block's elements).
 
-    On SM100 an outer scale of the whole tile (a scalar) decides how they are made.
+    On SM100, with a scalar outer scale that is `in_quick_range`, `quick_e4m3_scale` makes them.
     """
     if ISA < 100 or not has_outer or decode.type.is_block():
         return plain_e4m3_scale(amax_bits, encode, decode, contract, has_outer, ISA)
@@ -226,7 +226,7 @@ def outer_scales(OUTER: tl.constexpr, outer_ptr, amax_ptr, PARTIAL_MAXIMA: tl.co
 
     OUTER "none": both are 1. "tensor": the decode factor is read at outer_ptr. "amax": it is made from the amax of the
     tensor, and the first program stores it at outer_ptr. amax_ptr points to the bits of PARTIAL_MAXIMA partial maxima
-    (int32). Any other OUTER: both are 1, and the caller makes its own.
+    (int32). Any other OUTER: both are 1, and the caller makes its own scales.
     """
     encode = 1.0
     decode = 1.0
@@ -250,7 +250,7 @@ def make_outer_scales(
 ):
     """(encode, decode) outer scales of some rows or columns, from their amax bits at the pointers amax_ptr.
 
-    Several programs make the same scales. The one with `first` stores the decode factors, at outer_ptr + at.
+    Several programs compute equal scales. The program with `first` stores the decode factors, at outer_ptr + at.
     """
     bits = tl.load(amax_ptr, mask=mask, other=0)
     if SCALE == "none":

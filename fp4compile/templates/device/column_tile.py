@@ -1,8 +1,8 @@
 """Column tiles: a program's tile for work down the columns, where each thread holds whole blocks of its columns.
 
 The tile has ROW_TILES blocks of BLOCK rows. It is a tuple of BLOCK tensors [ROW_TILES, WORDS]: tensor i has row i of
-every block, as words (a word is a pair of columns). So what runs down a block of a column (maxima, the Hadamard
-transform, packing) combines tensors of the tuple, and stays in the registers of a thread.
+every block, as words (a word is a pair of columns). So operations down a block of a column (maxima, the Hadamard
+transform, packing) combine tensors of the tuple, and stay in the registers of a thread.
 """
 
 import triton
@@ -30,7 +30,7 @@ def load_column_tile(
     x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
     tile = ()
     if ALIGN > 0:
-        # As `load_words`, with a pointer that walks down the rows.
+        # `load_words` with a pointer that walks down the rows.
         word_type: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 16 else tl.int64
         stride = x_row // (2 * ALIGN) * ALIGN
         word_ptr = ptr.to(tl.pointer_type(word_type), bitcast=True) + row * stride + word
@@ -62,7 +62,7 @@ def store_column_tile(
 
 @triton.jit
 def unpack_column_tile(tile, dtype: tl.constexpr):
-    """A tuple of rows of words -> (the same of the even columns, the same of the odd columns), in float32."""
+    """A tuple of rows of words -> (a tuple of rows of even columns, a tuple of rows of odd columns), in float32."""
     first = ()
     second = ()
     for i in tl.static_range(len(tile)):
@@ -74,7 +74,7 @@ def unpack_column_tile(tile, dtype: tl.constexpr):
 
 @triton.jit
 def transform_column_tile(tile, dtype: tl.constexpr, ISA: tl.constexpr):
-    """`unpack_column_tile`, then `hadamard`: (even columns, odd columns, bits of the amaxes of each block in these)."""
+    """Unpack and Hadamard-transform a tile: (even columns, odd columns, amax bits of their blocks, even and odd)."""
     first, second = unpack_column_tile(tile, dtype)
     if ISA >= 100:
         return hadamard_pairs(first, second)
@@ -141,7 +141,7 @@ _HADAMARD_OPERANDS = tl.constexpr(",".join(["=&f"] * 32 + ["=&r"] * 2 + ["f"] * 
 
 @triton.jit
 def hadamard_pairs(first, second):
-    """`transform_column_tile` of unpacked columns, for SM100: an instruction adds two pairs of float32 numbers."""
+    """`transform_column_tile` for unpacked columns on SM100, where an instruction adds two pairs of float32 numbers."""
     out = tl.inline_asm_elementwise(
         _HADAMARD_PAIRS, _HADAMARD_OPERANDS, first + second,
         dtype=(
@@ -167,7 +167,7 @@ def values_amax(values):
 
 @triton.jit
 def column_tile_amax(tile, ISA: tl.constexpr, dtype: tl.constexpr):
-    """(bits of the amaxes of the even columns, of the odd columns), one for each block: [ROW_TILES, WORDS] each."""
+    """(amax bits of the even columns, amax bits of the odd columns), one for each block: [ROW_TILES, WORDS] each."""
     if ISA == 0 or dtype == tl.float32:
         first, second = unpack_column_tile(tile, dtype)
         return values_amax(first), values_amax(second)

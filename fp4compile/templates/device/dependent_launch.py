@@ -9,7 +9,7 @@ The second kernel may itself let a third one start. All programs of the second k
 covers the first kernel too.
 
 Both functions are declared pure, because Inductor assumes that PTX with side effects writes all arguments of a kernel.
-The PTX returns an offset of 0, which is added to the pointer that is used next: that keeps it in its place.
+The PTX returns an offset of 0, which is added to the pointer that is used next: that fixes the order.
 """
 
 import triton

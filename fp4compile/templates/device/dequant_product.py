@@ -37,7 +37,7 @@ def _load(
 
 @triton.jit
 def _any_tiny(units, byte, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether the tile has a block that `dequantize` takes for zero, but that is not zero."""
+    """Whether the tile has a nonzero block that `dequantize` replaces by zeros."""
     if SCALE == "e8m0":
         found = (repeat_scales(byte.to(tl.int32), BLOCK // 2) < TINY) & (units != 0)
         return tl.max(tl.reshape(found.to(tl.int32), (found.numel,)), 0) > 0
@@ -70,9 +70,9 @@ def multiply_dequantized(
 ):  # fmt: skip
     """The product of the rows row_m [BM] of A [m, K] and row_n [BN] of B [n, K] in float32, [BM, BN], not rescaled.
 
-    Of K it takes the steps `start` to `stop`, each of WARPS shares of UNITS units (see `device.dequantize`).
-    a_cols, b_cols: units of K (plain: elements); block_cols: blocks of K. a_per_row, b_per_row, blocks: how far rows of
-    units and of scales lie apart, in the same numbers. *_ALIGN: see `load_units`.
+    It covers the steps `start` to `stop` of K, each of WARPS shares of UNITS units (see `device.dequantize`).
+    a_cols, b_cols: units of K (plain: elements); block_cols: blocks of K. a_per_row, b_per_row: stride of rows of
+    units (plain: elements). blocks: stride of rows of scales. *_ALIGN: see `load_units`.
     RAGGED: block scales from number used_blocks on belong to no element, and may be zero.
     """
     half: tl.constexpr = BLOCK // 2
@@ -94,8 +94,8 @@ def multiply_dequantized(
     step_units: tl.constexpr = UNITS * WARPS
     step_blocks: tl.constexpr = UNITS * WARPS // half
 
-    # The main loop takes blocks with scales below 2^(TINY - 127) for zero. It keeps the smallest scales that it has
-    # seen; if there were such blocks, a second loop adds their products.
+    # The main loop treats blocks with scales below 2^(TINY - 127) as zeros, and keeps the smallest scales that it has
+    # read. If there are such blocks, a second loop adds their products.
     a_watch: tl.constexpr = COMPUTE != "fp32" and A_SCALE == "e8m0"
     b_watch: tl.constexpr = COMPUTE != "fp32" and B_SCALE == "e8m0"
     smallest_a = tl.full(((1,) if not a_watch else block_shape(WARPS, BM, UNITS // half)), 255, tl.int32)

@@ -6,8 +6,8 @@ product multiplies first with first and second with second elements, so nothing 
 have two axes (row, K), or three where K is cut among warps.
 
 COMPUTE is the type that the matrix units read: "fp16" (NVFP4, float8_rowwise, plain fp16), "bf16" (MX, plain bf16), or
-"fp32". It holds every value times 2^-`shift_of` exactly. Only MX blocks with scales below 2^(TINY - 127) it may not
-hold: these blocks are taken for zero, and can be had apart, times 2^TINY.
+"fp32". It holds every value times 2^-`shift_of` exactly, except in MX blocks with scales below 2^(TINY - 127). Such a
+block becomes zeros; with TINY_ONLY, `dequantize` returns these blocks alone, times 2^TINY.
 """
 
 import triton
@@ -23,7 +23,7 @@ TINY = tl.constexpr(32)
 
 @triton.constexpr_function
 def shift_of(ELEMENT, SCALE, COMPUTE):
-    """Log2 of what `dequantize` divides by: E2M1 codes become 16-bit floats by shifts alone, with another bias."""
+    """Log2 of the divisor in `dequantize`: E2M1 codes become 16-bit floats by shifts alone, with another bias."""
     if ELEMENT != "e2m1" or SCALE != "e4m3" or COMPUTE == "fp32":
         return 0
     return 14 if COMPUTE == "fp16" else 7
@@ -34,7 +34,7 @@ INTERPRETING = tl.constexpr(_compat.interpreting())
 
 @triton.constexpr_function
 def compute_dtype(COMPUTE, interpreting):
-    """The type of the values. Triton's interpreter has no bf16 product, but float32 holds the same values."""
+    """The Triton type of COMPUTE. Triton's interpreter has no bf16 product and takes float32 instead."""
     if COMPUTE == "fp16":
         return tl.float16
     return tl.float32 if COMPUTE == "fp32" or interpreting else tl.bfloat16
@@ -42,8 +42,8 @@ def compute_dtype(COMPUTE, interpreting):
 
 # PTX for four bytes of two codes each. Outputs: the first elements ($0, $1) and the second ones ($2, $3), two in a
 # register. Inputs: the codes ($4), 16-bit scales of both registers ($5, $6). With its magnitude at bit 9 and its sign
-# at bit 15 of an fp16 a code is its value times 2^-14; with its magnitude at bit 6 of a bf16, times 2^-126. One select
-# joins the signs with the shifted magnitudes: of the second codes of all four bytes (fp16), or of both codes of two
+# at bit 15 of an fp16, a code is its value times 2^-14; with its magnitude at bit 6 of a bf16, its value times 2^-126.
+# One select joins the signs and the shifted magnitudes of the second codes of four bytes (fp16) or of both codes of two
 # bytes (bf16).
 _SELECT = "0xE4"  # lop3: bits of the first operand where the third is set, else bits of the second
 
@@ -98,16 +98,16 @@ def repeat_scales(scale, TIMES: tl.constexpr):
 
 @triton.constexpr_function
 def bytes_per_unit(ELEMENT):
-    """Pointer elements in one of `per_row`: bytes of a unit of codes; 1 of a plain operand, counted in elements."""
+    """Pointer elements in one unit of `per_row`: bytes of a unit of codes, or 1 for a plain operand (elements)."""
     return 2 if ELEMENT in ("e4m3", "e5m2") else 1
 
 
 @triton.jit
 def load_units(ptr, row, unit, rows, cols, per_row, ELEMENT: tl.constexpr, ALIGN: tl.constexpr):
-    """The units of a tile; zeros outside of the matrix [rows, cols], whose rows lie per_row apart (in units, plain: in
-    elements).
+    """The units of a tile; zeros outside of the matrix [rows, cols] with row stride per_row (units; plain: elements).
 
-    ALIGN: of a plain operand as in `load_words`. Of codes -1 where rows are whole tiles, so that only rows are checked.
+    ALIGN: for a plain operand, as in `load_words`; for codes, -1 where rows are whole tiles, so that only rows are
+    checked.
     """
     if ELEMENT == "plain":
         dtype: tl.constexpr = ptr.dtype.element_ty
@@ -127,10 +127,10 @@ def load_scales(
     ptr, row, block, rows, cols, blocks, SCALE: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The scale bytes of a tile; outside of the blocks [rows, cols] those of the scale 1 (E8M0) or 0 (E4M3).
+    """The scale bytes of a tile; outside of the blocks [rows, cols], the byte of the scale 1 (E8M0) or 0 (E4M3).
 
-    blocks: in a row of scales, at least cols. SQUARE: in the linear layout BLOCK rows share one row of scales. ALIGN:
-    see `load_units`.
+    blocks: blocks in a row of scales, at least cols. SQUARE: in the linear layout BLOCK rows share one row of scales.
+    ALIGN: see `load_units`.
     """
     if SWIZZLED:
         at = swizzle(row.to(tl.int64), block, tl.cdiv(blocks, 4))
@@ -152,8 +152,8 @@ def dequantize(
 ):  # fmt: skip
     """(First, second) elements of units and scale bytes of a tile, in the compute type, times 2^-`shift_of`.
 
-    dtype: of a plain operand. TINY_ONLY: only the blocks that otherwise are taken for zero, times 2^TINY; the others
-    are zeros.
+    dtype: dtype of a plain operand. TINY_ONLY: return only the blocks that are zeros otherwise, times 2^TINY, and zeros
+    for all others.
     """
     out: tl.constexpr = compute_dtype(COMPUTE, INTERPRETING)
     if ELEMENT == "plain":

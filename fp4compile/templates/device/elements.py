@@ -4,15 +4,15 @@ Elements are handled in pairs of neighbours of a row. A pair is loaded as one wo
 of two float32), computed with as two float32 tensors, and encoded to one unit (uint8 of two E2M1 codes, uint16 of two
 FP8 codes). So packing codes needs neither a split nor a reshape.
 
-`ISA` selects how an operation is done. Every form gives the same bits, except where stated:
+`ISA` selects the form of an operation. All forms give the same bits, except where stated:
     0    portable: integer and float32 arithmetic only. Triton's interpreter runs it (the interpreter's casts to FP8 and
          bf16 are wrong where rounding carries), and GPUs before SM89 need it.
     90   instructions that convert to FP8, maxima of packed 16-bit numbers, E2M1 codes made in inline PTX
-    100  instructions that convert to E2M1 and E8M0; the stochastic one for E2M1 is equal in distribution, not in bits
-    120  as 100, without the stochastic instruction
+    100  instructions that convert to E2M1 and E8M0; stochastic rounding to E2M1 is equal in distribution, not in bits
+    120  the instructions of 100 without the stochastic conversion
 
-Inductor launches kernels with fused multiply-adds allowed, and leaves no choice. Here that changes no bit: products
-that feed a sum are exact, or the fused form is written out.
+Inductor always launches kernels with fused multiply-adds allowed. They change no bit here: products that feed a sum are
+exact, or the fused form is written out.
 
 One file, because rounding and decoding of an element are inverse to each other and read side by side.
 """
@@ -96,7 +96,7 @@ def _max_f16x2(a, b):
 
 @triton.jit
 def max_words(a, b, dtype: tl.constexpr):
-    """The larger magnitudes, in each half, of two words of 16-bit elements; the signs of the result mean nothing."""
+    """The larger magnitude in each half of two words of 16-bit elements; the signs of the result are arbitrary."""
     if dtype == tl.bfloat16:
         return _max_bf16x2(a, b)
     else:
@@ -105,7 +105,7 @@ def max_words(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def reduce_words(word, axis: tl.constexpr, dtype: tl.constexpr):
-    """The largest magnitudes along `axis`, in each half, of words of 16-bit elements; the signs mean nothing."""
+    """The largest magnitude along `axis` in each half of words of 16-bit elements; the signs are arbitrary."""
     if dtype == tl.bfloat16:
         return tl.reduce(word, axis, _max_bf16x2)
     else:
@@ -125,7 +125,7 @@ def word_amax(word, axis: tl.constexpr, ISA: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def column_amax(even, odd, ISA: tl.constexpr, dtype: tl.constexpr):
-    """(bits of the amaxes of the words' first elements, of their second elements), over both tensors and axes 0 and 2.
+    """(amax bits of the words' first elements, amax bits of their second elements), over both tensors, axes 0 and 2.
 
     The axes are reduced one after the other. Triton 3.6 reduces wrongly along an axis whose lanes or warps are not
     neighbours, and reshaping several axes into one would make such an axis.
@@ -150,8 +150,8 @@ def _e2m1_code(y, negative):
     """float32 y -> E2M1 code (int32), saturating, ties to the even code; NaN gives 7.
 
     E2M1 has the step 1/2 up to 2, the step 1 up to 4 and the step 2 up to 6. Adding 2^23 to a float32 rounds it to an
-    integer, ties to even, which stands in the low bits. Each of the three sums rounds to one of the steps, and its low
-    bits are the code if that step holds. The sums of the steps that do not hold are larger, so the least sum counts.
+    integer, ties to even, which the low bits then hold. Each of the three sums rounds to one of the steps, and its low
+    bits are the code if that step applies. The sums of the other steps are larger, so the least sum is taken.
     """
     m = tl.minimum(tl.abs(y), 6.0)
     fine = m * 2.0 + 8388608.0
@@ -163,7 +163,7 @@ def _e2m1_code(y, negative):
 
 @triton.jit
 def _e2m1_stochastic_code(y, negative, noise):
-    """As `_e2m1_code`, rounded by 16 bits of `noise` (int32): `reference.e2m1_encode_stochastic`."""
+    """`reference.e2m1_encode_stochastic`: float32 y -> E2M1 code (int32), rounded by 16 bits of `noise` (int32)."""
     m = tl.minimum(tl.abs(y), 6.0)
     subnormal = m < 1.0
     bits = tl.where(subnormal, m + 1.0, m).to(tl.int32, bitcast=True) + (noise << 6) + 32
@@ -184,7 +184,7 @@ def join_ptx(target: str, low: str, high: str) -> str:
 
 
 def _e2m1_gather_ptx() -> str:
-    """PTX: eight float32 values -> eight E2M1 codes in $0. $1-$4: the even elements of a row, $5-$8: the odd ones.
+    """PTX: eight float32 values -> eight E2M1 codes in $0. $1-$4: the even elements of a row, $5-$8: odd elements.
 
     Made for Hopper, where minima, shifts and logic run at half the rate of multiply-adds.
 
@@ -193,7 +193,7 @@ def _e2m1_gather_ptx() -> str:
     (also where p is a power of two, except for numbers that round to p either way), so the last bit of the difference
     is the step of E2M1.
     Code: scaled by 2^-6, the results are E4M3 numbers whose bits are the codes, shifted by 2.
-    Signs: a funnel shift collects the top four bits of each value, of which the mask keeps the sign.
+    Signs: a funnel shift collects the top four bits of each value, and a mask keeps the sign of the four.
     """
     steps = []
     for i in reversed(range(8)):
@@ -214,13 +214,13 @@ def _e2m1_gather_ptx() -> str:
 
 
 def _e2m1_stochastic_ptx() -> str:
-    """As `_e2m1_gather_ptx`, rounded stochastically.
+    """PTX: eight float32 values -> eight E2M1 codes in $0, rounded stochastically. $1-$8: as in `_e2m1_gather_ptx`.
 
     $9-$12: a random word for each pair of elements. Its low half is for the even element.
 
     m = min(|y|, 6) * 2^-126 is a float32 whose top bits are the code; values below 1 are subnormal in both formats.
-    Shifted by 2, the code lies in the top byte. To the bytes below it two bytes of noise are added, and the half of a
-    unit of noise that the reference adds.
+    After a shift by 2 the code lies in the top byte. Two bytes of noise, and half a unit of noise as in the reference,
+    are added to the bytes below it.
     """
     steps = []
     for i in range(8):
@@ -249,9 +249,9 @@ def _e2m1_stochastic_ptx() -> str:
 def _e2m1_round_ptx() -> str:
     """PTX: two float32 products $1, $2 -> their E2M1 values in fp16, times the fp16 number that $3 holds twice.
 
-    It rounds as `_e2m1_gather_ptx` does, without making codes. p has the sign opposite to that of the product y, so
-    that 2^22 p + y keeps the exponent of 2^22 p (checked for every float32). Infinities and NaNs become 6. The sign is
-    that of y, also where y rounds to 0.
+    It rounds as `_e2m1_gather_ptx` does, without making codes. p and the product y have opposite signs, so that
+    2^22 p + y keeps the exponent of 2^22 p (checked for every float32). Infinities and NaNs become 6. The result has
+    the sign of y, also where y rounds to 0.
     """
     return (
         "{ .reg .f32 p, q, a, b; .reg .b32 y, h, t; cvt.rn.f16x2.f32 y, $2, $1; mov.b32 p, 0fBFA00000;"
@@ -287,7 +287,7 @@ def fp8_code(y, element: tl.constexpr):
     m = tl.minimum(tl.abs(y), largest)  # a NaN is replaced at the end
     m_bits = m.to(tl.int32, bitcast=True)
     # A normal result: round the mantissa of the float32; a carry goes into the exponent. A subnormal result: add a
-    # power of two whose last place is the subnormal step, which rounds to that step.
+    # power of two whose last bit is the subnormal step, which rounds to that step.
     normal = ((m_bits + (1 << (shift - 1)) - 1 + ((m_bits >> shift) & 1)) >> shift) - ((127 - bias) << mantissa)
     round_at: tl.constexpr = 2.0 ** (24 - bias - mantissa)
     subnormal = (m + round_at).to(tl.int32, bitcast=True) & 0xFF
@@ -327,7 +327,7 @@ def encode_pair(first, second, factor, element: tl.constexpr, ISA: tl.constexpr)
 
 @triton.jit
 def rounding_scale(byte, ISA: tl.constexpr):
-    """E4M3 scale bytes (int32) -> what `round_pair` takes: their values, in float32 or (ISA 90 on) as fp16 twice."""
+    """E4M3 scale bytes (int32) -> the scales for `round_pair`: float32 or (from ISA 90 on) two equal fp16 in a word."""
     if ISA == 0:
         return fp8_value(byte, "e4m3")
     else:
@@ -338,7 +338,7 @@ def rounding_scale(byte, ISA: tl.constexpr):
 
 @triton.jit
 def round_pair(first, second, factor, scale, ISA: tl.constexpr):
-    """The values of the E2M1 codes of `encode_pair`, times the block's scale (`rounding_scale`): words of two fp16."""
+    """`encode_pair` to E2M1, decoded again and times the block's scale (`rounding_scale`): words of two fp16."""
     if ISA == 0:
         a = e2m1_value(_e2m1_code(first * factor, (first < 0) & (factor == factor))) * scale
         b = e2m1_value(_e2m1_code(second * factor, (second < 0) & (factor == factor))) * scale
@@ -355,8 +355,8 @@ def round_pair(first, second, factor, scale, ISA: tl.constexpr):
 def encode_run(values, factor, noise, ELEMENT: tl.constexpr, ISA: tl.constexpr):
     """A tuple of 8 (E2M1) or 4 (FP8) float32 tensors, times factor, rounded to codes: an int32 of all codes.
 
-    noise: for stochastic rounding, a tuple of random words (uint32); else an empty tuple. A word is for two elements
-    or, on SM100 (ISA 100), for four.
+    noise: for stochastic rounding, a tuple of random words (uint32); else an empty tuple. A word rounds two elements
+    or, for ISA 100, four.
     """
     if ISA == 0:
         return _portable_run(values, factor, noise, ELEMENT)
@@ -428,7 +428,7 @@ def e2m1_value(code):
 
 @triton.jit
 def fp8_value(code, element: tl.constexpr):
-    """FP8 code (int32, eight bits) -> float32, as `e2m1_value`."""
+    """FP8 code (int32, eight bits) -> float32, by a shift and an exact product like `e2m1_value`."""
     shift: tl.constexpr = 23 - mantissa_bits(element)
     magnitude = code & 0x7F
     if element == "e4m3":

@@ -1,76 +1,62 @@
 """The end of a product's kernel: the sums in parts, outer scales, bias, the pointwise epilogue, the store.
 
-`source` prints an `epilogue.Epilogue` as a Triton device function named `epilogue`. `with_epilogue(kernel, steps)` is a
-copy of the kernel in which the global name `epilogue` means that function; in the kernel as it is written, it means the
-function below, which changes nothing. See `device.pointwise` for the way in which this is done.
+A kernel takes an `epilogue.Epilogue` as a constexpr string, EPILOGUE (`text`), whose steps `device.pointwise`
+interprets; "" is no epilogue.
 
 The arithmetic is Inductor's: the product is rounded to its own dtype, as if it had been stored. All that follows is
 float32, in the operations that Inductor generates, until the result is stored; casts in between round nothing. So an
-epilogue has the bits of the kernel that Inductor would generate for the same operations, if Inductor made one kernel
-of them and read the other operands from memory. Two things can differ in a last bit: an operand that Inductor would
-have kept in float32 in a register, and a float32 product, whose rescale ptxas may contract with a sum that follows.
+epilogue has the bits of one kernel that Inductor would generate for these operations with the other operands read from
+memory. Two cases can differ in a last bit: an operand that Inductor would have kept in float32 in a register, and a
+float32 product, whose rescale ptxas may contract with a sum that follows.
 """
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 
-from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.epilogue import PRODUCT, Epilogue
+from fp4compile.formats.steps import with_silu
 from fp4compile.templates.device.elements import float_bits
-from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_steps, with_functions
+from fp4compile.templates.device.pointwise import compute, kind_of, needed, operate, part_of, tensor_count, written
 from fp4compile.templates.device.register_tile import log2
 
 
+@cache
+def text(epilogue: Epilogue) -> str:
+    """The constexpr EPILOGUE of kernels: "product aux0 row1 | mul 0 1; add 3 2 | bfloat16".
+
+    The last part is the dtype that the product is rounded to.
+    """
+    steps, dtype = with_silu(epilogue.steps), epilogue.product_dtype
+    names = [PRODUCT, *(f"{kind}{i}" for i, kind in sorted(epilogue.kinds.items()))]
+    numbers = needed(steps, len(steps) - 1) if steps else []
+    lines, _ = written(steps, numbers, names, {PRODUCT} if dtype.itemsize == 2 else (), pairs=False)
+    return " | ".join((" ".join(names), lines, str(dtype).removeprefix("torch.")))
+
+
+@triton.constexpr_function
+def auxiliary_of(EPILOGUE, number):
+    """The auxiliary tensor's number in name `number` of a text: 1 for "row1"."""
+    return int(part_of(EPILOGUE, 0).split()[number][3:])
+
+
 @triton.jit
-def rounded(value, dtype: tl.constexpr, ISA: tl.constexpr):
-    """float32 values rounded to dtype, in float32."""
-    if dtype == tl.bfloat16 and ISA == 0:
-        return (float_bits(value, dtype, ISA) << 16).to(tl.float32, bitcast=True)
+def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE: tl.constexpr, ISA: tl.constexpr):
+    """The epilogue's result for float32 values acc at offsets `at`, columns `col` of n. inside: mask of the loads."""
+    if EPILOGUE == "":
+        return acc
     else:
-        return value.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):
-    """float32 values acc at the offsets `at`, in the columns `col` of n, those `inside` of the result -> the same."""
-    return acc
-
-
-_DTYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
-_LOADS = {
-    "aux": "aux{0} = tl.load(epilogue_{0}_ptr + at, mask=inside, other=0.0).to(tl.float32)",
-    "row": "row{0} = tl.load(epilogue_{0}_ptr + col, mask=col < n, other=0.0).to(tl.float32)",
-}
-
-
-def source(epilogue: Epilogue) -> str:
-    """The source of the device function `epilogue`."""
-    dtype = epilogue.product_dtype
-    lines = ["@triton.jit", "def epilogue(acc, at, col, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA: tl.constexpr):"]
-    lines.append(f"    product = rounded(acc, {_DTYPES[dtype]}, ISA)" if dtype in _DTYPES else "    product = acc")
-    lines += ["    " + _LOADS[kind].format(i) for i, kind in sorted(epilogue.kinds.items())]
-    narrow = {"product"} if dtype in _DTYPES else ()
-    lines += ["    " + line for line in printed_steps(epilogue.steps, narrow)]
-    result = f"s{len(epilogue.steps) - 1}" if epilogue.steps else "product"
-    return "\n".join([*lines, f"    return {result}"]) + "\n"
-
-
-# What a printed function may use.
-_NAMES = {"triton": triton, "tl": tl, "rounded": rounded, **CALLED}
-
-
-@cache
-def _device_function(text: str):
-    """The device function of a text of `source`."""
-    return device_functions(text, _NAMES)["epilogue"]
-
-
-@cache
-def with_epilogue(kernel, steps: Epilogue):
-    """The kernel with these steps in the place of the epilogue that changes nothing."""
-    return with_functions(kernel, {"epilogue": _device_function(source(steps))})
+        values = (operate(part_of(EPILOGUE, 2), acc, acc, ISA),)
+        ptrs = (epilogue_0_ptr, epilogue_1_ptr)
+        for i in tl.static_range(1, tensor_count(EPILOGUE)):
+            ptr = ptrs[auxiliary_of(EPILOGUE, i)]
+            if kind_of(EPILOGUE, i) == "aux":
+                values = values + (tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32),)
+            else:
+                values = values + (tl.load(ptr + col, mask=col < n, other=0.0).to(tl.float32),)
+        values = compute(values, EPILOGUE, ISA)
+        return values[len(values) - 1]
 
 
 @triton.jit
@@ -89,7 +75,7 @@ def column_parts(acc, PARTS: tl.constexpr):
 
 @triton.constexpr_function
 def rescale_mode(OUTER):
-    """What `rescale` calls outer scales whose pointer is that of the group's."""
+    """The OUTER that `rescale` takes: "group" becomes "tensor", with a pointer to the group's own outer scale."""
     return "tensor" if OUTER == "group" else OUTER
 
 
@@ -98,7 +84,7 @@ def rescale(
     acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
 ):  # fmt: skip
-    """The float32 sums at (row, col), once times the outer scales, plus the bias of the column."""
+    """The float32 sums at (row, col), multiplied once by the product of the outer scales, plus the column's bias."""
     if A_OUTER != "none":
         if A_OUTER == "tensor":
             factor = tl.load(a_outer_ptr)
@@ -120,7 +106,7 @@ def rescale(
 
 @triton.jit
 def stored_ptr(ptr, ISA: tl.constexpr):
-    """A pointer to floats, as the pointer to what `stored` makes of them."""
+    """A pointer to floats, cast to a pointer to the type that `stored` returns."""
     if ptr.dtype.element_ty == tl.bfloat16 and ISA == 0:
         return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     else:

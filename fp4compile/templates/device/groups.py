@@ -7,9 +7,10 @@ Each warp finds the group for itself, so that no program waits at a barrier: vec
 lane has `per_lane` neighbouring groups, each in a vector of its own. So a warp scans and reduces each quantity once,
 whatever the number of groups.
 
-Kernels load the offsets in their own bodies (`of_lanes`), and these functions take what was loaded: a tuple `offs` of
-each lane's groups, and a tuple `before` of those of the lane before it. Where an address depends on what a called
-function has loaded through a pointer, torch counts that pointer as written, and a graph would copy the offsets.
+Kernels load the offsets in their own bodies (`of_lanes`) and pass them to these functions: a tuple `offs` with the
+offsets of each lane's groups, and a tuple `before` with the offsets of the preceding lane's groups. If a called
+function loaded them, torch would count the pointer as written, because addresses depend on the loaded offsets, and a
+graph would copy the offsets.
 """
 
 import triton
@@ -24,7 +25,7 @@ def per_lane(groups):
 
 @triton.jit
 def of_lanes(i: tl.constexpr, GROUPS: tl.constexpr):
-    """(number, whether it exists) of group i of each lane, int32 [32]; i counts from its first one, also downwards."""
+    """(number, whether it exists) of each lane's group i, int32 [32]. i counts from its first group, also downwards."""
     group = tl.arange(0, 32) * per_lane(GROUPS) + i
     return group, (group >= 0) & (group < GROUPS)
 
@@ -36,13 +37,13 @@ def larger(a, b):
 
 @triton.jit
 def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
-    """(row after the last, tile after the last) of each group, in tuples like `offs`: where groups begin a tile each.
+    """(row after the last, tile after the last) of each group, in tuples like `offs`; each group begins a new tile.
 
-    offs, before: int32 [32] each, 0 where there is no group. rows: how many there are, in groups and beyond. TILE: rows
-    of a tile. Lanes beyond the last group have what the last group has.
+    offs, before: tuples of int32 [32], 0 where there is no group. rows: number of rows, in groups and beyond. TILE:
+    rows of a tile. Lanes beyond the last group repeat the last group's numbers.
     """
     rows = tl.cast(rows, tl.int32)
-    # Offsets that decrease count as equal to the largest before them, of which the first is 0.
+    # An offset that decreases counts as equal to the largest before it, or to 0 for the first.
     end = before[0]
     for i in tl.static_range(1, len(before)):
         end = tl.maximum(end, before[i])
@@ -65,21 +66,21 @@ def ends_of_lanes(before, offs, rows, TILE: tl.constexpr):
 
 @triton.jit
 def total_tiles(before, offs, rows, TILE: tl.constexpr):
-    """How many tiles of TILE rows there are, those of no group included."""
+    """How many tiles of TILE rows there are, including the tiles of rows of no group."""
     ends, after = ends_of_lanes(before, offs, rows, TILE)
     return tl.max(after[len(after) - 1], 0) + tl.cdiv(rows - tl.max(ends[len(ends) - 1], 0), TILE)
 
 
 @triton.jit
 def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    """(group, its first row, the row after its last, the first row of the tile) of a tile of TILE rows.
+    """(group, the group's first row, the row after its last, the tile's first row) of a tile of TILE rows.
 
-    Each group begins a tile. Tiles beyond those of all rows are of group GROUPS, too, and begin at its end or later.
+    Each group begins a new tile. A tile past all rows belongs to group GROUPS too, and begins at its end or later.
     """
     ends, after = ends_of_lanes(before, offs, rows, TILE)
     group = tl.zeros_like(ends[0])
     start = tl.zeros_like(ends[0])
-    # From a row that begins a tile to the row that would, had all groups before been whole tiles. It only grows.
+    # Rows of padding that the groups before would need to be whole tiles. It only grows with the group.
     padding = tl.zeros_like(ends[0])
     end = tl.zeros_like(ends[0]) + rows
     for i in tl.static_range(len(ends)):
@@ -94,7 +95,7 @@ def group_of_tile(before, offs, rows, tile, TILE: tl.constexpr, GROUPS: tl.const
 
 @triton.jit
 def rows_of_group(before, offs, rows, group, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    """(its first row, the row after its last, its first tile where each group is padded to tiles of TILE rows)."""
+    """(first row, row after the last, first tile) of a group, where each group is padded to tiles of TILE rows."""
     ends, after = ends_of_lanes(before, offs, rows, TILE)
     start = tl.zeros_like(ends[0])
     end = tl.zeros_like(ends[0]) + rows

@@ -29,7 +29,7 @@ def load_index(index, AXIS: tl.constexpr):
 
 @triton.jit
 def restore_axes(words):
-    """A tensor loaded through `load_index`, its axes back in the order that the callers number them in."""
+    """A tensor loaded through `load_index`, with its axes in the order in which callers number them."""
     return tl.permute(words, (2, 1, 0, 3)) if FIRST_AXIS_FASTEST else words
 
 
@@ -42,10 +42,10 @@ def swizzle(row, col, tiles_per_row):
 
 @triton.jit
 def load_words(ptr, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr):
-    """Words number `word` from `ptr` on, which points to a row; zero beyond `cols` elements and without row_mask.
+    """Words number `word` of the row at `ptr`; zero beyond `cols` elements and without row_mask.
 
-    A word is a pair of `dtype` elements: int32 of 16-bit elements, int64 of float32. ALIGN: words that divide a row's
-    length and its address, at most 16 bytes of them; 0 where not even one word does (an odd length or address).
+    A word is a pair of `dtype` elements: int32 for 16-bit elements, int64 for float32. ALIGN: number of words that
+    divides a row's length and its address, at most 16 bytes; 0 where one word does not (an odd length or address).
     """
     bits: tl.constexpr = dtype.primitive_bitwidth
     word_type: tl.constexpr = tl.int32 if bits == 16 else tl.int64
@@ -92,7 +92,7 @@ def store_tile(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store words where `load_tile` would load them, by the same threads, and only those that are inside."""
+    """Store words where `load_tile` would load them, by the same threads; words outside of the tensor are dropped."""
     vector: tl.constexpr = 128 // (2 * dtype.primitive_bitwidth)
     groups: tl.constexpr = BLOCKS * BLOCK // (2 * VECTORS * vector)
     vector_index = load_index(tl.arange(0, VECTORS), 0)
@@ -104,7 +104,7 @@ def store_tile(
 
 @triton.jit
 def store_words(ptr, words, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
-    """Store words number `word` from `ptr` on, as `load_words` would load them. WHOLE: nothing needs a mask."""
+    """Store words number `word` of the row at `ptr`, where `load_words` would load them. WHOLE: no mask is needed."""
     if WHOLE:
         tl.store(ptr.to(tl.pointer_type(words.dtype), bitcast=True) + word, words)
     elif ALIGN > 0:
@@ -120,7 +120,7 @@ def store_words(ptr, words, word, cols, row_mask, dtype: tl.constexpr, ALIGN: tl
 
 @triton.jit
 def aligned_row(ptr, row, x_row, ALIGN: tl.constexpr):
-    """Where rows begin whose stride in elements is x_row, written so that the compiler sees how wide it may store."""
+    """Pointers to rows of stride x_row (elements), written so that the compiler sees how wide it may store."""
     x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
     if ALIGN > 0:
         x_row = x_row // (2 * ALIGN) * (2 * ALIGN)
@@ -131,7 +131,7 @@ def aligned_row(ptr, row, x_row, ALIGN: tl.constexpr):
 def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr):
     """Store units [ROWS, n] into a matrix with `per_row` units a row: at its rows `row` [ROWS], from unit0 on.
 
-    Nothing is written beyond the end of a row and without row_mask. ALIGN: units that divide a row, at most 16.
+    Nothing is written beyond the end of a row or where row_mask is False. ALIGN: units that divide a row, at most 16.
     """
     unit = tl.arange(0, units.shape[1])[None, :]
     per_row = per_row // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
@@ -169,8 +169,8 @@ def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: t
 def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr, UNSIGNED: tl.constexpr):
     """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest.
 
-    FLAT: there is one row, and its tiles are all column tiles. UNSIGNED: by two divisions of numbers without a sign,
-    not by three of any numbers: half of the instructions, in most kernels for SM100.
+    FLAT: there is one row, so all tiles are column tiles. UNSIGNED: take two unsigned divisions, half the instructions
+    of three signed ones in most kernels for SM100.
     """
     if FLAT:
         return program * 0, program * 0, program

@@ -3,9 +3,9 @@
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 
-Lane 4 * g + q of a warp multiplies rows g and g + 8, as `mma.sync` and `wgmma` have it. Of the eight blocks of 16
-elements it takes blocks q and q + 4. The instructions assign other elements of K to a lane, which makes no difference:
-A is assigned to the lanes in the same order, and the sum over K has all elements in any order.
+Lane 4 * g + q of a warp multiplies rows g and g + 8, as `mma.sync` and `wgmma` define it. It takes blocks q and q + 4
+of the eight blocks of 16 elements. The instructions assign other elements of K to a lane; that changes only the order
+of the sum over K, because A is assigned to the lanes in the same order.
 """
 
 import triton
@@ -18,10 +18,10 @@ from fp4compile.templates.device.memory import swizzle
 def dequantize_word(kind: str, word: str, out: str) -> str:
     """PTX that turns eight E2M1 codes into four registers, {out}0 to {out}3; register j has codes j and j + 4.
 
-    kind: f16x2 or bf16x2. Needs registers u and v; changes neither `word` nor the values of the codes, but for a power
-    of two: with its magnitude at bit 9 and its sign at bit 15 of an fp16, a code is its value times 2^-14; with the
-    magnitude at bit 6 of a bf16 it is its value times 2^-126. One shift moves the magnitudes of several codes, and one
-    select joins them with the signs, which already are in place. One mask a register drops all other bits.
+    kind: f16x2 or bf16x2. Needs registers u and v; leaves `word` unchanged. The results are the codes' values times a
+    power of two: with its magnitude at bit 9 and its sign at bit 15 of an fp16, a code is its value times 2^-14; with
+    its magnitude at bit 6 of a bf16, its value times 2^-126. One shift moves the magnitudes of several codes, and one
+    select joins them with the signs, which are at their bits already. One mask a register drops all other bits.
     """
     if kind == "f16x2":
         right, select, up, keep = 3, "0x0E0E0E0E", 8, "0x8E008E00"
@@ -43,7 +43,7 @@ def dequantize_word(kind: str, word: str, out: str) -> str:
 def scale_registers(kind: str, pair: str, out: str) -> str:
     """PTX that turns two E4M3 bytes into two registers, {out}0 and {out}1, each with one scale in both halves.
 
-    kind: f16x2, or bf16x2, which makes the scales times 2^119: with `dequantize_word` the products are times 2^-7.
+    kind: f16x2, or bf16x2, which multiplies the scales by 2^119; products with `dequantize_word` then carry 2^-7.
     Needs the registers u, h, k, f and g.
     """
     lines = f"cvt.u16.u32 h, {pair}; cvt.rn.f16x2.e4m3x2 u, h;"
@@ -54,14 +54,14 @@ def scale_registers(kind: str, pair: str, out: str) -> str:
     return lines + f" cvt.rn.bf16x2.f32 {out}0, f, f; cvt.rn.bf16x2.f32 {out}1, g, g;"
 
 
-STEP_BYTES = tl.constexpr(1152)  # of the codes and scales of one warp's step
+STEP_BYTES = tl.constexpr(1152)  # bytes of codes and scales of one warp's step
 _CODES_ROW = tl.constexpr(64)
 _CODES_LOWER = 512
 _SCALES = tl.constexpr(1024)
 _SCALES_ROW = tl.constexpr(8)
 _SCALES_LOWER = 64
-# Inputs: where a lane copies to (codes, scales) and from (codes of an upper row, of the lower row, scales of one row);
-# whether to copy, or how many bytes of each are there, the rest becoming zeros; a token.
+# Inputs: a lane's destinations (codes, scales) and sources (codes of an upper row, codes of the lower row, scales of
+# one row); whether to copy, or how many bytes of each source exist (the rest becomes zeros); a token.
 _COPY_WHOLE_STEP = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $6, 0; mov.b32 $0, 0;"
     " @p cp.async.cg.shared.global.L2::128B [$1], [$3], 16;"
@@ -72,8 +72,9 @@ _COPY_PART_OF_STEP = tl.constexpr(
     "{ mov.b32 $0, 0; cp.async.cg.shared.global [$1], [$3], 16, $6;"
     f" cp.async.cg.shared.global [$1 + {_CODES_LOWER}], [$4], 16, $7; cp.async.ca.shared.global [$2], [$5], 4, $8; }}"
 )
-# Outputs: codes of the upper row (two words of 64 bits), of the lower row; two scale bytes of each; a token. Inputs:
-# addresses of the upper row's two words and of its scales; which two of eight scale bytes (as `prmt` has it); a token.
+# Outputs: codes of the upper row (two words of 64 bits), codes of the lower row; two scale bytes of each; a token.
+# Inputs: addresses of the upper row's two words and of its scales; a `prmt` selector of two of eight scale bytes; a
+# token.
 _READ_STEP = tl.constexpr(
     "{ .reg .b32 e, f; mov.b32 $6, 0;"
     f" ld.shared.b64 $0, [$7]; ld.shared.b64 $1, [$8]; ld.shared.b64 $2, [$7 + {_CODES_LOWER}];"
@@ -90,7 +91,7 @@ def copy_weights(
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
-    step: which 128 elements of K. wanted: whether to copy at all. row: first of the warp's 16 rows of B [n, K].
+    step: which 128 elements of K. wanted: whether to copy at all. row: first row of the warp's 16 rows of B [n, K].
     k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist.
     """
     g = lane % 32 // 4
@@ -128,7 +129,7 @@ def copy_weights(
 def read_weights(buffer, part: tl.constexpr, token, lane):
     """A lane's codes and scales of a step that has arrived: (the six outputs of `_READ_STEP` without its token, token).
 
-    part: which 16 rows, where several times 16 rows follow each other in the buffer.
+    part: which 16 rows of the buffer.
     """
     g = lane % 32 // 4
     q = lane % 4

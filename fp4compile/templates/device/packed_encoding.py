@@ -1,10 +1,10 @@
 """Codes on SM100, by instructions that multiply or convert two elements at a time.
 
-There a product of two pairs of float32 numbers is one instruction, and gives the bits of two. (For SM120 ptxas makes
-two instructions of it.) A pair is two neighbours of a row, or the two columns of a word: elements that the unpacking
-of one word leaves beside each other.
+On SM100 one instruction multiplies two pairs of float32 numbers, with the bits of two separate products. (For SM120
+ptxas makes two instructions of it.) A pair is two neighbours of a row, or the two columns of a word: elements that the
+unpacking of one word leaves beside each other.
 
-Where a factor is a power of two and elements are bf16, the products are exact in bf16, so neither they nor the elements
+If factors are powers of two and elements are bf16, the products are exact in bf16, so neither products nor elements
 need be unpacked (`exact_in_bf16`).
 """
 
@@ -31,8 +31,8 @@ def _products_ptx(pairs: list[tuple[str, str]], factors: list[tuple[str, str]]) 
 def _convert_ptx(into: str, numbers: list[int], noise: tuple[str, ...] = ()) -> str:
     """PTX: the float32 registers y with these eight numbers -> their E2M1 codes, in a 32-bit register.
 
-    noise: for stochastic rounding, two random words. The instruction takes one for four elements; how it uses the bits
-    is not documented.
+    noise: for stochastic rounding, two random words. The instruction takes one word for four elements; how it uses the
+    bits is not documented.
     """
     a, b, c, d, e, f, g, h = (f"y{number}" for number in numbers)
     if noise:
@@ -48,7 +48,7 @@ def _convert_ptx(into: str, numbers: list[int], noise: tuple[str, ...] = ()) -> 
 
 
 def _pairs_ptx() -> str:
-    """PTX of `encode_packed_pairs`: four first elements, four second ones, four factors -> $0."""
+    """PTX of `encode_packed_pairs`: four first elements, four second elements, four factors -> $0."""
     pairs = [(f"${1 + i}", f"${5 + i}") for i in range(4)]
     factors = [(f"${9 + i}", f"${9 + i}") for i in range(4)]
     return _products_ptx(pairs, factors) + _convert_ptx("$0", list(range(8))) + " }"
@@ -91,19 +91,19 @@ def _exact_ptx(element: str, into: str, words: list[str], factors: list[str]) ->
 
 
 def _exact_words_ptx(element: str) -> str:
-    """The assembly of `encode_exact_words`: several words, and a factor for each -> $0."""
+    """PTX of `encode_exact_words`: several words, and a factor for each -> $0."""
     n = _count(element) // 2
     return _exact_ptx(element, "$0", [f"${1 + i}" for i in range(n)], [f"${1 + n + i}" for i in range(n)])
 
 
 def _exact_run_ptx(element: str) -> str:
-    """The assembly of `encode_exact_run`: neighbouring words of a row, and their factor -> $0."""
+    """PTX of `encode_exact_run`: neighbouring words of a row, and their factor -> $0."""
     n = _count(element) // 2
     return _exact_ptx(element, "$0", [f"${1 + i}" for i in range(n)], [f"${1 + n}"] * n)
 
 
 def _exact_runs_ptx(element: str) -> str:
-    """The assembly of `encode_exact_runs`: words of neighbouring rows, the factors of their columns -> $0, $1."""
+    """PTX of `encode_exact_runs`: words of neighbouring rows, the factors of their columns -> $0, $1."""
     n = _count(element)
     halves = range(n // 2)
     joined = "".join(
@@ -187,7 +187,7 @@ def encode_packed_runs(first, second, first_factor, second_factor, noise):
 
 @triton.jit
 def encode_exact_words(words, factor, ELEMENT: tl.constexpr):
-    """Words of two bf16 elements times factors, if `exact_in_bf16`: units as of `encode_pair`."""
+    """Encode words of two bf16 elements times factors, if `exact_in_bf16`, to units like `encode_pair`."""
     ptx: tl.constexpr = of_element(ELEMENT, _EXACT_WORDS_E2M1, _EXACT_WORDS_E4M3, _EXACT_WORDS_E5M2)
     if ELEMENT == "e2m1":
         return tl.inline_asm_elementwise(
@@ -199,7 +199,7 @@ def encode_exact_words(words, factor, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_exact_run(words, factor, ELEMENT: tl.constexpr):
-    """A tuple of neighbouring words of a row times a factor, if `exact_in_bf16`: as `elements.encode_run`."""
+    """`elements.encode_run` for a tuple of neighbouring words of a row, if `exact_in_bf16`."""
     ptx: tl.constexpr = of_element(ELEMENT, _EXACT_RUN_E2M1, _EXACT_RUN_E4M3, _EXACT_RUN_E5M2)
     return tl.inline_asm_elementwise(
         ptx, "=r,r,r,r,r,f" if ELEMENT == "e2m1" else "=r,r,r,f", words + (factor,), dtype=tl.int32, is_pure=True,
@@ -209,7 +209,7 @@ def encode_exact_run(words, factor, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_exact_runs(words, first_factor, second_factor, ELEMENT: tl.constexpr):
-    """A tuple of the words of neighbouring rows, if `exact_in_bf16`: as `elements.encode_runs`."""
+    """`elements.encode_runs` for a tuple of words of neighbouring rows, if `exact_in_bf16`."""
     ptx: tl.constexpr = of_element(ELEMENT, _EXACT_RUNS_E2M1, _EXACT_RUNS_E4M3, _EXACT_RUNS_E5M2)
     return tl.inline_asm_elementwise(
         ptx, "=&r,=&r,r,r,r,r,r,r,r,r,f,f" if ELEMENT == "e2m1" else "=&r,=&r,r,r,r,r,f,f",

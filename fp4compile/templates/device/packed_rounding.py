@@ -1,7 +1,7 @@
 """E2M1 codes and E4M3 scales for Hopper by packed instructions, which compute two at a time, where that is exact.
 
-Made for `quantize_both`; the quickest one serves rows of prologues as well. The plain forms are in `elements` and
-`block_scales`. The function `packed_rounding` says where the packed forms give the same bits.
+Made for `quantize_both`; the quickest form serves rows of prologues as well. The plain forms are in `elements` and
+`block_scales`. The function `packed_rounding` returns the form that gives the same bits.
 """
 
 import triton
@@ -14,8 +14,8 @@ def _codes_ptx(steps: list[str], signed: bool) -> str:
     """PTX: eight E2M1 codes, made in four pairs -> $0.
 
     steps[i] is the PTX of pair i. It makes two registers of two fp16 numbers. h: the rounded magnitudes, whose upper
-    bytes are the codes shifted by 1, or NaN for the code 7. y: the products, needed for their signs; not made if h has
-    the signs (`signed`). The first two pairs go to the lower halves of the four bytes of $0, the others to the upper.
+    bytes are the codes shifted by 1, or NaN for the code 7. y: the products, for their signs; not made if h has the
+    signs (`signed`). The first two pairs go to the lower halves of the four bytes of $0, the others to the upper ones.
     """
     select = "0xE4"  # lop3: the first operand where the third one, the mask, has ones; elsewhere the second
     each_sign = "0xFDB9"  # prmt: the sign of each fp16 number in all bits of a byte
@@ -33,9 +33,9 @@ def _codes_ptx(steps: list[str], signed: bool) -> str:
 def _in_fp16_ptx(first: str, second: str, factor: str, second_factor: str = "") -> str:
     """A step of `_codes_ptx`: two float32 values times a factor (which carries 2^-14), rounded to E2M1 in fp16.
 
-    It rounds as `elements._e2m1_gather_ptx` does, with 2^9 p in place of 2^22 p. The products are rounded twice, first
-    to fp16, which changes no code where `packed_rounding` allows it. There is no clamp: products that are not finite
-    end as NaN, and all others round to 6 at most.
+    It rounds as `elements._e2m1_gather_ptx` does, with 2^9 p instead of 2^22 p. The products are rounded twice, first
+    to fp16; where `packed_rounding` returns "fp16", that changes no code. No clamp is needed: products that are not
+    finite end as NaN, and all others round to 6 at most.
     """
     return (
         f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {second_factor or factor}, 0f00000000;"
@@ -49,7 +49,7 @@ def _in_float32_ptx(first: str, second: str, factor: str, second_factor: str = "
     return (
         f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {second_factor or factor}, 0f00000000;"
         " cvt.rn.f16x2.f32 @y, b, a;"
-        # p has the sign opposite to that of y, so that 2^22 p + y keeps the exponent of 2^22 p.
+        # p and y have opposite signs, so that 2^22 p + y keeps the exponent of 2^22 p.
         " mov.b32 p, 0fBFA00000; max.xorsign.abs.f32 q, b, p; max.xorsign.abs.f32 p, a, p;"
         " fma.rn.f32 a, p, 0f4A800000, a; fma.rn.f32 a, p, 0fCA800000, a;"
         " fma.rn.f32 b, q, 0f4A800000, b; fma.rn.f32 b, q, 0fCA800000, b;"
@@ -61,11 +61,10 @@ def _in_float32_ptx(first: str, second: str, factor: str, second_factor: str = "
 def _bounded_ptx(first: str, second: str, factor: str, second_factor: str = "") -> str:
     """A signed step of `_codes_ptx`, for products that round to 6 at most or are NaN. The factor carries 2^-14.
 
-    It rounds as `_in_float32_ptx` does, but p has the sign of y, and the number that is subtracted is smaller by p/4
-    than the one that was added. So p/4 remains beside the rounded product. That is less than a step of E2M1, so the
-    code is the same; and it is never 0, so a product that rounds to 0 keeps its sign. Just below 2 and 4 the sum may
-    have another exponent than 2^22 p, and be rounded to one step less: p/4 makes up for it. (Checked for every float32
-    up to 7.)
+    It rounds as `_in_float32_ptx` does, but p has the sign of y, and the subtracted number is smaller by p/4 than the
+    added one. So p/4 remains beside the rounded product. p/4 is less than a step of E2M1, so the code does not change;
+    and p/4 is never 0, so a product that rounds to 0 keeps its sign. Just below 2 and 4 the sum may have another
+    exponent than 2^22 p, and be rounded to one step less: p/4 makes up for it. (Checked for every float32 up to 7.)
     """
     return (
         f"fma.rn.f32 a, {first}, {factor}, 0f00000000; fma.rn.f32 b, {second}, {second_factor or factor}, 0f00000000;"
@@ -90,7 +89,7 @@ def _row_ptx(step, dtype: str, signed: bool = False) -> str:
 
 
 def _words_ptx(step, signed: bool = False) -> str:
-    """PTX: any four words $1-$4 of two bf16 elements, times the factors $5-$8 of each -> eight codes in $0."""
+    """PTX: four words $1-$4 of two bf16 elements, times their factors $5-$8 -> eight codes in $0."""
     unpacked = "".join(_unpack_ptx(f"${1 + i}", 2 * i, 2 * i + 1, "bf16") for i in range(4))
     pairs = [step(f"v{i}", f"v{i + 2}", f"${5 + i // 2}", f"${6 + i // 2}") for i in (0, 4, 1, 5)]
     return _codes_ptx([unpacked + pairs[0], *pairs[1:]], signed)
@@ -123,8 +122,8 @@ _COLUMNS_FP16 = tl.constexpr(_columns_ptx(_in_float32_ptx, "fp16"))
 # one that the contract "torchao" allows.
 CLAMP_LIMIT = tl.constexpr(0x45284528)
 MIN_AMAX = tl.constexpr(0x3DC03DC0)
-# What the encode factors carry besides. It makes products of fp16 numbers, whose bits are E2M1 codes, shifted by 9. The
-# second one is for scales with the largest mantissa (`packed_e4m3_scales`).
+# An additional power of two in the encode factors: the bits of the fp16 products are then E2M1 codes, shifted by 9. The
+# second constant is for scales with the largest mantissa (`packed_e4m3_scales`).
 PACKED_SCALE = tl.constexpr(2.0**-14)
 _PACKED_SCALE_ABOVE = tl.constexpr(2.0**-14 * (1 + 0.90625 * 2.0**-11))
 _MANTISSA_OF_FIFTEENTHS = tl.constexpr(float32_bits(1 / 15) & 0x7FFFFF)
@@ -132,15 +131,14 @@ _MANTISSA_OF_FIFTEENTHS = tl.constexpr(float32_bits(1 / 15) & 0x7FFFFF)
 
 @triton.constexpr_function
 def packed_rounding(element, scale, contract, outer, dtype, isa):
-    """The ROUNDING of `encode_packed_row` and `encode_packed_columns` for a format; "" if these do not serve it.
+    """The ROUNDING of `encode_packed_row` and `encode_packed_columns` for a format; "" if they do not serve it.
 
-    "float32" is right for every product. The others are quicker, and right only for some:
-    "bounded": products up to 6.4. Those of the contract "torchao" are, with an outer scale that is `in_packed_range`,
-    because block scales are at least 2^-6; where a scale saturates, elements are clamped first.
-    "fp16": products that never lie so close to a tie that fp16 could not tell them apart. Those are bf16 elements times
-    powers of two or reciprocals of E4M3 numbers; not those times an outer scale
-    (tests/templates/test_packed_rounding.py). Scales of the contract "floor" leave products up to 8, too large
-    for both.
+    "float32" is exact for every product. The other two are quicker, and exact for some products:
+    "bounded": products up to 6.4. The contract "torchao" gives such products with an outer scale that is
+    `in_packed_range`, because block scales are at least 2^-6; where a scale saturates, elements are clamped first.
+    "fp16": products that lie far enough from ties for fp16. These are bf16 elements times powers of two or reciprocals
+    of E4M3 numbers, without an outer scale (tests/templates/test_packed_rounding.py).
+    Scales of the contract "floor" leave products up to 8, too large for both.
     """
     if element != "e2m1" or not 90 <= isa < 100:
         return ""
@@ -171,13 +169,13 @@ _PACKED_E4M3_SCALES = tl.constexpr(
 def packed_e4m3_scales(amaxes):
     """Words of two bf16 amaxes (of any sign, not below `MIN_AMAX`) -> (both scale bytes in an int32, two factors).
 
-    The scales of `block_scales.e4m3_scale` for the contract "torchao" without an outer scale. For bf16 amaxes a product
-    with 1/6 rounds to E4M3 like the quotient.
+    The scales are those of `block_scales.e4m3_scale` for the contract "torchao" without an outer scale. For bf16 amaxes
+    a product with 1/6 rounds to E4M3 like the quotient.
 
-    The factors carry 2^-14 (PACKED_SCALE). They are reciprocals that may be wrong in the last place, far less than fp16
-    shows. There is one exception: scales with the mantissa of 15. The float32 reciprocal of 15 is so much too large
-    that its products with 5/4, 5/2 and 5 times 15 lie above the tie, but fp16 would round them to the tie. So the
-    factors of these scales carry the slightly larger _PACKED_SCALE_ABOVE.
+    The factors carry 2^-14 (PACKED_SCALE). They are reciprocals that may be wrong in the last bit, far less than fp16
+    resolves. Scales with the mantissa of 15 are an exception. The float32 reciprocal of 15 is so much too large that
+    its products with 5/4, 5/2 and 5 times 15 lie above the tie, but fp16 would round them to the tie. So the factors of
+    these scales carry the slightly larger _PACKED_SCALE_ABOVE.
     """
     return tl.inline_asm_elementwise(
         _PACKED_E4M3_SCALES, "=&r,=&f,=f,r", [amaxes], dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1
@@ -218,7 +216,7 @@ _OUTER_SCALES_CLAMPED = tl.constexpr(_outer_scales_ptx(scaled=True, guarded=True
 
 @triton.jit
 def in_packed_range(decode):
-    """Whether `packed_outer_scales` divides exactly by the outer scale: nothing that matters over- or underflows."""
+    """Whether `packed_outer_scales` divides exactly by this outer scale: no relevant product over- or underflows."""
     return (decode > 2.0**-60) & (decode < 2.0**60)
 
 
@@ -233,8 +231,8 @@ def packed_clamp_limit(decode):
 def packed_outer_scales(amaxes, limit, encode, decode, ROUNDING: tl.constexpr, CLAMP: tl.constexpr):
     """Words of two bf16 amaxes (of any sign) -> (both scale bytes in an int32, two factors).
 
-    The scales of `block_scales.e4m3_scale` for the contract "torchao", with an outer scale that is `in_packed_range`.
-    If ROUNDING is "bounded", the factors carry 2^-14, and CLAMP says whether an amax may be above `limit`
+    The scales are those of `block_scales.e4m3_scale` for the contract "torchao"; the outer scale must be
+    `in_packed_range`. If ROUNDING is "bounded", the factors carry 2^-14. CLAMP: an amax may be above `limit`
     (`packed_clamp_limit`) or not finite.
     """
     ptx: tl.constexpr = _OUTER_SCALES_CLAMPED if CLAMP else _OUTER_SCALES_BOUNDED
@@ -267,13 +265,13 @@ def encode_packed_row(words, factor, ROUNDING: tl.constexpr, dtype: tl.constexpr
 def encode_packed_words(words, factor, limit, SCALE: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr):
     """Words of two bf16 elements in blocks, [ROWS, BLOCKS, n] -> a uint8 of two E2M1 codes for each.
 
-    factor: of the blocks, [ROWS, BLOCKS], as `block_scales.block_scale` makes them. CLAMP: whether elements may be
-    beyond `limit` (`clamp_packed`), where products must not be.
+    factor: factors of the blocks, [ROWS, BLOCKS], from `block_scales.block_scale`. CLAMP: elements may be beyond
+    `limit` and are clamped (`clamp_packed`), unless ROUNDING is "float32".
     """
     if CLAMP and ROUNDING != "float32":
         words = clamp_packed(words, limit)
     if ROUNDING == "fp16" and SCALE == "e4m3":
-        # See `packed_e4m3_scales`. ptxas 12.8 loses scale bytes that are looked at here, so the factor is.
+        # See `packed_e4m3_scales`. This tests the factor, because ptxas 12.8 loses scale bytes that are tested here.
         mantissa = factor.to(tl.int32, bitcast=True) & 0x7FFFFF
         factor *= tl.where(mantissa == _MANTISSA_OF_FIFTEENTHS, _PACKED_SCALE_ABOVE, PACKED_SCALE)
     elif ROUNDING != "float32":

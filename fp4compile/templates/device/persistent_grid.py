@@ -1,8 +1,8 @@
 """How a persistent grid walks the tiles of one product, or of a group of products with the same A.
 
-The tiles of a group are numbered through: those of the first product, then those of the second, then the third.
+The tiles of a group are numbered through: the first product's tiles, then the second's, then the third's.
 Program p takes the tiles p, p + grid, p + 2 * grid, and so on. It loads the next tile's operands while it multiplies
-the present ones, across products, so that its copies never run dry.
+the present ones, also across products, so that its copies never run dry.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 def group_tiles(n, n_1, n_2, TILE_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """Number of tiles up to the end of the first, the second and the last product: (tiles, tiles_1, total).
 
-    n, n_1, n_2: rows of each B. TILE_ROWS: of a tile. GROUP_SIZE: how many products there are, at most 3.
+    n, n_1, n_2: rows of each B. TILE_ROWS: rows of B in a tile. GROUP_SIZE: number of products, at most 3.
     """
     tiles = tl.cdiv(n, TILE_ROWS)
     tiles_1 = tiles
@@ -27,7 +27,7 @@ def group_tiles(n, n_1, n_2, TILE_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def next_step(tile, step, steps):
-    """The program's step after step `step` of a tile with `steps` steps: (tile, step), in this tile or its next one."""
+    """(tile, step) that follow step `step` of a tile with `steps` steps: in this tile or the program's next one."""
     last = step + 1 == steps
     return tl.where(last, tile + tl.num_programs(0), tile), tl.where(last, 0, step + 1)
 

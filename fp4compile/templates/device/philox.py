@@ -1,10 +1,10 @@
 """The random bits of stochastic rounding: `reference.philox` on the GPU.
 
-One call of Philox gives four words. A word rounds two elements: a call is for a run of eight, whose number in the
-tensor is the counter, and the thread that holds a run makes its words.
+One call of Philox gives four words, and a word rounds two elements. So one call serves a run of eight elements; the
+run's number in the tensor is the counter, and the thread that holds the run makes its words.
 
-The stochastic conversion of SM100 takes a word for four elements, eight bits for each. So there a call is for two
-neighbouring runs, sixteen elements whose number in the tensor is the counter: no bit serves two elements.
+The stochastic conversion of SM100 takes a word for four elements, eight bits for each. So on SM100 one call serves two
+neighbouring runs, and the number of the pair of runs is the counter: no bit serves two elements.
 """
 
 import triton
@@ -75,7 +75,7 @@ def runs_of_a_call(isa):
 
 @triton.jit
 def words_of_run(words, RUN: tl.constexpr, ISA: tl.constexpr):
-    """The words of a call that round run number RUN among the `runs_of_a_call`."""
+    """The words that round run number RUN of the `runs_of_a_call` runs of a call."""
     if runs_of_a_call(ISA) == 1:
         return words
     else:
@@ -84,9 +84,9 @@ def words_of_run(words, RUN: tl.constexpr, ISA: tl.constexpr):
 
 @triton.jit
 def match_layout(index, words):
-    """index, spread over the threads as `words` is, so that each random word is made by the thread that uses it.
+    """index in the layout of `words`, so that the thread that uses a random word makes it.
 
     Triton gives a tensor the layout of the tensors that it is computed from. So `words` takes part in the computation:
-    what is added is always 0, because `words | 1` is never 0, but only LLVM sees that.
+    the summand is always 0, because `words | 1` is never 0, but only LLVM finds that out.
     """
     return index + ((words | 1) == 0)

@@ -1,27 +1,223 @@
-"""Steps of `formats.steps` printed as Triton, and kernels whose global names mean device functions that were printed.
+"""Pointwise steps in kernels: a constexpr string, which device functions interpret while a kernel is compiled.
 
-`with_functions(kernel, functions)` is a copy of the kernel in which global names mean functions of a printed text.
-Inductor follows the global names of a kernel and writes the source of what it calls into its wrapper, and Triton's
-cache keys cover it; a function that a kernel takes as a constexpr argument would not get through Dynamo. Equal steps
-print equal source, so that caches on disk serve other processes.
+A kernel takes the steps of a prologue or of an epilogue as a text of parts:
+
+    aux0 aux1 row2 | silu.narrow 0; mul.pairs 3 1; mul.pairs 4 2 | 5
+
+The first part has the names of the tensors, the second the steps (`written`); `device.prologue` or `device.epilogue`
+adds the third. A step refers to a value by its position: the tensors come first, the result of each step follows. An
+argument with another character than digits is a number. `compute` computes one step after the other; the text leaves
+no trace in machine code.
+
+Inductor writes the constexpr arguments of a kernel, and the source of all functions that it calls, into its wrapper. So
+the functions that read a text use only builtins and each other.
 
 The arithmetic is Inductor's: float32, in the operations that Inductor generates, or in fewer that give the same bits.
 Casts in between round nothing, unless a step says so.
 """
 
-import hashlib
-import linecache
-import types
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from fp4compile.formats.steps import ROUNDINGS, Step, with_silu
+from fp4compile.formats.steps import ROUNDINGS, Argument, Step
 from fp4compile.templates.device.dequantize import INTERPRETING
 from fp4compile.templates.device.elements import float_bits
 from fp4compile.templates.device.sigmoid import exp, sigmoid, silu
+
+# ---------------------------------------------------------------- writing a text
+
+
+def written(
+    steps: Sequence[Step],
+    numbers: Iterable[int],
+    names: Sequence[str],
+    narrow: Container[str],
+    *,
+    pairs: bool = True,
+) -> tuple[str, dict[str, int]]:
+    """(the part of a text with the steps of these numbers, the position of each value by its name).
+
+    steps: may be a result of `with_silu`. names: names of the tensors, in order. narrow: names of tensors that hold
+    16-bit numbers. pairs: whether one instruction may compute two elements.
+    """
+    places, text = {name: place for place, name in enumerate(names)}, []
+    for number in numbers:
+        words = [str(places[x]) if isinstance(x, str) else str(float(x)) for x in steps[number].arguments]
+        text.append(" ".join((form_of(steps, number, narrow, pairs), *words)))
+        places[f"s{number}"] = len(places)
+    return "; ".join(text), places
+
+
+def needed(steps: Sequence[Step], root: int) -> list[int]:
+    """Numbers of the steps that step `root` depends on, itself included, in order."""
+    found = {root}
+    for number in range(root, -1, -1):
+        if number in found:
+            found |= {int(x[1:]) for x in steps[number].arguments if isinstance(x, str) and x[0] == "s"}
+    return sorted(found)
+
+
+def form_of(steps: Sequence[Step], number: int, narrow: Container[str], pairs: bool = True) -> str:
+    """The operation of a step, or the name of a form of it with the same bits in fewer instructions."""
+    operation, argument = steps[number].operation, steps[number].arguments[0]
+    if operation == "silu":
+        rounded = isinstance(argument, str) and argument[0] == "s" and steps[int(argument[1:])].operation in ROUNDINGS
+        return "silu.narrow" if rounded or argument in narrow else "silu"
+    if pairs and operation in ("sub", "mul") and not _contracted(steps, number):
+        return f"{operation}.pairs"
+    if operation in ("sum", "mean") and _vanishes(steps, argument):
+        return f"{operation}.zeros"
+    return operation
+
+
+def _contracted(steps: Sequence[Step], number: int) -> bool:
+    """Whether the compiler may contract this step with another one, a product and its sum, to one rounded operation."""
+    products, sums = ("mul", "square", "cube"), ("add", "sub", "sum", "mean", "variance")
+    if steps[number].operation in products:
+        return any(step.operation in sums and f"s{number}" in step.arguments for step in steps)
+    before = (steps[int(x[1:])] for x in steps[number].arguments if isinstance(x, str) and x[0] == "s")
+    return any(step.operation in products for step in before)
+
+
+# Operations whose result is 0 if all arguments are 0.
+_VANISHING = ("add", "sub", "neg", "relu", "square", "cube", "mul", "erf", "tanh")
+
+
+def _vanishes(steps: Sequence[Step], name: Argument) -> bool:
+    """Whether a value is 0 beyond the columns of its rows, where operands are 0, except those of kind "col"."""
+    if not isinstance(name, str):
+        return False
+    if name[0] != "s":
+        return not name.startswith("col")
+    step = steps[int(name[1:])]
+    names = [x for x in step.arguments if isinstance(x, str)]
+    vanishing = _VANISHING if len(names) == len(step.arguments) else ("mul",)
+    return step.operation in vanishing and all(_vanishes(steps, x) for x in names)
+
+
+# ---------------------------------------------------------------- reading a text
+
+
+@triton.constexpr_function
+def part_of(TEXT, number):
+    return TEXT.split(" | ")[number]
+
+
+@triton.constexpr_function
+def tensor_count(TEXT):
+    return len(part_of(TEXT, 0).split())
+
+
+@triton.constexpr_function
+def kind_of(TEXT, number):
+    """The kind of tensor `number`: "aux", "row" or "col"."""
+    return part_of(TEXT, 0).split()[number][:3]
+
+
+@triton.constexpr_function
+def step_count(TEXT):
+    steps = part_of(TEXT, 1)
+    return len(steps.split("; ")) if steps else 0
+
+
+@triton.constexpr_function
+def operation_of(TEXT, step):
+    """The operation of a step, or the name of its form (`form_of`)."""
+    return part_of(TEXT, 1).split("; ")[step].split()[0]
+
+
+@triton.constexpr_function
+def argument_of(TEXT, step, which):
+    """Argument `which` of a step as a word; its last argument if it has fewer."""
+    words = part_of(TEXT, 1).split("; ")[step].split()
+    return words[min(1 + which, len(words) - 1)]
+
+
+@triton.constexpr_function
+def takes_value(TEXT, step, which):
+    """Whether argument `which` of a step is a value (True) or a number (False)."""
+    return argument_of(TEXT, step, which).isdigit()
+
+
+@triton.constexpr_function
+def place_of(TEXT, step, which):
+    """The position of the value that is argument `which` of a step."""
+    return int(argument_of(TEXT, step, which))
+
+
+@triton.constexpr_function
+def number_of(TEXT, step, which):
+    """The number that is argument `which` of a step."""
+    return float(argument_of(TEXT, step, which))
+
+
+# ---------------------------------------------------------------- computing
+
+
+@triton.jit
+def compute(values, TEXT: tl.constexpr, ISA: tl.constexpr):
+    """Append the result of each step of a text to `values`, the tuple of its tensors in float32."""
+    for i in tl.static_range(step_count(TEXT)):
+        result = operate(
+            operation_of(TEXT, i),
+            values[place_of(TEXT, i, 0)] if takes_value(TEXT, i, 0) else number_of(TEXT, i, 0),
+            values[place_of(TEXT, i, 1)] if takes_value(TEXT, i, 1) else number_of(TEXT, i, 1),
+            ISA,
+        )
+        values = values + (result,)
+    return values
+
+
+@triton.jit
+def operate(OPERATION: tl.constexpr, a, b, ISA: tl.constexpr):
+    """The result of an operation on a and b, or on a alone.
+
+    Each computes what Inductor (torch._inductor.codegen.triton) computes for float32 values.
+    """
+    if OPERATION == "add":
+        return a + b
+    elif OPERATION == "sub":
+        return a - b
+    elif OPERATION == "sub.pairs":
+        return sub(a, b, ISA)
+    elif OPERATION == "mul":
+        return a * b
+    elif OPERATION == "mul.pairs":
+        return mul(a, b, ISA)
+    elif OPERATION == "div":
+        return a / b
+    elif OPERATION == "neg":
+        return -a
+    elif OPERATION == "relu":
+        return tl.where(0.0 > a, 0.0, a)
+    elif OPERATION == "square":
+        return a * a
+    elif OPERATION == "cube":
+        return a * a * a
+    elif OPERATION == "sigmoid":
+        return sigmoid(a, ISA)
+    elif OPERATION == "silu":
+        return silu(a, False, ISA)
+    elif OPERATION == "silu.narrow":
+        return silu(a, True, ISA)
+    elif OPERATION == "exp":
+        return exp(a)
+    elif OPERATION == "erf":
+        return erf(a)
+    elif OPERATION == "tanh":
+        return tanh(a)
+    elif OPERATION == "rsqrt":
+        return rsqrt(a)
+    elif OPERATION == "bfloat16":
+        return bfloat16(a)
+    elif OPERATION == "float16":
+        return float16(a)
+    else:
+        tl.static_assert(OPERATION == "float32")
+        return a
 
 
 @triton.jit
@@ -62,7 +258,7 @@ def float16(x):
 
 
 def _pair_ptx(operation: str) -> tl.constexpr:
-    """PTX: $2, $3 and $4, $5 -> the results of both pairs, $0 and $1."""
+    """PTX: $2 op $4 and $3 op $5 -> $0 and $1, by one instruction."""
     return tl.constexpr(
         "{ .reg .b64 p, q; mov.b64 p, {$2, $3}; mov.b64 q, {$4, $5};"
         f" {operation}.rn.f32x2 p, p, q; mov.b64 {{$0, $1}}, p; }}"
@@ -74,13 +270,13 @@ _SUB, _MUL = _pair_ptx("sub"), _pair_ptx("mul")
 
 @triton.jit
 def of_pairs(PTX: tl.constexpr, a, b):
-    """An operation on float32 numbers, two of a thread's at a time."""
+    """An operation on float32 numbers, two elements of a thread at a time."""
     return tl.inline_asm_elementwise(PTX, "=f,=f,f,f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
 def sub(a, b, ISA: tl.constexpr):
-    """a - b. On SM100 one instruction computes two of them, with the same bits."""
+    """a - b. On SM100 one instruction computes two differences, with the same bits."""
     if ISA >= 100:
         return of_pairs(_SUB, a, b)
     else:
@@ -89,97 +285,8 @@ def sub(a, b, ISA: tl.constexpr):
 
 @triton.jit
 def mul(a, b, ISA: tl.constexpr):
-    """a * b, as `sub`."""
+    """a * b. On SM100 one instruction computes two products, with the same bits."""
     if ISA >= 100:
         return of_pairs(_MUL, a, b)
     else:
         return a * b
-
-
-# What Inductor computes (torch._inductor.codegen.triton) of float32 values, by the names of `formats.steps.OPERATIONS`.
-_TRITON = {
-    "add": "{} + {}",
-    "sub": "{} - {}",
-    "mul": "{} * {}",
-    "div": "{} / {}",
-    "neg": "-{}",
-    "relu": "tl.where(0.0 > {0}, 0.0, {0})",
-    "square": "{0} * {0}",
-    "cube": "{0} * {0} * {0}",
-    "sigmoid": "sigmoid({}, ISA)",
-    "exp": "exp({})",
-    "erf": "erf({})",
-    "tanh": "tanh({})",
-    "rsqrt": "rsqrt({})",
-    "bfloat16": "bfloat16({})",
-    "float16": "float16({})",
-}
-_OF_PAIRS = {"sub": "sub({}, {}, ISA)", "mul": "mul({}, {}, ISA)"}
-# What printed functions call.
-CALLED = {
-    function.__name__: function for function in (bfloat16, erf, exp, float16, rsqrt, tanh, sub, mul, sigmoid, silu)
-}
-
-
-def printed_steps(steps: Sequence[Step], narrow: Container[str]) -> list[str]:
-    """The steps that the last one needs as lines of Triton, each an assignment to its `s<i>`.
-
-    narrow: the tensors that are numbers of 16 bits.
-    """
-    steps, lines = with_silu(steps), []
-    needed = {f"s{len(steps) - 1}"}
-    for i in reversed(range(len(steps))):
-        if f"s{i}" in needed:
-            needed |= {*steps[i].arguments}
-            lines.append(f"s{i} = {printed_step(steps, i, narrow, pairs=False)}")
-    return lines[::-1]
-
-
-def printed_step(
-    steps: Sequence[Step], number: int, narrow: Container[str], named: Callable[[str], str] = str, pairs: bool = True
-) -> str:
-    """A step, which may be one of `with_silu`, as an expression of Triton, which may use ISA.
-
-    narrow: as in `printed_steps`. named: what the values are called there. pairs: whether one
-    instruction may compute two elements.
-    """
-    step = steps[number]
-    if step.operation == "silu":
-        argument = str(step.arguments[0])
-        rounded = argument[0] == "s" and steps[int(argument[1:])].operation in ROUNDINGS
-        return f"silu({named(argument)}, {argument in narrow or rounded}, ISA)"
-    of_pairs = pairs and step.operation in _OF_PAIRS and not _contracted(steps, number)
-    return (_OF_PAIRS if of_pairs else _TRITON)[step.operation].format(*_printed(step, named))
-
-
-def _contracted(steps: Sequence[Step], number: int) -> bool:
-    """Whether the compiler may make one operation of a product and of the sum that takes it, which rounds once."""
-    products, sums = ("mul", "square", "cube"), ("add", "sub", "sum", "mean", "variance")
-    if steps[number].operation in products:
-        return any(step.operation in sums and f"s{number}" in step.arguments for step in steps)
-    before = (steps[int(x[1:])] for x in steps[number].arguments if isinstance(x, str) and x[0] == "s")
-    return any(step.operation in products for step in before)
-
-
-def _printed(step: Step, named: Callable[[str], str]) -> list[str]:
-    """The arguments of a step."""
-    numbers = (repr(x) if isinstance(x, str) or x >= 0 else f"({x!r})" for x in step.arguments)
-    return [named(x) if isinstance(x, str) else number for x, number in zip(step.arguments, numbers, strict=True)]
-
-
-def device_functions(text: str, names: Mapping[str, object]) -> dict[str, object]:
-    """The global names after a text of device functions, which may use `names`."""
-    file = f"<fp4compile device functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # Triton reads the source there
-    names = {**names, "__name__": __name__}  # Triton takes functions of no module for builtins
-    exec(compile(text, file, "exec"), names)
-    return names
-
-
-def with_functions(kernel, functions: Mapping[str, object]):
-    """A copy of a kernel in which some global names mean these functions."""
-    function = kernel.fn
-    names = {**function.__globals__, **functions}
-    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    copy.__annotations__ = function.__annotations__
-    return triton.jit(copy)

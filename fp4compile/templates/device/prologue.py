@@ -1,23 +1,32 @@
-"""What a quantiser reads: a tile of a tensor in memory or, with a prologue, of the result of pointwise operations.
+"""The input of a quantiser: a tile of a tensor in memory or, with a prologue, of the result of pointwise operations.
 
-The kernels read their tiles by `read_tile`, `read_column_tile` or `read_register_tile`, which load them. In the copy of
-a kernel that `prologue_source.with_prologue` makes, these names mean printed device functions. The others here are what
-printed functions call: they load the tile of an operand as pairs of float32 tuples, mask the words of a result, and
-store what others need.
+A kernel takes a `prologue.Prologue` as a constexpr string, PROLOGUE (`text`), whose steps `device.pointwise`
+interprets; "" is no prologue. It reads its tiles by `read_tile` or `read_register_tile`. With a prologue, these load
+the tile of each operand as a pair of float32 tuples (even columns, odd columns), compute the steps, and return the
+results, rounded to the tensor's dtype, as words. So a kernel treats words alike with and without a prologue.
 
-The forms of a tile have these arguments in common. batch, rows, cols: the matrix of the batch, and the size of each.
-row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from there on. All others are those
-of the form's load. ptr: where the load begins in the first operand. Other operands lie contiguous, or their rows have a
-distance that is printed in the place of cols (slices of the columns of wider tensors).
+Outside of the tensor the words are 0, whatever the steps compute from zeros. A read with STORES writes the stored
+results of the prologue: a kernel that reads a tile twice sets STORES once.
+
+The functions for tiles have these arguments in common. batch: the matrix of the batch. rows, cols: the size of each
+matrix. row (a vector) or row0, col0: where the tile lies in its matrix. cols_left: columns from col0 on. All others are
+arguments of the load. ptr: where the load begins in the first operand. operands: pointers to the other operands, then
+to the stored results. The other operands are contiguous, or the text has the stride of their rows (slices of the
+columns of wider tensors).
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
-from fp4compile.templates.device.column_tile import load_column_tile, store_column_tile, unpack_column_tile
-from fp4compile.templates.device.elements import float_bits
+from fp4compile.formats.prologue import OPERANDS, Prologue
+from fp4compile.formats.steps import Step
+from fp4compile.templates.device.column_tile import unpack_column_tile
+from fp4compile.templates.device.elements import pack, unpack
 from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, load_words, store_tile
-from fp4compile.templates.device.prefetch import prefetch
+from fp4compile.templates.device.pointwise import compute, kind_of, part_of, tensor_count, written
 from fp4compile.templates.device.register_tile import (
     DEPTH,
     load_register_tile,
@@ -26,60 +35,163 @@ from fp4compile.templates.device.register_tile import (
     tile_index,
 )
 
-# ---------------------------------------------------------------- tiles of a tensor in memory
+# Index in `operands` of the first pointer to a stored result.
+STORED_FROM = tl.constexpr(OPERANDS - 1)
+
+# ---------------------------------------------------------------- text
+
+
+@cache
+def text(prologue: Prologue, dtypes: tuple[torch.dtype, ...], row_strides: tuple[tuple[int, int], ...] = ()) -> str:
+    """The constexpr PROLOGUE of kernels: "aux0 aux1/2048 row2 | add 0 1; mul.pairs 3 2 | 4 3".
+
+    Behind the slash is a row stride. The last part has the positions of the result and of the stored results.
+
+    dtypes: dtypes of the operands. row_strides: (number of an operand, elements from one of its rows to the next), for
+    operands whose rows are not contiguous.
+    """
+    prologue, strides = prologue.shortened(), dict(row_strides)
+    names = [f"{kind}{i}" for i, kind in sorted(prologue.kinds.items())]
+    narrow = {name for name, dtype in zip(names, dtypes, strict=True) if dtype.itemsize == 2}
+    steps, numbers, (result, dtype) = list(prologue.steps), prologue.computed, prologue.result
+    if dtypes[0] != dtype:  # kernels then read the result in the first operand's dtype, which holds it
+        numbers, result = [*numbers, len(steps)], len(steps)
+        steps.append(Step(str(dtype).removeprefix("torch."), (f"s{prologue.result[0]}",)))
+    lines, places = written(steps, numbers, names, narrow)
+    operands = (f"{name}/{strides[i]}" if i in strides else name for i, name in enumerate(names))
+    kept = (places[f"s{number}"] for number in (result, *(number for number, _ in prologue.stored)))
+    return " | ".join((" ".join(operands), lines, " ".join(map(str, kept))))
+
+
+@triton.constexpr_function
+def has_row_stride(PROLOGUE, number):
+    """Whether the text has a row stride for an operand."""
+    return "/" in part_of(PROLOGUE, 0).split()[number]
+
+
+@triton.constexpr_function
+def row_stride_of(PROLOGUE, number):
+    """The row stride of an operand, in elements."""
+    return int(part_of(PROLOGUE, 0).split()[number].split("/")[1])
+
+
+@triton.constexpr_function
+def result_of(PROLOGUE):
+    """The position of the value that is quantised."""
+    return int(part_of(PROLOGUE, 2).split()[0])
+
+
+@triton.constexpr_function
+def stored_count(PROLOGUE):
+    return len(part_of(PROLOGUE, 2).split()) - 1
+
+
+@triton.constexpr_function
+def stored_of(PROLOGUE, number):
+    """The position of stored result `number`."""
+    return int(part_of(PROLOGUE, 2).split()[1 + number])
+
+
+# ---------------------------------------------------------------- tiles
 
 
 @triton.jit
 def read_tile(
     ptr, operands, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr, ISA: tl.constexpr, STORES: tl.constexpr,
+    WHOLE: tl.constexpr, ISA: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr,
 ):  # fmt: skip
-    """The words of a tile, as `load_tile`."""
-    return load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
-
-
-@triton.jit
-def read_column_tile(
-    ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ISA: tl.constexpr, STORES: tl.constexpr,
-):  # fmt: skip
-    """The words of a column tile, as `load_column_tile`."""
-    return load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
+    """The words of a tile as `load_tile` returns them, through the prologue."""
+    words = load_tile(ptr, cols_left, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+    if PROLOGUE == "":
+        return words
+    else:
+        evens, odds = unpack(words, dtype)
+        evens = (evens,)
+        odds = (odds,)
+        for i in tl.static_range(1, tensor_count(PROLOGUE)):
+            even, odd = operand_tile(
+                kind_of(PROLOGUE, i), operands[i - 1], batch, row, rows, col0,
+                row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols,
+                cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE,
+            )  # fmt: skip
+            evens = evens + even
+            odds = odds + odd
+        evens = compute(evens, PROLOGUE, ISA)
+        odds = compute(odds, PROLOGUE, ISA)
+        words = pack(evens[result_of(PROLOGUE)], odds[result_of(PROLOGUE)], dtype, ISA)
+        if STORES:
+            for i in tl.static_range(stored_count(PROLOGUE)):
+                ptr = operands[STORED_FROM + i]
+                stored = pack(evens[stored_of(PROLOGUE, i)], odds[stored_of(PROLOGUE, i)], ptr.dtype.element_ty, ISA)
+                to_tile(ptr, (stored,), batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                        ALIGN, WHOLE)  # fmt: skip
+        return inside_tile((words,), batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                           ALIGN, WHOLE)  # fmt: skip
 
 
 @triton.jit
 def read_register_tile(
     ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ISA: tl.constexpr, STORES: tl.constexpr,
+    ISA: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr,
 ):  # fmt: skip
-    """The words of register tiles, as `load_register_tile`."""
-    return load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
-
-
-@triton.jit
-def prefetch_operands(ptr, operands, number, width, spans):
-    """`prefetch` a span of each operand of the tensor's size. All lie contiguous."""
-    return prefetch(ptr, number, width, spans)
-
-
-@triton.jit
-def seed_of(seed_ptr, batch):
-    """(where the seed of a matrix is, the matrix by whose place in the tensor random words are drawn)."""
-    return seed_ptr, batch
-
-
-@triton.jit
-def tile_of_one(program, col_tiles, FLAT: tl.constexpr):
-    """(row tile, column tile) of a program of one matrix, as `tile_of`."""
-    if FLAT:
-        return program * 0, program
+    """The words of register tiles as `load_register_tile` returns them, through the prologue."""
+    words = load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+    if PROLOGUE == "":
+        return words
     else:
-        col_tiles = tl.maximum(col_tiles, 1).to(tl.uint32)
-        row_tile = program.to(tl.uint32) // col_tiles
-        return row_tile.to(tl.int32), (program.to(tl.uint32) - row_tile * col_tiles).to(tl.int32)
+        evens, odds = unpack_column_tile(words, dtype)
+        evens = (evens,)
+        odds = (odds,)
+        for i in tl.static_range(1, tensor_count(PROLOGUE)):
+            even, odd = operand_register_tile(
+                kind_of(PROLOGUE, i), operands[i - 1], batch, row0, rows, col0,
+                row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols,
+                cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE,
+            )  # fmt: skip
+            evens = evens + (even,)
+            odds = odds + (odd,)
+        words = compute_words(evens, odds, operands, dtype, STORES, PROLOGUE, ISA)
+        step: tl.constexpr = 1 + stored_count(PROLOGUE) if STORES else 1
+        for i in tl.static_range(1, step):
+            to_register_tile(operands[STORED_FROM + i - 1], every(words, i, step), batch, row0, rows, col0, cols,
+                             cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+        return inside_register_tile(every(words, 0, step), batch, row0, rows, col0, cols, cols_left, x_row, dtype,
+                                    ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+
+
+@triton.jit
+def compute_words(
+    evens, odds, operands, dtype: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr
+):
+    """Operands of register tiles -> for each element, the word of the result, then the words of the stored results.
+
+    evens, odds: a tuple of tensors for each operand. A thread has one element of each column, so both columns are
+    computed at once, by instructions that compute two elements.
+    """
+    words = ()
+    for i in tl.static_range(len(evens[0])):
+        values = ()
+        for j in tl.static_range(len(evens)):
+            values = values + (tl.join(evens[j][i], odds[j][i]),)
+        values = compute(values, PROLOGUE, ISA)
+        even, odd = tl.split(values[result_of(PROLOGUE)])
+        words = words + (pack(even, odd, dtype, ISA),)
+        if STORES:
+            for j in tl.static_range(stored_count(PROLOGUE)):
+                even, odd = tl.split(values[stored_of(PROLOGUE, j)])
+                words = words + (pack(even, odd, operands[STORED_FROM + j].dtype.element_ty, ISA),)
+    return words
+
+
+@triton.jit
+def every(tensors, START: tl.constexpr, STEP: tl.constexpr):
+    """The tensors START, START + STEP, ... of a tuple."""
+    found = ()
+    for i in tl.static_range(START, len(tensors), STEP):
+        found = found + (tensors[i],)
+    return found
 
 
 # ---------------------------------------------------------------- operands: (even columns, odd columns), float32 tuples
@@ -87,14 +199,44 @@ def tile_of_one(program, col_tiles, FLAT: tl.constexpr):
 
 @triton.constexpr_function
 def vectors_of(vectors, dtype, own):
-    """How many runs of 16 bytes of an operand hold the elements of `vectors` runs of the first: one thread's."""
+    """How many 16-byte runs of an operand of dtype `own` hold the elements of `vectors` runs of the first operand."""
     return max(1, vectors * own.primitive_bitwidth // dtype.primitive_bitwidth)
 
 
 @triton.jit
 def operand_ptr(ptr, batch, rows, col0, cols):
-    """Where the columns from col0 on of a matrix of a batch begin, all of whose rows lie `cols` elements apart."""
+    """Pointer to column col0 of a matrix of a batch whose rows all lie `cols` elements apart."""
     return ptr + (batch.to(tl.int64) * rows * cols + col0)
+
+
+@triton.jit
+def operand_tile(
+    KIND: tl.constexpr, ptr, batch, row, rows, col0, cols, cols_left, dtype: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    if KIND == "aux":
+        return aux_tile(ptr, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+    elif KIND == "row":
+        return row_tile(ptr, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+    else:
+        return col_tile(ptr, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)
+
+
+@triton.jit
+def operand_register_tile(
+    KIND: tl.constexpr, ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    if KIND == "aux":
+        return aux_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES,
+                                 WORDS, ALIGN, WHOLE)  # fmt: skip
+    elif KIND == "row":
+        return row_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES,
+                                 WORDS, ALIGN, WHOLE)  # fmt: skip
+    else:
+        return col_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES,
+                                 WORDS, ALIGN, WHOLE)  # fmt: skip
 
 
 @triton.jit
@@ -130,39 +272,6 @@ def col_tile(
 ):  # fmt: skip
     value = tl.load(ptr + batch.to(tl.int64) * rows + row, mask=row < rows, other=0.0).to(tl.float32)[:, None, None]
     return (value,), (value,)
-
-
-@triton.jit
-def aux_column_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    ptr = operand_ptr(ptr, batch, rows, col0, cols)
-    tile = load_column_tile(ptr, row0, rows, cols_left, cols, own, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
-    return unpack_column_tile(tile, own)
-
-
-@triton.jit
-def row_column_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    words = load_words(ptr + col0, tl.arange(0, WORDS)[None, :], cols_left, True, own, ALIGN)
-    tile = ()
-    for _ in tl.static_range(BLOCK):
-        tile = tile + (words,)
-    return unpack_column_tile(tile, own)
-
-
-@triton.jit
-def col_column_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    row = row0 + tl.arange(0, ROW_TILES)[:, None] * BLOCK
-    return column_operands(ptr + batch.to(tl.int64) * rows, row, rows, BLOCK, 1)
 
 
 @triton.jit
@@ -202,7 +311,7 @@ def col_register_tile(
 
 @triton.jit
 def column_operands(ptr, row, rows, COUNT: tl.constexpr, TIMES: tl.constexpr):
-    """An element each of the COUNT rows from `row` on, TIMES times, for the even and for the odd columns."""
+    """One element for each of the COUNT rows from `row` on, TIMES times, for the even and for the odd columns."""
     values = ()
     for i in tl.static_range(COUNT):
         value = tl.load(ptr + row + i, mask=row < rows - i, other=0.0).to(tl.float32)
@@ -227,16 +336,6 @@ def to_tile(
 
 
 @triton.jit
-def to_column_tile(
-    ptr, words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    own: tl.constexpr = ptr.dtype.element_ty
-    ptr = operand_ptr(ptr, batch, rows, col0, cols)
-    store_column_tile(ptr, words, row0, rows, cols_left, cols, own, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
-
-
-@triton.jit
 def to_register_tile(
     ptr, words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
@@ -252,24 +351,10 @@ def inside_tile(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The words of a tile, those outside of the tensor as 0."""
+    """The words of a tile; words outside of the tensor become 0."""
     half: tl.constexpr = BLOCK // 2
     word = tl.arange(0, BLOCKS)[None, :, None] * half + tl.arange(0, half)[None, None, :]
     return words_inside(words[0], word, cols_left, (row < rows)[:, None, None], ALIGN, WHOLE)
-
-
-@triton.jit
-def inside_column_tile(
-    words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The words of a column tile, those outside of the tensor as 0."""
-    row = row0 + tl.arange(0, ROW_TILES)[:, None] * BLOCK
-    word = tl.arange(0, WORDS)[None, :]
-    tile = ()
-    for i in tl.static_range(BLOCK):
-        tile = tile + (words_inside(words[i], word, cols_left, row < rows - i, ALIGN, WHOLE),)
-    return tile
 
 
 @triton.jit
@@ -277,7 +362,7 @@ def inside_register_tile(
     words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The words of register tiles, those outside of the tensor as 0."""
+    """The words of register tiles; words outside of the tensor become 0."""
     row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
     word = tl.arange(0, COL_TILES)[None, :] * WORDS
     tile = ()
@@ -285,16 +370,6 @@ def inside_register_tile(
         for j in tl.static_range(WORDS):
             tile = tile + (words_inside(words[i * WORDS + j], word + j, cols_left, row < rows - i, ALIGN, WHOLE),)
     return tile
-
-
-@triton.jit
-def rounded(value, dtype: tl.constexpr, ISA: tl.constexpr):
-    """float32 rounded to a `dtype` of 16 bits, in float32."""
-    bits = float_bits(value, dtype, ISA)
-    if dtype == tl.bfloat16:
-        return (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

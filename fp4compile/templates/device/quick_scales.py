@@ -1,8 +1,8 @@
 """E4M3 block scales with an outer scale, without divisions: for SM100.
 
-A division of IEEE takes a dozen instructions, and a test for what over- or underflows. Here a quotient is a product
-with the reciprocal, corrected by its exact remainder. The bits are the same while nothing over- or underflows, which
-`in_quick_range` says of the outer scale. The plain forms are in `block_scales`.
+An IEEE division takes a dozen instructions and a test for over- and underflow. Here a quotient is a product with the
+reciprocal, corrected by its exact remainder. It has the same bits if nothing over- or underflows, which
+`in_quick_range` tests on the outer scale. The plain forms are in `block_scales`.
 """
 
 import struct
@@ -20,10 +20,9 @@ def float32_bits(value: float) -> int:
 def quotient_ptx(into: str, dividend: str, divisor: str, reciprocal: str) -> str:
     """PTX: into = dividend / divisor, given the divisor's reciprocal: a product, corrected by its exact remainder.
 
-    Correctly rounded in two cases, if nothing under- or overflows. One: any float32 numbers and the correctly rounded
-    reciprocal (checked for the dividends whose quotients lie nearest to the middle of two numbers, of all divisors).
-    Two: the divisor is an E4M3 number and the reciprocal wrong by one in the last place at most (checked for all
-    mantissas).
+    It is correctly rounded in two cases, if nothing under- or overflows. One: any float32 numbers and the correctly
+    rounded reciprocal (checked for all divisors, with the dividends whose quotients lie nearest to a tie). Two: an E4M3
+    divisor and a reciprocal wrong by at most one in the last bit (checked for all mantissas).
     """
     return (
         f" mul.rn.f32 {into}, {dividend}, {reciprocal}; neg.f32 r, {into}; fma.rn.f32 r, r, {divisor}, {dividend};"
@@ -34,7 +33,7 @@ def quotient_ptx(into: str, dividend: str, divisor: str, reciprocal: str) -> str
 def sixth_ptx(into: str, value: str, times: float = 1.0) -> str:
     """PTX: into = value * times / 6, correctly rounded (checked for all mantissas): 1/6 as a sum of two constants.
 
-    Of an infinite value it is NaN. times: a power of two.
+    An infinite value gives NaN. times: a power of two.
     """
     high = struct.unpack("<f", struct.pack("<f", times / 6))[0]
     return (
@@ -57,7 +56,7 @@ def _scales_ptx(scale: str, factor: str) -> str:
     )  # fmt: skip
 
 
-# The scale of an infinite amax is NaN (`sixth_ptx`), that of a larger one than 512 decode scales is 448 anyway.
+# The scale of an infinite amax is NaN (`sixth_ptx`); the scale of an amax above 512 decode scales is 448 anyway.
 _TORCHAO_SCALES = tl.constexpr(
     _scales_ptx(
         sixth_ptx("s", "@a") + " mul.rn.f32 y, $8, 0f44000000; min.NaN.f32 y, s, y;"
@@ -65,7 +64,7 @@ _TORCHAO_SCALES = tl.constexpr(
         " rcp.approx.ftz.f32 y, s;" + quotient_ptx("@f", "$6", "s", "y"),
     )
 )  # fmt: skip
-# Infinity times 0 is NaN. The factor of a scale that is 0 is FLT_MAX: twice the half that the minimum leaves.
+# Infinity times 0 is NaN. A scale of 0 has the factor FLT_MAX: twice the FLT_MAX / 2 that the minimum leaves.
 _TE_SCALES = tl.constexpr(
     _scales_ptx(
         " mul.rn.f32 s, @a, $6; fma.rn.f32 s, @a, 0f00000000, s;",
@@ -77,13 +76,13 @@ _TE_SCALES = tl.constexpr(
 
 @triton.jit
 def in_quick_range(decode):
-    """Whether scales by this outer scale (float32) need no divisions: nothing that matters over- or underflows."""
+    """Whether this outer scale (float32) needs no divisions: no relevant product over- or underflows."""
     return (decode > 2.0**-60) & (decode < 2.0**60)
 
 
 @triton.jit
 def quick_e4m3_scale(amax, encode, decode, contract: tl.constexpr):
-    """`block_scales.e4m3_scale` with outer scales that are `in_quick_range`. amax: float32."""
+    """`block_scales.e4m3_scale` for outer scales that are `in_quick_range`. amax: float32."""
     if contract == "torchao":
         return tl.inline_asm_elementwise(
             _TORCHAO_SCALES, "=&r,=&r,=&f,=&f,f,f,f,f,f,f", [amax, encode, decode], dtype=(tl.int32, tl.float32),

@@ -1,8 +1,8 @@
-"""Register tiles: what one thread holds of a program's tile, and the maxima along its rows and down its columns.
+"""Register tiles: one thread's part of a program's tile, and the maxima along its rows and down its columns.
 
 A thread holds DEPTH rows of WORDS words (a word is a pair of columns). The program's tile is a tuple of DEPTH * WORDS
-tensors [ROW_TILES, COL_TILES]: one tensor for each place in the register tiles, with an element for each thread. So
-whatever combines words of one register tile stays in registers, along rows as well as down columns.
+tensors [ROW_TILES, COL_TILES]: one tensor for each position in a register tile, with an element for each thread. So
+operations on words of one register tile stay in registers, along rows as well as down columns.
 """
 
 import triton
@@ -26,7 +26,7 @@ def tile_index(index, AXIS: tl.constexpr):
 
 @triton.jit
 def split_last(words):
-    """[a, b, n] -> two tensors [a, b, n / 2]: the even and the odd places of the last axis."""
+    """[a, b, n] -> two tensors [a, b, n / 2]: the even and the odd positions of the last axis."""
     return tl.split(tl.reshape(words, (words.shape[0], words.shape[1], words.shape[2] // 2, 2)))
 
 
@@ -84,7 +84,7 @@ def load_register_tile(
 ):  # fmt: skip
     """The words of a tile whose rows begin at row0 and `ptr`; zero beyond `rows` rows and `cols` elements.
 
-    Returns DEPTH * WORDS tensors [ROW_TILES, COL_TILES]: word j of row i of the register tiles is number i * WORDS + j.
+    Returns DEPTH * WORDS tensors [ROW_TILES, COL_TILES]: tensor i * WORDS + j has word j of row i of register tiles.
     WHOLE: the whole tile exists, so nothing needs a mask. ALIGN: as in `load_words`.
     """
     row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
@@ -131,11 +131,11 @@ def store_register_tile(
 
 @triton.jit
 def after_barrier(word, VALUE: tl.constexpr, ISA: tl.constexpr):
-    """VALUE in the shape of `word`, from a barrier of the program: what needs this value stays behind the barrier.
+    """VALUE in the shape of `word`, from a barrier of the program: arithmetic on this value stays behind the barrier.
 
-    Without it ptxas begins with the arithmetic, and issues the last loads when the arithmetic is half done. Loads are
-    never moved behind a barrier; arithmetic stays behind one only if it needs a result of the barrier. (The PTX is
-    declared pure, because Inductor assumes that PTX with side effects writes all arguments of the kernel.)
+    Without the barrier ptxas begins with the arithmetic, and issues the last loads when the arithmetic is half done. It
+    never moves loads behind a barrier; arithmetic stays behind one only if it reads a result of the barrier. (The PTX
+    is declared pure, because Inductor assumes that PTX with side effects writes all arguments of the kernel.)
     """
     if ISA == 0:
         return tl.full(word.shape, VALUE, tl.int32)
@@ -149,10 +149,10 @@ def after_barrier(word, VALUE: tl.constexpr, ISA: tl.constexpr):
 @triton.jit
 def word_amaxes(tile, initial, START: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, ISA: tl.constexpr,
            dtype: tl.constexpr):  # fmt: skip
-    """The amaxes of COUNT words from number START on, STEP apart, and of the word `initial`: a pair, one of each half.
+    """A pair of amaxes, one for each half of COUNT words from number START on, STEP apart, and of the word `initial`.
 
-    A pair is a tuple: of one word whose signs mean nothing or, in the portable form, of two tensors of float32 bits.
-    The portable form ignores `initial`.
+    A pair is a tuple of one word with arbitrary signs or, in the portable form, of two tensors of float32 bits. The
+    portable form ignores `initial`.
     """
     if ISA == 0:
         first, second = unpack(tile[START], dtype)
@@ -172,7 +172,7 @@ def word_amaxes(tile, initial, START: tl.constexpr, COUNT: tl.constexpr, STEP: t
 
 @triton.jit
 def amaxes_of_two_rows(one, other, dtype: tl.constexpr):
-    """Two rows' pairs of amaxes (`word_amaxes`, of the even and the odd columns) -> the pair of the rows' amaxes."""
+    """Pairs of amaxes of two rows (each pair: even columns, odd columns) -> a pair: amax of one row, of the other."""
     if len(one) == 2:
         return (tl.maximum(one[0], one[1]), tl.maximum(other[0], other[1]))
     else:
@@ -182,7 +182,7 @@ def amaxes_of_two_rows(one, other, dtype: tl.constexpr):
 
 @triton.jit
 def reduce_pair(amaxes, SHAPE: tl.constexpr, AXIS: tl.constexpr, dtype: tl.constexpr):
-    """A pair of amaxes, reshaped to SHAPE -> the pair of its maxima along AXIS."""
+    """Maxima along AXIS of a pair of amaxes, reshaped to SHAPE: a pair."""
     if len(amaxes) == 2:
         return tl.max(tl.reshape(amaxes[0], SHAPE), AXIS), tl.max(tl.reshape(amaxes[1], SHAPE), AXIS)
     else:
@@ -191,7 +191,7 @@ def reduce_pair(amaxes, SHAPE: tl.constexpr, AXIS: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def block_amaxes_along_row(amaxes, COL_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """A pair of amaxes [ROW_TILES, COL_TILES] -> the pair of those of whole blocks, [ROW_TILES, blocks]."""
+    """A pair of amaxes [ROW_TILES, COL_TILES] -> a pair of amaxes of whole blocks, [ROW_TILES, blocks]."""
     row_tiles: tl.constexpr = amaxes[0].shape[0]
     col_tiles: tl.constexpr = amaxes[0].shape[1]
     return reduce_pair(amaxes, (row_tiles, col_tiles // COL_TILES_PER_BLOCK, COL_TILES_PER_BLOCK), 2, dtype)
@@ -199,7 +199,7 @@ def block_amaxes_along_row(amaxes, COL_TILES_PER_BLOCK: tl.constexpr, dtype: tl.
 
 @triton.jit
 def block_amaxes_down_column(amaxes, ROW_TILES_PER_BLOCK: tl.constexpr, dtype: tl.constexpr):
-    """A pair of amaxes [ROW_TILES, COL_TILES] -> the pair of those of whole blocks, [blocks, COL_TILES]."""
+    """A pair of amaxes [ROW_TILES, COL_TILES] -> a pair of amaxes of whole blocks, [blocks, COL_TILES]."""
     if ROW_TILES_PER_BLOCK == 1:
         return amaxes
     else:
@@ -227,7 +227,7 @@ def repeat_down_column(values, TIMES: tl.constexpr):
 
 @triton.jit
 def join_to_int64(runs):
-    """An even number of int32 tensors -> half as many int64 tensors, each of two neighbours."""
+    """An even number of int32 tensors -> half as many int64 tensors, each made of two neighbours."""
     units = ()
     for i in tl.static_range(0, len(runs), 2):
         units = units + ((runs[i].to(tl.int64) & 0xFFFFFFFF) | (runs[i + 1].to(tl.int64) << 32),)

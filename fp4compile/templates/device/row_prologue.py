@@ -1,60 +1,176 @@
-"""Prologues with reductions: whole rows on the chip, and statistics of rows that are too long for it.
+"""Prologues with reductions: whole rows stay on the chip, which computes their statistics.
 
-`with_row_prologue` makes a copy of a kernel in which `read_row` and `walk_row` mean device functions that `row_source`
-and `walk_source` print from the steps, in the way of `device.prologue_source`. `read_row` loads a row of each operand
-once, computes all steps, and returns the words of the result. `walk_row` goes through rows tile by tile, once for each
-reduction of what another one gave, and finds the statistics alone. Both store what `Prologue.stored` names.
+`read_row` loads a row of each operand once, computes all steps, stores the stored results, and returns the words of the
+result. It takes the same PROLOGUE as `device.prologue`, with reductions among its steps.
 
-A step of the whole shape is a pair of tensors [ROWS, BLOCKS, BLOCK / 2] in float32, of the even columns and of the odd
-ones. One of rows is a tensor [ROWS, 1, 1]. The arithmetic is that of Inductor's persistent reductions: float32, a
-variance by its mean. The order of a sum is that of this kernel: even and odd columns, then inside of a block, then over
-blocks. So a sum may differ from Inductor's in its last bits. All that follows has the bits that Inductor's would have,
-were the sum the same.
+A value of the whole shape is a tuple of float32 tensors [ROWS, BLOCKS, BLOCK / 2]: for each tile of the row the even
+columns, then the odd columns. A value of rows is a tuple of one tensor [ROWS, 1, 1]. The arithmetic follows Inductor's
+persistent reductions: float32, a variance by its mean. A sum adds even and odd columns, then inside of a block, then
+over blocks, so it may differ from Inductor's sum in its last bits. Given equal sums, all later steps have Inductor's
+bits.
 """
-
-import re
-from collections.abc import Iterable
-from functools import cache
 
 import triton
 import triton.language as tl
 
-from fp4compile.formats.prologue import OPERANDS, Prologue
-from fp4compile.formats.steps import REDUCTIONS, ROUNDINGS, Step
-from fp4compile.templates.device.column_tile import unpack_column_tile
 from fp4compile.templates.device.elements import pack, unpack
 from fp4compile.templates.device.epilogue import store_rounded
 from fp4compile.templates.device.memory import load_tile
-from fp4compile.templates.device.pointwise import CALLED, device_functions, printed_step, with_functions
-from fp4compile.templates.device.prologue import aux_tile, col_tile, inside_tile, row_tile, to_tile
-from fp4compile.templates.device.prologue_source import prefetch_functions
+from fp4compile.templates.device.pointwise import (
+    kind_of,
+    number_of,
+    operate,
+    operation_of,
+    place_of,
+    step_count,
+    takes_value,
+    tensor_count,
+)
+from fp4compile.templates.device.prologue import (
+    STORED_FROM,
+    inside_tile,
+    operand_tile,
+    result_of,
+    stored_count,
+    stored_of,
+    to_tile,
+)
 
-# ---------------------------------------------------------------- of a tensor in memory
+# ---------------------------------------------------------------- rows
 
 
 @triton.jit
 def read_row(
     ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr, ISA: tl.constexpr,
+    WHOLE: tl.constexpr, PIECES: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """The words of whole rows, which begin x_row elements apart, as a tuple of tiles. WHOLE: rows fill these."""
-    return (load_tile(ptr + row.to(tl.int64) * x_row, cols, row < rows, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN),)
+    """The words of whole rows of the result, as a tuple of PIECES tiles side by side.
+
+    x_row: elements from one row of the first operand to the next. WHOLE: rows fill the tiles, so nothing needs a mask.
+    """
+    width: tl.constexpr = BLOCKS * BLOCK
+    lefts = ()
+    for i in tl.static_range(PIECES):
+        left = width if WHOLE else tl.minimum(cols - i * width, width)
+        lefts = lefts + (left,)
+    # Past the last row a program reads the last row, so that whole rows need no masks.
+    read = tl.minimum(row, rows - 1) if WHOLE else row
+    values = load_rows(ptr, x_row, operands, batch, read, rows, cols, lefts, dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN,
+                       WHOLE, PROLOGUE)  # fmt: skip
+    length = PIECES * width if WHOLE else cols
+    for i in tl.static_range(step_count(PROLOGUE)):
+        value = operate_on_rows(
+            operation_of(PROLOGUE, i),
+            values[place_of(PROLOGUE, i, 0)] if takes_value(PROLOGUE, i, 0) else (number_of(PROLOGUE, i, 0),),
+            values[place_of(PROLOGUE, i, 1)] if takes_value(PROLOGUE, i, 1) else (number_of(PROLOGUE, i, 1),),
+            lefts, length, ALIGN, WHOLE, ISA,
+        )  # fmt: skip
+        values = values + (value,)
+    words = ()
+    for i in tl.static_range(PIECES):
+        for j in tl.static_range(stored_count(PROLOGUE)):
+            ptr = operands[STORED_FROM + j]
+            value = values[stored_of(PROLOGUE, j)]
+            if len(value) > 1:
+                tile = pack(value[2 * i], value[2 * i + 1], ptr.dtype.element_ty, ISA)
+                to_tile(ptr, (tile,), batch, row, rows, i * width, cols, lefts[i], dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                        ALIGN, False)  # fmt: skip
+            elif i == 0:
+                store_statistic(ptr, value[0], batch, row, rows, ROWS, ISA)
+        result = values[result_of(PROLOGUE)]
+        tile = pack(result[2 * i], result[2 * i + 1], dtype, ISA)
+        if not WHOLE:
+            tile = inside_tile((tile,), batch, row, rows, i * width, cols, lefts[i], dtype, ROWS, BLOCKS, BLOCK,
+                               VECTORS, ALIGN, False)  # fmt: skip
+        words = words + (tile,)
+    return words
 
 
 @triton.jit
-def walk_row(
-    ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr,
+def load_rows(
+    ptr, x_row, operands, batch, row, rows, cols, lefts, dtype: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr,
-    WHOLE: tl.constexpr, ISA: tl.constexpr,
+    WHOLE: tl.constexpr, PROLOGUE: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of rows: of a tensor without steps there are none."""
+    """The values of the operands, tile by tile. lefts: number of columns from the beginning of each tile on."""
+    count: tl.constexpr = tensor_count(PROLOGUE)
+    columns = ()
+    for i in tl.static_range(count):
+        if kind_of(PROLOGUE, i) == "col":
+            value, _ = operand_tile("col", operands[i - 1], batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
+                                    VECTORS, ALIGN, WHOLE)  # fmt: skip
+            columns = columns + (value,)
+        else:
+            columns = columns + ((),)
+    tiles = ()
+    for piece in tl.static_range(len(lefts)):
+        for i in tl.static_range(count):
+            if i == 0:
+                words = load_tile(ptr + (row.to(tl.int64) * x_row + piece * BLOCKS * BLOCK), lefts[piece], row < rows,
+                                  dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
+                tiles = tiles + (unpack(words, dtype),)
+            elif kind_of(PROLOGUE, i) == "col":
+                tiles = tiles + ((),)
+            else:
+                even, odd = operand_tile(kind_of(PROLOGUE, i), operands[i - 1], batch, row, rows,
+                                         piece * BLOCKS * BLOCK, cols, lefts[piece], dtype, ROWS, BLOCKS, BLOCK,
+                                         VECTORS, ALIGN, WHOLE)  # fmt: skip
+                tiles = tiles + (even + odd,)
+    values = ()
+    for i in tl.static_range(count):
+        value = columns[i]
+        for piece in tl.static_range(len(lefts)):
+            value = value + tiles[piece * count + i]
+        values = values + (value,)
+    return values
+
+
+@triton.constexpr_function
+def reduces(OPERATION):
+    return OPERATION.split(".")[0] in ("sum", "mean", "variance", "amax")
+
+
+@triton.constexpr_function
+def divides(OPERATION):
+    """Whether a sum is divided by the number of columns at the end."""
+    return OPERATION.split(".")[0] in ("mean", "variance")
+
+
+@triton.constexpr_function
+def longer(a, b):
+    return max(a, b)
 
 
 @triton.jit
-def halves(tile):
-    """The even and the odd columns of a tile of one tensor each."""
-    return tile[0][0], tile[1][0]
+def operate_on_rows(
+    OPERATION: tl.constexpr, a, b, lefts, length, ALIGN: tl.constexpr, WHOLE: tl.constexpr, ISA: tl.constexpr
+):
+    """The value of a step on values a and b; b is unused if the operation takes one argument.
+
+    lefts: as in `load_rows`. length: elements of a row.
+    """
+    if reduces(OPERATION):
+        found = terms(OPERATION, a[0], a[1], b[0], lefts[0], ALIGN, WHOLE)
+        for i in tl.static_range(1, len(lefts)):
+            more = terms(OPERATION, a[2 * i], a[2 * i + 1], b[0], lefts[i], ALIGN, WHOLE)
+            found = larger(found, more) if OPERATION == "amax" else found + more
+        found = row_amax(found) if OPERATION == "amax" else row_sum(found)
+        return (found / length if divides(OPERATION) else found,)
+    elif (OPERATION == "bfloat16" or OPERATION == "float16") and len(a) > 1:
+        # Two elements at a time, into the words that may be stored as well.
+        value = ()
+        for i in tl.static_range(len(lefts)):
+            if OPERATION == "bfloat16":
+                value = value + unpack(pack(a[2 * i], a[2 * i + 1], tl.bfloat16, ISA), tl.bfloat16)
+            else:
+                value = value + unpack(pack(a[2 * i], a[2 * i + 1], tl.float16, ISA), tl.float16)
+        return value
+    else:
+        value = ()
+        for i in tl.static_range(longer(len(a), len(b))):
+            value = value + (operate(OPERATION, a[i % len(a)], b[i % len(b)], ISA),)
+        return value
 
 
 # ---------------------------------------------------------------- reductions: tiles to [ROWS, 1, 1]
@@ -62,7 +178,7 @@ def halves(tile):
 
 @triton.jit
 def replaced_outside(even, odd, cols, ALIGN: tl.constexpr, VALUE: tl.constexpr):
-    """Columns beyond `cols` as VALUE."""
+    """(even, odd) with VALUE in the columns beyond `cols`."""
     half: tl.constexpr = even.shape[2]
     word = tl.arange(0, even.shape[1])[None, :, None] * half + tl.arange(0, half)[None, None, :]
     if ALIGN > 0:  # whole vectors are compared, as for loads
@@ -73,8 +189,20 @@ def replaced_outside(even, odd, cols, ALIGN: tl.constexpr, VALUE: tl.constexpr):
 
 
 @triton.jit
+def terms(OPERATION: tl.constexpr, even, odd, mean, cols, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
+    """The terms that a reduction adds or compares, of one tile. mean: for a variance."""
+    if OPERATION == "variance":
+        return deviation_terms(even, odd, mean, cols, ALIGN, WHOLE)
+    elif OPERATION == "amax":
+        return amax_terms(even, odd, cols, ALIGN, WHOLE)
+    else:
+        inside: tl.constexpr = WHOLE or OPERATION == "sum.zeros" or OPERATION == "mean.zeros"
+        return sum_terms(even, odd, cols, ALIGN, inside)
+
+
+@triton.jit
 def sum_terms(even, odd, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
-    """INSIDE: what is beyond `cols` columns is 0, or there is nothing."""
+    """even + odd, 0 beyond `cols` columns. INSIDE: the inputs are 0 there, or there are no such columns."""
     if not INSIDE:
         even, odd = replaced_outside(even, odd, cols, ALIGN, 0.0)
     return even + odd
@@ -82,7 +210,7 @@ def sum_terms(even, odd, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
 
 @triton.jit
 def deviation_terms(even, odd, mean, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
-    """The squares of differences from the mean. INSIDE: there is nothing beyond `cols` columns."""
+    """The squares of differences from the mean. INSIDE: there are no columns beyond `cols`."""
     even = even - mean
     odd = odd - mean
     return sum_terms(even * even, odd * odd, cols, ALIGN, INSIDE)
@@ -90,7 +218,7 @@ def deviation_terms(even, odd, mean, cols, ALIGN: tl.constexpr, INSIDE: tl.const
 
 @triton.jit
 def amax_terms(even, odd, cols, ALIGN: tl.constexpr, INSIDE: tl.constexpr):
-    """INSIDE: there is nothing beyond `cols` columns."""
+    """The maximum of even and odd, -inf beyond `cols` columns. INSIDE: there are no such columns."""
     if not INSIDE:
         even, odd = replaced_outside(even, odd, cols, ALIGN, float("-inf"))
     return larger(even, odd)
@@ -116,215 +244,5 @@ def row_amax(terms):
 
 @triton.jit
 def store_statistic(ptr, value, batch, row, rows, ROWS: tl.constexpr, ISA: tl.constexpr):
-    """Write one result a row, [ROWS, 1, 1], rounded to the type at ptr."""
+    """Store one result a row, [ROWS, 1, 1], rounded to the type at ptr."""
     store_rounded(ptr, batch.to(tl.int64) * rows + row, tl.reshape(value, (ROWS,)), row < rows, ISA)
-
-
-# ---------------------------------------------------------------- printed
-
-_CONSTANTS = "ROWS, BLOCKS, BLOCK, VECTORS, ALIGN"
-_PARAMETERS = ("ptr, x_row, operands, batch, row, rows, cols, dtype: tl.constexpr, ROWS: tl.constexpr, "
-               "BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, ALIGN: tl.constexpr, "
-               "WHOLE: tl.constexpr, ISA: tl.constexpr")  # fmt: skip
-_REDUCE = {"sum": "row_sum", "mean": "row_sum", "variance": "row_sum", "amax": "row_amax"}
-_TERMS = {"sum": "sum_terms", "mean": "sum_terms", "variance": "deviation_terms", "amax": "amax_terms"}
-_MEANS = ("mean", "variance")  # sums that are divided by the number of columns at the end
-assert set(_REDUCE) == set(REDUCTIONS)
-
-
-def row_source(prologue: Prologue, pieces: int) -> str:
-    """The source of `read_row`, of rows in so many tiles side by side."""
-    prologue = prologue.shortened()
-    last = f"s{len(prologue.steps) - 1}"
-    starts = [f"{piece} * BLOCKS * BLOCK" for piece in range(pieces)]
-    columns = [i for i, kind in prologue.kinds.items() if kind == "col"]
-    # Beyond the last row a program reads that row: whole rows need no masks then.
-    lines = ["read = tl.minimum(row, rows - 1) if WHOLE else row"]
-    lines += [f"length = {pieces} * BLOCKS * BLOCK if WHOLE else cols"]
-    lines += _loads(prologue, columns, "0", "read", "WHOLE")
-    for piece, start in enumerate(starts):
-        lines += [f"left_{piece} = BLOCKS * BLOCK if WHOLE else tl.minimum(cols - {start}, BLOCKS * BLOCK)"]
-        lines += _of_piece(_loads(prologue, prologue.kinds.keys() - set(columns), start, "read", "WHOLE"), piece)
-    for i in prologue.computed:
-        step = prologue.steps[i]
-        if step.operation in REDUCTIONS:
-            terms = _terms(prologue, step)
-            found, *others = (_of_piece([terms], piece)[0] for piece in range(pieces))
-            for other in others:
-                found = f"larger({found}, {other})" if step.operation == "amax" else f"{found} + {other}"
-            lines += [f"s{i} = {_REDUCE[step.operation]}({found})", *_mean(i, step, "length")]
-        elif prologue.step_kinds[i] == "col":
-            lines += _step(prologue, i)
-        else:
-            lines += [line for piece in range(pieces) for line in _of_piece(_step(prologue, i), piece)]
-    lines += ["words = ()"]
-    for piece, start in enumerate(starts):
-        stored = [what for what in enumerate(prologue.stored) if not piece or prologue.step_kinds[what[1][0]] != "col"]
-        stored = _stores(prologue, stored, start)
-        result = [
-            f"tile = pack({last}_even, {last}_odd, dtype, ISA)",
-            "if not WHOLE:",
-            f"    tile = inside_tile((tile,), batch, row, rows, {start}, cols, left, dtype, {_CONSTANTS}, False)",
-            "words = words + (tile,)",
-        ]
-        lines += _of_piece([*stored, *result], piece)
-    return _function("read_row", [*lines, "return words"])
-
-
-def _of_piece(lines: list[str], piece: int) -> list[str]:
-    """Lines about one tile, whose names are those of one of several."""
-    return [re.sub(r"\b((?:s|aux|row)\d+_(?:even|odd)|left)\b", rf"\1_{piece}", line) for line in lines]
-
-
-def walk_source(prologue: Prologue) -> str:
-    """The source of `walk_row`: one loop for the reductions of each level, which need the results of those below."""
-    prologue = prologue.shortened()
-    columns = [i for i, kind in prologue.kinds.items() if kind == "col"]
-    lines = ["width: tl.constexpr = BLOCKS * BLOCK", *_loads(prologue, columns, "0", "row", "False")]
-    for level in range(1, max(prologue.levels) + 1):
-        found = [i for i in prologue.reductions if prologue.levels[i] == level]
-        lines += [f"s{i} = tl.full((ROWS, 1, 1), {_start(prologue.steps[i])}, tl.float32)" for i in found]
-        lines += ["for tile in range(tl.cdiv(cols, width)):"]
-        lines += ["    " + line for line in _walked(prologue, found)]
-        lines += [line for i in found for line in _mean(i, prologue.steps[i], "cols")]
-        rows = (i for i, kind in enumerate(prologue.step_kinds) if kind == "col" and prologue.levels[i] == level)
-        lines += [line for i in rows if i not in found for line in _step(prologue, i)]
-    return _function("walk_row", lines + _stores(prologue, enumerate(prologue.stored), "0"))
-
-
-def _walked(prologue: Prologue, reductions: list[int]) -> list[str]:
-    """One step of a loop: the reductions of a tile, added to those of the tiles before."""
-    roots = [int(x[1:]) for i in reductions for x in prologue.steps[i].arguments if isinstance(x, str) and x[0] == "s"]
-    needed = prologue.needed(roots, ("aux", "row"))
-    names = {x for i in (*needed, *reductions) for x in prologue.steps[i].arguments if isinstance(x, str)}
-    read = [i for i, kind in prologue.kinds.items() if kind != "col" and f"{kind}{i}" in names]
-    lines = [
-        "col0 = tile * width",
-        "left = tl.minimum(cols - col0, width)",
-        *_loads(prologue, read, "col0", "row", "False"),
-    ]
-    lines += [line for i in needed for line in _step(prologue, i)]
-    for i in reductions:
-        step = prologue.steps[i]
-        tile = f"{_REDUCE[step.operation]}({_terms(prologue, step)})"
-        lines += [f"s{i} = larger(s{i}, {tile})" if step.operation == "amax" else f"s{i} = s{i} + {tile}"]
-    return lines
-
-
-def _loads(prologue: Prologue, operands: Iterable[int], col0: str, row: str, whole: str) -> list[str]:
-    """col0: the first column. row: the rows. whole: whether nothing needs a mask."""
-    lines = []
-    for i in sorted(operands):
-        kind = prologue.kinds[i]
-        name, ptr = f"{kind}{i}", "ptr" if i == 0 else f"operands[{i - 1}]"
-        where = f"batch, {row}, rows, {col0}, cols, left, dtype, {_CONSTANTS}, {whole}"
-        if i == 0:
-            ptr = f"ptr + ({row}.to(tl.int64) * x_row + {col0})"
-            loaded = f"load_tile({ptr}, left, {row} < rows, dtype, {_CONSTANTS}, {whole})"
-            loaded = f"unpack_column_tile(({loaded},), dtype)"
-        else:
-            loaded = f"{kind}_tile({ptr}, {where})"
-        if kind == "col":  # a row has one
-            loaded = loaded.replace(" left,", " cols,")
-            lines += [f"{name}, _ = halves({loaded})"]
-        else:
-            lines += [f"{name}_even, {name}_odd = halves({loaded})"]
-    return lines
-
-
-def _step(prologue: Prologue, number: int) -> list[str]:
-    """The lines of a step that reduces nothing."""
-    step, name = prologue.steps[number], f"s{number}"
-    if prologue.step_kinds[number] == "col":
-        return [f"{name} = {printed_step(prologue.steps, number, ())}"]
-    if step.operation in ROUNDINGS:  # two elements at a time, into the words that may be stored as well
-        halves, dtype = (_half(prologue, step.arguments[0], side) for side in _SIDES), f"tl.{step.operation}"
-        return [f"{name}_even, {name}_odd = unpack(pack({', '.join(halves)}, {dtype}, ISA), {dtype})"]
-    narrow = {f"aux{i}" for i in prologue.kinds}  # what is reduced, and all of its size, has 16 bits
-    return [
-        f"{name}_{side} = {printed_step(prologue.steps, number, narrow, lambda x, side=side: _half(prologue, x, side))}"
-        for side in _SIDES
-    ]
-
-
-_SIDES = ("even", "odd")
-
-
-def _half(prologue: Prologue, name: str, side: str) -> str:
-    """What a value is called among the even or the odd columns."""
-    return name if prologue.kind_of(name, prologue.step_kinds) == "col" else f"{name}_{side}"
-
-
-def _start(step: Step) -> str:
-    return 'float("-inf")' if step.operation == "amax" else "0.0"
-
-
-def _terms(prologue: Prologue, step: Step) -> str:
-    """What a reduction adds or compares, of one tile."""
-    name, *others = step.arguments
-    halves = [_half(prologue, name, side) for side in _SIDES]
-    inside = "True" if step.operation in ("sum", "mean") and _vanishes(prologue, name) else "WHOLE"
-    return f"{_TERMS[step.operation]}({', '.join([*halves, *others])}, left, ALIGN, {inside})"
-
-
-# Of zeros, and of these and numbers, they make 0.
-_VANISHING = ("add", "sub", "neg", "relu", "square", "cube", "mul", "erf", "tanh")
-
-
-def _vanishes(prologue: Prologue, name: str) -> bool:
-    """Whether a value is 0 beyond the columns of its rows, where operands are. (Those of rows are not.)"""
-    if name[0] != "s":
-        return not name.startswith("col")
-    step = prologue.steps[int(name[1:])]
-    names = [x for x in step.arguments if isinstance(x, str)]
-    numbers = len(names) < len(step.arguments)
-    return step.operation in ("mul",) * numbers + _VANISHING * (not numbers) and all(
-        _vanishes(prologue, x) for x in names
-    )
-
-
-def _mean(number: int, step: Step, length: str) -> list[str]:
-    return [f"s{number} = s{number} / {length}"] if step.operation in _MEANS else []
-
-
-def _stores(prologue: Prologue, stored: Iterable[tuple[int, tuple]], start: str) -> list[str]:
-    """stored: of `Prologue.stored`, with their places. start: the first column of the tile."""
-    lines = []
-    for place, (i, _) in stored:
-        if prologue.step_kinds[i] == "col":
-            lines += [f"store_statistic(operands[{OPERANDS - 1 + place}], s{i}, batch, row, rows, ROWS, ISA)"]
-        else:
-            ptr = f"operands[{OPERANDS - 1 + place}]"
-            lines += [f"to_tile({ptr}, (pack(s{i}_even, s{i}_odd, {ptr}.dtype.element_ty, ISA),), batch, row, rows, "
-                      f"{start}, cols, left, dtype, {_CONSTANTS}, False)"]  # fmt: skip
-    return lines
-
-
-def _function(name: str, lines: list[str]) -> str:
-    return "\n".join(["@triton.jit", f"def {name}({_PARAMETERS}):", *("    " + line for line in lines)]) + "\n"
-
-
-# What a printed function may use.
-_NAMES = {
-    function.__name__: function
-    for function in (
-        pack, unpack, unpack_column_tile, load_tile, aux_tile, row_tile, col_tile, inside_tile,
-        halves, sum_terms, deviation_terms, amax_terms, row_sum, row_amax, larger, to_tile, store_statistic,
-    )
-} | {"triton": triton, "tl": tl, **CALLED}  # fmt: skip
-
-
-@cache
-def _device_function(text: str, name: str):
-    return device_functions(text, _NAMES)[name]
-
-
-@cache
-def with_row_prologue(kernel, prologue: Prologue, pieces: int = 1):
-    """The kernel, which reads rows of the result of these steps in so many tiles, or walks them."""
-    functions = {}
-    if "read_row" in kernel.fn.__globals__:
-        functions["read_row"] = _device_function(row_source(prologue, pieces), "read_row")
-    if "walk_row" in kernel.fn.__globals__:
-        functions["walk_row"] = _device_function(walk_source(prologue), "walk_row")
-    return with_functions(kernel, functions | prefetch_functions(kernel, prologue))

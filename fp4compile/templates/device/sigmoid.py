@@ -1,15 +1,16 @@
 """The sigmoid function and SiLU in inline PTX: the bits of Inductor's operations, in fewer instructions.
 
 Inductor writes SiLU as x / (1 + exp(-x)), with the `exp` of libdevice, and the sigmoid function as `tl.sigmoid`:
-1 / (1 + exp(-x)), with an exponential function of one multiplication. The texts here are those operations but for this:
+1 / (1 + exp(-x)), with an exponential function of one multiplication. The PTX here has these operations with three
+changes:
 
-- One fused operation multiplies by the power of two at the end of `exp` and adds 1. The product was exact, or nothing
-  beside 1. For the same reason the exponential function may flush subnormal results.
+- One fused operation multiplies by the power of two at the end of `exp` and adds 1. The product was exact, or
+  negligible beside 1. For the same reason the exponential function may flush subnormal results.
 - A division (`div.full`) multiplies by an approximate reciprocal. It scales both numbers by 1/4 where the divisor is
-  above 2^126, because the reciprocal would be flushed there. These texts always scale them: the reciprocal of d / 4 is
-  4 times that of d. A quarter of the dividend must be exact: it is that of 1 and of any number of 16 bits, but not that
-  of a subnormal float32 number.
-- On SM100 one instruction computes two elements where there is one for that.
+  above 2^126, because the reciprocal would be flushed there. The PTX here always scales both: the reciprocal of d / 4
+  is 4 times the reciprocal of d. A quarter of the dividend must be exact, which holds for 1 and for any 16-bit number,
+  but not for subnormal float32 numbers.
+- On SM100 one instruction computes two elements where such an instruction exists.
 """
 
 import triton
@@ -20,7 +21,7 @@ from fp4compile.templates.device.dequantize import INTERPRETING
 
 _QUARTER, _ONE = "0f3E800000", "0f3F800000"
 _LOG2_E, _LOG2_E_REST = "0fBFB8AA3B", "0fB2A57060"  # of the argument -x: both negative
-# The exponent of exp(x) is a float32 integer's last bits: floor(252 * clamp(x / (252 ln 2) + 1/2)) above 2^23.
+# The exponent of exp(x) is in the last bits of a float32 integer: floor(252 * clamp(x / (252 ln 2) + 1/2)) above 2^23.
 _RATE, _HALF, _STEPS, _FIRST, _BIAS = "0fBBBB989D", "0f3F000000", "0f437C0000", "0f4B400001", "0f4B40007F"
 
 
@@ -92,7 +93,7 @@ def exp(x):
 
 @triton.jit
 def silu(x, NARROW: tl.constexpr, ISA: tl.constexpr):
-    """x / (1 + exp(-x)) of float32 values. NARROW: they are numbers of 16 bits."""
+    """x / (1 + exp(-x)) of float32 values. NARROW: 16 bits hold each x."""
     if ISA >= 100 and NARROW:
         return tl.inline_asm_elementwise(_SILU_OF_PAIRS, "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2)
     elif ISA >= 90 and NARROW:

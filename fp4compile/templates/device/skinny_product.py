@@ -1,4 +1,4 @@
-"""The arithmetic of products with few rows of A, one lane at a time: a step of a warp, and its sums."""
+"""The arithmetic of products with few rows of A, written one lane at a time: a warp's step, and its sums."""
 
 import triton
 import triton.language as tl
@@ -10,8 +10,8 @@ from fp4compile.templates.device.nvfp4_weights import dequantize_word, scale_reg
 def _multiply_step_ptx(compute: str, chains: int) -> str:
     """PTX that adds the product of 16 rows of B and 8 rows of A over 128 elements to a lane's sums.
 
-    Outputs: four sums. Inputs: codes of row g (two words of 64 bits), of row g + 8; the scale bytes of both; eight
-    words of 64 bits of A (see `interleave_a`); the four sums so far.
+    Outputs: four sums. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes of both rows;
+    eight words of 64 bits of A (see `interleave_a`); the four sums so far.
     chains: 1 or 2 independent accumulators. `mma.sync` waits for the one before it on the same accumulator.
     """
     kind = "f16x2" if compute == "fp16" else "bf16x2"
@@ -55,7 +55,7 @@ def multiply_step(w, x, c, COMPUTE: tl.constexpr, CHAINS: tl.constexpr):
     )  # fmt: skip
 
 
-# Inputs: where to, two sums, whether their rows of A exist, a token. The second sum is of the next row of A.
+# Inputs: the destination, two sums, whether their rows of A exist, a token. The second sum is for the next row of A.
 _STORE_TWO_SUMS = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p st.shared.v2.f32 [$1], {$2, $3}; }"
 )

@@ -1,8 +1,8 @@
-"""The values of codes that a quantiser has just made, to be stored in their place: 16 bits, without the outer scale.
+"""Dequantised values that a quantiser stores instead of codes: 16 bits, without the outer scale.
 
-See `formats.BlockFormat.values_dtype` for why 16 bits hold them. The quantisers are short of instructions, not of
-bandwidth. So E2M1 elements with E4M3 scales, and E4M3 elements with E8M0 scales, become floats by moving bits, and are
-multiplied two at a time: three instructions an element.
+`formats.BlockFormat.values_dtype` explains why 16 bits hold them. Instructions, not bandwidth, bound the quantisers. So
+E2M1 elements with E4M3 scales, and E4M3 elements with E8M0 scales, become floats by moving bits, and are multiplied two
+at a time: three instructions an element.
 """
 
 import triton
@@ -15,18 +15,18 @@ from fp4compile.templates.device.elements import decode_pair, pack, rounding_sca
 
 @triton.constexpr_function
 def takes_values(ptr_dtype):
-    """Whether what a quantiser writes to are floats, not the bytes of codes."""
+    """Whether a quantiser's data pointer is to 16-bit floats instead of codes."""
     return ptr_dtype.element_ty.primitive_bitwidth == 16
 
 
 @triton.constexpr_function
 def quick(element, scale, isa):
-    """Whether there is PTX for the codes of a format."""
+    """Whether this file has PTX for the codes of a format."""
     return isa > 0 and (element, scale) in (("e2m1", "e4m3"), ("e4m3", "e8m0"))
 
 
 def _e2m1_ptx(scales: int) -> str:
-    """PTX for eight E2M1 codes in a register, as 4 words of two float16: operands $0 to $3; codes $4, scales from $5.
+    """PTX: eight E2M1 codes in $4, scales from $5 on -> four words of two float16 values in $0 to $3.
 
     With its magnitude at bit 9 and its sign at bit 15, a code is a float16 2^14 times too small.
     """
@@ -42,10 +42,10 @@ def _e2m1_ptx(scales: int) -> str:
 
 
 def _e4m3_ptx(scales: int) -> str:
-    """PTX for four E4M3 codes in a register, as 2 words of two bfloat16: operands $0 and $1; codes $2, scales from $3.
+    """PTX: four E4M3 codes in $2, scales from $3 on -> two words of two bfloat16 values in $0 and $1.
 
-    With its magnitude at bit 4 and its sign at bit 15, a code is a bfloat16 2^120 times too small. (A code of NaN is
-    not: its block has the scale NaN.)
+    With its magnitude at bit 4 and its sign at bit 15, a code is a bfloat16 2^120 times too small. (A NaN code does not
+    become NaN, but its block has the scale NaN.)
     """
     words = "".join(
         f" prmt.b32 t, $2, 0, 0x{2 * i + 1}4{2 * i}4; shr.b32 u, t, 4; and.b32 u, u, 0x07F007F0;"
@@ -61,7 +61,7 @@ _E4M3, _E4M3_PAIRS = tl.constexpr(_e4m3_ptx(1)), tl.constexpr(_e4m3_ptx(2))
 
 @triton.jit
 def values_of_units(units, byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
-    """Codes [rows, n], two or more in an integer, and scale bytes [rows, blocks] -> words [rows, m] of two values."""
+    """Units [rows, n] of two or more codes and scale bytes [rows, blocks] -> words [rows, m] of two 16-bit values."""
     if quick(ELEMENT, SCALE, ISA):
         units = halves(units)
         scale = rounding_scale(byte, ISA) if SCALE == "e4m3" else _bf16_scale(byte)
@@ -76,14 +76,14 @@ def values_of_units(units, byte, ELEMENT: tl.constexpr, SCALE: tl.constexpr, dty
 
 @triton.jit
 def _bf16_scale(byte):
-    """E8M0 scale bytes (int32) -> their values, as bf16 twice."""
+    """E8M0 scale bytes (int32) -> words with the scale twice as bf16."""
     bits = tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7))
     return bits | (bits << 16)
 
 
 @triton.jit
 def _quick_values(units, scale, ELEMENT: tl.constexpr):
-    """int32 units, or units of two codes, times the scales of each -> words."""
+    """int32 units, or units of two codes, times the scale of each unit -> words."""
     if units.dtype != tl.int32:
         if ELEMENT == "e2m1":
             return tl.inline_asm_elementwise(
@@ -109,9 +109,9 @@ def _quick_values(units, scale, ELEMENT: tl.constexpr):
 
 @triton.jit
 def halves(units):
-    """int64 units [rows, n] -> int32 units [rows, 2 * n]; others as they are.
+    """int64 units [rows, n] -> int32 units [rows, 2 * n]; other units are returned unchanged.
 
-    By a broadcast, before which Triton moves units to the lanes that store their values.
+    A broadcast does it, before which Triton moves units to the lanes that store their values.
     """
     if units.dtype == tl.int64:
         low = units.to(tl.int32)[:, :, None]
@@ -124,7 +124,7 @@ def halves(units):
 
 @triton.jit
 def split_units(units, BITS: tl.constexpr):
-    """Integers [rows, n] -> the runs of so many bits that they consist of, uint8 or uint16, lowest first."""
+    """Integers [rows, n] -> their runs of BITS bits, uint8 or uint16, lowest first."""
     count: tl.constexpr = units.dtype.primitive_bitwidth // BITS
     part_type: tl.constexpr = tl.uint8 if BITS == 8 else tl.uint16
     if count == 1:

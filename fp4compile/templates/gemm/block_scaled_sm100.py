@@ -1,12 +1,12 @@
 """Block-scaled GEMM: two block-scaled operands on matrix units that read codes and scales themselves (SM100 and up).
 
-The matrix units take the codes as they are stored, and block scales in the swizzled layout, one for each row and block.
-The quantise kernels write them like that, also for square blocks. Outer scales, bias and epilogue are applied to the
-float32 sums, as in all kernels of products.
+The matrix units read the codes as they are stored, and block scales in the swizzled layout, one for each row and block.
+The quantise kernels store scales in this layout, also for square blocks. Outer scales, bias and epilogue are applied to
+the float32 sums, as in all kernels of products.
 
-How the operands get there on SM100:
+How the operands reach the matrix units of SM100:
 - The Tensor Memory Accelerator (TMA) copies tiles of codes and of scales to shared memory, by descriptors that each
-  program makes once. It fills what lies outside of a matrix with zeros.
+  program makes once. Outside of a matrix it fills in zeros.
 - Warps are specialised: some issue the copies, some the products, and some apply the epilogue. So copies run ahead by
   as many steps as there are stages, also across tiles.
 - `tcgen05.cp` copies scales from shared to tensor memory (see `device.block_scaled_tile`).
@@ -35,8 +35,8 @@ from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig, block_scaled_config, block_scaled_configs
-from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.launch import launch
+from fp4compile.templates.problem import Problem
 
 
 @triton.jit
@@ -45,6 +45,7 @@ def gemm_block_scaled_sm100(
     epilogue_0_ptr, epilogue_1_ptr, batches, m, n, a_per_row, b_per_row, steps, row_tiles_a, row_tiles_b, col_tiles,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     TMA: tl.constexpr, TMA_STORE: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, TWO_SUMS: tl.constexpr,
     EVEN_K: tl.constexpr, ISA: tl.constexpr,
@@ -54,10 +55,10 @@ def gemm_block_scaled_sm100(
     The grid is persistent: program p takes the tiles p, p + grid, p + 2 * grid, and so on.
 
     *_per_row: bytes of codes in a row. steps: of BK elements along K. row_tiles_*, col_tiles: tiles of 128 x 4 of the
-    swizzled scales of one matrix. GROUP_M: row tiles that are walked together, for the L2 cache. PARTS: of a tile's
-    columns, in which the epilogue takes them. TMA: rows of codes are whole 16 bytes. TMA_STORE: so are rows of out, of
-    a single matrix. TWO_SUMS: tensor memory holds the sums of two tiles, so that the epilogue of one runs beside the
-    products of the next. EVEN_K: K is whole steps.
+    swizzled scales of one matrix. GROUP_M: row tiles that are walked together, for the L2 cache. PARTS: parts of a
+    tile's columns that the epilogue takes one by one. TMA: rows of codes are whole 16 bytes. TMA_STORE: there is a
+    single matrix, and rows of out are whole 16 bytes. TWO_SUMS: tensor memory holds the sums of two tiles, so that the
+    epilogue of one runs beside the products of the next. EVEN_K: K is whole steps.
     """
     a_bytes: tl.constexpr = codes_in(BK, A_ELEMENT)
     b_bytes: tl.constexpr = codes_in(BK, B_ELEMENT)
@@ -103,7 +104,8 @@ def gemm_block_scaled_sm100(
             at = (batch.to(tl.int64) * m + row) * n + col
             part = rescale(parts[i], row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
                            A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-            part = stored(epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA), out_ptr, ISA)
+            part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
+            part = stored(part, out_ptr, ISA)
             if TMA_STORE:
                 target.store([tile_m * BM, col0], part)
             else:
@@ -112,7 +114,7 @@ def gemm_block_scaled_sm100(
 
 def _serves(p: Problem) -> bool:
     """Two block-scaled operands with swizzled scales. Triton has no block-scaled product of mixed widths on SM120."""
-    if not p.target.block_scaled_matrix_units or p.a.format is None or p.b.format is None or p.a.format.scale is None:
+    if p.ragged is not None or not p.target.block_scaled_matrix_units or "none" in (p.a.scale, p.b.scale):
         return False
     mixed = p.a.format.packed != p.b.format.packed
     return p.a.swizzled and p.b.swizzled and not (mixed and p.target.sm >= 120)
@@ -127,13 +129,14 @@ def _run(call: Call, config: BlockScaledConfig) -> torch.Tensor:
     a_outer, b_outer, bias = call.rescale_pointers(out)
     tiles = ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches
     launch(
-        call.with_epilogue(gemm_block_scaled_sm100), torch.sym_min(tiles, p.target.multiprocessors),
+        gemm_block_scaled_sm100, torch.sym_min(tiles, p.target.multiprocessors),
         call.a.data, call.a.scales, a_outer, call.b.data, call.b.scales, b_outer, bias, out,
         *call.epilogue_pointers(out), p.batches, p.m, p.n, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
         ceil_div(p.m, 128), ceil_div(p.n, 128), ceil_div(blocks, 4),
         num_warps=config.num_warps, num_stages=config.stages,
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
         EVEN_K=int(even), TMA_STORE=int(whole_rows and config.tma), **config.constants, **call.rescale_constants,
+        EPILOGUE=call.epilogue_text,
         ISA=p.target.isa,
     )  # fmt: skip
     return out

@@ -9,9 +9,9 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Operand
-from fp4compile.templates.device.epilogue import with_epilogue
-from fp4compile.templates.gemm.problem import OperandType, Problem
-from fp4compile.templates.quantize.views import power_of_two
+from fp4compile.templates.device.epilogue import text
+from fp4compile.templates.problem import OperandType, Problem
+from fp4compile.templates.quantize.source import power_of_two
 from fp4compile.templates.view import span, within
 
 
@@ -47,7 +47,7 @@ class KernelOperand:
         return ceil_div(self.rows, fmt.block[0]) * blocks
 
     def check(self, matrices, rows) -> None:
-        """Raise RuntimeError where `matrices` matrices of `rows` rows are more than the operand's tensors hold."""
+        """Raise RuntimeError if the operand's tensors hold less than `matrices` matrices of `rows` rows."""
         lanes, of_each = matrices * rows, max(self.rows, 1) if isinstance(self.rows, int) else self.rows
         within(self.data, span((lanes, self.data.shape[-1]), (self.data.shape[-1], 1)))
         if self.scales is not None:
@@ -56,7 +56,7 @@ class KernelOperand:
             within(self.outer, span((lanes,), (1,)))
 
     def part(self, start: int, rows: int) -> "KernelOperand":
-        """Rows from `start` on, of a single matrix; start: a multiple of 128."""
+        """The operand's `rows` rows from `start` on, for a single matrix. start: a multiple of 128."""
 
         def cut(x, rows_each):  # x has an entry for each `rows_each` rows
             return x.view(-1, x.shape[-1]).narrow(0, start // rows_each, ceil_div(rows, rows_each))
@@ -72,8 +72,8 @@ class KernelOperand:
         return KernelOperand(self.type, cut(self.data, 1), scales, outer, rows, self.k)
 
     def align(self, step: int) -> int:
-        """See `device.dequantize.load_units`: -1 where rows are whole steps of `step` units; of plain rows, words that
-        divide a row, which may be read at once."""
+        """ALIGN of `device.dequantize.load_units`: for codes, -1 where rows are whole steps of `step` units, else 0;
+        for a plain operand, the number of words that divides a row and may be read at once."""
         if self.type.format is not None:
             return -1 if statically_true(self.units_per_row % step == 0) else 0
         return power_of_two(self.data.shape[-1], 16 // self.data.element_size()) // 2
@@ -84,39 +84,36 @@ class KernelOperand:
         return {f"{name}_{field}": value for field, value in fields.items()}
 
     def reading(self, step: int) -> dict:
-        """The same for a kernel that reads one operand alone, without its outer scale."""
+        """The constexpr arguments of a kernel that reads this operand alone, without its outer scale."""
         square = self.type.format is not None and self.type.format.square
         return {"ELEMENT": self.type.element, "SCALE": self.type.scale, "SWIZZLED": int(self.type.swizzled),
                 "SQUARE": int(square), "ALIGN": self.align(step)}  # fmt: skip
 
 
 def kernel_operand(x: Operand, type: OperandType) -> KernelOperand:
-    """The operand's tensors as kernels take them; copied only where they lie otherwise."""
+    """The operand's tensors in the layout that kernels read; copied only if their layout differs."""
     data, scales, fmt = x.data, x.scales, x.format
     *_, rows, width = data.shape
-    k = 2 * width if fmt is not None and fmt.packed else width
-    if fmt is None or fmt.scale is None:
-        scales = None
-    else:
-        scales = aligned(scales.contiguous().view(torch.uint8))
+    scales = aligned(scales.contiguous().view(torch.uint8)) if x.scaled else None
     outer = None if x.outer is None else x.outer.contiguous()
     if fmt is not None and not fmt.packed:
         data = data.view(torch.uint8)
         if not statically_true(width % 2 == 0):  # two codes make a unit
             data = F.pad(data, (0, width % 2))
-    return KernelOperand(type, aligned(data.contiguous()), scales, outer, rows, k)
+    return KernelOperand(type, aligned(data.contiguous()), scales, outer, rows, x.k)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, copied where it does not begin at whole 16 bytes."""
+    """x, copied unless its address is known to be a multiple of 16 bytes."""
     return x if statically_true(x.storage_offset() * x.element_size() % 16 == 0) else x.clone()
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A product as it is launched: the problem, its operands, and what its epilogue reads.
+    """A product as it is launched: the problem, its operands, and the tensors that its epilogue reads.
 
-    epilogue: None, or the steps; auxiliaries: the tensors that these read, of the product's size or of n elements.
+    epilogue: None, or the steps; auxiliaries: the tensors that the steps read, of the product's size or of n elements.
+    offs: int32 [groups], contiguous; None without groups.
     Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
 
@@ -126,23 +123,25 @@ class Call:
     bias: torch.Tensor | None
     epilogue: Epilogue | None = None
     auxiliaries: tuple[torch.Tensor, ...] = ()
+    offs: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         p = self.problem
         self.a.check(p.batches, p.m)
-        self.b.check(p.batches if p.b_batched else 1, p.n)
+        self.b.check(p.b_matrices, p.n)
         for tensor in (*(() if self.bias is None else (self.bias,)), *self.auxiliaries):
             row = statically_true(tensor.numel() == p.n)
             within(tensor, span((p.n,) if row else (p.batches * p.m, p.n), (1,) if row else (p.n, 1)))
+        if self.offs is not None:
+            within(self.offs, span((p.groups,), (1,)))
 
     @property
     def stored_dtype(self) -> torch.dtype:
         return self.problem.out_dtype if self.epilogue is None else self.epilogue.dtype
 
     def empty(self) -> torch.Tensor:
-        """Memory for the result [batches, m, n]."""
-        p = self.problem
-        return self.a.data.new_empty((p.batches, p.m, p.n), dtype=self.stored_dtype)
+        """Memory for the result."""
+        return self.a.data.new_empty(self.problem.shape, dtype=self.stored_dtype)
 
     def empty_sums(self, split_k: int) -> torch.Tensor:
         """Memory for the partial sums [split_k, batches, m, n] in float32."""
@@ -157,33 +156,34 @@ class Call:
                 "B_BATCHED": int(p.b_batched)}  # fmt: skip
 
     def rescale_pointers(self, unused: torch.Tensor) -> list:
-        """Outer scale of A, of B, and bias; `unused` in place of what is absent."""
+        """Outer scale of A, outer scale of B, and bias; `unused` for each that is absent."""
         return [unused if t is None else t for t in (self.a.outer, self.b.outer, self.bias)]
 
     def epilogue_pointers(self, unused: torch.Tensor) -> list:
         """The epilogue's tensors, filled up with `unused`."""
         return [*self.auxiliaries, *[unused] * (AUXILIARIES - len(self.auxiliaries))]
 
-    def with_epilogue(self, kernel):
-        """The kernel with the call's epilogue in it."""
-        return kernel if self.epilogue is None else with_epilogue(kernel, self.epilogue)
+    @property
+    def epilogue_text(self) -> str:
+        """The constexpr EPILOGUE of a kernel."""
+        return "" if self.epilogue is None else text(self.epilogue)
 
     def without_epilogue(self) -> "Call":
         return replace(self, problem=replace(self.problem, epilogue=False), epilogue=None, auxiliaries=())
 
     def rows(self, start: int, count: int) -> "Call":
-        """The product of some rows of A, of one matrix; start: a multiple of 128."""
+        """The call for `count` rows of A from `start` on, for a single matrix. start: a multiple of 128."""
         return Call(replace(self.problem, m=count), self.a.part(start, count), self.b, self.bias, self.epilogue,
                     self._auxiliaries(0, start, count))  # fmt: skip
 
     def columns(self, start: int, count: int) -> "Call":
-        """The product with some rows of B, of one matrix: columns of the result; start: a multiple of 128."""
+        """The call for `count` columns of the result (rows of B), for a single matrix. start: a multiple of 128."""
         bias = None if self.bias is None else self.bias.narrow(0, start, count)
         return Call(replace(self.problem, n=count), self.a, self.b.part(start, count), bias, self.epilogue,
                     self._auxiliaries(1, start, count))  # fmt: skip
 
     def _auxiliaries(self, dim: int, start: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Those parts of the epilogue's tensors that belong to some rows (0) or columns (1) of the result."""
+        """The parts of the epilogue's tensors for `count` rows (dim 0) or columns (dim 1) of the result."""
         p = self.problem
 
         def cut(x):

@@ -1,4 +1,4 @@
-"""What a kernel of the GEMM room says of itself: an entry in the registry of `choose`."""
+"""`Candidate`: the entry of a GEMM kernel in the registry of `choose`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fp4compile.templates.gemm.call import Call
-from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.problem import Problem
 
-MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels of groups have pointers for so many
+MOST_IN_GROUP = 3  # products of one A in a launch, at most: the kernels have pointers for three
 
 
 def _never(problem: Problem) -> bool:
@@ -20,22 +20,22 @@ def _always(config: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity
 class Candidate:
     """A kernel, or a library call, that computes products.
 
-    name: what the report, the log and `Choice` call it.
+    name: its name in the report, the log and `Choice`.
     tier: "native" where the matrix units read the operands as they are quantised, else "emulated".
     serves: whether it can compute a problem, and should if no candidate of a better rank does.
     configure: the launch configuration for a problem, of a type of `heuristics`; None where there is nothing to
-        configure. run: launches a call with that configuration and returns [batches, m, n].
-    configurations: the configurations that `max-autotune` times, the one of `configure` among them; None where there is
-        but that one. takes_epilogue: whether it can apply an epilogue before it stores.
-    traceable: whether a graph can hold the launches of a configuration: not those of a loop over parts.
+        configure. run: launches a call with that configuration and returns the result, of the problem's shape.
+    configurations: the configurations that `max-autotune` times, including the result of `configure`; None where there
+        is no other. takes_epilogue: whether it can apply an epilogue before it stores.
+    traceable: whether a graph can hold the launches of a configuration; a loop over parts cannot be traced.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
-    dequantizes_a: whether it writes a quantised A to memory in 16 bits first.
+    dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
-        have in common beside A, and the launch of all. None for other kernels.
+        have in common beside A, and the launch of all of them. None for other kernels.
     """
 
     name: str
@@ -48,9 +48,10 @@ class Candidate:
     traceable: Callable[[Any], bool] = _always
     any_rows: bool = False
     dequantizes_a: bool = False
+    dequantizes_b: bool = False
     group_with: Callable[[Problem], tuple] | None = None
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 
     def to_time(self, problem: Problem) -> tuple:
-        """The configurations between which only time can decide; at least one."""
+        """The configurations to time; at least one."""
         return (self.configure(problem),) if self.configurations is None else self.configurations(problem)

@@ -1,23 +1,24 @@
-"""What a product and its epilogue cost on SM100, by the library and by a kernel of this package: a model.
+"""A cost model of a product and its epilogue on SM100, by the library and by a kernel of this package.
 
-Nothing of this was timed: nobody here has the GPU. It is arithmetic on published rates and on the assumptions below,
-each with its source, and it decides one thing: whether what follows a product goes into a Triton kernel, which is
-slower than the library's, or into a pointwise kernel after the library's, which writes the product to memory and reads
-it again. `benchmarks` on a B200 will tell; then the numbers here are to be replaced.
+Nothing here was timed on SM100. The model is arithmetic on published rates and on the assumptions below, each with its
+source. It decides where an epilogue runs: in a Triton kernel, whose product is slower than the library's, or in a
+pointwise kernel after the library's product, which is then written to memory and read again. Replace the numbers by
+measurements of `benchmarks` on a B200.
 """
 
 from dataclasses import dataclass, replace
 
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm.heuristics import BlockScaledConfig, SkinnyBlockScaledConfig
-from fp4compile.templates.gemm.problem import OperandType, Problem
+from fp4compile.templates.problem import OperandType, Problem
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a GPU: dense FLOP/s of FP4 and FP8, and of FP4 by the instruction that Triton has; bytes/s; bytes.
+    """Rates of a GPU.
 
-    memory, l2: bytes/s from device memory and from the L2 cache. l2_bytes: size of that cache.
+    fp4, fp8, fp4_triton: dense FLOP/s of FP4, of FP8, and of FP4 by the instruction that Triton emits. memory, l2:
+    bytes/s from device memory and from the L2 cache. l2_bytes: bytes of the L2 cache.
     """
 
     fp4: float
@@ -38,19 +39,19 @@ RATES = {
 
 # The share of the peak rate that a tile of 128x256 can reach at most, and the rows of A and B that are loaded for each
 # 128x128 results of it. A step has to come from the L2 cache at 64 bytes a clock, and go through shared memory at 128
-# bytes a clock, in the clocks of its matrix instructions. Other tiles are taken to reach less, as they load more rows.
+# bytes a clock, in the clocks of its matrix instructions. The share of other tiles is scaled by the rows they load.
 # A model of the clocks gives 45 %, 64 % and 93 % for 128x128, 128x256 and 256x256 over two multiprocessors; this rule
 # gives 48 %, 64 % and 96 %.
 TILE_SHARE, TILE_ROWS = 0.64, 192
 # Tiles of the library, by the rows and columns of one multiprocessor. Two share a tile, and each loads half of B.
 LIBRARY_TILES = ((128, 256), (128, 128), (128, 64))
-# What any kernel is assumed to reach of its tile's share: what cuBLAS reaches of 256x256 over two multiprocessors. It
-# is published at 5.4 PFLOP/s for NVFP4 with M = N = K = 8192 on a B200. For 128x256 that gives 3.6 PFLOP/s, 67 % of
-# cuBLAS; a kernel of that tile which is scheduled by hand is published at 86 % (triton-lang/triton#9697). Triton
-# schedules the kernel here by itself, and is not expected to reach that.
+# The fraction of its tile's share that any kernel is assumed to reach: the fraction of cuBLAS with 256x256 over two
+# multiprocessors, published at 5.4 PFLOP/s for NVFP4 with M = N = K = 8192 on a B200. For 128x256 that gives 3.6
+# PFLOP/s, 67 % of cuBLAS; a kernel of that tile which is scheduled by hand is published at 86 %
+# (triton-lang/triton#9697). Triton's own schedule for the kernel here is not expected to reach that.
 REACHED = 5.4 / (9 * 0.96)
 MEMORY_SHARE = 0.9  # of the published bytes/s: device copies on the H200 reach 4.28 of 4.8 TB/s
-LAUNCH = 1.5e-6  # seconds of one more kernel in a CUDA graph, half of what a pair takes on the H200
+LAUNCH = 1.5e-6  # seconds of one more kernel in a CUDA graph, half the time of a pair on the H200
 OUTER_SCALES = (
     2  # launches before a two-level product: torch multiplies the outer scales and, in torch 2.11, copies them
 )
@@ -60,9 +61,9 @@ ANY_ROWS = (128, 1024, 8192)  # rows of A that stand for a symbolic number of ro
 def fusing_pays(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig) -> bool:
     """Whether the Triton kernel with an epilogue beats the library's product and a pointwise kernel.
 
-    p: a problem that the library serves. config: of the kernel with the epilogue. Tensors that the epilogue reads, and
-    the result, are not counted: both ways read and write them. Of a symbolic number of rows, it must be so for each of
-    `ANY_ROWS`. False where another size is symbolic.
+    p: a problem that the library serves. config: configuration of the kernel with the epilogue. Tensors that the
+    epilogue reads, and the result, are not counted: both ways read and write them. For a symbolic number of rows, the
+    kernel must win for each of `ANY_ROWS`. False where another size is symbolic.
     """
     if not all(isinstance(size, int) for size in (p.n, p.k, p.batches)):
         return False
@@ -71,7 +72,7 @@ def fusing_pays(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig)
 
 
 def library_seconds(p: Problem) -> float:
-    """The library's product, with the best of its tiles."""
+    """Seconds of the library's product, with the best of its tiles."""
     rates = _rates(p)
     peak = rates.fp4 if _fp4(p) else rates.fp8
     launches = OUTER_SCALES if "tensor" in (p.a.outer, p.b.outer) else 0
@@ -80,14 +81,14 @@ def library_seconds(p: Problem) -> float:
 
 
 def kernel_seconds(p: Problem, config: BlockScaledConfig | SkinnyBlockScaledConfig) -> float:
-    """The Triton kernel's product."""
+    """Seconds of the Triton kernel's product."""
     rates = _rates(p)
     peak = rates.fp4_triton if _fp4(p) else rates.fp8
     return max(_tiled_seconds(p, config.bm, config.bn, config.bn, peak), _memory_seconds(p))
 
 
 def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float) -> float:
-    """The products, in rounds of one tile for each multiprocessor. loaded: rows of B that one loads for its tile."""
+    """Seconds of arithmetic, in rounds of one tile for each multiprocessor, which loads `loaded` rows of B for it."""
     tiles = ceil_div(p.m, rows) * ceil_div(p.n, columns) * p.batches
     computed = ceil_div(tiles, p.target.multiprocessors) * p.target.multiprocessors * rows * columns
     share = TILE_SHARE * TILE_ROWS / ((rows + loaded) * 128 * 128 / (rows * columns))
@@ -95,8 +96,8 @@ def _tiled_seconds(p: Problem, rows: int, columns: int, loaded: int, peak: float
 
 
 def pointwise_seconds(p: Problem) -> float:
-    """The pointwise kernel: a launch, and the product once written and once read, from the L2 cache if half of it is
-    enough."""
+    """Seconds of the pointwise kernel: a launch, a write and a read of the product, in the L2 cache if it fits in half
+    of it."""
     rates, size = _rates(p), _result_bytes(p)
     in_cache = 2 * size <= rates.l2_bytes
     return LAUNCH + 2 * size / (rates.l2 if in_cache else rates.memory * MEMORY_SHARE)
@@ -111,7 +112,7 @@ def _fp4(p: Problem) -> bool:
 
 
 def _memory_seconds(p: Problem) -> float:
-    """Reading the operands and writing the result."""
+    """Seconds of reading the operands and writing the result."""
     operands = p.batches * p.m * _row_bytes(p, p.a) + (p.batches if p.b_batched else 1) * p.n * _row_bytes(p, p.b)
     return (operands + _result_bytes(p)) / (_rates(p).memory * MEMORY_SHARE)
 

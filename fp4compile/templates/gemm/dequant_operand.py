@@ -14,22 +14,23 @@ from fp4compile.templates.gemm.heuristics import (
     dequant_operand_config,
     dequant_tiles_config,
 )
-from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.problem import Problem
 
 
 def _serves(p: Problem) -> bool:
-    """Large matrices whose values 16 bits hold: of these the library's product is faster than `dequant_tiles`."""
+    """Large matrices whose values 16 bits hold: for them the library's product is faster than `dequant_tiles`."""
     large = statically_true(p.m >= LIBRARY_ROWS) and statically_true(p.n >= 512)
-    return p.target.sm > 0 and p.compute != "fp32" and p.batches == 1 and large
+    single = p.ragged is None and p.batches == 1
+    return p.target.sm > 0 and single and large and p.compute != "fp32"
 
 
 def _checked(p: Problem) -> bool:
-    """Whether values may be too small for bfloat16: the kernel then notes it, and `dequant_tiles` computes again."""
+    """Whether values may be too small for bfloat16: a kernel then sets a flag, and `dequant_tiles` computes again."""
     return "e8m0" in (p.a.scale, p.b.scale)
 
 
 def _direct(p: Problem) -> bool:
-    """Whether the library writes the result itself: nothing is left to rescale or to add."""
+    """Whether the library writes the result itself: no rescale follows, and addmm adds the bias."""
     dtype = p.compute_dtype
     return (p.a.outer, p.b.outer, p.out_dtype) == ("none", "none", dtype) and p.bias in (None, dtype)
 
@@ -39,9 +40,9 @@ def _configure(p: Problem) -> DequantOperandConfig:
 
 
 def _run(call: Call, config: DequantOperandConfig) -> torch.Tensor:
-    """The smaller operand is dequantised whole, the other one part by part where memory asks for it.
+    """Dequantise the smaller operand whole, the other one in parts if memory requires it, and multiply.
 
-    If a value was too small for bfloat16, which is known on the device alone, the tiles are computed once more.
+    If a value was too small for bfloat16 (a flag on the device), `dequant_tiles` computes the product once more.
     """
     p = call.problem
     checked, direct, dtype = _checked(p), _direct(p), p.compute_dtype
@@ -50,7 +51,7 @@ def _run(call: Call, config: DequantOperandConfig) -> torch.Tensor:
     whole = dequantized(first, rows, p.k, dtype, p.target, inexact)
 
     def part(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[m, n] of A and B, one of which is there in 16 bits; into `out` if it is given."""
+        """The product [m, n] of `whole` and the other operand; written to `out` if it is given."""
         x, rows = (call.b, call.problem.n) if config.by_columns else (call.a, call.problem.m)
         other = dequantized(x, rows, p.k, dtype, p.target, inexact)
         a, b = (whole, other.t()) if config.by_columns else (other, whole.t())
@@ -72,14 +73,14 @@ def _run(call: Call, config: DequantOperandConfig) -> torch.Tensor:
 
 
 def _parts(count: int, most: int) -> list[tuple[int, int]]:
-    """Starts and sizes of parts of about `most` lines, alike: a small last part would cost what a large one does."""
+    """Starts and sizes of equal parts of about `most` lines: a small last part would cost as much as a large one."""
     size = 128 * ceil_div(count, 128 * max(round(count / most), 1))
     return [(start, min(size, count - start)) for start in range(0, count, size)]
 
 
 CANDIDATE = Candidate(
     "dequant_operand", "emulated", _serves, _configure, _run,
-    # The library cannot apply an epilogue, and one that is applied must not be applied to the tiles once more.
+    # The library cannot apply an epilogue, and tiles that are computed again must not apply it twice.
     takes_epilogue=lambda p: not _direct(p) and not _checked(p),
-    traceable=lambda config: config.lines is None, dequantizes_a=True,
+    traceable=lambda config: config.lines is None, dequantizes_a=True, dequantizes_b=True,
 )  # fmt: skip

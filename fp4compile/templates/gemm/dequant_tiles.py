@@ -3,7 +3,7 @@
 A program computes a tile of the transposed product [BN, BM]: B is the first operand of the matrix instruction, A the
 second. So few rows of A fill the narrow side of the instruction, and B goes from its codes straight to registers, in
 which the first operand may lie.
-WARPS > 1 cuts K among the warps of a program: as a batch of products, whose sums are added at the end. SPLIT > 1 cuts K
+WARPS > 1 cuts K among the warps of a program, as a batch of products whose sums are added at the end. SPLIT > 1 cuts K
 among programs (split-K): `split_k_reduction` then adds their partial sums, in a fixed order.
 """
 
@@ -31,15 +31,15 @@ def gemm_dequant_tiles(
     A_OUTER: tl.constexpr, A_ALIGN: tl.constexpr,
     B_ELEMENT: tl.constexpr, B_SCALE: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     B_OUTER: tl.constexpr, B_ALIGN: tl.constexpr, B_BATCHED: tl.constexpr,
-    BLOCK: tl.constexpr, BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, UNITS: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr, STAGES: tl.constexpr, GUARD: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile [BM, BN] of out [batch, m, n], or (SPLIT > 1) of the partial sums [SPLIT, batch, m, n] in float32.
 
     a, b: [batch, m, K] and [batch or 1, n, K]. K has `units` units (see `device.dequantize`) and `blocks` blocks of
-    BLOCK elements; rows lie a_per_row and b_per_row units apart (plain: elements). *_scales_batch: bytes of scales of
-    one matrix. *_ALIGN: see `load_units`.
+    BLOCK elements. a_per_row, b_per_row: row strides in units (plain: elements). *_scales_batch: bytes of scales of one
+    matrix. *_ALIGN: see `load_units`.
     UNITS: units along K of a warp's step. GROUP_M: row tiles that are walked together, for the L2 cache.
     GUARD: do nothing unless the int32 at wanted_ptr is set.
     """
@@ -86,14 +86,14 @@ def gemm_dequant_tiles(
     else:
         acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
+        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
         store_rounded(out_ptr, at, acc, mask, ISA)
 
 
 @triton.jit
 def split_k_reduction(
     sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, batches, m, n, out_row,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr, EPILOGUE: tl.constexpr,
     SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out: the sum over the first axis of float32 sums [SPLIT, batches, m, n], rescaled, through the epilogue.
@@ -117,14 +117,14 @@ def split_k_reduction(
         acc += tl.load(sums_ptr + split * stride + at, mask=mask, other=0.0)
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
     at = flat_row.to(tl.int64) * out_row + col
-    acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
+    acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
     store_rounded(out_ptr, at, acc, mask, ISA)
 
 
 def run(
     call: Call, config: DequantTilesConfig, out: torch.Tensor | None = None, wanted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The product in one kernel, in two where K is split; into `out`, and only if the int32 at `wanted` is set."""
+    """The product in one kernel, in two if K is split; written to `out`, and only if the int32 at `wanted` is set."""
     p = call.problem
     if out is None:
         out = call.empty() if config.split_k == 1 else call.empty_sums(config.split_k)
@@ -132,13 +132,14 @@ def run(
     a_scales, b_scales = (out if x.scales is None else x.scales for x in (call.a, call.b))  # `out` is never read
     first = call if config.split_k == 1 else call.without_epilogue()
     launch(
-        first.with_epilogue(gemm_dequant_tiles),
+        gemm_dequant_tiles,
         ceil_div(p.m, config.bm) * ceil_div(p.n, config.bn) * p.batches * config.split_k,
         call.a.data, a_scales, a_outer, call.b.data, b_scales, b_outer, bias, out,
         *first.epilogue_pointers(out), out if wanted is None else wanted,
         p.m, p.n, ceil_div(p.k, 2), ceil_div(p.k, p.block), call.a.units_per_row, call.b.units_per_row,
         call.a.scale_bytes, call.b.scale_bytes, num_warps=config.num_warps,
         **{**call.a.constants("A", config.step), **call.b.constants("B", config.step), **call.rescale_constants},
+        EPILOGUE=first.epilogue_text,
         **config.constants, BLOCK=p.block, COMPUTE=p.compute, GUARD=int(wanted is not None), ISA=p.target.isa,
     )  # fmt: skip
     return out if config.split_k == 1 else reduce_split_k(call, out, config.split_k)
@@ -154,12 +155,18 @@ def reduce_split_k(
     p, cols = call.problem, 512
     out_row = p.n if out is None else out.stride(0)
     out = call.empty() if out is None else out
-    launch(call.with_epilogue(split_k_reduction), p.batches * p.m * ceil_div(p.n, cols), sums,
+    launch(split_k_reduction, p.batches * p.m * ceil_div(p.n, cols), sums,
            *call.rescale_pointers(out), out, *call.epilogue_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4,
-           SPLIT=split_k, COLS=cols, ISA=p.target.isa, PDL=int(pdl), **call.rescale_constants)  # fmt: skip
+           SPLIT=split_k, COLS=cols, ISA=p.target.isa, PDL=int(pdl), EPILOGUE=call.epilogue_text,
+           **call.rescale_constants)  # fmt: skip
     return out
 
 
 CANDIDATE = Candidate(
-    "dequant_tiles", "emulated", lambda p: True, dequant_tiles_config, run, takes_epilogue=lambda p: True
+    "dequant_tiles",
+    "emulated",
+    lambda p: p.ragged is None,
+    dequant_tiles_config,
+    run,
+    takes_epilogue=lambda p: True,
 )

@@ -19,12 +19,12 @@ def dequant_operand(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
     GROUPS: tl.constexpr, ALIGN: tl.constexpr, UNITS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """UNITS units of a row of out [rows, 2 * per_row], bf16 or fp16; a row has `tiles` tiles of so many.
+    """UNITS units of a row of out [rows, 2 * per_row], bf16 or fp16; a row has `tiles` tiles of UNITS units.
 
-    data: codes [rows, per_row units]; `device.dequantize` says what a unit is. blocks: of BLOCK elements in a row.
+    data: codes [rows, per_row units]; `device.dequantize` defines units. blocks: blocks of BLOCK elements in a row.
     If a value may be inexact in bf16 (MX blocks with scales near 2^-127), the kernel sets the int32 at inexact_ptr.
-    GROUPS: 0, or of how many groups the rows are that end at offs, int32. Rows of no group do not count: nothing has
-    written their codes.
+    GROUPS: 0, or the number of groups of rows, which end at offs, int32. Rows of no group are not tested for inexact
+    values, because their codes are uninitialised.
     """
     program = tl.program_id(0)
     row = program // tiles + tl.zeros((1, 1), tl.int32)
@@ -39,7 +39,7 @@ def dequant_operand(
         first = first * scale
         second = second * scale
         if SCALE == "e8m0":
-            # Values below 2^-100 may lose their last places. Which ones do is not worth finding out.
+            # Values below 2^-100 may lose their last bits. A test for the values that do would not pay.
             smallest = tl.minimum(_nonzero(first), _nonzero(second))
             if tl.min(tl.reshape(smallest, (UNITS,)), 0) < 2.0**-100:
                 last = rows
@@ -65,10 +65,10 @@ def dequantized(
     x: KernelOperand, rows, k, dtype: torch.dtype, target: Target, inexact: torch.Tensor,
     offs: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """An operand [rows, k] in dtype, without its outer scale; a plain operand as it is.
+    """An operand [rows, k] in dtype, without its outer scale; a plain operand is returned unchanged.
 
-    inexact: int32 [] that is set where dtype cannot hold a value; for formats that it holds, never written. offs:
-    int32, where groups of the rows end; only their rows are looked at then.
+    inexact: int32 [] that is set if dtype cannot hold a value; only MX formats write it. offs: int32, where groups of
+    rows end; then only rows of groups are tested.
     """
     data, fmt = x.data.view(rows, -1), x.type.format
     if fmt is None:

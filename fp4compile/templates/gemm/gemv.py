@@ -7,18 +7,18 @@ each warp's next step to shared memory, and the grid is persistent (`persistent_
   in the order in which they are multiplied, and waits for no other warp until the sums of several tiles are added up.
 - Block scales are applied to sums, of which there are fewer than codes. `mma.sync` has 16 rows (of B here), 8 columns
   (of A) and four lanes that share the elements of a row. These four lanes read four different quarters of a row's step,
-  so at any time each of them multiplies a block of its own. Two of the eight columns belong to each lane: only there
-  its elements of A are given, all other lanes give zeros. So a column's sum is that of one block, in float32.
+  so at any time each lane multiplies a block of its own. Two of the eight columns belong to each lane: only in these
+  columns it passes its elements of A, and zeros in all others. So a column's sum covers one block, in float32.
 
 With two rows of A, the two columns of a lane have one row each. With one row, they have the same row, for two blocks
 that are multiplied one after the other. Both blocks use the same registers of A. The first block's sums are read in the
 even columns, the second block's in the odd ones.
 
-The instruction assigns other elements of K to a lane than it reads. That makes no difference, because A and B are
-assigned in the same way and the sum has all elements in any order.
+The instruction assigns other elements of K to a lane than the lane reads. That changes only the order of the sum,
+because A and B are assigned in the same way.
 
-A buffer is filled again as soon as it has been read: one buffer for each warp. Two, or longer steps, were slower: all
-copies then arrive later, and there is nothing to multiply meanwhile.
+Each warp has one buffer, which is filled again as soon as it has been read. Two buffers, or longer steps, were slower:
+all copies then arrive later, and the warp has nothing to multiply meanwhile.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`. `gemv_pipeline` has the
 copies and the layout of A; this file has the arithmetic and the kernel.
@@ -49,8 +49,8 @@ from fp4compile.templates.gemm.gemv_pipeline import (
     store_a,
 )
 from fp4compile.templates.gemm.heuristics import GemvConfig, gemv_config
-from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
+from fp4compile.templates.problem import Problem
 
 
 @triton.constexpr_function
@@ -68,10 +68,10 @@ def needed_bytes(warps: int, steps: int, rows: int) -> int:
 def _multiply_ptx(compute: str, half: int, rows: int) -> str:
     """PTX that adds the products of 128 elements (one half of a step) of 16 rows of B to a lane's sums.
 
-    Outputs: four sums. With two rows of A: of the upper row of B and both rows of A, then of the lower row of B. With
-    one row of A: of both rows of B and even blocks, then of both and odd blocks. Inputs: four words of codes of the
-    upper row, four of the lower row; a word with the upper row's scales of these two blocks, a word with the lower
-    row's; the address of the lane's elements of A; the four sums so far.
+    Outputs: four sums. With two rows of A: sums of the upper row of B with both rows of A, then of the lower row of B
+    with both. With one row of A: sums of both rows of B over even blocks, then over odd blocks. Inputs: four words of
+    codes of the upper row, four words of the lower row; a word with the upper row's scales of these two blocks, a word
+    with the lower row's scales; the address of the lane's elements of A; the four sums so far.
     """
     kind, dtype = ("f16x2", "f16") if compute == "fp16" else ("bf16x2", "bf16")
     text = ["{ .reg .b32 u, v, x, a<4>, b<4>, y<8>; .reg .b16 h, k; .reg .f32 z, l<4>, c<4>;"]
@@ -126,9 +126,9 @@ def _multiply(b, a_at, c, COMPUTE: tl.constexpr, ROWS: tl.constexpr):
 def _store_sums_ptx(rows):
     """PTX that adds up the sums of the four lanes of a row and stores them to shared memory.
 
-    Inputs: four sums of a lane, in the order of `_multiply_ptx`; the factor of each row of A; where the first sum
-    goes; which of the four lanes it is; a token. With two rows of A each of the four lanes stores one sum; with one row
-    two of them do.
+    Inputs: four sums of a lane, in the order of `_multiply_ptx`; the factor of each row of A; the destination of the
+    first sum; the number of the lane among the four; a token. With two rows of A each of the four lanes stores one sum;
+    with one row two lanes do.
     """
     text = ["{ .reg .b32 x; .reg .f32 f, s<4>; .reg .pred p; mov.b32 $0, 0;"]
     if rows == 1:
@@ -160,7 +160,7 @@ def gemv(
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     WIDE: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; and the same of b_1 and b_2 for a group.
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the products with b_1 and b_2.
 
     a: bf16 or fp16, m <= ROWS. b: K / 2 bytes of codes a row. k_vectors: K / 32, even. out: any floating-point type.
     GROUP_SIZE: products of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent products are
@@ -175,7 +175,7 @@ def gemv(
     sums_size: tl.constexpr = 64 * ROWS  # of a warp and a tile
     reserve(a_ptr, out_ptr, k_vectors, SHARED)
     lane = tl.arange(0, 32 * WARPS)
-    steps = tl.cdiv(k_vectors, WARPS * 8)  # equals STEPS; but of a constant the compiler would unroll the loop
+    steps = tl.cdiv(k_vectors, WARPS * 8)  # equals STEPS; the compiler would unroll a loop of constant length
     tiles, tiles_1, total = group_tiles(n, n_1, n_2, 16, GROUP_SIZE)
     memory = do_ptx(MEMORY, "r", (lane,))
     own_a = memory + lane // 32 * a_bytes  # a multiple of 256 bytes, where the zeros lie: see `_multiply_ptx`
@@ -221,9 +221,9 @@ def _store_results(
 ):  # fmt: skip
     """Add up the warps' sums of the program's `count` tiles from `first` on, rescale and store them. Returns a token.
 
-    One lane makes one result. The product that its tile belongs to is found by selects. Branches would not do: while
-    torch finds out what a kernel writes, sizes are constants, and Triton forbids to change those in a branch. Nor would
-    a function that returns the pointers: torch takes a pointer that comes out of a function to be written.
+    One lane computes one result. Selects find the product that its tile belongs to. Branches fail: while torch analyses
+    what a kernel writes, sizes are constants, and Triton forbids to change constants in a branch. A function that
+    returns the pointers fails too: torch counts a pointer that a function returns as written.
     """
     place = lane // (16 * ROWS)
     of_tile = lane % (16 * ROWS)

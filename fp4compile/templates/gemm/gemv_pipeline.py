@@ -1,4 +1,4 @@
-"""The pipeline of `gemv`: B on its way to shared memory, and A in shared memory in the order in which it is read.
+"""The pipeline of `gemv`: copies of B to shared memory, and A in shared memory in the order in which it is read.
 
 A warp's step is WIDTH elements along K of 16 rows of B. Its buffer has the codes as they lie in global memory, 16 lines
 of 128 bytes, then 16 lines of scales, 16 bytes each. Lane 4 * g + q multiplies rows g and g + 8, and reads the q-th
@@ -25,9 +25,9 @@ ZEROS_BYTES = tl.constexpr(256)  # of a warp, before its elements of A
 def _copy_rows_ptx(size, lanes, even):
     """PTX for asynchronous copies of `size` bytes a lane, `lanes` lanes to a row, until 16 rows are copied.
 
-    Inputs: where to; where from; bytes from a lane's row in one copy to its row in the next; then, if even: whether to
-    copy; else: the lane's first row, the number of rows, whether the lane's bytes lie inside a row (what lies outside
-    becomes zeros). At last a token.
+    Inputs: the destination; the source; bytes from a lane's row in one copy to its row in the next; then, if even:
+    whether to copy; else: the lane's first row, the number of rows, whether the lane's bytes lie inside a row (bytes
+    outside become zeros). The last input is a token.
     """
     rows = max(32 // lanes, 1)  # of one copy
     copy = "cp.async.cg.shared.global.L2::128B" if size == 16 else "cp.async.ca.shared.global"
@@ -61,7 +61,7 @@ def _copy_codes(to, tile, k_step, wanted, token, lane, b_ptr, n, k_vectors, EVEN
     """Start to copy the codes of a step, 16 bytes (32 elements) at a time. Returns a token."""
     unit = lane % 8
     row = lane % 32 // 8
-    # In every second line neighbouring units are exchanged: lanes that read at once then read different banks.
+    # Every second line has neighbouring units exchanged, so that lanes that read at once read different banks.
     to = to + row * 128 + (unit ^ row % 2) * 16
     row = tile * 16 + row
     at = k_step * 8 + unit
@@ -108,7 +108,7 @@ def copy_b(
     Past the last tile nothing is copied. tiles, tiles_1, total: see `group_tiles`.
     """
     wanted = (tile < total) & (lane >= 0)
-    # The product that the tile belongs to. As selects, here and in `_store_results`: see there.
+    # The product that the tile belongs to, by selects: see `gemv._store_results`.
     if GROUP_SIZE > 2:
         in_third = tile >= tiles_1
         tiles = tl.where(in_third, tiles_1, tiles)
@@ -128,10 +128,10 @@ def copy_b(
     return do_ptx(COMMIT, "r", (token,))
 
 
-_LOWER = 8 * 128  # bytes from the codes of the upper eight rows to those of the lower ones
-# Outputs: of each half of the lane's quarter (32 elements), four words of codes of the upper row, then four of the
-# lower row; the four scales of the upper row, of the lower row; a token. Inputs: addresses of its codes and its scales;
-# a token.
+_LOWER = 8 * 128  # bytes from the codes of the upper eight rows to the codes of the lower eight rows
+# Outputs: for each half of the lane's quarter (32 elements), four words of codes of the upper row, then four words of
+# the lower row; the four scales of the upper row, the four scales of the lower row; a token. Inputs: addresses of the
+# lane's codes and scales; a token.
 _READ_B = tl.constexpr(
     "{ .reg .b32 a; mov.b32 $18, 0; xor.b32 a, $19, 16;"
     f" ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$19]; ld.shared.v4.b32 {{$4, $5, $6, $7}}, [$19 + {_LOWER}];"
@@ -156,13 +156,13 @@ def read_b(buffer, token, lane):
 
 # ---------------------------------------------------------------- A
 
-# Outputs: 16 bytes of A (two words of 64 bits), zeros if they do not exist. Inputs: where from; whether they exist; a
-# token.
+# Outputs: 16 bytes of A (two words of 64 bits), zeros if they do not exist. Inputs: the source; whether the bytes
+# exist; a token.
 _LOAD_A = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b64 $0, 0; mov.b64 $1, 0; @p ld.global.v2.b64 {$0, $1}, [$2]; }"
 )
 # Output: the largest magnitudes so far, of even and of odd elements, as a bf16x2. Inputs: two words of 64 bits of bf16;
-# the same of the elements before.
+# the largest magnitudes of the elements before.
 _LARGEST = tl.constexpr(
     "{ .reg .b32 x, y; mov.b32 $0, $3; "
     + " ".join(
@@ -171,9 +171,9 @@ _LARGEST = tl.constexpr(
     )
     + " }"
 )
-# Outputs: a power of two that brings the warp's largest magnitude to about 2^125, in both halves of a bf16x2; the
-# float32 factor of the sums that undoes it, and leaves 2^-7 of the 2^-126 of `dequantize_word`'s codes. Input: each
-# lane's result of `_LARGEST`.
+# Outputs: a power of two that brings the warp's largest magnitude to about 2^125, in both halves of a bf16x2; a float32
+# factor of the sums that undoes it, and reduces the 2^-126 of `dequantize_word`'s codes to 2^-7. Input: each lane's
+# result of `_LARGEST`.
 _POWER_OF_TWO = tl.constexpr(
     "{ .reg .b32 x, y; and.b32 x, $2, 0x7F80; shr.u32 y, $2, 16; and.b32 y, y, 0x7F80; max.u32 x, x, y;"
     " redux.sync.max.u32 x, x, 0xffffffff; shr.u32 x, x, 7; sub.s32 x, 379, x; min.s32 x, x, 254;"
@@ -186,7 +186,7 @@ _SCALE_A = " ".join(f"fma.rn.bf16x2 x{i}, x{i}, $4, z;" for i in range(4))
 def _store_a_ptx(compute):
     """PTX that stores eight elements of A to shared memory, elements j and j + 4 side by side, as the codes are paired.
 
-    Inputs: where to; the elements, two words of 64 bits; the power of two that bf16 is multiplied by; a token.
+    Inputs: the destination; the elements, two words of 64 bits; the power of two that bf16 is multiplied by; a token.
     """
     text = ["{ .reg .b32 x<4>, y<4>, z; mov.b32 $0, 0; mov.b32 z, 0x80008000; mov.b64 {x0, x1}, $2;"]
     text.append(f"mov.b64 {{x2, x3}}, $3; {_SCALE_A if compute == 'bf16' else ''}")
@@ -202,14 +202,13 @@ def store_a(
     at, token, lane, a_ptr, m, k_vectors,
     COMPUTE: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Bring A of all of a warp's steps to shared memory at `at`: zeros, then [STEPS, ROWS, WIDTH] elements.
+    """Store A for all of a warp's steps to shared memory at `at`: zeros, then [STEPS, ROWS, WIDTH] elements.
 
-    Codes in bf16 are times 2^-126, so A in bf16 is multiplied by a power of two that keeps the products in range.
-    Returns the factor of the sums of each row of A, float32, that makes them those of fp16 or of bf16 with
-    `scale_registers`; and a token.
+    Codes in bf16 carry 2^-126, so A in bf16 is multiplied by a power of two that keeps the products in range. Returns
+    a float32 factor for the sums of each row of A, after which they carry 2^-14 (fp16) or 2^-7 (bf16); and a token.
     """
     text: tl.constexpr = _store_a_ptx(COMPUTE)
-    start = token  # of every row's loads: they need not wait for the row before to be stored
+    start = token  # for every row's loads: they need not wait until the row before is stored
     unit = lane % 32  # of eight elements
     quarter = unit // 8  # of a step: which lanes will read it
     factors = ()
@@ -228,7 +227,7 @@ def store_a(
         power = tl.zeros_like(lane)
         factor = tl.full((32 * WARPS,), 1.0, tl.float32)
         if COMPUTE == "bf16":
-            # Exact for all elements above 2^-148 of the largest one. Smaller ones are lost in a float32 sum anyhow.
+            # Exact for all elements above 2^-148 of the largest one; a float32 sum loses smaller elements anyway.
             for step in tl.static_range(STEPS):
                 power = do_ptx(_LARGEST, "l,l,r", (x[2 * step], x[2 * step + 1], power))
             power, factor = tl.inline_asm_elementwise(
@@ -246,11 +245,11 @@ def store_a(
 
 @triton.jit
 def a_address(at, lane, ROWS: tl.constexpr):
-    """Where a lane reads its elements of A of the first step, and how many bytes further those of the next step lie.
+    """(address of a lane's elements of A of the first step, bytes from a step's elements to the next step's).
 
-    Lane 4 * g + q has elements of A for column g of the product only if the column belongs to quarter q, which columns
-    2 * q and 2 * q + 1 do; else it reads the zeros, at each step. Of two rows of A the even columns have the first, the
-    odd ones the second. Of one row both have it, each for one of two blocks: see `gemv`.
+    Lane 4 * g + q has elements of A for column g of the product only if the column belongs to quarter q: columns 2 * q
+    and 2 * q + 1 do. Otherwise it reads the zeros, at each step. With two rows of A the even columns have the first
+    row, the odd columns the second. With one row all columns have it, even and odd ones for one block each: see `gemv`.
     """
     g = lane % 32 // 4
     q = lane % 4

@@ -1,8 +1,8 @@
-"""Products that a library computes of the operands as they are quantised: cuBLASLt, by torch's `_scaled_mm`.
+"""Products of quantised operands by a library: cuBLASLt, through torch's `_scaled_mm`.
 
-What torch asks of the arguments (ScaledBlas.cpp) is written down in `tests/helpers/library_checks.py`; every product
-that is sent here passes. What cuBLASLt computes is D = alpha * (A B) + bias, with float32 sums, alpha and bias added in
-float32, and one rounding to the type of D. That is the contract of `reference.scaled_mm`, alpha being the product of
+`tests/helpers/library_checks.py` has torch's requirements on the arguments (ScaledBlas.cpp); every product that these
+candidates serve meets them. cuBLASLt computes D = alpha * (A B) + bias, with float32 sums, alpha and bias applied in
+float32, and one rounding to the type of D. That is the contract of `reference.scaled_mm`, where alpha is the product of
 the two outer scales. None of this was run on SM100.
 """
 
@@ -17,26 +17,26 @@ from fp4compile._compat import statically_true
 from fp4compile.formats.operand import Operand
 from fp4compile.templates.gemm.call import Call, KernelOperand, aligned
 from fp4compile.templates.gemm.candidate import Candidate
-from fp4compile.templates.gemm.problem import Problem
+from fp4compile.templates.problem import Problem
 
 
 def _serves_block_scaled(p: Problem) -> bool:
     """Two NVFP4 or two MXFP8 (E4M3) operands with swizzled scales on SM100, in rows of whole 16 bytes.
 
-    An outer scale must be one of the whole tensor, of either operand or of both. Square blocks are rows of blocks to
-    the library, because swizzled scales are written for each row. A bias must be of the result's type, which then has
-    16 bits. An epilogue is not the library's.
+    An outer scale must be one for the whole tensor; either operand or both may have one. The library reads square
+    blocks as rows of blocks, because swizzled scales are written for each row. A bias must be of the result's type,
+    which then has 16 bits. The library applies no epilogue.
 
-    MXFP4 and operands of mixed widths stay with `block_scaled_sm100`: cuBLASLt has neither. So does compute capability
-    12.0. There torch's users report that the library takes operands in this layout (pytorch/pytorch#198126), but no
-    figure was found that says whether it is faster than a Triton kernel on those matrix units.
+    `block_scaled_sm100` serves MXFP4 and operands of mixed widths, which cuBLASLt lacks, and compute capability 12.0.
+    On 12.0 torch's users report that the library takes operands in this layout (pytorch/pytorch#198126), but there is
+    no report on its speed against a Triton kernel.
     """
     formats = {(x.element, x.scale) for x in (p.a, p.b)} <= {("e2m1", "e4m3"), ("e4m3", "e8m0")}
     outer = {p.a.outer, p.b.outer} <= ({"none", "tensor"} if p.a.scale == "e4m3" else {"none"})
     swizzled = p.a.swizzled and p.b.swizzled and outer
     bias = p.bias is None or (p.bias == p.out_dtype and p.out_dtype != torch.float32)
     filled = all(statically_true(size > 0) for size in (p.m, p.n, p.k))
-    here = 100 <= p.target.sm < 120 and p.batches == 1 and not p.epilogue
+    here = 100 <= p.target.sm < 120 and p.ragged is None and p.batches == 1 and not p.epilogue
     if not (here and formats and swizzled and bias and filled and _block_scaled_units(p)):
         return False
     return statically_true(p.n % 16 == 0) and statically_true(p.row_bytes(p.a) % 16 == 0)
@@ -47,7 +47,7 @@ def _block_scaled_units(p: Problem) -> bool:
 
 
 def _run_block_scaled(call: Call, config: None) -> torch.Tensor:
-    """One-level operands by `_scaled_mm`, for which Inductor has a lowering of its own; two-level ones by an op."""
+    """Multiply one-level operands by `_scaled_mm`, which Inductor can lower, and two-level operands by an op."""
     p = call.problem
     bias = None if call.bias is None else aligned(call.bias)
     a_data, b_data = _matrix(call.a, p.m), _matrix(call.b, p.n)
@@ -70,9 +70,9 @@ def _scales(x: KernelOperand) -> torch.Tensor:
 
 
 def product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """The product of two matrices [M, K] x [N, K], of NVFP4 or of `float8_rowwise`: what the op `scaled_mm_library` is.
+    """The op `scaled_mm_library`: the product of two matrices [M, K] x [N, K] in NVFP4 or `float8_rowwise`.
 
-    `float8_rowwise` operands may be without outer scales.
+    `float8_rowwise` operands may lack outer scales.
     """
     if a.format.scale is not None:
         return two_level(a, b, bias, out_dtype)
@@ -82,16 +82,16 @@ def product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.
 
 
 def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """The product of two NVFP4 matrices [M, K] x [N, K] with swizzled scales, of which one or both have an outer scale.
+    """The product of two NVFP4 matrices [M, K] x [N, K] with swizzled scales; one or both have an outer scale.
 
-    torch multiplies the outer scales on the device, where cuBLASLt reads the result as its alpha. So the host waits for
-    nothing, and a CUDA graph can hold the call. torch takes two outer scales or none: an operand without one gets a 1.
+    torch multiplies the outer scales on the device, and cuBLASLt reads their product as its alpha. So the host does not
+    wait, and a CUDA graph can hold the call. torch takes two outer scales or none: an operand without one gets a 1.
     """
     one = None if a.outer is not None and b.outer is not None else a.data.new_ones((), dtype=torch.float32)
     a_outer, b_outer = (one if x.outer is None else x.outer for x in (a, b))
     a_codes, b_codes = (x.data.view(torch.float4_e2m1fn_x2) for x in (a, b))
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]  # one entry a scale: from some version on, a must
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]  # one entry a scale, as newer torch requires
     return F.scaled_mm(
         a_codes, b_codes.t(), [a.scales, a_outer], recipe, [b.scales, b_outer], recipe, swizzle, swizzle, bias,
         out_dtype,
@@ -106,17 +106,18 @@ def _rowwise_float8(p: Problem) -> bool:
     outer = (p.a.outer, p.b.outer) == ("row", "row")
     aligned = statically_true(p.n % 16 == 0) and statically_true(p.k % 16 == 0)
     filled = statically_true(p.n > 0) and statically_true(p.k > 0)
-    return p.target.float8_matrix_units and outer and aligned and filled and p.batches == 1
+    single = p.ragged is None and p.batches == 1
+    return p.target.float8_matrix_units and outer and aligned and filled and single
 
 
 def _serves_row_scaled(p: Problem) -> bool:
     """`float8_rowwise` to bfloat16, up to compute capability 10.0.
 
-    From 10.0 on, torch computes it by a CUTLASS kernel. On 10.3 torch's grouped kernel of the same kind was reported to
-    trap, with "Arch conditional MMA instruction used without targeting appropriate compute capability"
-    (pytorch/pytorch#187095); on 12.0 the product was reported to fail with CUBLAS_STATUS_NOT_SUPPORTED, while that of
-    tensor-wise scales works (pytorch/pytorch#192707). A trap ends the process's use of the GPU, so that both have
-    `_run_rescaled` until somebody has shown the kernel to run there. For 10.0 there is a report that it runs
+    From 10.0 on, torch computes this product by a CUTLASS kernel. On 10.3 torch's grouped kernel of this kind was
+    reported to trap, with "Arch conditional MMA instruction used without targeting appropriate compute capability"
+    (pytorch/pytorch#187095); on 12.0 the product was reported to fail with CUBLAS_STATUS_NOT_SUPPORTED, while the
+    product with tensor-wise scales works (pytorch/pytorch#192707). A trap ends the process's use of the GPU, so 10.3
+    and 12.0 take `_run_rescaled` until the kernel is shown to run there. On 10.0 it is reported to run
     (pytorch/ao#2904).
     """
     types = p.out_dtype == torch.bfloat16 and (p.bias is None or p.bias == p.out_dtype)
@@ -139,7 +140,7 @@ def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
 
 
 def _float8_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """`product`; by its op where Inductor would time its own templates for `_scaled_mm`."""
+    """`product`, as an op where Inductor would time its own templates for `_scaled_mm`."""
     if not _compat.times_products():
         return product(a, b, bias, out_dtype)
     return torch.ops.fp4compile.scaled_mm_library(
@@ -148,12 +149,12 @@ def _float8_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype
 
 
 def _serves_rescaled(p: Problem) -> bool:
-    """`float8_rowwise` where `library_row_scaled` is not to be used for the GPU's sake."""
+    """`float8_rowwise` on GPUs where `library_row_scaled` may trap or fail."""
     return _rowwise_float8(p) and p.target.sm > 100
 
 
 def _run_rescaled(call: Call, config: None) -> torch.Tensor:
-    """The float32 sums by cuBLASLt with a scale of 1; outer scales and bias by Inductor, with what follows them."""
+    """Multiply by cuBLASLt with scales of 1, to float32; outer scales and bias are PyTorch operations, for Inductor."""
     a, b = _rowwise_operands(call)
     sums = _float8_product(replace(a, outer=None), replace(b, outer=None), None, torch.float32)
     result = sums * (a.outer * b.outer.t())

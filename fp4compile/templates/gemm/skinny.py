@@ -1,17 +1,18 @@
 """Skinny GEMM: up to eight rows of 16-bit A times NVFP4 weights B, at the speed at which B can be read.
 
-It serves what `gemv` cannot: three to eight rows, or rows of A too long for shared memory.
+It serves problems that `gemv` does not: three to eight rows, or rows of A too long for shared memory.
 
-A decode step reads every weight once and does little else, so its speed is that of memory as long as enough bytes are
-on their way. Loads into registers keep too few on their way: ptxas waits for the newest load wherever one is used, so
-only one step is prefetched. Here each warp has STAGES buffers of its own in shared memory, and asynchronous copies fill
-them with the operands of its next steps. No warp waits for another one before the sums are added. The grid is
-persistent (`persistent_grid`): a program that is done with a tile goes on with its next one, of the next product of
-the group, too, and the pipeline does not run dry in between.
+A decode step reads every weight once and does little else, so memory bounds its speed as long as enough bytes are on
+their way. Loads into registers keep too few bytes on their way: ptxas waits for the newest load wherever one is used,
+so only one step is prefetched. Here each warp has STAGES buffers of its own in shared memory, and asynchronous copies
+fill them with the operands of its next steps. No warp waits for another one before the sums are added. The grid is
+persistent (`persistent_grid`): a program that is done with a tile goes on with its next tile, also of the next product
+of the group, and the pipeline does not run dry in between.
 
 A step of a warp is 128 elements along K of 16 or 32 rows of B, and of the rows of A. With 32 rows of B, A is read from
-shared memory once for all of them, and more of B is on its way. With 16 there are twice as many tiles, which a small B
-needs. `skinny_pipeline` has the copies and the reads, `device.skinny_product` the arithmetic; this file has the kernel.
+shared memory once for all of them, and more of B is on its way. With 16 rows there are twice as many tiles, which a
+small B needs. `skinny_pipeline` has the copies and the reads, `device.skinny_product` the arithmetic; this file has the
+kernel.
 
 The kernel is written one lane at a time, in inline PTX ordered by tokens: see `async_copy`.
 """
@@ -32,9 +33,9 @@ from fp4compile.templates.device.skinny_product import multiply_step, store_sums
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.heuristics import SKINNY_ROWS, SkinnyConfig, skinny_config
-from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.skinny_pipeline import copy_step, interleave_a, read_a, shared_buffer_ptx, stage_bytes
 from fp4compile.templates.gemm.streaming import in_common, launch_group, streams
+from fp4compile.templates.problem import Problem
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def gemm_skinny(
     BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, CHAINS: tl.constexpr, EVEN: tl.constexpr, ISA: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; and the same of b_1 and b_2 for a group.
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias; for a group, also the products with b_1 and b_2.
 
     a: bf16 or fp16, m <= ROWS. b: K / 2 bytes of codes a row. k_vectors: K / 32, even. out: any floating-point type.
     GROUP_SIZE: products of the launch, 1 to 3; out_1 is [m, n_1], out_2 [m, n_2]. Pointers of absent products are
@@ -58,7 +59,7 @@ def gemm_skinny(
     """
     buffer_bytes: tl.constexpr = stage_bytes(TILES, ROWS)
     stage: tl.constexpr = WARPS * buffer_bytes
-    sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; of two sets, one is read while the next is written
+    sums_size: tl.constexpr = 16 * TILES * ROWS * 4  # of a warp; one of two sets is read while the other fills
     size: tl.constexpr = STAGES * stage + WARPS * 2 * sums_size
     tl.static_assert(size <= 48 * 1024)  # what inline PTX may declare
     lane = tl.arange(0, 32 * WARPS)
@@ -77,7 +78,7 @@ def gemm_skinny(
                           GROUP_SIZE)  # fmt: skip
         next_tile, step_of_next = next_step(next_tile, step_of_next, steps)
     if B_OUTER == "tensor":
-        token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is in the cache
+        token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
     buffer = first_buffer
     sums_at = first_sums
@@ -120,9 +121,9 @@ def _store_results(
 ):  # fmt: skip
     """Add up the warps' sums of a tile, rescale and store them. Returns a token.
 
-    The product that the tile belongs to is found by selects. Branches would not do: while torch finds out what a kernel
-    writes, sizes are constants, and Triton forbids to change those in a branch. Nor would a function that returns the
-    pointers: torch takes a pointer that comes out of a function to be written.
+    Selects find the product that the tile belongs to. Branches fail: while torch analyses what a kernel writes, sizes
+    are constants, and Triton forbids to change constants in a branch. A function that returns the pointers fails too:
+    torch counts a pointer that a function returns as written.
     """
     if GROUP_SIZE > 2:
         in_third = tile >= tiles_1

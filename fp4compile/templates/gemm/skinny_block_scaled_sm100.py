@@ -1,17 +1,17 @@
 """Skinny block-scaled GEMM: up to 64 rows of A times block-scaled weights B, on the matrix units of SM100.
 
-Few rows of A leave all the time to reading B, so that every multiprocessor must read a part of it. `block_scaled_sm100`
-has a program for each 128 x 256 of the result: 16 programs for a weight of 4096 rows. Here is what differs:
+With few rows of A, reading B takes all the time, so every multiprocessor must read a part of it. `block_scaled_sm100`
+has a program for each 128 x 256 of the result: 16 programs for a weight of 4096 rows. This kernel differs:
 
 - The operands are swapped: B is the first operand of the instruction, the one with 128 rows, and A the second.
-- K is cut into parts, as many as it takes to have a program for each multiprocessor. `split_k_reduction` adds their
-  float32 sums, then come outer scales, bias and epilogue. It may start early (`device.dependent_launch`).
+- K is cut into enough parts for a program on each multiprocessor. `split_k_reduction` adds their float32 sums, then
+  applies outer scales, bias and epilogue. It may start early (`device.dependent_launch`).
 - Products of one A are one launch (Q, K and V; gate and up), so that small weights do not run alone.
 
-A is padded to 128 rows, which are never read. 16, 32 or 64 would do for the instruction, and Triton compiles that. But
-it copies scales straight to tensor memory (`tcgen05.cp`) only in tiles of 128 rows, in which they are stored; of fewer
-rows they go through registers, and every step then waits for its product. Codes and scales of A that are not there cost
-shared memory and its bandwidth (see `heuristics.skinny_block_scaled_config`), and no reads.
+A is padded to 128 rows; the padding is never read. The instruction could take 16, 32 or 64 rows, and Triton compiles
+that. But Triton copies scales straight to tensor memory (`tcgen05.cp`) only in tiles of 128 rows, as they are stored;
+scales of fewer rows go through registers, and every step then waits for its product. The padding of A costs shared
+memory and its bandwidth (see `heuristics.skinny_block_scaled_config`), and no reads.
 """
 
 from collections.abc import Sequence
@@ -42,16 +42,16 @@ from fp4compile.templates.gemm.heuristics import (
     SkinnyBlockScaledConfig,
     skinny_block_scaled_config,
 )
-from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.streaming import in_common
 from fp4compile.templates.launch import launch
+from fp4compile.templates.problem import Problem
 
 _TILE = tl.constexpr(128)  # rows of B, and of A with its padding
 
 
 @triton.jit
 def first_half(x):
-    """The first half of a matrix's columns. A lane has whole rows of sums, so that it just drops some."""
+    """The first half of a matrix's columns. A lane has whole rows of sums, so it only drops registers."""
     first, _ = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
     return first
 
@@ -65,13 +65,14 @@ def gemm_skinny_block_scaled_sm100(
     batches, m, n, n_1, n_2, a_per_row, b_per_row, steps, col_tiles, split_k,
     A_ELEMENT: tl.constexpr, B_ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr, GROUP_SIZE: tl.constexpr,
     EVEN_K: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """128 columns of out [batches, m, n] = a [batches, m, K] x b [batches or 1, n, K]^T, rescaled, plus a bias.
 
     PARTIAL: instead the float32 sums of one part of K, in out [split_k, batches, m, n].
-    GROUP_SIZE: products of one a, 1 to 3; out_1 is of n_1 columns, out_2 of n_2. Pointers of absent products are never
+    GROUP_SIZE: products of one a, 1 to 3; out_1 has n_1 columns, out_2 has n_2. Pointers of absent products are never
     read. Only a single product has batches or an epilogue.
     *_per_row: bytes of codes in a row. steps: of BK elements along K. col_tiles: tiles of 128 x 4 in a row of scales.
     ROWS: 16, 32 or 64, at least m. EVEN_K: K is whole steps. LAUNCH_DEPENDENTS: the kernel that adds the parts may
@@ -142,25 +143,25 @@ def gemm_skinny_block_scaled_sm100(
         at = (batch * m + row) * n + col
         acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
                       A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
-        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
+        acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
         store_rounded(out_ptr, at, acc, mask, ISA)
 
 
 def _serves(p: Problem) -> bool:
-    """Up to 64 rows of A, known to be so few, of two block-scaled operands with swizzled scales.
+    """Whether A has at most 64 rows, statically, and both operands are block-scaled with swizzled scales.
 
-    A model says who else could, and was not timed on SM100 (B200: 8 TB/s, 148 multiprocessors, 1.85 GHz). Almost all
-    bytes are those of B, 0.56 an element of NVFP4, so that what counts is how fast these can be asked for.
+    A model compares the alternatives; none was timed on SM100 (B200: 8 TB/s, 148 multiprocessors, 1.85 GHz). Almost all
+    bytes are of B, 0.56 an element of NVFP4, so the rate at which B can be requested decides.
 
-    - The library, which ranks next. A multiprocessor takes at most 64 bytes a clock from the L2 cache, 118 GB/s: it
-      takes 68 to read at 8 TB/s. A weight of 4096 rows has 32 tiles of 128, which read at less than half of that rate
-      unless K is cut. Whether the library does so, and how, is not documented. So it computes what need not be cut: the
-      columns alone give each multiprocessor a tile, or K is a single step.
+    - The library, which ranks next. A multiprocessor takes at most 64 bytes a clock from the L2 cache, 118 GB/s: 68
+      multiprocessors are needed to read at 8 TB/s. A weight of 4096 rows has 32 tiles of 128, which read at less than
+      half of that rate unless K is cut. Whether the library cuts K is not documented. So the library computes products
+      that need no cut: the columns alone give each multiprocessor a tile, or K is a single step.
     - `gemv` and `skinny`, which dequantise B in registers. At 8 TB/s each scheduler of a multiprocessor has 315 clocks
-      for 2304 bytes of B, and issues an instruction in each at most. By the machine code `gemv` takes 257 to 310
+      for 2304 bytes of B, and issues at most one instruction a clock. By the machine code `gemv` takes 257 to 310
       instructions of a warp for them and `skinny` 455; this kernel takes 170.
     """
-    if not 100 <= p.target.sm < 120 or p.a.format is None or p.b.format is None or p.a.format.scale is None:
+    if p.ragged is not None or not 100 <= p.target.sm < 120 or "none" in (p.a.scale, p.b.scale):
         return False
     if not (p.a.swizzled and p.b.swizzled and statically_true(p.m <= SKINNY_BLOCK_SCALED_ROWS)):
         return False
@@ -168,7 +169,7 @@ def _serves(p: Problem) -> bool:
 
 
 def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[torch.Tensor]:
-    """[batches, m, n] of each call: in one launch, and one more for each where K is cut."""
+    """[batches, m, n] of each call: in one launch, and one more launch for each call if K is cut."""
     p, split_k, first = calls[0].problem, config.split_k, calls[0]
     outs = [call.empty() if split_k == 1 else call.empty_sums(split_k) for call in calls]
     made = first if split_k == 1 else first.without_epilogue()
@@ -178,7 +179,7 @@ def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[t
     blocks = ceil_div(p.k, p.a.format.block_cols)
     even = statically_true(blocks * p.a.format.block_cols % config.bk == 0)
     launch(
-        made.with_epilogue(gemm_skinny_block_scaled_sm100), sum(ceil_div(n, 128) for n in sizes) * p.batches * split_k,
+        gemm_skinny_block_scaled_sm100, sum(ceil_div(n, 128) for n in sizes) * p.batches * split_k,
         first.a.data, first.a.scales, outs[0] if first.a.outer is None else first.a.outer, *pointers,
         *[outs[0]] * 5 * unused, *made.epilogue_pointers(outs[0]),
         p.batches, p.m, *sizes, *[1] * unused, p.row_bytes(p.a), p.row_bytes(p.b), ceil_div(p.k, config.bk),
@@ -186,7 +187,7 @@ def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[t
         A_ELEMENT=p.a.element, B_ELEMENT=p.b.element, SCALE=p.a.scale, BLOCK=p.a.format.block_cols,
         GROUP_SIZE=len(calls), EVEN_K=int(even), PARTIAL=int(split_k > 1),
         LAUNCH_DEPENDENTS=int(split_k > 1 and p.target.dependent_launch), ISA=p.target.isa,
-        **config.constants, **first.rescale_constants,
+        **config.constants, **first.rescale_constants, EPILOGUE=made.epilogue_text,
     )  # fmt: skip
     if split_k == 1:
         return outs
@@ -195,7 +196,7 @@ def _run_group(calls: Sequence[Call], config: SkinnyBlockScaledConfig) -> list[t
 
 
 def _pointers(call: Call, out: torch.Tensor) -> tuple:
-    """The arguments of one product; in place of an absent outer scale or bias, its result, which is never read."""
+    """The arguments of one product; its result, which is never read, stands for an absent outer scale or bias."""
     outer, bias = (out if x is None else x for x in (call.b.outer, call.bias))
     return call.b.data, call.b.scales, outer, bias, out
 

@@ -13,9 +13,9 @@ from fp4compile.templates.device.nvfp4_weights import STEP_BYTES, copy_weights
 
 
 def _interleave_ptx() -> str:
-    """32 elements of A in eight words of 64 bits -> the same, elements j and j + 4 of every eight side by side.
+    """PTX: reorder 32 elements of A in eight words of 64 bits: elements j and j + 4 of every eight side by side.
 
-    That is how `dequantize_word` pairs the codes of B.
+    `dequantize_word` pairs the codes of B in this order.
     """
     text = ["{ .reg .b32 x<4>, y<4>;"]
     for word in range(4):
@@ -31,17 +31,17 @@ _INTERLEAVE_OPERANDS = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
 
 _A_ROW = tl.constexpr(256)  # bytes of a step of one row of A
 
-# Inputs: where to, where from, whether to copy, a token.
+# Inputs: destination, source, whether to copy, a token.
 _COPY_WHOLE_A = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16; }"
 )
-# Inputs: where to, where from, how many bytes are there (the rest becomes zeros), whether to copy, a token.
+# Inputs: destination, source, how many bytes exist (the rest becomes zeros), whether to copy, a token.
 _COPY_PART_OF_A = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; @p cp.async.ca.shared.global [$1], [$2], 16, $3; }"
 )
 # Outputs: A's elements of a lane's two blocks, eight words of 64 bits, zeros where the row does not exist; a token.
-# Inputs: their address, whether the row exists, a token. Without the zeros ptxas would keep the registers' former
-# contents, for the case that nothing is loaded.
+# Inputs: the elements' address, whether the row exists, a token. Without the zeros ptxas would keep the registers'
+# former contents for the case that nothing is loaded.
 _ZEROS = " ".join(f"mov.b64 ${i}, 0;" for i in range(8))
 _READ_A = tl.constexpr(
     "{ .reg .pred p; .reg .b32 b; setp.ne.b32 p, $10, 0; xor.b32 b, $9, 16; mov.b32 $8, 0; "
@@ -73,7 +73,7 @@ def _copy_a(
     for i in tl.static_range((ROWS + 1) // 2):
         row = lane % 32 // 16 + i * 2
         source = a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + row * k_vectors * 64 + block * 32 + unit % 2 * 16
-        # In every second row the halves of blocks are exchanged: lanes that read at once then read different banks.
+        # Every second row has the halves of blocks exchanged, so that lanes that read at once read different banks.
         to = buffer + row * _A_ROW + (unit ^ row % 2) * 16
         ok = (row < m) & wanted
         if EVEN:
@@ -93,11 +93,11 @@ def copy_step(
 ):  # fmt: skip
     """Start the copies of a warp's step of a tile into a buffer, and commit them as one group. Returns a token.
 
-    Past the last tile nothing is copied, but the group is there to be counted. tiles, tiles_1, total: see
-    `group_tiles`.
+    Past the last tile nothing is copied, but an empty group is committed, so that `wait_ptx` counts right. tiles,
+    tiles_1, total: see `group_tiles`.
     """
     wanted = tile < total
-    # The product that the tile belongs to. As selects, here and in `_store_results`: see there.
+    # The product that the tile belongs to, by selects: see `skinny._store_results`.
     if GROUP_SIZE > 2:
         in_third = tile >= tiles_1
         tiles = tl.where(in_third, tiles_1, tiles)
@@ -133,7 +133,7 @@ def read_a(at, token, lane, m):
 
 @triton.jit
 def interleave_a(x):
-    """A's elements as `read_a` gives them -> in the order of `dequantize_word`."""
+    """A's elements in the order of `read_a` -> in the order of `dequantize_word`."""
     return tl.inline_asm_elementwise(
         _INTERLEAVE, _INTERLEAVE_OPERANDS, x,
         dtype=(tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64, tl.int64), is_pure=True, pack=1,

@@ -1,4 +1,4 @@
-"""What the kernels for few rows of A share: NVFP4 weights that are streamed, and several of them in one launch."""
+"""Shared by the kernels for few rows of A: the test for weights to stream, and launches of horizontal groups."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +10,13 @@ from fp4compile.formats.layouts import ceil_div
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
 from fp4compile.templates.gemm.dequantized import dequantized
-from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.launch import launch
+from fp4compile.templates.problem import Problem
 
 
 def streams(p: Problem) -> bool:
-    """Whether B is as `device.nvfp4_weights` reads it, and 16 bits hold A."""
-    weights = p.b.element == "e2m1" and p.b.scale == "e4m3"
+    """Whether B is NVFP4 weights that `device.nvfp4_weights` can read, and 16 bits hold A."""
+    weights = p.b.element == "e2m1" and p.b.scale == "e4m3" and p.ragged is None
     whole = statically_true(p.k % 64 == 0) and statically_true(p.k > 0) and p.batches == 1
     return weights and whole and p.compute != "fp32"
 
@@ -27,7 +27,7 @@ def in_common(p: Problem) -> tuple:
 
 
 def of_all(calls: Sequence[Call]) -> Problem:
-    """The problem of a launch that computes all of the calls: that of one B with the columns of all."""
+    """The problem of a launch that computes all of the calls: one B with the rows of all B together."""
     return replace(calls[0].problem, n=sum(call.problem.n for call in calls))
 
 
@@ -55,7 +55,7 @@ def launch_group(kernel, calls: Sequence[Call], config, tile_rows: int, step: in
 
 
 def _pointers(call: Call, out: torch.Tensor) -> tuple:
-    """The arguments of one product; in place of an absent outer scale or bias, codes that are never read."""
+    """The arguments of one product; codes, never read as such, stand for an absent outer scale or bias."""
     unused = call.b.data
     outer, bias = (unused if x is None else x for x in (call.b.outer, call.bias))
     return call.b.data, call.b.scales, outer, bias, out

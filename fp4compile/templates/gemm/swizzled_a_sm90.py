@@ -1,10 +1,10 @@
-"""Write A to global memory as `gemm_wgmma_sm90` needs it in shared memory, so that bulk copies can bring it there.
+"""Write A to global memory in the layout that `gemm_wgmma_sm90` reads in shared memory, so that bulk copies suffice.
 
 Swizzled A is a sequence of matrices [ROWS, 64]: 64 elements along K of every row of A, ROWS lines of 128 bytes. Each of
 the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight elements)
 of each of the line's four blocks of 16. In that order a lane of the product dequantises its elements of B. In line r
-the units are exchanged, unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and
-elements that A does not have are zeros.
+unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and elements beyond A are
+zeros.
 """
 
 import torch
@@ -28,11 +28,11 @@ def swizzle_a_sm90(
 ):  # fmt: skip
     """One matrix of swizzled A [matrices, ROWS, 64], bf16 or fp16, from a [m, K], plain or E2M1 codes.
 
-    Codes are dequantised, without the outer scale. per_row: units of a row (plain: elements); blocks: of 16 elements.
-    SQUARE, SWIZZLED: of the scales. ROWS: 16, 32 or 64, at least m.
+    Codes are dequantised, without the outer scale. per_row: units of a row (plain: elements); blocks: blocks of 16
+    elements in a row. SQUARE, SWIZZLED: layout of the scales. ROWS: 16, 32 or 64, at least m.
     LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
-    kernel never reads b and b_scales. They are arguments so that Inductor moves nothing that writes B to between the
-    two kernels.
+    kernel never reads b and b_scales. They are arguments so that Inductor moves no kernel that writes B between the two
+    kernels.
     """
     if LAUNCH_DEPENDENTS:
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
@@ -47,7 +47,7 @@ def swizzle_a_sm90(
         first, second = decode_pair(words, ELEMENT, ISA)
         words = pack(first * scale, second * scale, swizzled_a_ptr.dtype.element_ty, ISA)
     # A word has two elements. A block has two halves, each of two quarters with two words: [row, block, p, quarter,
-    # word]. Words in the same place of both quarters of a half have elements j and j + 4, which become one word.
+    # word]. Words at one position of both quarters of a half have elements j and j + 4, which become one word.
     quarters = tl.permute(tl.reshape(words, (ROWS, 4, 2, 2, 2)), (0, 2, 4, 1, 3))
     near, far = tl.split(tl.reshape(quarters, (ROWS, 4, 4, 2)))
     line = (matrix * ROWS + tl.arange(0, ROWS)[:, None, None]) * 32
@@ -58,7 +58,7 @@ def swizzle_a_sm90(
 
 
 def swizzled_a(call: Call, rows: int, steps: int) -> torch.Tensor:
-    """A for `wgmma_sm90`, of `rows` rows, in whole pipeline stages of `steps` steps: [matrices, rows, 64]."""
+    """A for `wgmma_sm90`, padded to `rows` rows and whole pipeline stages of `steps` steps: [matrices, rows, 64]."""
     a, b, p = call.a, call.b, call.problem
     matrices = 2 * steps * ceil_div(p.k, 128 * steps)
     out = a.data.new_empty((matrices, rows, 64), dtype=p.compute_dtype)

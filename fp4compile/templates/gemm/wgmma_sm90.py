@@ -7,9 +7,9 @@ may lie in registers, and the kernel computes the transposed product.
 With that many rows, A would be read from the cache too often if each warp had a copy of its own. So the warps of a
 program share A, the second operand of `wgmma`, which it reads from shared memory. A has a pipeline of its own: one
 stage is STEPS_PER_STAGE steps of all rows, in the order in which `swizzle_a_sm90` has written them to global memory, so
-that one lane starts one bulk copy of a whole stage. The stage goes to the buffer that all warps have released; nothing
-else makes a warp wait for another one. While the matrix units multiply some of a step's elements of B, the warps
-dequantise the next ones.
+that one lane starts one bulk copy of a whole stage. The stage goes to a buffer that all warps have released; warps wait
+for each other only there. While the matrix units multiply some of a step's elements of B, the warps dequantise the next
+elements.
 
 The kernel starts before `swizzle_a_sm90` is done (`device.dependent_launch`), and starts its copies of B meanwhile.
 
@@ -47,15 +47,15 @@ from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
 from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
-from fp4compile.templates.gemm.problem import Problem
 from fp4compile.templates.gemm.streaming import streams
 from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
 from fp4compile.templates.launch import launch
+from fp4compile.templates.problem import Problem
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 _A_BUFFERS = tl.constexpr(4)  # stages of A in shared memory, a power of two
 # How many stages before its use the copy of a stage starts. At most _A_BUFFERS - 2: the copy then goes to the buffer of
-# the stage two before the one that is multiplied, and other warps have most likely released that one.
+# the stage two before the one that is multiplied, which other warps have most likely released.
 _A_AHEAD = tl.constexpr(2)
 
 # The `wgmma` descriptor of a matrix in shared memory, without its address, which the lowest bits take: lines of 128
@@ -64,7 +64,7 @@ _DESCRIPTOR = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
 def _words_ptx(compute: str, words: range) -> list[str]:
-    """PTX that dequantises words of eight codes: a{word}_0 to 3 of the upper row, b{word}_0 to 3 of the lower row."""
+    """PTX that dequantises words of eight codes to a{word}_0 to 3 (upper row) and b{word}_0 to 3 (lower row)."""
     kind = _KIND[compute]
     text = []
     for word in words:
@@ -84,11 +84,11 @@ def _words_ptx(compute: str, words: range) -> list[str]:
 def _multiply_ptx(compute: str, rows: int, group: int) -> str:
     """PTX that adds the product of 64 rows of B (of a warpgroup) and `rows` rows of A over 128 elements to the sums.
 
-    Outputs: a lane's sums; a token. Inputs: codes of row g (two words of 64 bits), of row g + 8; the scale bytes of
-    both; the low half of A's descriptor; a token; the sums so far.
-    group: words of codes that are multiplied by one group of `wgmma`, 2 or 4. The last group still runs at the end of
-    this text, and its registers must not be written meanwhile. With four words these are all registers, so the next
-    step must be another copy of this text, to which ptxas gives other registers.
+    Outputs: a lane's sums; a token. Inputs: codes of row g (two words of 64 bits), codes of row g + 8; the scale bytes
+    of both rows; the low half of A's descriptor; a token; the sums so far.
+    group: words of codes that one group of `wgmma` multiplies, 2 or 4. The last group still runs at the end of this
+    text, and its registers must not be written meanwhile. With four words it uses all registers, so the next step must
+    be another copy of this text, to which ptxas gives other registers.
     """
     kind, sums = _KIND[compute], rows // 2
     text = ["{ .reg .b32 u, v, z, e, hi, w<8>, s<2>, t<2>; .reg .b16 h, k; .reg .f32 f, g; .reg .b64 d; .reg .pred p;"]
@@ -127,9 +127,9 @@ def _wait_wgmma_operands(sums):
     return ",".join(["=f"] * sums + [str(i) for i in range(sums)])
 
 
-# Each buffer of A has two barriers (mbarrier): full, its stage has arrived; and, 8 bytes on, empty, all warps have
-# released it. A barrier counts its phases, and one waits for the phase of a given parity to be complete. A new barrier
-# counts as if a phase of parity 1 had been complete, so the first wait for an empty buffer goes through.
+# Each buffer of A has two barriers (mbarrier). "Full": its stage has arrived. "Empty", 8 bytes on: all warps have
+# released it. A barrier counts its phases, and a wait returns when the phase of a given parity is complete. A new
+# barrier behaves as if a phase of parity 1 were complete, so the first wait for an empty buffer returns at once.
 # All lanes of a warp take the same branch; `bra.uni` says so, and lets ptxas use the warp's uniform registers.
 # Inputs: the buffer's barriers, the parity, a token.
 _WAIT_FULL = tl.constexpr(
@@ -143,7 +143,7 @@ _ARRIVE_EMPTY = tl.constexpr(
 
 @triton.constexpr_function
 def _barriers_ptx(warps):
-    """PTX that makes the barriers. Inputs: their address, whether this lane is to make them, a token."""
+    """PTX that initialises the barriers. Inputs: their address, whether this lane initialises them, a token."""
     each = "mbarrier.init.shared::cta.b64 [$1 + {}], {};"
     made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * _A_BUFFERS.value))
     return (
@@ -156,7 +156,7 @@ def _barriers_ptx(warps):
 def _copy_a_stage_ptx(size):
     """PTX that waits for an empty buffer and starts to copy `size` bytes of A to it, by one elected lane.
 
-    Inputs: the buffer's barriers, the parity to wait for, the buffer, where from, whether this warp copies, a token.
+    Inputs: the buffer's barriers, the parity to wait for, the buffer, the source, whether this warp copies, a token.
     """
     return (
         "{ .reg .pred p; setp.eq.b32 p, $5, 0; @p bra.uni NO;"
@@ -168,13 +168,13 @@ def _copy_a_stage_ptx(size):
 
 
 def needed_bytes(rows: int, warps: int, stages: int, steps: int) -> int:
-    """Shared memory of a program: the buffers of A (each a multiple of 1024 bytes), those of B, the barriers of A."""
+    """Shared memory of a program: buffers of A (each a multiple of 1024 bytes), buffers of B, and barriers of A."""
     return _A_BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * STEP_BYTES.value
 
 
 @triton.jit
 def _buffer_of(stage):
-    """The buffer of the program's stage of A, and the parity of the number of stages that had it before."""
+    """The buffer of the program's stage of A, and the parity of the number of stages that used it before."""
     return stage & _A_BUFFERS - 1, (stage & _A_BUFFERS) // _A_BUFFERS
 
 
@@ -190,7 +190,7 @@ def _copy_a_stage(swizzled_a_ptr, stage, stages, buffers, barriers, token, lane,
 
 @triton.jit
 def _release_a_stage(stage, barriers, token, lane):
-    """The warp reads the program's stage of A, if it exists, no more. Returns a token."""
+    """Release the program's stage of A, if it exists, for this warp. Returns a token."""
     buffer, _ = _buffer_of(stage)
     arrives = ((lane % 32 == 0) & (stage >= 0)).to(tl.int32)
     return do_ptx(_ARRIVE_EMPTY, "r,r,r", (barriers + buffer * 16, arrives, token))
@@ -203,7 +203,7 @@ def _copy_b_step(
 ):  # fmt: skip
     """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
 
-    Past the last step nothing is copied, but the group is there to be counted.
+    Past the last step nothing is copied, but an empty group is committed, so that `wait_ptx` counts right.
     """
     token = copy_weights(buffer, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
                          B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
@@ -242,17 +242,16 @@ def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
     m, n, k_vectors, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    STEPS_PER_STAGE: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
-    SHARED: tl.constexpr,
+    BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    ISA: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or partial sums of it.
+    """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
     swizzled_a: [matrices, ROWS, 64] from `swizzle_a_sm90`, m <= ROWS, in whole stages. b: K / 2 bytes of codes a row.
     k_vectors: K / 32, even.
-    splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the float32 sums of each part as
-    they are; the kernel that adds them may start early. PDL: this kernel is itself started early (see
-    `device.dependent_launch`).
+    splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
+    the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
     WARPS: of a program, a multiple of 4; the launch must have as many. Each has 16 rows of b. ROWS: 16, 32 or 64.
     STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE: steps of a stage of A. EVEN: no program has a
     row, and no stage of A a step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for
@@ -292,7 +291,7 @@ def gemm_wgmma_sm90(
     for early in tl.static_range(_A_AHEAD):
         token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes)
     if B_OUTER == "tensor" and not PARTIAL:
-        token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # at the end it then is in the cache
+        token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
     count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
@@ -312,7 +311,7 @@ def gemm_wgmma_sm90(
                                  B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
             c, token = _multiply(w, c, a_at, token, COMPUTE, ROWS, STEPS_PER_STAGE)
-            if i == 0:  # `_multiply` has waited for all earlier products: nothing reads the stage before any more
+            if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
                 token = _release_a_stage(stage - 1, barriers, token, lane)
                 token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
                                       a_stage_bytes)  # fmt: skip
@@ -327,7 +326,8 @@ def gemm_wgmma_sm90(
         if not PARTIAL:
             acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
             inside = (at_m < m) & (at_n < n)
-            acc = epilogue(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr, ISA)
+            acc = epilogue(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
+                           EPILOGUE, ISA)  # fmt: skip
         values = values + (acc,)
     for i in tl.static_range(count):
         at_m, at_n = _result_of(row, lane, i)
@@ -347,12 +347,12 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     a_outer, b_outer, bias = call.rescale_pointers(out)
     even = statically_true(p.n % (16 * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
     launch(
-        first.with_epilogue(gemm_wgmma_sm90), config.grid(p.n),
+        gemm_wgmma_sm90, config.grid(p.n),
         a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
         p.m, p.n, p.k // 32, split_k, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
-        BIAS=int(call.bias is not None), PARTIAL=int(split_k > 1), B_SQUARE=int(p.b.format.square),
-        B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even), PDL=p.target.dependent_launch,
-        ISA=p.target.isa, num_warps=config.warps, **config.constants,
+        BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
+        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
+        PDL=p.target.dependent_launch, ISA=p.target.isa, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
 

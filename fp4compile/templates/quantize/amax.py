@@ -1,6 +1,6 @@
 """The amax (largest magnitude) of a tensor, of its rows or of its columns, as the bits of a float32.
 
-A dynamic outer scale takes two reads of the tensor; the first one is here. Bits of magnitudes are ordered as the
+A dynamic outer scale takes two reads of the tensor; this file has the first one. Bits of magnitudes are ordered as the
 magnitudes are, with NaN above infinity, so that integer maxima (and integer atomics) find the amax.
 """
 
@@ -11,16 +11,13 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.templates.device.column_tile import (
-    column_tile_amax,
-    transform_column_tile,
-)
+from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.dependent_launch import launch_dependents
 from fp4compile.templates.device.elements import magnitude_bits, reduce_words, unpack, word_amax
 from fp4compile.templates.device.memory import tile_of
-from fp4compile.templates.device.prologue import read_column_tile, read_tile
+from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.register_tile import amaxes_of_two_rows, stack_tensors
-from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import (
     PARTIAL_MAXIMA_ELEMENTS,
     AmaxConfig,
@@ -28,36 +25,48 @@ from fp4compile.templates.quantize.heuristics import (
     amax_of_rows_config,
     column_amax_config,
 )
-from fp4compile.templates.quantize.views import Matrices, Outer, whole_tiles
+from fp4compile.templates.quantize.outputs import Outer, whole_tiles
+from fp4compile.templates.quantize.source import Source
+from fp4compile.templates.view import View
 
 
-def outer_of(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, each_matrix: bool = False) -> Outer:
-    """The outer scales of a launch: given ones, none, or one of the tensor that is made from its amax.
+def outer_of(source: Source, fmt: BlockFormat, static: torch.Tensor | None, each_matrix: bool = False) -> Outer:
+    """The outer scales along rows or square blocks: static, none, or one for the tensor, made from its amax.
 
-    each_matrix: of the last kind, one of each matrix of the batch.
+    static: float32 [] or [..., R, 1]; None: not static. each_matrix: make one outer scale for each matrix of the batch.
     """
-    if outer is not None:
-        return Outer(outer, outer, "tensor" if outer.dim() == 0 else "row")
+    if static is not None:
+        return static_outer(source.batch * source.rows, static)
     if fmt.outer is None:
-        return Outer(None, None, "none")
-    if each_matrix or source.several:
-        return outer_of_matrices(source, matrices_amax_bits(source))
-    bits = tensor_amax_bits(source)
-    return Outer(source.tensor.new_empty(1, dtype=torch.float32), bits, "amax")
+        return Outer("none")
+    if each_matrix:
+        amax, launch = amax_of_matrices(source)
+        return outer_of_matrices(source, amax, (launch,))
+    amax, launches = amax_of_tensor(source)
+    return Outer("amax", View.flat(source.tensor.new_empty(1, dtype=torch.float32), 1), amax, launches)
 
 
-def outer_of_matrices(source: Matrices, amax: torch.Tensor) -> Outer:
+def static_outer(lanes, static: torch.Tensor) -> Outer:
+    """A static outer scale: one for the tensor, [], or one for each row of codes, [..., 1]."""
+    if static.dim() == 0:
+        return Outer("tensor", View.flat(static, 1))
+    return Outer("row", View.flat(static.contiguous(), lanes))
+
+
+def outer_of_matrices(source: Source, amax: View, launches: tuple[Launch, ...]) -> Outer:
     """Outer scales to be made from the amax bits of each matrix, int32 [batch]."""
-    return Outer(source.tensor.new_empty(source.batch, dtype=torch.float32), amax, "matrix amax")
+    scale = source.tensor.new_empty(source.batch, dtype=torch.float32)
+    return Outer("matrix amax", View.flat(scale, source.batch), amax, launches)
 
 
-def tensor_amax_bits(source: Matrices) -> torch.Tensor:
-    """Float32 bits of the tensor's amax, 0 of an empty one: int32 [], or [n] partial maxima of a small tensor."""
+def amax_of_tensor(source: Source) -> tuple[View, tuple[Launch, ...]]:
+    """(float32 bits of the tensor's amax, 0 if it is empty: int32 [], or [n] partial maxima for a small tensor; the
+    launches that find them, none if `source.amax_bits` is set)."""
     if source.amax_bits is not None:
-        return source.amax_bits
+        return source.amax_bits, ()
     flat = source.flat()
     source = flat or source
-    # The kernel that reads partial maxima has their number as a constant, so no symbolic size will do.
+    # The kernel that reads partial maxima has their number as a constant, so the size must not be symbolic.
     small = flat is not None and isinstance(source.cols, int) and source.cols <= PARTIAL_MAXIMA_ELEMENTS
     config = amax_config(source.cols if small else None)
     if source.prologue is not None and flat is None:
@@ -69,65 +78,60 @@ def tensor_amax_bits(source: Matrices) -> torch.Tensor:
         bits = torch.empty(grid, dtype=torch.int32, device=device)
     else:
         bits = torch.zeros((), dtype=torch.int32, device=device)
-    target = target_of(device)
-    launch(
-        source.read_by(tensor_amax), grid, source.tensor, bits, *source.read_args, FLAT=flat is not None,
-        PARTIAL=small, MATRICES=0,
-        LAUNCH_DEPENDENTS=small and target.dependent_launch, ALIGN=source.align, ISA=target.isa,
-        num_warps=config.num_warps, **config.constants,
-    )  # fmt: skip
-    return bits
+    found = View.flat(bits, grid if small else 1)
+    constants = {
+        "FLAT": flat is not None, "PARTIAL": small, "MATRICES": 0,
+        "LAUNCH_DEPENDENTS": small and source.target.dependent_launch, "ALIGN": source.align,
+        "PROLOGUE": source.prologue_text, "ISA": source.target.isa, **config.constants,
+    }  # fmt: skip
+    arguments = source.view, found, *source.read_args
+    return found, (Launch(tensor_amax, grid, arguments, constants, config.num_warps),)
 
 
-def matrices_amax_bits(source: Matrices) -> torch.Tensor:
-    """Float32 bits of the amax of each matrix, int32 [batch]."""
-    flat = source.flat() if source.several else None
-    if flat is None and source.prologue is None and statically_true(source.row_stride == source.cols):
+def amax_of_matrices(source: Source) -> tuple[View, Launch]:
+    """(float32 bits of the amax of each matrix, int32 [batch]; the launch that finds them)."""
+    if statically_true(source.row_stride == source.cols):
         source = source.each_as_row()
-    source = flat or source
-    config = amax_config(None) if source.prologue is None or flat else amax_of_rows_config(source.cols)
-    bits = torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device)
-    launch(
-        source.read_by(tensor_amax), _amax_grid(source, config), source.tensor, bits, *source.read_args,
-        FLAT=flat is not None, PARTIAL=False, MATRICES=1, LAUNCH_DEPENDENTS=False, ALIGN=source.align,
-        ISA=target_of(source.tensor.device).isa,
-        num_warps=config.num_warps, **config.constants,
-    )  # fmt: skip
-    return bits
+    config = amax_config(None)
+    found = View.flat(torch.zeros(source.batch, dtype=torch.int32, device=source.tensor.device), source.batch)
+    constants = {
+        "FLAT": False, "PARTIAL": False, "MATRICES": 1, "LAUNCH_DEPENDENTS": False, "ALIGN": source.align,
+        "PROLOGUE": source.prologue_text, "ISA": source.target.isa, **config.constants,
+    }  # fmt: skip
+    arguments = source.view, found, *source.read_args
+    return found, Launch(tensor_amax, _amax_grid(source, config), arguments, constants, config.num_warps)
 
 
-def _amax_grid(source: Matrices, config: AmaxConfig):
+def _amax_grid(source: Source, config: AmaxConfig):
     return source.batch * ceil_div(source.rows, config.rows) * ceil_div(source.cols, config.blocks * config.block)
 
 
-def columns_amax_bits(
-    source: Matrices, *, rows: str | None, transform: bool, each: bool, each_matrix: bool = False
-) -> torch.Tensor:
-    """Float32 bits of amaxes down the columns (int32), after the Hadamard transform down the columns if asked.
+def amax_of_columns(
+    source: Source, *, rows: str | None, transform: bool, each: bool, each_matrix: bool = False
+) -> tuple[View, Launch]:
+    """(float32 bits of amaxes of the columns, int32, with the Hadamard transform down the columns if `transform`; the
+    launch that finds them).
 
-    each: an amax for each column, [batch * cols]; otherwise one of all columns, [1], or (each_matrix) one of the
+    each: an amax for each column, [batch * cols]; otherwise one amax of all columns, [1], or (each_matrix) one for the
     columns of each matrix, [batch].
-    rows: what to find besides, of the tensor without the transform. "all": its one amax, which comes first, [1 + ...];
-    of each matrix, before that of its columns, [batch * 2].
+    rows: further amaxes to find, of the tensor without the transform. "all": the tensor's amax, which comes first, [1 +
+    ...]; with each_matrix, each matrix's amax before the amax of its columns, [batch * 2].
     "each" (only with `each`): an amax for each row; every matrix has its rows before its columns, [batch * (rows +
     cols)].
     """
     lanes = source.cols + (source.rows if rows == "each" else 0)
     plain = int(rows == "all")
     count = source.batch * (1 + plain) if each_matrix else (source.batch * lanes if each else 1) + plain
-    bits = torch.zeros(count, dtype=torch.int32, device=source.tensor.device)
-    config = column_amax_config()
+    found = View.flat(torch.zeros(count, dtype=torch.int32, device=source.tensor.device), count)
+    config, isa = column_amax_config(), source.target.isa
     height, width = config.row_tiles * config.block, 2 * config.words
-    grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
-    isa = target_of(source.tensor.device).isa
-    launch(
-        source.read_by(columns_amax), grid, source.tensor, bits, *source.read_args,
-        PLAIN=plain == 1, ROWS=rows == "each", TRANSFORM=transform, EACH=each, MATRICES=each_matrix,
-        ALIGN=source.align,
-        WHOLE=isa >= 100 and whole_tiles(source, height, width, "linear"), ISA=isa, num_warps=config.num_warps,
+    constants = {
+        "PLAIN": plain == 1, "ROWS": rows == "each", "TRANSFORM": transform, "EACH": each, "MATRICES": each_matrix,
+        "ALIGN": source.align, "WHOLE": isa >= 100 and whole_tiles(source, height, width, "linear"), "ISA": isa,
         **config.constants,
-    )  # fmt: skip
-    return bits
+    }  # fmt: skip
+    grid = source.batch * ceil_div(source.rows, height) * ceil_div(source.cols, width)
+    return found, Launch(columns_amax, grid, (source.view, found, *source.args), constants, config.num_warps)
 
 
 @triton.jit
@@ -136,9 +140,9 @@ def tensor_amax(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     FLAT: tl.constexpr, PARTIAL: tl.constexpr, MATRICES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
     ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at amax_ptr, which is 0 before, to the bits of x's amax. x: [batch, rows, cols].
+    """Raise the int32 at amax_ptr, initially 0, to the bits of x's amax. x: [batch, rows, cols].
 
     PARTIAL: instead, each program stores the amax of its own tile, [grid]. Programs beyond the tensor store 0.
     FLAT: x is one row. MATRICES: each matrix has an amax of its own, [batch]. LAUNCH_DEPENDENTS: the next kernel may
@@ -156,7 +160,7 @@ def tensor_amax(
     ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     cols_left = tl.minimum(cols - col0, BLOCKS * BLOCK).to(tl.int32)
     words = read_tile(ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, 1, ALIGN,
-                      False, ISA, True)  # fmt: skip
+                      False, ISA, True, PROLOGUE)  # fmt: skip
     bits = tl.max(tl.max(word_amax(words, 2, ISA, dtype), 1), 0)
     if PARTIAL:
         tl.store(amax_ptr + tl.program_id(0), bits)
@@ -169,23 +173,20 @@ def tensor_amax(
 @triton.jit
 def columns_amax(
     x_ptr, amax_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     PLAIN: tl.constexpr, ROWS: tl.constexpr, TRANSFORM: tl.constexpr, EACH: tl.constexpr, MATRICES: tl.constexpr,
     ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32s at amax_ptr, which are 0 before, to the bits of the amaxes of x's columns.
+    """Raise the int32s at amax_ptr, initially 0, to the bits of the amaxes of x's columns.
 
-    TRANSFORM: of the columns after the Hadamard transform. EACH: an amax for each column, [batch, cols]; otherwise one
-    amax of all columns or (MATRICES) of those of each matrix, [batch]. ROWS (with EACH): each row's amax as well,
-    without the transform, [batch, rows + cols]. PLAIN: the amax of x without the transform (or of each matrix) comes
-    before the others.
+    TRANSFORM: apply the Hadamard transform to the columns first. EACH: an amax for each column, [batch, cols];
+    otherwise one amax of all columns or (MATRICES) of the columns of each matrix, [batch]. ROWS (with EACH): each row's
+    amax as well, without the transform, [batch, rows + cols]. PLAIN: the amax of x (or of each matrix) without the
+    transform comes before the others.
     (All results have one pointer, because Inductor does not order the writes of a kernel to one tensor through two
     pointers.) WHOLE: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
-                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     batch, row_tile, col_tile = tile_of(tl.program_id(0), rows, tl.cdiv(cols, col_count), row_count, False, ISA >= 100)
@@ -193,8 +194,7 @@ def columns_amax(
     col0 = col_tile * col_count
     ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     cols_left = tl.minimum(cols - col0, col_count)
-    tile = read_column_tile(ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK, ROW_TILES,
-                            WORDS, ALIGN, WHOLE, ISA, True)  # fmt: skip
+    tile = load_column_tile(ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
     if MATRICES:
         amax_ptr += batch * 2 if PLAIN else batch
     if PLAIN or not TRANSFORM:

@@ -1,11 +1,10 @@
 """Quantise along the rows and down the columns from one read: 16-bit inputs, rounded to nearest.
 
-The only outer scale is one of the tensor, for bf16 and the contract "torchao"; with others ptxas spills registers
-(`quantize_columns` serves them).
+The outer scale may be one for the tensor, with bf16 and the contract "torchao"; with any other ptxas spills registers,
+and `quantize_columns` serves it.
 
-A thread holds a patch of 16 rows (`device.register_tile`). Rows and columns are encoded in turns of a few rows, so that
-what is unpacked for the rows serves the columns too. No more registers are needed than four programs a multiprocessor
-leave to each.
+A thread holds a register tile of 16 rows (`device.register_tile`). Rows and columns are encoded in turns of a few rows,
+so that values unpacked for the rows serve the columns too. The registers suffice for four programs a multiprocessor.
 """
 
 import torch
@@ -45,22 +44,22 @@ from fp4compile.templates.device.register_tile import (
     stack_tensors,
     word_amaxes,
 )
-from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import both_config
-from fp4compile.templates.quantize.views import (
-    Matrices,
+from fp4compile.templates.quantize.outputs import (
     Outer,
-    check_outputs,
+    Output,
     column_aligns,
     format_constants,
     store_aligns,
     tile_grid,
     whole_tiles,
 )
+from fp4compile.templates.quantize.source import Source
 
 
-def serves(source: Matrices, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
-    """Whether the kernel quantises such a tensor in both directions."""
+def serves(source: Source, fmt: BlockFormat, outer: Outer, *, seeded: bool, transform: bool) -> bool:
+    """Whether the kernel quantises this source in both directions."""
     dtype = source.tensor.dtype
     dynamic = outer.mode in ("amax", "matrix amax")
     quick_outer = (dynamic or outer.mode == "tensor") and fmt.contract == "torchao" and dtype == torch.bfloat16
@@ -68,25 +67,19 @@ def serves(source: Matrices, fmt: BlockFormat, outer: Outer, *, seeded: bool, tr
     return one_read and not seeded and not transform
 
 
-def launch_both(
-    source: Matrices,
-    fmt: BlockFormat,
-    outer: Outer,
-    layout: str,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    columns: tuple[torch.Tensor, torch.Tensor],
-) -> None:
-    """Launch the kernel. rows, columns: (data, scales) to fill for x and for x transposed, uint8."""
+def both_launch(source: Source, fmt: BlockFormat, outer: Outer, layout: str, rows: Output, columns: Output) -> Launch:
+    """The launch of the kernel. rows, columns: the outputs to fill for x and for x transposed."""
     config = both_config(fmt.element, source.prologue is not None)
-    check_outputs(source, fmt, layout, rows, outer, columns, outer)
     height, width = config.row_tiles * DEPTH.value, 2 * config.col_tiles * config.words
-    launch(
-        source.read_by(quantize_both), tile_grid(source, height, width, layout), source.tensor, *rows, *columns,
-        *outer.arguments(rows[0]), *source.read_args, **format_constants(fmt), **outer.constants,
-        SWIZZLED=layout == "swizzled", WHOLE=whole_tiles(source, height, width, layout), ALIGN=source.align,
-        **store_aligns(source.cols, fmt), **column_aligns(source.rows, fmt),
-        ISA=target_of(source.tensor.device).isa, num_warps=config.num_warps, **config.constants,
-    )  # fmt: skip
+    constants = {
+        **format_constants(fmt), **outer.constants, "SWIZZLED": layout == "swizzled",
+        "WHOLE": whole_tiles(source, height, width, layout), "ALIGN": source.align, **store_aligns(source.cols, fmt),
+        **column_aligns(source.rows, fmt), "PROLOGUE": source.prologue_text,
+        "ISA": source.target.isa, **config.constants,
+    }  # fmt: skip
+    arguments = source.view, *rows.pointers, *columns.pointers, *outer.pointers(rows.data), *source.read_args
+    grid = tile_grid(source, height, width, layout)
+    return Launch(quantize_both, grid, arguments, constants, config.num_warps)
 
 
 @triton.jit
@@ -111,7 +104,7 @@ def pair_scales(
     amaxes, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """A pair of amaxes -> (both scale bytes in an int16, the factor of each as ROUNDING wants it)."""
+    """A pair of amaxes -> (both scale bytes in an int16, the factor of each for ROUNDING)."""
     if ROUNDING == "fp16" and SCALE == "e4m3":
         scale_bytes, factor0, factor1 = packed_e4m3_scales(amaxes[0])
     elif ROUNDING == "bounded":
@@ -137,7 +130,7 @@ def scales_of_pairs(
     pairs, limit, encode, decode, HAS_OUTER: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     CONTRACT: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """`pair_scales` of a tuple of pairs: a tuple of scale_bytes, and a tuple of twice as many factors."""
+    """`pair_scales` for a tuple of pairs: a tuple of scale_bytes, and a tuple of twice as many factors."""
     all_bytes = ()
     factors = ()
     for i in tl.static_range(len(pairs)):
@@ -187,9 +180,10 @@ def encode_row(tile, START: tl.constexpr, COUNT: tl.constexpr, factor, dtype: tl
 def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr, COUNT: tl.constexpr, factors,
                    dtype: tl.constexpr, ELEMENT: tl.constexpr, EXACT: tl.constexpr, ROUNDING: tl.constexpr,
                    ISA: tl.constexpr):  # fmt: skip
-    """Codes of COUNT rows in both columns of a word: an int32 tensor for each column, or one for both.
+    """Codes of COUNT rows in both columns of a word: an int32 tensor for each column, or one tensor for both.
 
-    One for both where ROUNDING is packed: then COUNT is 4, and each half of the int32 has four E2M1 codes of a column.
+    With packed ROUNDING there is one tensor for both: COUNT is 4, and each half of the int32 has four E2M1 codes of a
+    column.
     """
     words = ()
     for i in tl.static_range(ROW, ROW + COUNT):
@@ -205,9 +199,9 @@ def encode_columns(tile, ROW: tl.constexpr, WORD: tl.constexpr, WORDS: tl.conste
 
 @triton.jit
 def join_packed_columns(quarters, WORDS: tl.constexpr):
-    """What `encode_columns` makes for both columns in one int32 -> an int32 of eight rows' codes for each column.
+    """Join packed results of `encode_columns` (both columns in an int32) to an int32 of eight rows for each column.
 
-    quarters: WORDS tensors of the first four rows, then WORDS of the next four, and so on.
+    quarters: WORDS tensors of the first four rows, then WORDS tensors of the next four rows, and so on.
     """
     runs = ()
     for i in tl.static_range(0, len(quarters), 2 * WORDS):
@@ -218,10 +212,10 @@ def join_packed_columns(quarters, WORDS: tl.constexpr):
 
 @triton.jit
 def row_pointer(data_ptr, row, group, per_row, RUNS: tl.constexpr):
-    """Where a thread's codes in the rows `row` go: pointers to int32 if RUNS is 1, else to int64 (an axis more).
+    """Pointers to a thread's codes in the rows `row`: to int32 if RUNS is 1, else to int64 (with one more axis).
 
-    group: the number in its row of the group of neighbouring columns that a thread holds. per_row: int32 (or int64)
-    units in a row of codes. RUNS: int32 runs of codes in a group.
+    group: number, in its row, of the group of neighbouring columns that a thread holds. per_row: int32 (or int64) units
+    in a row of codes. RUNS: int32 runs of codes in a group.
     """
     if RUNS == 1:
         return data_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (row.to(tl.int64) * per_row + group)
@@ -249,7 +243,7 @@ def store_row(row_ptr, runs, rows, group, per_row, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_pairs(scales_ptr, pairs, batch, row0, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
-    """Store scales from row0 on, as `store_scales`; an int16 has the bytes of two neighbouring rows, [pairs, n]."""
+    """`store_scales` from row0 on for int16 [pairs, n], each with the scale bytes of two neighbouring rows."""
     row = row0 + 2 * tl.arange(0, pairs.shape[0])
     store_scales(scales_ptr, pairs, batch, row, block0, rows, blocks, SWIZZLED, ALIGN)
     store_scales(scales_ptr, pairs >> 8, batch, row + 1, block0, rows, blocks, SWIZZLED, ALIGN)
@@ -262,9 +256,9 @@ def encode_turn(
     COL_TILES_PER_BLOCK: tl.constexpr, HAS_OUTER: tl.constexpr, ROUNDING: tl.constexpr, CLAMP: tl.constexpr,
     WHOLE: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Encode a turn: the rows from ROW on of each thread, two for each pair of `row_amaxes`. Stores the rows' codes.
+    """Encode a turn: each thread's rows from ROW on, two for each pair of `row_amaxes`. Stores the rows' codes.
 
-    Returns (scale bytes of the pairs of rows, codes of the columns as `encode_columns` makes them).
+    Returns (scale bytes of the pairs of rows, codes of the columns from `encode_columns`).
     """
     turn: tl.constexpr = 2 * len(row_amaxes)
     exact: tl.constexpr = exact_in_bf16(SCALE, dtype, ISA)
@@ -294,7 +288,7 @@ def encode_tile(
 ):  # fmt: skip
     """Compute and store scales and codes of a tile, in both directions.
 
-    initial: what maxima begin with. limit: see `clamp_packed`. CLAMP: whether elements may be beyond it.
+    initial: initial value of the maxima. limit: see `clamp_packed`. CLAMP: whether elements may be beyond the limit.
     """
     row_count: tl.constexpr = ROW_TILES * DEPTH
     col_count: tl.constexpr = 2 * COL_TILES * WORDS
@@ -387,13 +381,14 @@ def quantize_both(
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr, WHOLE: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
     SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
+    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROW_TILES * DEPTH rows by 2 * COL_TILES * WORDS columns.
 
-    x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales go to data_ptr and scales_ptr, those of x.T to
-    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions have the same. OUTER
-    "matrix amax": as in `quantize_rows`. WHOLE: tiles divide each matrix, so nothing needs a mask.
+    x: [batch, rows, cols], strides x_batch, x_row, 1. Codes and scales of x go to data_ptr and scales_ptr, codes and
+    scales of x.T to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; both directions
+    share the outer scale. OUTER "matrix amax": as in `quantize_rows`. WHOLE: tiles divide each matrix, so no mask is
+    needed.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * DEPTH
@@ -415,7 +410,7 @@ def quantize_both(
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     tile = read_register_tile(x_ptr + batch * x_batch + col0, operands, batch, row0, rows, col0, cols, cols_left, x_row,
-                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, True)  # fmt: skip
+                              dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE, ISA, True, PROLOGUE)  # fmt: skip
     initial = after_barrier(tile[0], MIN_AMAX if rounding == "fp16" and SCALE == "e4m3" else 0, ISA)
     if OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),

@@ -1,4 +1,4 @@
-"""Quantise down the columns, after the Hadamard transform if asked, and along the rows of the same tile.
+"""Quantise down the columns, with an optional Hadamard transform, and along the rows of the same tile.
 
 The tile is read twice: as a column tile and, for the rows, as blocks of a row. The second read comes from the cache.
 """
@@ -16,98 +16,100 @@ from fp4compile.templates.device.block_scales import (
 )
 from fp4compile.templates.device.column_tile import (
     column_tile_amax,
+    load_column_tile,
     transform_column_tile,
     unpack_column_tile,
 )
 from fp4compile.templates.device.elements import encode_run, encode_runs, infinity_to_nan, word_amax
-from fp4compile.templates.device.memory import store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
-from fp4compile.templates.device.prologue import read_column_tile, read_tile, seed_of
 from fp4compile.templates.device.values import takes_values, values_of_units
-from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.amax import columns_amax_bits, outer_of, outer_of_matrices
+from fp4compile.templates.launch import Launch
+from fp4compile.templates.quantize.amax import amax_of_columns, outer_of, outer_of_matrices, static_outer
 from fp4compile.templates.quantize.heuristics import column_config
-from fp4compile.templates.quantize.row import encode_and_store
-from fp4compile.templates.quantize.views import (
-    Matrices,
+from fp4compile.templates.quantize.outputs import (
     Outer,
-    check_outputs,
+    Output,
     column_aligns,
     format_constants,
-    or_placeholder,
     store_aligns,
     tile_grid,
     whole_tiles,
 )
+from fp4compile.templates.quantize.row import encode_and_store, seed_pointer
+from fp4compile.templates.quantize.source import Source
+from fp4compile.templates.view import View
 
 
 def outers_of(
-    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, *, with_rows: bool, transform: bool,
+    source: Source, fmt: BlockFormat, static: torch.Tensor | None, *, with_rows: bool, transform: bool,
     each_matrix: bool = False,
 ) -> tuple[Outer, Outer]:  # fmt: skip
-    """The outer scales along the rows and down the columns; they differ where they are dynamic and depend on either.
+    """The outer scales along the rows and down the columns; dynamic ones may depend on the direction.
 
-    each_matrix: see `outer_of`.
-
-    With a scale of its own for each row or column, the mode is "row amax" and the shapes are [batch * rows] (no tensor
-    unless with_rows) and [batch * cols].
+    The second Outer has the launches that find all amaxes. static, each_matrix: see `outer_of`. With an outer scale for
+    each row or column, the mode is "row amax" and the shapes are [batch * rows] (no tensor unless with_rows) and
+    [batch * cols].
     """
-    x = source.tensor
-    if outer is None and fmt.outer == "row":
-        amax = columns_amax_bits(source, rows="each" if with_rows else None, transform=transform, each=True)
-        down = x.new_empty(source.batch * source.cols, dtype=torch.float32)
-        along = x.new_empty(source.batch * source.rows, dtype=torch.float32) if with_rows else None
-        return Outer(along, amax, "row amax"), Outer(down, amax, "row amax")
-    if outer is None and fmt.outer == "tensor" and transform:
-        each_matrix = each_matrix or source.several
-        amax = columns_amax_bits(
-            source, rows="all" if with_rows else None, transform=True, each=False, each_matrix=each_matrix
+
+    def empty(count) -> View:
+        return View.flat(source.tensor.new_empty(count, dtype=torch.float32), count)
+
+    if static is not None and static.dim():
+        both = static_outer(source.batch * source.cols, static)
+        return both, both
+    if static is None and fmt.outer == "row":
+        rows = "each" if with_rows else None
+        amax, launch = amax_of_columns(source, rows=rows, transform=transform, each=True)
+        along = empty(source.batch * source.rows) if with_rows else None
+        return (
+            Outer("row amax", along, amax),
+            Outer("row amax", empty(source.batch * source.cols), amax, (launch,)),
         )
+    if static is None and fmt.outer == "tensor" and transform:
+        rows = "all" if with_rows else None
+        amax, launch = amax_of_columns(source, rows=rows, transform=True, each=False, each_matrix=each_matrix)
         if each_matrix:  # with rows, the amaxes of rows and columns are pairs
-            along, down = (outer_of_matrices(source, amax) for _ in range(2))
-            return along, down
-        first, last = (amax.narrow(0, 0, 1), amax.narrow(0, 1, 1)) if with_rows else (amax, amax)
-        along, down = (x.new_empty(1, dtype=torch.float32) for _ in range(2))
-        return Outer(along, first, "amax"), Outer(down, last, "amax")
-    both = outer_of(source, fmt, outer, each_matrix)
+            return outer_of_matrices(source, amax, ()), outer_of_matrices(source, amax, (launch,))
+        if not with_rows:
+            both = Outer("amax", empty(1), amax, (launch,))
+            return both, both
+        first, last = (View.flat(amax.tensor.narrow(0, i, 1), 1) for i in (0, 1))
+        return Outer("amax", empty(1), first), Outer("amax", empty(1), last, (launch,))
+    both = outer_of(source, fmt, static, each_matrix)
     return both, both
 
 
-def launch_columns(
-    source: Matrices,
+def columns_launch(
+    source: Source,
     fmt: BlockFormat,
     outers: tuple[Outer, Outer],
     layout: str,
-    columns: tuple[torch.Tensor, torch.Tensor | None],
-    rows: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    columns: Output,
+    rows: Output | None = None,
     *,
     seed: torch.Tensor | None,
     stream: int,
     transform: bool,
-) -> None:
-    """Launch the kernel of columns and, where `rows` is given, of rows.
-
-    columns, rows: (data, scales) to fill, uint8; or values without scales, see `launch_rows`. outers: of the rows and
-    of the columns (`outers_of`).
-    """
+) -> Launch:
+    """The launch of the kernel for columns and, if `rows` is given, rows. outers: see `outers_of`."""
     along, down = outers
     constants = format_constants(fmt)
     config = column_config(fmt.element, constants["BLOCK"], rows is not None)
-    check_outputs(source, fmt, layout, rows, along, columns, down)
-    data, scales = columns
-    row_data, row_scales = rows or columns
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
-    isa = target_of(source.tensor.device).isa
-    launch(
-        source.read_by(quantize_columns), tile_grid(source, height, width, layout),
-        source.tensor, row_data, or_placeholder(row_scales, data), *along.arguments(data),
-        data, or_placeholder(scales, data), *down.arguments(data), or_placeholder(seed, data), *source.read_args,
-        **constants, ALONG_ROWS=rows is not None, TRANSFORM=transform, SEEDED=seed is not None, STREAM=stream,
-        **along.constants, SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        **column_aligns(source.rows, fmt), WHOLE=isa >= 100 and whole_tiles(source, height, width, layout), ISA=isa,
-        num_warps=config.num_warps, **config.constants,
+    isa, data = source.target.isa, columns.data
+    constants |= {
+        "ALONG_ROWS": rows is not None, "TRANSFORM": transform, "SEEDED": seed is not None, "STREAM": stream,
+        **along.constants, "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
+        **column_aligns(source.rows, fmt), "WHOLE": isa >= 100 and whole_tiles(source, height, width, layout),
+        "ISA": isa, **config.constants,
+    }  # fmt: skip
+    arguments = (
+        source.view, *(rows or columns).pointers, *along.pointers(data), *columns.pointers, *down.pointers(data),
+        seed_pointer(seed, data), *source.args,
     )  # fmt: skip
+    return Launch(quantize_columns, tile_grid(source, height, width, layout), arguments, constants, config.num_warps)
 
 
 @triton.jit
@@ -135,7 +137,7 @@ def join_runs(runs):
 
 @triton.jit
 def take_run(values, START: tl.constexpr, COUNT: tl.constexpr, MASK_INFINITY: tl.constexpr):
-    """COUNT of the float32 tensors, from number START on. MASK_INFINITY: with NaN in place of infinities."""
+    """COUNT of the float32 tensors, from number START on. MASK_INFINITY: replace infinities by NaN."""
     run = ()
     for i in tl.static_range(START, START + COUNT):
         if MASK_INFINITY:
@@ -175,7 +177,7 @@ def encode_two_columns(
     first, second, first_factor, second_factor, seed_ptr, first_call, second_call,
     ELEMENT: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """`encode_column_tile` of the even and of the odd columns, in step: for SM100, which computes with pairs.
+    """`encode_column_tile` for the even and the odd columns at once: for SM100, which computes with pairs.
 
     first_call, second_call: the counters of the random words of each block's first elements.
     """
@@ -203,7 +205,7 @@ def encode_two_columns(
 
 @triton.jit
 def encode_exact_column_tile(tile, first_factor, second_factor, ELEMENT: tl.constexpr):
-    """As `encode_two_columns`, of a column tile of bf16 words whose products are `exact_in_bf16`."""
+    """`encode_two_columns` for a column tile of bf16 words whose products are `exact_in_bf16`."""
     count: tl.constexpr = 8 if ELEMENT == "e2m1" else 4
     first_units = ()
     second_units = ()
@@ -223,13 +225,13 @@ def encode_columns(
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, TRANSFORM: tl.constexpr,
     MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """(units of the even columns, of the odd columns) of a tile, [ROW_TILES, WORDS, n] int64.
+    """(units of the even columns, units of the odd columns) of a tile, [ROW_TILES, WORDS, n] int64.
 
-    tile, first, second: a column tile as words and, unpacked (and transformed), as even and odd columns. *_factor: what
-    encodes each block. even_block: the number in the output (int64) of the first block of each even column, [1, WORDS],
-    a column having `blocks` of them; it counts the random words.
+    tile, first, second: a column tile as words and, unpacked (and transformed), as even and odd columns. *_factor: the
+    encode factor of each block. even_block: the number in the output (int64) of the first block of each even column,
+    [1, WORDS]; it is the counter of the random words. blocks: blocks of a column.
     """
-    # The numbers of the columns' first runs of 8 codes (or of two runs), which count the random words.
+    # The numbers of the columns' first calls of Philox (for a run of 8 codes, or two): counters of the random words.
     calls: tl.constexpr = BLOCK // (8 * runs_of_a_call(ISA))  # of Philox, for a block
     call0 = match_layout((even_block + tl.arange(0, tile[0].shape[0])[:, None]) * calls, tile[0])
     if not SEEDED and exact_in_bf16(SCALE, dtype, ISA):
@@ -251,7 +253,7 @@ def encode_columns(
 
 @triton.jit
 def read_columns(tile, TRANSFORM: tl.constexpr, dtype: tl.constexpr, ISA: tl.constexpr):
-    """A column tile -> (its even columns, its odd columns, bits of the amaxes of each block in these)."""
+    """A column tile -> (even columns, odd columns, amax bits of their blocks, for even and for odd columns)."""
     if TRANSFORM:
         return transform_column_tile(tile, dtype, ISA)
     else:
@@ -262,7 +264,7 @@ def read_columns(tile, TRANSFORM: tl.constexpr, dtype: tl.constexpr, ISA: tl.con
 
 @triton.jit
 def even_and_odd(values):
-    """Values of the columns of a tile, [columns] -> (those of the even columns, of the odd ones), [1, WORDS] each."""
+    """Numbers of the columns of a tile, [columns] -> (even columns' numbers, odd columns' numbers), [1, WORDS] each."""
     return tl.split(tl.reshape(values, (1, values.shape[0] // 2, 2)))
 
 
@@ -273,11 +275,11 @@ def scale_and_encode_columns(
     HAS_OUTER: tl.constexpr, TRANSFORM: tl.constexpr, MASK_INFINITY: tl.constexpr, SEEDED: tl.constexpr,
     STREAM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """(codes as int64 units [columns, n], scale bytes of the even columns' blocks, of the odd ones') of a column tile.
+    """(codes as int64 units [columns, n], scale bytes of the even columns' and of the odd columns' blocks) of a tile.
 
-    first, second, *_amax: what `read_columns` makes of the tile. encode, decode: outer scales, a pair each, of the even
-    and the odd columns. even_column: the number in the output (int64) of each even column, [1, WORDS]. block0: that of
-    the tile's first block in its columns, of which each has `blocks`.
+    first, second, *_amax: results of `read_columns`. encode, decode: outer scales, each a pair for the even and the odd
+    columns. even_column: the number in the output (int64) of each even column, [1, WORDS]. block0: the number of the
+    tile's first block in its columns. blocks: blocks of a column.
     """
     first_byte, first_factor = block_scale(first_amax, encode[0], decode[0], HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
     second_byte, second_factor = block_scale(
@@ -295,9 +297,9 @@ def store_column_values(
     columns_ptr, units, bytes, column, block0, blocks, mask, ELEMENT: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store what `scale_and_encode_columns` made as 16-bit values: at the columns `column`, from block0 on.
+    """Store results of `scale_and_encode_columns` as 16-bit dequantised values: at columns `column`, from block0 on.
 
-    Codes change lanes on the way, where they are a quarter or half of what is stored.
+    Lanes exchange codes, not values: codes are a quarter or half of the bytes.
     """
     words = values_of_units(units, bytes, ELEMENT, SCALE, columns_ptr.dtype.element_ty, ISA)
     store_units(columns_ptr, words, column, block0 * (BLOCK // 2), blocks * (BLOCK // 2), mask, 8)
@@ -308,7 +310,6 @@ def quantize_columns(
     x_ptr, data_ptr, scales_ptr, outer_ptr, amax_ptr,
     columns_ptr, column_scales_ptr, column_outer_ptr, column_amax_ptr, seed_ptr,
     rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
@@ -318,20 +319,19 @@ def quantize_columns(
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
-    Codes and scales of x transposed go to columns_ptr and column_scales_ptr; their values, if it points to 16-bit
-    floats. ALONG_ROWS: those of x go to data_ptr and
-    scales_ptr; their random bits are stream 0, those of the columns are STREAM.
-    OUTER, PARTIAL_MAXIMA: as in `outer_scales`. Besides, OUTER "row": a decode factor for each column is read at
-    column_outer_ptr. OUTER "row amax": it is made from the bits at column_amax_ptr, [batch, cols], and stored at
-    column_outer_ptr; with ALONG_ROWS the bits of rows and columns are [batch, rows + cols], and the decode factors of
-    the rows are stored at outer_ptr. OUTER "matrix amax": each matrix has an amax at column_amax_ptr, and its decode
-    factor is stored at column_outer_ptr; with ALONG_ROWS and TRANSFORM two amaxes, of the rows before of the columns,
-    and the decode factor of the rows is stored at outer_ptr. WHOLE: tiles divide each matrix, so that no
-    load needs a mask. On SM100 only, where the masks are a tenth of the instructions.
+    Codes and scales of x transposed go to columns_ptr and column_scales_ptr; dequantised values instead of codes, if
+    columns_ptr points to 16-bit floats. ALONG_ROWS: codes and scales of x go to data_ptr and scales_ptr; their random
+    bits are stream 0. STREAM: stream of the columns' random bits.
+    OUTER, PARTIAL_MAXIMA: as in `outer_scales`, or one of three further modes. OUTER "row": a decode factor for each
+    column is read at column_outer_ptr. OUTER "row amax": each column's decode factor is made from the bits at
+    column_amax_ptr, [batch, cols], and stored at column_outer_ptr; with ALONG_ROWS the bits of rows and columns are
+    [batch, rows + cols], and the decode factors of the rows are stored at outer_ptr. OUTER "matrix amax": each matrix
+    has an amax at column_amax_ptr, and its decode factor is stored at column_outer_ptr; with ALONG_ROWS and TRANSFORM
+    each matrix has two amaxes, of the rows and then of the columns, and the decode factor of the rows is stored at
+    outer_ptr. WHOLE: tiles divide each matrix, so that no load needs a mask. Only for SM100, where masks are a tenth of
+    the instructions.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
-                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
     has_outer: tl.constexpr = OUTER != "none"
@@ -347,12 +347,11 @@ def quantize_columns(
     cols_left = tl.minimum(cols - col0, col_count)
     tile_ptr = x_ptr + batch.to(tl.int64) * x_batch + col0
     first_tile = (row_tile == 0) & (col_tile == 0)
-    seed_ptr, drawn = seed_of(seed_ptr, batch)
 
     if ALONG_ROWS:
         row = row0 + tl.arange(0, row_count)
-        words = read_tile(tile_ptr + row.to(tl.int64) * x_row, operands, batch, row, rows, col0, cols, cols_left, dtype,
-                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE, ISA, True)  # fmt: skip
+        words = load_tile(tile_ptr + row.to(tl.int64) * x_row, cols_left, row < rows, dtype,
+                          row_count, col_count // BLOCK, BLOCK, VECTORS, ALIGN, WHOLE)  # fmt: skip
         if OUTER == "row amax":
             encode, decode = make_outer_scales(amax_ptr + batch.to(tl.int64) * (rows + cols) + row, outer_ptr,
                                         batch.to(tl.int64) * rows + row, row < rows, col_tile == 0,
@@ -366,10 +365,9 @@ def quantize_columns(
             encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
         encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
-                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
+                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
 
-    tile = read_column_tile(tile_ptr, operands, batch, row0, rows, col0, cols, cols_left, x_row, dtype, BLOCK,
-                            ROW_TILES, WORDS, ALIGN, WHOLE, ISA, not ALONG_ROWS)  # fmt: skip
+    tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
 
     column = col0 + tl.arange(0, col_count)
@@ -400,7 +398,7 @@ def quantize_columns(
 
     blocks = tl.cdiv(rows, BLOCK)
     block0 = row_tile * ROW_TILES
-    even_column = drawn.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
+    even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
     units, first_byte, second_byte = scale_and_encode_columns(
         tile, first, second, first_amax, second_amax, encodes, decodes, seed_ptr, even_column, block0, blocks,
         dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer, TRANSFORM, SCALE == "none" and OUTER == "row", SEEDED,

@@ -14,7 +14,8 @@ from fp4compile.templates.device.elements import decode_pair, pack
 from fp4compile.templates.device.memory import swizzle, tile_of
 from fp4compile.templates.launch import launch, target_of
 from fp4compile.templates.quantize.heuristics import dequantize_config
-from fp4compile.templates.quantize.views import code_pairs, format_constants, or_placeholder, power_of_two
+from fp4compile.templates.quantize.outputs import code_pairs, format_constants
+from fp4compile.templates.quantize.source import power_of_two
 
 
 def dequantize(
@@ -25,10 +26,10 @@ def dequantize(
     cols,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The represented values [..., cols] in dtype: `reference.dequantize` on the GPU, bit for bit; same arguments."""
+    """The represented values [..., cols] in dtype: `reference.dequantize` on the GPU, bit for bit."""
     lead = data.shape[:-1]
     out = data.new_empty((*lead, cols), dtype=dtype)
-    if statically_true(out.numel() == 0):  # a program for no matrix would write one: no grid is empty
+    if statically_true(out.numel() == 0):  # a grid cannot be empty, and its program would write
         return out
     *batch, rows = lead or (1,)
     constants = format_constants(fmt)
@@ -46,7 +47,7 @@ def dequantize(
     config = dequantize_config(block)
     grid = math.prod(batch) * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
     launch(
-        dequantize_rows, grid, codes, scale_bytes, or_placeholder(outer, out), out, rows, cols,
+        dequantize_rows, grid, codes, scale_bytes, out if outer is None else outer, out, rows, cols,
         **constants, SQUARE=fmt.square, OUTER=mode, SWIZZLED=swizzled, ALIGN=power_of_two(cols, 8) // 2,
         UNIT_ALIGN=power_of_two(code_pairs(cols, fmt), 16), ISA=target_of(data.device).isa,
         num_warps=config.num_warps, **config.constants,
@@ -63,8 +64,8 @@ def dequantize_rows(
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks of a batch of [rows, cols] matrices. out: contiguous [batch, rows, cols].
 
-    SQUARE: linear scales of square blocks, one for BLOCK rows. OUTER: outer scales, "none", one of the "tensor", or one
-    a "row". ALIGN: pairs of elements that divide a row of out; 0 where the length of a row is odd. UNIT_ALIGN: pairs of
+    SQUARE: linear scales of square blocks, one for BLOCK rows. OUTER: granularity of outer scales, "none", "tensor" or
+    "row". ALIGN: pairs of elements that divide a row of out; 0 where the length of a row is odd. UNIT_ALIGN: pairs of
     codes that divide a row of codes.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -83,7 +84,7 @@ def dequantize_rows(
     unit = tl.arange(0, count)[None, :]
 
     per_row = tl.cdiv(cols, 2) if SCALE == "none" else blocks * half
-    per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # the same; the compiler sees how wide it may load
+    per_row = per_row // UNIT_ALIGN * UNIT_ALIGN  # changes nothing, but shows the compiler how wide it may load
     cols_left = tl.minimum(per_row - block0 * half, count).to(tl.int32)
     data_row_ptr = data_ptr.to(tl.pointer_type(unit_type), bitcast=True) + flat_row * per_row + block0 * half
     units = tl.load(data_row_ptr + unit, mask=row_mask & (unit // UNIT_ALIGN < cols_left // UNIT_ALIGN), other=0)

@@ -1,4 +1,4 @@
-"""How the quantise and dequantise kernels are launched: tile sizes and warps, by format and size.
+"""Launch configurations of the quantise and dequantise kernels: tile sizes and warps, by format and size.
 
 Each kernel has a frozen dataclass whose fields are the kernel's tile constants in lower case (`rows` is the constexpr
 ROWS), and a function that chooses its values. The values were measured on an H200 at 8192 x 8192 bf16
@@ -7,22 +7,19 @@ ROWS), and a function that chooses its values. The values were measured on an H2
 
 from dataclasses import dataclass, fields, replace
 
-# A flat tensor of up to this many elements has its amax in partial maxima, one a program. They are written, not raised
-# by atomics, so that nothing has to be set to 0 first.
+from fp4compile._compat import statically_true
+from fp4compile.formats.layouts import TILE_ROWS
+
+# A flat tensor of up to this many elements has its amax in partial maxima, one a program. A program stores its maximum
+# without an atomic, so that nothing has to be set to 0 first.
 PARTIAL_MAXIMA_ELEMENTS = 2**21
 # The most partial maxima of one tensor. Every program of the quantise kernel reads all of them.
 MAX_PARTIAL_MAXIMA = 128
 # The longest row, in elements, that one program holds in its registers.
 MAX_ROW_ON_CHIP = 32768
-# The same where it holds float32 values while it finds statistics: of longer ones ptxas spills registers.
+# The longest row, in elements, that one program holds as float32 values while it finds statistics: for longer rows
+# ptxas spills registers.
 MAX_REDUCED_ROW_ON_CHIP = 16384
-
-# By compute capability: how many programs of a multiprocessor later the one runs whose elements a program prefetches
-# (`device.prefetch`), where prologues are computed. With 4, an H200 takes 48 us for a norm before NVFP4 of one level
-# (8192 x 8192, by CUDA graphs), and 53 without; before rows with scales of their own 54 and 58, a gate 90 and 109. 8
-# lose for norms. Tensors that are merely read, sums that are stored and second reads gain nothing. On SM100 it would
-# take 2 to 5 % more instructions, and nobody has timed it.
-PROGRAMS_AHEAD = {90: 4}
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class LaunchConfig:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The kernel's constexpr arguments, by the names they have there."""
+        """The kernel's constexpr arguments by name."""
         return {field.name.upper(): getattr(self, field.name) for field in fields(self) if field.name != "num_warps"}
 
 
@@ -48,7 +45,7 @@ class RowConfig(LaunchConfig):
 
 @dataclass(frozen=True)
 class ScaledRowConfig(LaunchConfig):
-    """`quantize_scaled_rows`. on_chip: whether a tile holds whole rows. parts: programs that share a row."""
+    """`quantize_scaled_rows`: as `RowConfig`. on_chip: whether a tile holds whole rows. parts: programs of a row."""
 
     rows: int
     blocks: int
@@ -120,11 +117,20 @@ class DequantizeConfig(LaunchConfig):
     blocks: int
 
 
-def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
-    """For a tensor that is one row of `elements` elements (which may be symbolic), or None: for separate rows.
+@dataclass(frozen=True)
+class RaggedAmaxConfig(LaunchConfig):
+    """`grouped_rows_amax`: tiles of rows x blocks of `block` elements."""
 
-    A thread writes 16 bytes of codes at a time. In a small tensor it writes fewer, so that there are more threads.
-    Where Hopper computes the elements (`prologue`), it writes 8 bytes: a gate takes 85 us that way, and 95 by 16 bytes.
+    rows: int
+    blocks: int
+    block: int
+
+
+def row_config(element: str, block: int, elements: int | None, isa: int = 0, prologue: bool = False) -> RowConfig:
+    """The configuration of `quantize_rows`. elements: length of a tensor that is one row (may be symbolic), else None.
+
+    A thread writes 16 bytes of codes at a time. In a small tensor it writes fewer, so that there are more threads. If
+    Hopper computes the elements (`prologue`), it writes 8 bytes: a gate takes 85 us with 8 bytes, and 95 us with 16.
     isa: see `Target`.
     """
     vectors = 4 if element == "e2m1" else 2
@@ -141,11 +147,11 @@ def row_config(element: str, block: int, elements: int | None, isa: int = 0, pro
 def scaled_row_config(
     element: str, block: int, rows: int, cols: int, isa: int = 0, prologue: bool = False
 ) -> ScaledRowConfig:  # fmt: skip
-    """For rows that each have an outer scale of their own; up to MAX_ROW_ON_CHIP elements, a row is read once.
+    """The configuration for rows with an outer scale each; up to MAX_ROW_ON_CHIP elements, a row is read once.
 
-    isa: see `Target`. Where Hopper computes the elements (`prologue`), a thread loads two runs of 16 bytes at a time: a
-    gate before E2M1 codes took 87 us that way, and 91 with four; before their values 103 and 109. Before E4M3 codes it
-    took 85 us with 16 elements a thread, and 89 with 32.
+    isa: see `Target`. If Hopper computes the elements (`prologue`), a thread loads two runs of 16 bytes at a time: a
+    gate before E2M1 codes took 87 us with two runs and 91 us with four; before dequantised values 103 and 109 us.
+    Before E4M3 codes a gate took 85 us with 16 elements a thread, and 89 us with 32.
     """
     vectors = 4 if element == "e2m1" else 2
     width = max(2048, 1 << (max(cols, 1) - 1).bit_length())
@@ -158,7 +164,7 @@ def scaled_row_config(
         elements_per_thread = 16 if element != "e2m1" and width <= 8192 else 64
     parts = 1
     if element == "e2m1" and on_chip and isinstance(rows, int) and rows <= 128:
-        # There are fewer rows than multiprocessors, and latency decides: several programs quantise one row.
+        # There are fewer rows than multiprocessors, so latency decides: several programs quantise one row.
         vectors, elements_per_thread = 2, 16
         while parts * rows <= 64 and width // parts > 4096:
             parts *= 2
@@ -173,16 +179,17 @@ def reduced_row_config(
     element: str, block: int, rows: int, cols: int, isa: int, outer: bool = False, several: bool = True,
     work: str = "all",
 ) -> ReducedRowConfig:  # fmt: skip
-    """For rows whose statistics a kernel finds itself; up to MAX_REDUCED_ROW_ON_CHIP elements, a row is read once.
+    """The configuration for rows whose statistics a kernel finds itself.
 
-    rows, cols: of all matrices; both may be symbolic. A program walks rows that are longer. isa: see `Target`.
+    A row of up to MAX_REDUCED_ROW_ON_CHIP elements is read once; a program walks longer rows.
+    rows, cols: rows of all matrices, and columns; both may be symbolic. isa: see `Target`.
     A thread has 32 elements or, where there are fewer rows than multiprocessors and latency decides, 16. outer: whether
-    a kernel of E2M1 codes makes an outer scale. That is the same work in each thread, so a thread then has 64.
-    several: whether a row may lie in several tiles. A thread has 16 elements of each then.
-    work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one. Rows of 8192
-    elements before E2M1 codes were timed on an H200 (benchmarks/producers.py). In tiles (a row's tiles, warps) of
-    (4, 4) a norm took 57 us, and 60 to 63 in one tile. The statistics of a norm took 38 us and those of a norm of a sum
-    92 in (4, 8), 39 and 100 in (4, 4); the codes 48 in (2, 4), 51 in (4, 4).
+    a kernel of E2M1 codes makes an outer scale. Each thread repeats that work, so a thread then has 64 elements.
+    several: whether a row may be cut into several tiles; a thread then has 16 elements of each.
+    work: "statistics" and "codes" for two kernels of which the second one quantises, or "all" for one kernel. Rows of
+    8192 elements before E2M1 codes were timed on an H200 (benchmarks/producers.py), with (tiles of a row, warps). A
+    norm took 57 us with (4, 4), and 60 to 63 us in one tile. The statistics of a norm, and of a norm of a sum, took 38
+    and 92 us with (4, 8), 39 and 100 us with (4, 4); the codes took 48 us with (2, 4), 51 us with (4, 4).
     """
     width = max(512, 1 << (max(cols, 1) - 1).bit_length()) if fits_on_chip(cols) else 4096
     few = isinstance(rows, int) and rows <= 128
@@ -193,8 +200,8 @@ def reduced_row_config(
         return ReducedRowConfig(num_warps=part // (32 * elements), rows=1, blocks=part // block,
                                 vectors=min(elements // 8, 2), pieces=pieces)  # fmt: skip
     if in_tiles and width >= 4096 and cols <= width // 4 * 3:
-        # A tile's width is a power of two. Three or five smaller ones have fewer elements beyond the row. (Seven would
-        # take nearly all registers.)
+        # A tile's width is a power of two. Three or five smaller tiles have fewer elements beyond the row. (Seven tiles
+        # would take nearly all registers.)
         part = width // 8 if cols <= width // 8 * 5 else width // 4
         pieces = -(-cols // part)
         return ReducedRowConfig(num_warps=part // 512, rows=1, blocks=part // block, vectors=2, pieces=pieces)
@@ -206,12 +213,12 @@ def reduced_row_config(
 
 
 def fits_on_chip(cols: int) -> bool:
-    """Whether a program holds a row of so many elements, which may be symbolic, while it finds statistics."""
+    """Whether a program holds a row of `cols` elements (may be symbolic) on the chip while it finds statistics."""
     return isinstance(cols, int) and cols <= MAX_REDUCED_ROW_ON_CHIP
 
 
 def amax_config(elements: int | None) -> AmaxConfig:
-    """For a flat tensor of `elements` elements whose programs write partial maxima, or None: they raise one maximum."""
+    """The configuration for a flat tensor of `elements` elements with partial maxima; None: with one maximum."""
     if elements is None:
         return AmaxConfig(num_warps=8, rows=1, blocks=512, block=32)
     width = max(2048, 1 << (-(-elements // MAX_PARTIAL_MAXIMA) - 1).bit_length())
@@ -219,7 +226,7 @@ def amax_config(elements: int | None) -> AmaxConfig:
 
 
 def amax_of_rows_config(cols: int) -> AmaxConfig:
-    """For rows of `cols` elements (which may be symbolic) that cannot be read as one: a tile has as few beyond them."""
+    """The configuration for separate rows of `cols` elements (may be symbolic), with little of a tile beyond a row."""
     config = amax_config(None)
     whole = 1 << (-(-cols // config.block) - 1).bit_length() if isinstance(cols, int) and cols else config.blocks
     blocks = min(whole, config.blocks)
@@ -231,10 +238,10 @@ def column_amax_config() -> ColumnAmaxConfig:
 
 
 def column_config(element: str, block: int, both: bool) -> ColumnConfig:
-    """both: whether the kernel quantises along the rows as well.
+    """The configuration of `quantize_columns`. both: whether it quantises along the rows as well.
 
-    A thread holds whole blocks of its columns. With more words a thread, loads would be 16 bytes wide, but the
-    registers would suffice for fewer programs: that measured slower.
+    A thread holds whole blocks of its columns. With more words a thread, loads would be 16 bytes wide, but registers
+    would suffice for fewer programs: that was slower.
     """
     if element == "e2m1":
         return ColumnConfig(num_warps=4, row_tiles=128 // block, words=32, vectors=4)
@@ -244,7 +251,7 @@ def column_config(element: str, block: int, both: bool) -> ColumnConfig:
 
 
 def both_config(element: str, prologue: bool) -> BothConfig:
-    """prologue: whether elements are computed, which takes registers: smaller programs are more to a multiprocessor."""
+    """The configuration of `quantize_both`. prologue: whether elements are computed; small programs then fit better."""
     if element == "e2m1" or prologue:
         return BothConfig(num_warps=4, row_tiles=8, col_tiles=16, words=4)
     return BothConfig(num_warps=8, row_tiles=8, col_tiles=32, words=4)
@@ -259,3 +266,25 @@ def square_config(element: str) -> SquareConfig:
 
 def dequantize_config(block: int) -> DequantizeConfig:
     return DequantizeConfig(num_warps=4, rows=1, blocks=(4096 if block == 16 else 2048) // block)
+
+
+def ragged_row_config(element: str, block: int, rows, groups: int, padded: bool) -> RowConfig:
+    """The configuration for grouped rows. padded: whether each group is padded to tiles of 128 rows.
+
+    rows: rows of all groups; a symbolic number counts as large. If groups have few rows, a tile has 16 longer rows.
+    """
+    config = row_config(element, block, None)
+    if padded or not statically_true(rows <= 32 * groups):
+        return config
+    return replace(config, rows=config.rows // 8, blocks=config.blocks * 8)
+
+
+def ragged_column_config(element: str, block: int) -> ColumnConfig:
+    """Tiles of 128 rows, because groups are padded to 128, with the words of the kernel that quantises rows as well."""
+    config = column_config(element, block, both=True)
+    return replace(config, row_tiles=TILE_ROWS // block)
+
+
+def ragged_amax_config() -> RaggedAmaxConfig:
+    """Tiles of 16 rows: many tiles for a group of many rows, and few rows beyond the end of a small group."""
+    return RaggedAmaxConfig(num_warps=8, rows=16, blocks=32, block=32)

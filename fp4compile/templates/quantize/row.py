@@ -1,7 +1,7 @@
 """Quantise along the contiguous dimension: blocks of a row, and rows with their own outer scale.
 
-A program quantises a tile of ROWS x BLOCKS blocks. It writes codes and block scales or, to fake-quantise, the values
-that these stand for (`encode_and_store`).
+A program quantises a tile of ROWS x BLOCKS blocks. It writes codes and block scales or, to fake-quantise, their
+dequantised values (`encode_and_store`).
 
 The load of a tile has an axis of its own for VECTORS neighbouring runs of 16 bytes. Triton spreads this axis over lanes
 last, so one thread loads all of them. It then owns whole blocks where that saves work (the arithmetic of an E4M3 scale
@@ -43,97 +43,84 @@ from fp4compile.templates.device.packed_rounding import (
     packed_rounding,
 )
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call
-from fp4compile.templates.device.prologue import prefetch_operands, read_tile, seed_of
+from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.quick_scales import in_quick_range, quick_e4m3_scale
 from fp4compile.templates.device.values import takes_values, values_of_units
-from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.amax import outer_of
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import row_config, scaled_row_config
-from fp4compile.templates.quantize.views import (
-    Matrices,
+from fp4compile.templates.quantize.outputs import (
     Outer,
-    check_outputs,
+    Output,
     format_constants,
-    or_placeholder,
     padded_scale_shape,
     store_aligns,
 )
+from fp4compile.templates.quantize.source import Source
+from fp4compile.templates.view import View
 
 
-def launch_rows(
-    source: Matrices,
+def rows_launch(
+    source: Source,
     fmt: BlockFormat,
-    data: torch.Tensor,
-    scales: torch.Tensor | None,
-    outer: torch.Tensor | None,
-    layout: str = "linear",
-    seed: torch.Tensor | None = None,
-    stream: int = 0,
-    each_matrix: bool = False,
-) -> torch.Tensor | None:
-    """Launch the row kernel; returns the outer scale.
-
-    data: uint8 to fill with codes, or 16-bit floats to fill with codes times block scales; then there are no `scales`.
-    each_matrix: see `outer_of`.
-    """
-    outer = outer_of(source, fmt, outer, each_matrix)
-    stores, source = source.stored, source.after(outer)
+    output: Output,
+    outer: Outer,
+    layout: str,
+    seed: torch.Tensor | None,
+    stream: int,
+) -> Launch:
+    """The launch of `quantize_rows`, to follow `outer.launches`."""
+    stores, source = source.stored, source.once_read() if outer.computed else source
     constants = format_constants(fmt)
     block = constants["BLOCK"]
-    one_outer = outer.mode != "row" and (outer.mode != "matrix amax" or source.several)
+    one_outer = outer.mode not in ("row", "matrix amax")
     whole_blocks = statically_true(source.cols % block == 0)
     flat = source.flat() if layout == "linear" and one_outer and whole_blocks else None
-    source = flat or source
-    target, computed = target_of(source.tensor.device), source.prologue is not None
-    config = row_config(fmt.element, block, None if flat is None else source.cols, target.isa, computed)
-    rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
-    grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
     # A small tensor has partial maxima (one dimension). For a large one, the time of a launch does not matter.
-    # What the first kernel stores, statistics included, the second one may read before it waits.
-    small = outer.mode == "amax" and outer.amax.dim() == 1 and source.amax_bits is None
-    dependent = small and target.dependent_launch and not stores
-    # Where a gate was timed to gain by it: not before a second read, nor before values or codes of 8 bits.
-    check_outputs(source, fmt, layout, (data, scales), outer)
-    prefetches = flat is not None and outer.mode == "none" and fmt.packed and scales is not None
-    launch(
-        source.read_by(quantize_rows), grid, source.tensor, data, or_placeholder(scales, data), *outer.arguments(data),
-        or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
-        **outer.constants, FLAT=flat is not None, SWIZZLED=layout == "swizzled", PDL=dependent,
-        PACKED=computed, AHEAD=source.programs_ahead if prefetches else 0, ALIGN=source.align,
-        **store_aligns(source.cols, fmt), ISA=target.isa, num_warps=config.num_warps, **config.constants,
+    # No early start if the first kernel stores results: the second one may read them before it waits.
+    small = outer.mode == "amax" and outer.amax.tensor.dim() == 1 and source.amax_bits is None
+    dependent = small and source.target.dependent_launch and not stores
+    source = flat or source
+    computed = source.prologue is not None
+    config = row_config(fmt.element, block, None if flat is None else source.cols, source.target.isa, computed)
+    rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
+    constants |= {
+        "SEEDED": seed is not None, "STREAM": stream, **outer.constants, "FLAT": flat is not None,
+        "SWIZZLED": layout == "swizzled", "PDL": dependent, "PACKED": computed, "ALIGN": source.align,
+        **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text,
+        "ISA": source.target.isa, **config.constants,
+    }  # fmt: skip
+    arguments = (
+        source.view, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
+        *source.read_args,
     )  # fmt: skip
-    return outer.result
+    grid = source.batch * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
+    return Launch(quantize_rows, grid, arguments, constants, config.num_warps)
 
 
-def launch_scaled_rows(
-    source: Matrices,
-    fmt: BlockFormat,
-    data: torch.Tensor,
-    scales: torch.Tensor | None,
-    outer: torch.Tensor,
-    layout: str = "linear",
-    seed: torch.Tensor | None = None,
-    stream: int = 0,
-) -> None:
-    """Launch the kernel of rows with their own dynamic outer scale.
-
-    data: as for `launch_rows`. outer: float32 to fill with a decode factor for each row.
-    """
+def scaled_rows_launch(
+    source: Source, fmt: BlockFormat, output: Output, layout: str, seed: torch.Tensor | None, stream: int
+) -> tuple[View, Launch]:
+    """(computed decode factors, float32 [batch * rows]; the launch of `quantize_scaled_rows`)."""
     constants = format_constants(fmt)
-    target, computed = target_of(source.tensor.device), source.prologue is not None
+    lanes = source.batch * source.rows
     config = scaled_row_config(
-        fmt.element, constants["BLOCK"], source.batch * source.rows, source.cols, target.isa, computed
+        fmt.element, constants["BLOCK"], lanes, source.cols, source.target.isa, source.prologue is not None
     )
-    check_outputs(source, fmt, layout, (data, scales), Outer(outer, None, "find"))
+    found = View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes)
     rows, _ = padded_scale_shape(source.rows, 0, layout)
+    constants |= {
+        "SEEDED": seed is not None, "STREAM": stream, "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
+        **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text,
+        "ISA": source.target.isa, **config.constants,
+    }  # fmt: skip
+    arguments = source.view, *output.pointers, found, seed_pointer(seed, output.data), *source.read_args
     grid = source.batch * ceil_div(rows, config.rows) * config.parts
-    launch(
-        source.read_by(quantize_scaled_rows), grid, source.tensor, data, or_placeholder(scales, data), outer,
-        or_placeholder(seed, data), *source.read_args, **constants, SEEDED=seed is not None, STREAM=stream,
-        SWIZZLED=layout == "swizzled", AHEAD=source.programs_ahead if config.on_chip and config.parts == 1 else 0,
-        ALIGN=source.align, **store_aligns(source.cols, fmt), ISA=target.isa,
-        num_warps=config.num_warps, **config.constants,
-    )  # fmt: skip
+    return found, Launch(quantize_scaled_rows, grid, arguments, constants, config.num_warps)
+
+
+def seed_pointer(seed: torch.Tensor | None, unused: View) -> View:
+    """The pointer of the seed, int64 []; `unused` without one."""
+    return unused if seed is None else View.flat(seed, 1)
 
 
 @triton.jit
@@ -142,7 +129,7 @@ def encode_seeded(
 ):
     """Words [ROWS, BLOCKS, BLOCK / 2] -> stochastically rounded E2M1 codes, 8 an int32: [ROWS, BLOCKS * BLOCK / 8].
 
-    factor: the encode factor of each block, [ROWS, BLOCKS]. block: its number in the tensor (int64), [ROWS, BLOCKS].
+    factor: encode factors of the blocks, [ROWS, BLOCKS]. block: their numbers in the tensor (int64), [ROWS, BLOCKS].
     """
     runs: tl.constexpr = words.shape[2] // 4
     shape: tl.constexpr = (words.shape[0], words.shape[1], runs)
@@ -168,9 +155,9 @@ def scale_and_encode(
     CONTRACT: tl.constexpr, STATIC: tl.constexpr, VALUES: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr,
     ISA: tl.constexpr,
 ):  # fmt: skip
-    """(scale bytes of blocks, a pair of codes, or of values, for each word [ROWS, BLOCKS * BLOCK / 2]).
+    """(scale bytes of blocks, a pair of codes or dequantised values for each word [ROWS, BLOCKS * BLOCK / 2]).
 
-    VALUES: of elements with E4M3 scales, what the codes stand for. ROUNDING: see `packed_rounding`; the others as in
+    VALUES: for elements with E4M3 scales, return dequantised values. ROUNDING: see `packed_rounding`; the others as in
     `encode_and_store_codes`.
     """
     if ROUNDING == "bounded" and not decode.type.is_block():
@@ -190,7 +177,7 @@ def scale_and_encode(
             units = encode_exact_words(words, tl.broadcast_to(factor[:, :, None], words.shape), ELEMENT)
         else:
             first, second = unpack(words, dtype)
-            if SCALE == "none" and STATIC:  # no scale shows an infinity, and saturation would hide it
+            if SCALE == "none" and STATIC:  # saturation would hide an infinity, which no scale shows either
                 first = infinity_to_nan(first)
                 second = infinity_to_nan(second)
             factor = tl.broadcast_to(factor[:, :, None], words.shape)
@@ -207,12 +194,12 @@ def encode_and_store(
     words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None, PACKED: tl.constexpr = False,
+    UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`."""
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
-                                  UNIT_ALIGN, ISA, drawn, PACKED)  # fmt: skip
+                                  UNIT_ALIGN, ISA, PACKED)  # fmt: skip
     if SCALE != "none" and not takes_values(data_ptr.dtype):
         store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
 
@@ -222,15 +209,14 @@ def encode_and_store_codes(
     words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, drawn=None, PACKED: tl.constexpr = False,
+    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; returns the bytes of its scales.
+    """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; return the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
-    If data_ptr points to 16-bit floats, the values of the codes times their block scales go there (`device.values`).
-    STATIC: the outer scale was given, so an infinite element does not show in it. drawn: the matrix by whose place in
-    the tensor random words are drawn, if that is not `batch`. PACKED: round by packed instructions where that is exact:
-    fewer instructions, which a tensor that is merely read does not need.
+    If data_ptr points to 16-bit floats, dequantised values are written instead of codes (`device.values`).
+    STATIC: the outer scale is static, so it does not show an infinite element. PACKED: round by packed instructions
+    where they are exact. That saves instructions, which pays only after a prologue.
     """
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
@@ -240,8 +226,7 @@ def encode_and_store_codes(
     matrix_row = batch.to(tl.int64) * rows + row
     per_unit: tl.constexpr = 4 if SEEDED and not fake else 1  # pairs of codes in a unit
     if SEEDED:
-        drawn_row = matrix_row if drawn is None else drawn.to(tl.int64) * rows + row
-        block = drawn_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
+        block = matrix_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
     else:
         outer: tl.constexpr = "tensor" if HAS_OUTER else "none"
@@ -249,7 +234,7 @@ def encode_and_store_codes(
         rounding: tl.constexpr = packed_rounding(ELEMENT, SCALE, CONTRACT, outer, dtype, ISA) if packs else ""
         byte, units = scale_and_encode(words, amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, STATIC, fake,
                                        rounding, dtype, ISA)  # fmt: skip
-    if fake and (SEEDED or SCALE != "e4m3"):  # else they are values already
+    if fake and (SEEDED or SCALE != "e4m3"):  # else units are dequantised values already
         units = values_of_units(units, byte, ELEMENT, SCALE, data_ptr.dtype.element_ty, ISA)
     store_units(data_ptr, units, matrix_row, block0 * (half // per_unit), per_row // per_unit, row < rows,
                 UNIT_ALIGN // per_unit)  # fmt: skip
@@ -262,18 +247,17 @@ def quantize_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
-    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr, AHEAD: tl.constexpr,
+    FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks. x: [batch, rows, cols] with strides x_batch, x_row and 1, in elements.
 
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`). FLAT: x is one row, which may have more
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
-    each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, and outer_ptr takes its decode factor.
+    each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, whose decode factor is stored at outer_ptr.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
-    `encode_and_store_codes`. AHEAD: how many programs later that one runs whose elements this one prefetches; 0 for
-    none, and where there are several matrices or operands do not lie contiguous.
+    `encode_and_store_codes`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -285,19 +269,16 @@ def quantize_rows(
         # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
     col_tiles = tl.cdiv(padded_cols, BLOCKS * BLOCK)
-    # NVFP4 of one level gains nothing by it, and takes two registers more.
+    # Unsigned divisions gain nothing for one-level NVFP4, and take two registers more.
     unsigned: tl.constexpr = ISA >= 100 and (SCALE == "e8m0" or OUTER != "none")
     batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, unsigned)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     col0 = block0 * BLOCK
-    if AHEAD > 0:
-        spans = cols // (BLOCKS * BLOCK)
-        col0 += prefetch_operands(x_ptr, operands, program + AHEAD, BLOCKS * BLOCK, spans)
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     words = read_tile(x_row_ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                      ALIGN, False, ISA, True)  # fmt: skip
+                      ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -308,11 +289,10 @@ def quantize_rows(
     elif OUTER == "matrix amax":
         encode, decode = make_outer_scales(amax_ptr + batch, outer_ptr, batch, True, (row_tile == 0) & (col_tile == 0),
                                            SCALE, CONTRACT, ISA)  # fmt: skip
-    seed_ptr, drawn = seed_of(seed_ptr, batch)
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
-                     SCALE_ALIGN, ISA, drawn, PACKED)  # fmt: skip
+                     SCALE_ALIGN, ISA, PACKED)  # fmt: skip
 
 
 @triton.jit
@@ -320,18 +300,17 @@ def quantize_scaled_rows(
     x_ptr, data_ptr, scales_ptr, outer_ptr, seed_ptr, rows, cols, x_batch, x_row,
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
-    SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr, AHEAD: tl.constexpr,
+    SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, ON_CHIP: tl.constexpr, PARTS: tl.constexpr,
-    ISA: tl.constexpr,
+    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Whole rows, each with its own dynamic outer scale, whose decode factor is stored at outer_ptr.
 
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
     ON_CHIP: the tile holds whole rows and reads them once; otherwise the program walks its rows twice. PARTS > 1 (only
-    with ON_CHIP): this many programs share a row. Each finds the amax of the whole row and writes one part of it.
-    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work. AHEAD: as in
-    `quantize_rows`.
+    with ON_CHIP): PARTS programs share a row. Each finds the amax of the whole row and writes one part of it.
+    SCALE "none": float8_rowwise, which has no block scales; BLOCK is then only a unit of work.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -339,14 +318,11 @@ def quantize_scaled_rows(
     padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
     batch, row_tile, part = tile_of(tl.program_id(0), padded_rows, PARTS, ROWS, False, ISA >= 100)
     row = row_tile * ROWS + tl.arange(0, ROWS)
-    from_row = row
-    if AHEAD > 0:
-        from_row += prefetch_operands(x_ptr, operands, row_tile + AHEAD, cols, rows)
-    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + from_row.to(tl.int64) * x_row
+    x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row
 
     if ON_CHIP:
-        words = read_tile(x_row_ptr, operands, batch, from_row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
-                          VECTORS, ALIGN, False, ISA, PARTS == 1)  # fmt: skip
+        words = read_tile(x_row_ptr, operands, batch, row, rows, 0, cols, cols, dtype, ROWS, BLOCKS, BLOCK,
+                          VECTORS, ALIGN, False, ISA, PARTS == 1, PROLOGUE)  # fmt: skip
         amax = word_amax(words, 2, ISA, dtype)
         rows_amax = tl.max(amax, 1)
         part_blocks: tl.constexpr = BLOCKS // PARTS
@@ -354,7 +330,7 @@ def quantize_scaled_rows(
         if PARTS > 1:
             cols_left = tl.minimum(cols - block0 * BLOCK, part_blocks * BLOCK)
             words = read_tile(x_row_ptr + block0 * BLOCK, operands, batch, row, rows, block0 * BLOCK, cols, cols_left,
-                              dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True)  # fmt: skip
+                              dtype, ROWS, part_blocks, BLOCK, VECTORS, ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
             amax = word_amax(words, 2, ISA, dtype)
     else:
         # The last tile covers the padding of swizzled scales.
@@ -364,7 +340,7 @@ def quantize_scaled_rows(
         for tile in range(tiles):
             words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
                               tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
-                              ISA, True)  # fmt: skip
+                              ISA, True, PROLOGUE)  # fmt: skip
             rows_amax = tl.maximum(rows_amax, tl.max(word_amax(words, 2, ISA, dtype), 1))
 
     if SCALE == "none":
@@ -379,17 +355,16 @@ def quantize_scaled_rows(
     else:
         encode = encode[:, None]
         decode = decode[:, None]
-    seed_ptr, drawn = seed_of(seed_ptr, batch)
     if ON_CHIP:
         encode_and_store(words, amax, encode, decode, data_ptr, scales_ptr, seed_ptr, batch, row, block0, rows, cols,
                          dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                         SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
+                         SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
     else:
         for tile in range(tiles):
             words = read_tile(x_row_ptr + tile * width, operands, batch, row, rows, tile * width, cols,
                               tl.minimum(cols - tile * width, width), dtype, ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, False,
-                              ISA, False)  # fmt: skip
+                              ISA, False, PROLOGUE)  # fmt: skip
             encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode,
                              data_ptr, scales_ptr, seed_ptr, batch, row, tile * BLOCKS, rows, cols,
                              dtype, ELEMENT, SCALE, CONTRACT, BLOCK, True, False, SEEDED, STREAM,
-                             SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, drawn)  # fmt: skip
+                             SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip

@@ -1,10 +1,10 @@
-"""Quantise what a prologue with reductions makes of rows: the end of a norm, whose statistics are found here.
+"""Quantise the result of a prologue with reductions, such as a norm, along rows.
 
-A program has a row on the chip. It reads it once, finds the statistics, and quantises the result; so a norm and its
+A program reads a row once, keeps it on the chip, finds the statistics, and quantises the result; so a norm and its
 quantiser are one launch and one read. A dynamic outer scale of the whole tensor needs the amax of all rows first, and
-rows that are too long for the chip are read twice. There `row_statistics` finds the statistics (and the amax). What
-follows them has the statistics among its operands, and no reductions. The same kernel quantises it where rows fill its
-tile, else the kernels of other prologues.
+rows that are too long for the chip are read twice. In these cases `row_statistics` finds the statistics (and the amax).
+The remaining prologue reads the statistics as operands and has no reductions. `quantize_reduced_rows` quantises its
+result if rows fill a tile; otherwise the kernels of other prologues do.
 """
 
 from dataclasses import replace
@@ -16,130 +16,104 @@ import triton.language as tl
 from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div
-from fp4compile.formats.prologue import Prologue
 from fp4compile.templates.device.block_scales import encode_scale, float8_outer, outer_from_amax, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.memory import tile_of
-from fp4compile.templates.device.prologue import prefetch_operands
-from fp4compile.templates.device.row_prologue import read_row, walk_row, with_row_prologue
-from fp4compile.templates.launch import launch, target_of
+from fp4compile.templates.device.row_prologue import read_row
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.amax import outer_of
-from fp4compile.templates.quantize.heuristics import (
-    MAX_PARTIAL_MAXIMA,
-    ReducedRowConfig,
-    fits_on_chip,
-    reduced_row_config,
-)
-from fp4compile.templates.quantize.row import encode_and_store
-from fp4compile.templates.quantize.views import (
-    Matrices,
+from fp4compile.templates.quantize.heuristics import MAX_PARTIAL_MAXIMA, ReducedRowConfig, reduced_row_config
+from fp4compile.templates.quantize.outputs import (
     Outer,
-    as_matrices,
-    check_outputs,
+    Output,
     format_constants,
-    one_matrix,
-    or_placeholder,
     padded_scale_shape,
     store_aligns,
 )
+from fp4compile.templates.quantize.row import encode_and_store, seed_pointer
+from fp4compile.templates.quantize.source import Source, matrices_view, one_matrix
+from fp4compile.templates.view import View
 
 
-def launch_reduced_rows(
-    source: Matrices,
+def reduced_rows_launch(
+    source: Source,
     fmt: BlockFormat,
-    data: torch.Tensor,
-    scales: torch.Tensor | None,
-    outer: torch.Tensor | None,
-    layout: str = "linear",
-    seed: torch.Tensor | None = None,
-    stream: int = 0,
-) -> torch.Tensor | None:
-    """Quantise whole rows, if `in_one_launch` or `after_first_launch`; returns the outer scale.
+    output: Output,
+    static: torch.Tensor | None,
+    layout: str,
+    seed: torch.Tensor | None,
+    stream: int,
+) -> tuple[Outer, Launch]:
+    """(outer scale, launch that quantises whole rows). Requires `in_one_launch` or `after_first_launch`.
 
-    data, scales: as for `row.launch_rows`. outer: the outer scale that is given, of the tensor or of each row. Without
-    it the kernel makes that of the tensor, if its amax is there; or it finds the decode factor of each row, if the
-    format has any: float32 [batch, rows, 1].
+    static: a static outer scale of the tensor or of each row. If it is None and the format has outer scales, the kernel
+    makes the tensor's outer scale from `source.amax_bits`, or else finds the decode factor of each row.
     """
     work = "all" if source.prologue.reductions else "codes"
     config = _config(source, fmt, work, outer=fmt.outer is not None)
     rows, _ = padded_scale_shape(source.rows, 0, layout)
-    if outer is None and fmt.outer is not None and source.amax_bits is None:
-        outers = Outer(source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32), None, "find")
+    if static is None and fmt.outer is not None and source.amax_bits is None:
+        lanes = source.batch * source.rows
+        outer = Outer("find", View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes))
     else:
-        outers = outer_of(source, fmt, outer)
-    check_outputs(source, fmt, layout, (data, scales), outers)
-    launch(
-        with_row_prologue(quantize_reduced_rows, source.prologue, config.pieces),
-        source.batch * ceil_div(rows, config.rows), source.tensor, data, or_placeholder(scales, data),
-        *outers.arguments(data), or_placeholder(seed, data), *source.read_args, **format_constants(fmt),
-        SEEDED=seed is not None, STREAM=stream, **outers.constants,
-        BATCHED=not statically_true(source.batch == 1), SWIZZLED=layout == "swizzled", ALIGN=source.align,
-        AHEAD=0 if outers.computed else source.programs_ahead, **store_aligns(source.cols, fmt),
-        **_common(source, fmt, config),
+        outer = outer_of(source, fmt, static)
+    constants = {
+        **format_constants(fmt), "SEEDED": seed is not None, "STREAM": stream, **outer.constants,
+        "BATCHED": not statically_true(source.batch == 1), "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
+        **store_aligns(source.cols, fmt), **_common(source, fmt, config),
+    }  # fmt: skip
+    arguments = (
+        source.view, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
+        *source.read_args,
     )  # fmt: skip
-    return outers.result
+    grid = source.batch * ceil_div(rows, config.rows)
+    return outer, Launch(quantize_reduced_rows, grid, arguments, constants, config.num_warps)
 
 
-def after_first_launch(source: Matrices, fmt: BlockFormat) -> bool:
-    """Whether `launch_reduced_rows` quantises what `with_statistics` returns: an amax was found, rows fill a tile."""
+def after_first_launch(source: Source, fmt: BlockFormat) -> bool:
+    """Whether `reduced_rows_launch` takes the source of `with_statistics`: an amax was found, and rows fill a tile."""
     if source.prologue is None or source.amax_bits is None:
         return False
     config = _config(source, fmt, "codes", outer=True)
     return source.cols == config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
 
 
-def in_one_launch(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> bool:
-    """Whether `launch_reduced_rows` serves: rows fit on the chip, and no scale needs the amax of several of them."""
-    one_row = statically_true(source.batch * source.rows == 1)
-    return fits_on_chip(source.cols) and (outer is not None or fmt.outer != "tensor" or one_row)
+def in_one_launch(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> bool:
+    """Whether `reduced_rows_launch` alone suffices: no scale needs the amax of several rows."""
+    return static is not None or fmt.outer != "tensor" or statically_true(source.batch * source.rows == 1)
 
 
-def with_statistics(source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None) -> Matrices:
-    """The source without its reductions: the statistics are found, and the amax if an outer scale is made from it.
+def with_statistics(source: Source, fmt: BlockFormat, static: torch.Tensor | None) -> tuple[Source, Launch]:
+    """(the source without its reductions; the launch that finds the statistics, and the amax for an outer scale).
 
-    What the prologue stores is stored, and may be read again; of rows that do not fit on the chip only what has one
-    element a row.
+    The launch also stores the stored results of the prologue, and the new source may read them.
     """
-    on_chip, prologue = fits_on_chip(source.cols), source.prologue
-    finding, found = _finding(source, whole=on_chip)
-    if not on_chip:
-        _launch_statistics(walked_statistics, finding, fmt, ON_CHIP=False)
-        whole = [tensor for tensor, (i, _) in zip(source.stored, prologue.stored, strict=True)
-                 if prologue.step_kinds[i] == "aux"]  # fmt: skip
-        rest, read = prologue.after_statistics()
-        return _reading(replace(source, stored=tuple(whole)), rest, read, found)
+    prologue = source.prologue
+    finding, found = _finding(source)
     amax, partial = None, False
-    if outer is None and fmt.outer == "tensor":
+    if static is None and fmt.outer == "tensor":
         amax, partial = _empty_amax(source)
-    _launch_statistics(row_statistics, finding, fmt, or_placeholder(amax, found[0]), AMAX=amax is not None,
-                       PARTIAL=partial)  # fmt: skip
-    if prologue.stores_result:  # then it is read, and not computed again
-        view = as_matrices(source.stored_result)
-        return replace(source, view=view, prologue=None, operands=(), stored=(), amax_bits=amax)
+    launch = _statistics_launch(finding, fmt, amax or found[0], AMAX=amax is not None, PARTIAL=partial)
+    if prologue.stores_result:  # the next kernel reads it instead of computing it again
+        view = matrices_view(source.stored_result.tensor)
+        return replace(source, view=view, prologue=None, operands=(), stored=(), amax_bits=amax), launch
     rest, read = prologue.after_statistics(stored=True)
-    return replace(_reading(source, rest, read, found), stored=(), amax_bits=amax)
+    views = (source.view, *source.operands, *source.stored)
+    first, *others = (views[i] for i in read)
+    view = matrices_view(first.tensor) if read[0] else source.view
+    operands = (*others, *found)
+    return replace(source, view=view, prologue=rest, operands=operands, stored=(), amax_bits=amax), launch
 
 
-def _reading(source: Matrices, rest: Prologue, read: tuple[int, ...], found: tuple[torch.Tensor, ...]) -> Matrices:
-    """The source by what follows the statistics `found`; rest, read: of `Prologue.after_statistics`."""
-    tensors = (source.tensor, *source.operands, *source.stored)
-    first, *others = (tensors[i] for i in read)
-    view = as_matrices(first) if read[0] else source.view
-    return replace(source, view=view, prologue=rest, operands=(*others, *found))
-
-
-def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tensor, ...]]:
-    """(the source, as one matrix, for a kernel that stores the statistics too; these, float32 [batch, rows, 1] each).
-
-    whole: whether that kernel stores what has the shape of the whole as well.
-    """
-    prologue, kinds = source.prologue, source.prologue.step_kinds
-    stored = {what: tensor for what, tensor in zip(prologue.stored, source.stored, strict=True)
-              if whole or kinds[what[0]] == "col"}  # fmt: skip
+def _finding(source: Source) -> tuple[Source, tuple[View, ...]]:
+    """(the source as one matrix, for a kernel that stores the statistics too; views of the statistics, float32
+    [batch * rows] each)."""
+    prologue, lanes = source.prologue, source.batch * source.rows
+    stored = dict(zip(prologue.stored, source.stored, strict=True))
     statistics = [(i, torch.float32) for i in prologue.statistics]
     for what in statistics:
         if what not in stored:
-            stored[what] = source.tensor.new_empty((source.batch, source.rows, 1), dtype=torch.float32)
+            stored[what] = View.flat(source.tensor.new_empty(lanes, dtype=torch.float32), lanes)
     finding = replace(
         source, view=one_matrix(source.tensor), stored=tuple(stored.values()),
         prologue=replace(prologue, stored=tuple(stored)),
@@ -147,40 +121,38 @@ def _finding(source: Matrices, whole: bool) -> tuple[Matrices, tuple[torch.Tenso
     return finding, tuple(stored[what] for what in statistics)
 
 
-def _empty_amax(source: Matrices) -> tuple[torch.Tensor, bool]:
-    """(int32 to be filled with the bits of the amax, whether with those of each row), as `amax.tensor_amax_bits`."""
+def _empty_amax(source: Source) -> tuple[View, bool]:
+    """(int32 memory for the bits of the tensor's amax, whether it is for partial maxima, one a row)."""
     rows, device = source.batch * source.rows, source.tensor.device
     if isinstance(rows, int) and 0 < rows <= MAX_PARTIAL_MAXIMA:
-        return torch.empty(1 << (rows - 1).bit_length(), dtype=torch.int32, device=device), True
-    return torch.zeros((), dtype=torch.int32, device=device), False
+        count = 1 << (rows - 1).bit_length()
+        return View.flat(torch.empty(count, dtype=torch.int32, device=device), count), True
+    return View.flat(torch.zeros((), dtype=torch.int32, device=device), 1), False
 
 
-def _launch_statistics(kernel, source: Matrices, fmt: BlockFormat, *amax: torch.Tensor, **constants) -> None:
-    """source: one matrix."""
+def _statistics_launch(source: Source, fmt: BlockFormat, amax: View, **constants: bool) -> Launch:
+    """The launch of `row_statistics`. source: one matrix. amax: memory for the bits of the amax; unused unless AMAX."""
     config, block = _config(source, fmt, "statistics"), format_constants(fmt)["BLOCK"]
-    programs = amax[0].numel() if constants.get("PARTIAL") else ceil_div(source.rows, config.rows)
-    launch(
-        with_row_prologue(kernel, source.prologue, config.pieces), programs, source.tensor, *amax, *source.read_args,
-        BLOCK=block, **constants, ALIGN=source.align, **_common(source, fmt, config),
-    )  # fmt: skip
+    programs = amax.tensor.numel() if constants["PARTIAL"] else ceil_div(source.rows, config.rows)
+    constants = {"BLOCK": block, **constants, "ALIGN": source.align, **_common(source, fmt, config)}
+    return Launch(row_statistics, programs, (source.view, amax, *source.read_args), constants, config.num_warps)
 
 
-def _config(source: Matrices, fmt: BlockFormat, work: str, outer: bool = False) -> ReducedRowConfig:
-    """work, outer: see `reduced_row_config`."""
+def _config(source: Source, fmt: BlockFormat, work: str, outer: bool = False) -> ReducedRowConfig:
+    """The configuration for a source. work, outer: see `reduced_row_config`."""
     block = format_constants(fmt)["BLOCK"]
     # A variance keeps all elements for a second sum, and registers do not suffice for many of them.
     several = not any(step.operation == "variance" for step in source.prologue.steps)
-    isa = target_of(source.tensor.device).isa
+    isa = source.target.isa
     return reduced_row_config(fmt.element, block, source.batch * source.rows, source.cols, isa, outer, several, work)
 
 
-def _common(source: Matrices, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
-    """The constants that all of these kernels take, and warps."""
+def _common(source: Source, fmt: BlockFormat, config: ReducedRowConfig) -> dict:
+    """The constants that both kernels of this file take."""
     width = config.pieces * config.blocks * format_constants(fmt)["BLOCK"]
-    # Programs beyond whole rows read the last row: there must be one.
+    # Programs past the last row read the last row: there must be one.
     whole = source.align > 0 and statically_true(source.cols == width) and statically_true(source.rows > 0)
-    return {"WHOLE": whole, **config.constants, "ISA": target_of(source.tensor.device).isa,
-            "num_warps": config.num_warps}  # fmt: skip
+    return {"WHOLE": whole, **config.constants, "PROLOGUE": source.prologue_text, "ISA": source.target.isa}
 
 
 @triton.jit
@@ -189,15 +161,16 @@ def quantize_reduced_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
-    BATCHED: tl.constexpr, SWIZZLED: tl.constexpr, AHEAD: tl.constexpr,
+    BATCHED: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
+    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows of what a prologue with reductions makes of x and its operands, or one without after it.
+    """Whole rows of the result of a prologue with reductions, or of the prologue that remains after `row_statistics`.
 
     data_ptr: bytes for codes, or fp16 (see `row.encode_and_store`). OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or
-    OUTER "row": outer_ptr has a decode factor of each row; or "find": outer_ptr takes that of each row.
-    BATCHED: there may be several matrices. AHEAD: as in `quantize_rows`. WHOLE: rows are as long as the tile is wide.
+    OUTER "row": outer_ptr has a decode factor for each row; or "find": each row's decode factor is stored at outer_ptr.
+    BATCHED: there may be several matrices. WHOLE: rows are as long as the tile is wide.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
@@ -213,11 +186,8 @@ def quantize_reduced_rows(
         row_tile = program
     row = row_tile * ROWS + tl.arange(0, ROWS)
     x_batch_ptr = x_ptr + batch.to(tl.int64) * x_batch
-    from_row = row
-    if AHEAD > 0:
-        from_row += prefetch_operands(x_ptr, operands, program + AHEAD, cols, rows)
-    words = read_row(x_batch_ptr, x_row, operands, batch, from_row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                     ALIGN, WHOLE, ISA)  # fmt: skip
+    words = read_row(x_batch_ptr, x_row, operands, batch, row, rows, cols, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
+                     ALIGN, WHOLE, PIECES, PROLOGUE, ISA)  # fmt: skip
     amaxes = ()
     for i in tl.static_range(PIECES):
         amaxes = amaxes + (word_amax(words[i], 2, ISA, dtype),)
@@ -255,11 +225,11 @@ def row_statistics(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
     AMAX: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
-    ISA: tl.constexpr,
+    PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store what a prologue with reductions stores of whole rows, each read once.
+    """Store the stored results of a prologue with reductions for whole rows, each read once.
 
-    AMAX: raise the int32 at amax_ptr, which is 0 before, to the bits of the result's amax or (PARTIAL) store those of
+    AMAX: raise the int32 at amax_ptr, initially 0, to the bits of the result's amax or (PARTIAL) store the amax bits of
     each program's own rows, [grid]; programs without rows store 0. WHOLE: as in `quantize_reduced_rows`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -267,7 +237,7 @@ def row_statistics(
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     words = read_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, dtype, ROWS,
-                     BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip
+                     BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, PIECES, PROLOGUE, ISA)  # fmt: skip
     if AMAX:
         amax = word_amax(words[0], 2, ISA, dtype)
         for i in tl.static_range(1, PIECES):
@@ -277,19 +247,3 @@ def row_statistics(
             tl.store(amax_ptr + tl.program_id(0), bits)
         else:
             tl.atomic_max(amax_ptr, bits, sem="relaxed")
-
-
-@triton.jit
-def walked_statistics(
-    x_ptr, rows, cols, x_batch, x_row,
-    operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr, stored_1_ptr, stored_2_ptr, stored_3_ptr,
-    ALIGN: tl.constexpr, WHOLE: tl.constexpr, ON_CHIP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, PIECES: tl.constexpr,
-    ISA: tl.constexpr,
-):  # fmt: skip
-    """Store what a prologue with reductions stores of rows that are walked. ON_CHIP: False."""
-    operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
-                stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    walk_row(x_ptr, x_row, operands, tl.program_id(0) * 0, row, rows, cols, x_ptr.dtype.element_ty,
-             ROWS, BLOCKS, BLOCK, VECTORS, ALIGN, WHOLE, ISA)  # fmt: skip

@@ -1,13 +1,12 @@
-"""Quantise in square blocks: along the rows, down the columns or both. The codes are the same, transposed.
+"""Quantise in square blocks: along the rows, down the columns or both. Both directions have equal codes, transposed.
 
-A tile of x is read as words (two neighbours of a row), its even rows apart from its odd rows. Each load has the axes
+A tile of x is read as words (two neighbours of a row), even rows and odd rows by separate loads. Each load has the axes
 [DEPTH, ROW_TILES, LANES, WORDS]: a row tile is one block high, and each of the LANES threads that share its rows holds
 DEPTH pairs of neighbouring rows. So a thread holds squares of 2x2 neighbours. A pair along the row is the two halves of
 a word; a pair down the column is the same half of two words. The amax of a block runs over registers of a thread and
 lanes of its warp; only finished codes are transposed.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -25,43 +24,30 @@ from fp4compile.templates.device.memory import (
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.register_tile import join_halves
 from fp4compile.templates.device.values import takes_values, values_of_units
-from fp4compile.templates.launch import launch, target_of
-from fp4compile.templates.quantize.amax import outer_of
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.heuristics import square_config
-from fp4compile.templates.quantize.views import (
-    Matrices,
-    check_outputs,
-    format_constants,
-    or_placeholder,
-    store_aligns,
-    tile_grid,
-)
+from fp4compile.templates.quantize.outputs import Outer, Output, format_constants, store_aligns, tile_grid
+from fp4compile.templates.quantize.source import Source
 
 
-def launch_squares(
-    source: Matrices, fmt: BlockFormat, outer: torch.Tensor | None, layout: str, *, rows=None, columns=None,
-    each_matrix: bool = False,
-) -> torch.Tensor | None:  # fmt: skip
-    """Launch the kernel of square blocks; returns the outer scale.
-
-    rows, columns: (data, scales) to fill for x and for x transposed, uint8, or values without scales, see
-    `launch_rows`; either may be None, not both. each_matrix: see `outer_of`.
-    """
-    outer = outer_of(source, fmt, outer, each_matrix)
+def squares_launch(
+    source: Source, fmt: BlockFormat, outer: Outer, layout: str, rows: Output | None, columns: Output | None
+) -> Launch:
+    """The launch of `quantize_squares`. rows, columns: the outputs to fill for x and x transposed, one or both."""
     constants = format_constants(fmt)
     config = square_config(fmt.element)
-    check_outputs(source, fmt, layout, rows, outer, columns, outer)
-    rows, columns = (each and (each[0], or_placeholder(each[1], each[0])) for each in (rows, columns))
+    height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
     wanted = rows or columns
-    launch(
-        quantize_squares, tile_grid(source, config.row_tiles * constants["BLOCK"], 2 * config.words, layout),
-        source.tensor, *(rows or wanted), *(columns or wanted), *outer.arguments(wanted[0]), *source.args,
-        **constants, ALONG_ROWS=rows is not None, ALONG_COLUMNS=columns is not None, **outer.constants,
-        SWIZZLED=layout == "swizzled", ALIGN=source.align, **store_aligns(source.cols, fmt),
-        **store_aligns(source.rows, fmt, "COLUMN_"), ISA=target_of(source.tensor.device).isa,
-        num_warps=config.num_warps, **config.constants,
+    constants |= {
+        "ALONG_ROWS": rows is not None, "ALONG_COLUMNS": columns is not None, **outer.constants,
+        "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
+        **store_aligns(source.rows, fmt, "COLUMN_"), "ISA": source.target.isa, **config.constants,
+    }  # fmt: skip
+    arguments = (
+        source.view, *(rows or wanted).pointers, *(columns or wanted).pointers, *outer.pointers(wanted.data),
+        *source.args,
     )  # fmt: skip
-    return outer.result
+    return Launch(quantize_squares, tile_grid(source, height, width, layout), arguments, constants, config.num_warps)
 
 
 @triton.jit
@@ -111,7 +97,7 @@ def store_square_scales(
 ):  # fmt: skip
     """Store the scales of n x m square blocks: one a block in the linear layout, one a row in the swizzled layout.
 
-    The matrix units read the swizzled layout, and want a scale for every row.
+    The matrix units read the swizzled layout, and need a scale for every row.
     """
     blocks = tl.cdiv(cols, BLOCK)
     if SWIZZLED:
@@ -135,8 +121,8 @@ def quantize_squares(
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
 
-    ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write those of x transposed to
-    columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "matrix
+    ALONG_ROWS: write codes and scales of x to data_ptr and scales_ptr. ALONG_COLUMNS: write codes and scales of x
+    transposed to columns_ptr and column_scales_ptr. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "matrix
     amax", as in `quantize_rows`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty

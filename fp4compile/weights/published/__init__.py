@@ -1,1 +1,1 @@
-"""Checkpoints that other tools have written."""
+"""Checkpoints of other tools."""

@@ -1,7 +1,7 @@
 """The layouts of NVFP4, MXFP8 and MXFP4 checkpoints that ModelOpt and compressed-tensors write, as packed layers.
 
-Both store what a packed layer stores: codes, linear block scales, outer scales. They differ in the tensors' names, in
-where they say what is quantised, and in the direction of the outer scale:
+Both store a packed layer's codes, linear block scales and outer scales. They differ in the tensors' names, in the
+configuration that says what is quantised, and in the direction of the outer scale:
 
     ModelOpt             multiplies: weight_scale_2 = amax / 2688. value = code * block scale * weight_scale_2
     compressed-tensors   divides: weight_global_scale = 2688 / amax. value = code * block scale / weight_global_scale
@@ -35,8 +35,8 @@ from fp4compile.weights.sharing import is_byte_float
 
 _SCALES = "weight_scale"
 _CACHE_SCALES = (".k_scale", ".v_scale")
-# Where the outer scale is out of the range that these largest values give, it is taken for its reciprocal. No weight
-# is as large as 2688, whose outer scale is 1. An activation is below the largest fp16.
+# An outer scale whose amax reaches these values is taken for the reciprocal. No weight is as large as 2688, where the
+# outer scale is 1. An activation is below the largest fp16.
 _LARGEST = {"weight": NVFP4_MAX, "activation": 65504.0}
 HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 
@@ -45,8 +45,9 @@ HF_QUANT_CONFIG, CONFIG = "hf_quant_config.json", "config.json"
 class Layout:
     """How a library stores a packed layer.
 
-    data: the name of the codes, given a format. outer, activation_outer: the names of the outer scales. divides:
-    whether these are divisors. schemes: what a configuration says of layers; it raises ValueError for what is unknown.
+    data: maps a format to the name of the codes. outer, activation_outer: the names of the outer scales. divides:
+    whether the outer scales are divisors. schemes: maps a configuration to the layers' schemes; it raises ValueError
+    for unknown settings.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Layout:
     schemes: Callable[[dict[str, Any]], Schemes]
 
     def tensor_names(self, scheme: Scheme) -> dict[str, str]:
-        """Buffer of a packed layer -> name of the tensor; "activation_outer" is that of the activation's scale."""
+        """Buffer of a packed layer -> name of the tensor; "activation_outer" -> name of the activation's scale."""
         named = {"weight_data": self.data(scheme.weight), "weight_scales": _SCALES}
         if formats.get(scheme.weight).outer:
             named["weight_outer"] = self.outer
@@ -78,11 +79,11 @@ LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
 
 
 def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Contents:
-    """A checkpoint in one of the layouts, or gpt-oss'. recipe: for the latter alone, see `load_packed`.
+    """A checkpoint in one of the layouts, or gpt-oss'. recipe: only for gpt-oss, see `load_packed`.
 
-    Raises ValueError, naming the tensor or the configuration, for a layout or algorithm that is not known, for tensors
-    that are missing or of another dtype or shape, for scales that are NaN, negative or infinite, for outer scales that
-    look like the reciprocals of what the layout stores, and for a recipe that does not go with the checkpoint.
+    Raises ValueError, naming the tensor or the configuration, for an unknown layout or algorithm, for tensors that are
+    missing or of another dtype or shape, for scales that are NaN, negative or infinite, for outer scales that look like
+    reciprocals of the layout's, and for a recipe that does not fit the checkpoint.
     """
     if has_mxfp4_experts(checkpoint.tensors):
         with naming(checkpoint.path):
@@ -103,7 +104,7 @@ def read_published(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Cont
 
 
 def _recognised(checkpoint: Checkpoint) -> tuple[Layout, str, dict[str, Any]]:
-    """The layout, and the file and the part of it that say what is quantised."""
+    """The layout, the configuration's file name, and the part of the configuration that says what is quantised."""
     modelopt = _part(checkpoint, HF_QUANT_CONFIG, "quantization")
     if modelopt:
         return MODELOPT, HF_QUANT_CONFIG, modelopt
@@ -125,7 +126,7 @@ def _part(checkpoint: Checkpoint, file: str, key: str) -> dict[str, Any]:
 
 
 def _without_cache_scales(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors, without the scales of a quantised KV cache where the configuration says that there is one."""
+    """The tensors, without the scales of a quantised KV cache if the configuration declares one."""
     if not (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")):
         return dict(checkpoint.tensors)
     warnings.warn(f"{checkpoint.path}: the KV cache is not quantised; its scales are not used", stacklevel=5)
@@ -137,7 +138,7 @@ def _is_codes(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Rename the tensors of a layer to the buffers of a packed one; its state."""
+    """Rename the tensors of a layer to the buffers of a packed layer; returns the packed layer's state."""
     named = {buffer: f"{layer}.{suffix}" for buffer, suffix in layout.tensor_names(scheme).items()}
     for name in named.values():
         if name not in tensors:
@@ -148,7 +149,7 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
         buffer = f"{kind}_outer"
         if buffer in found:
             outer = found[buffer] = _decoding(layout, named[buffer], found[buffer])
-            zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # which have no other scale
+            zeros = kind == "weight" and outer == 1 and not found["weight_data"].any()  # zeros always have scale 1
             if outer * NVFP4_MAX >= _LARGEST[kind] and not zeros:
                 raise ValueError(_reciprocal(layout, named[buffer], outer))
     static = found.pop("activation_outer", None)
@@ -158,7 +159,7 @@ def _take(layout: Layout, scheme: Scheme, layer: str, tensors: dict[str, torch.T
 
 
 def _check_matrices(scheme: Scheme, named: dict[str, str], found: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """(rows, columns) of a weight, whose codes and block scales are checked and get their own dtypes."""
+    """(rows, columns) of a weight. Checks its codes and block scales, and views them in their own dtypes."""
     fmt = formats.get(scheme.weight)
     data, scales = found["weight_data"], found["weight_scales"]
     for buffer, dtype in (("weight_data", fmt.data_dtype), ("weight_scales", fmt.scale_dtype)):
@@ -188,7 +189,7 @@ def _decoding(layout: Layout, name: str, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
-    """The message for an outer scale, by which values would be decoded, that is taken for its reciprocal."""
+    """The error message for an outer scale that looks like the reciprocal of a decode factor."""
     kinds = ("multiplier amax / 2688", "divisor 2688 / amax")
     stored = 1 / outer if layout.divides else outer
     return (f"tensor {name!r}: {stored.item():g}, as the {kinds[layout.divides]} of {layout.name}, would be of an amax "
@@ -199,15 +200,15 @@ def _reciprocal(layout: Layout, name: str, outer: torch.Tensor) -> str:
 
 
 def multiplier_of(divisor: torch.Tensor) -> torch.Tensor:
-    """amax / 2688 of 2688 / amax, float32 []. See `divisor_of`."""
+    """Convert the divisor 2688 / amax to the multiplier amax / 2688, float32 []. See `divisor_of`."""
     return _converted(divisor, _divisor, _multiplier, _divisor(divisor))
 
 
 def divisor_of(multiplier: torch.Tensor) -> torch.Tensor:
-    """2688 / amax of amax / 2688, float32 [].
+    """Convert the multiplier amax / 2688 to the divisor 2688 / amax, float32 [].
 
-    Where amax is a number of 16 bits, as it is for weights in bf16 or fp16, the result is that of this very amax: a
-    file that is read and written has the same bits. Otherwise it is the rounded reciprocal.
+    Where amax is a 16-bit number, as for weights in bf16 or fp16, the result is computed from this amax: a file that is
+    read and written keeps its bits. Otherwise it is the rounded reciprocal.
     """
     return _converted(multiplier, _multiplier, _divisor, multiplier * NVFP4_MAX)
 
@@ -216,7 +217,7 @@ _Conversion = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _converted(given: torch.Tensor, to_given: _Conversion, to_other: _Conversion, amax: torch.Tensor) -> torch.Tensor:
-    """amax: about that of `given`."""
+    """The other direction of the outer scale `given`. amax: its approximate amax."""
     for dtype in (torch.bfloat16, torch.float16):
         near = amax.to(dtype).float()
         if torch.equal(to_given(near), given):
@@ -224,7 +225,7 @@ def _converted(given: torch.Tensor, to_given: _Conversion, to_other: _Conversion
     return torch.ones(()) / given
 
 
-# Tensor by tensor, because a number over a tensor is a product with a reciprocal in PyTorch, which rounds twice.
+# A tensor divided by a tensor, because PyTorch divides a number by a tensor through the reciprocal, which rounds twice.
 def _multiplier(amax: torch.Tensor) -> torch.Tensor:
     return amax / torch.tensor(NVFP4_MAX)
 

@@ -1,11 +1,10 @@
-"""Experts that a checkpoint holds one by one, put together as the parameters of a model.
+"""Experts that a checkpoint holds one by one, combined into the parameters of a model.
 
-A parameter is [experts, out, in]: the experts are stacked, and the layers of each (gate and up) follow one another
-along the out features. Codes and block scales stay as they are. Of two other scales packed experts have fewer:
+A parameter is [experts, out, in]: the experts are stacked, and each expert's layers (gate and up) follow one another
+along the out features. Codes and block scales stay as they are. Packed experts have fewer outer scales:
 
-- The outer scale of the weights is one an expert. Its layers must have the same, as those that ModelOpt exports have.
-- The static scale of the activations is one for all experts. It is the largest of theirs, by which nothing saturates
-  that did not before.
+- Each expert has one outer scale of the weights. Its layers must have equal scales, as ModelOpt exports them.
+- All experts have one static scale of the activations: the largest of their scales, so that no further value saturates.
 """
 
 import warnings
@@ -22,14 +21,14 @@ from fp4compile.weights.sharing import is_byte_float
 
 
 def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Contents:
-    """The contents of a checkpoint under the names of a model, with its experts put together.
+    """The contents of a checkpoint under the names of a model, with its experts combined.
 
-    Takes tensors out of `contents` on the way, to free each. Experts that are not quantised become the parameter that
-    the model has. Warns where the activation scales of experts differ, and of tensors that are left out.
+    Removes tensors from `contents` as they are used, to free them. Unquantised experts become the model's parameter.
+    Warns where the activation scales of experts differ, and of tensors that are left out.
 
-    Raises ValueError, naming the tensor or the layer, where one of an expert is missing, has another shape than in the
-    model or another format than the others, where the outer scales of an expert's layers differ, where the model has no
-    such parameter, and where two tensors are the same one of the model.
+    Raises ValueError, naming the tensor or the layer, where an expert's layer is missing, has another shape than in the
+    model or another format than the other layers, where the outer scales of an expert's layers differ, where the model
+    has no such parameter, and where two tensors belong to one tensor of the model.
     """
     _leave_unused(model, contents, names)
     targets = {name: _target(name, contents, names) for name in contents.tensors}
@@ -39,7 +38,7 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
         if not target.leaves:
             found.layers[target.name] = state
     known = set(model.state_dict()) | {f"{layer}.{buffer}" for layer in found.layers for buffer in BUFFERS}
-    # What the model does not have keeps its name, by which the error that follows tells of it.
+    # A tensor that the model does not have keeps its name for the error message below.
     renamed = {name: target.name if target.name in known else name
                for name, target in targets.items() if not target.leaves}  # fmt: skip
     _rename(contents, renamed, found)
@@ -54,9 +53,9 @@ def in_model(model: nn.Module, contents: Contents, names: PublishedNames) -> Con
 
 
 def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The layers of experts, and a copy of what each has of a tensor [experts, out, ...] or [experts].
+    """(layer, copy of its part) for each layer of experts and a tensor [experts, out, ...] or [experts].
 
-    The inverse of what `in_model` does with one tensor.
+    The inverse of `in_model` for one tensor.
     """
     for expert, one in enumerate(tensor):
         layers = experts.layers(expert)
@@ -65,7 +64,7 @@ def parts_of(experts: Experts, tensor: torch.Tensor) -> Iterator[tuple[str, torc
 
 
 def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -> None:
-    """Leave out what the model is known not to have, as the layers that predict further tokens; with a warning."""
+    """Leave out, with a warning, tensors that the model may lack, such as layers that predict further tokens."""
     present = set(model.state_dict())
     layers = {f"{layer}.{buffer}": layer for layer in contents.layers for buffer in BUFFERS}
     left = []
@@ -82,7 +81,7 @@ def _leave_unused(model: nn.Module, contents: Contents, names: PublishedNames) -
 
 
 def _target(name: str, contents: Contents, names: PublishedNames) -> Target:
-    """Where a tensor belongs; the buffers of a packed layer where its weight does."""
+    """Where a tensor belongs; a packed layer's buffers belong where its weight does."""
     layer, _, buffer = name.rpartition(".")
     if layer not in contents.layers or buffer not in BUFFERS:
         return names.target(name)
@@ -110,7 +109,7 @@ def _experts(targets: dict[str, Target]) -> list[Experts]:
 
 
 def _put_together(model: nn.Module, experts: Experts, contents: Contents, found: Contents) -> set[float | None]:
-    """Move the layers of experts from `contents` to `found`, as one parameter; the scales of their activations."""
+    """Move the layers of experts from `contents` to `found` as one parameter; returns their activation scales."""
     if experts.name in found.tensors:
         raise ValueError(f"the experts {experts.prefix!r} and another tensor are both {experts.name!r} of the model")
     count, outer, inner = _shape(model, experts)
@@ -145,7 +144,7 @@ def _shape(model: nn.Module, experts: Experts) -> tuple[int, int, int]:
 
 
 def _check(experts: Experts, layers: list[str], shape: tuple[int, int], contents: Contents) -> None:
-    """Raise where one of the layers of experts is missing, or has another shape, or another format than the first."""
+    """Raise where a layer of experts is missing, has another shape, or has another format than the first layer."""
     for layer in layers:
         if layer not in contents.layers and f"{layer}.weight" not in contents.tensors:
             raise ValueError(f"tensor '{layer}.weight' is missing")
@@ -167,7 +166,7 @@ def _sizes(contents: Contents, layer: str) -> tuple[int, ...]:
 
 
 def _format(contents: Contents, layer: str) -> str:
-    """How a layer is quantised, for a comparison and for a message."""
+    """A text that says how a layer is quantised, for comparisons and messages."""
     state = contents.layers.get(layer)
     if state is None:
         return f"{contents.tensors[f'{layer}.weight'].dtype}"
@@ -176,16 +175,16 @@ def _format(contents: Contents, layer: str) -> str:
 
 
 def _stacked(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
-    """[experts, out, ...] of a tensor of the layers of each expert."""
+    """One tensor of each expert's layers, stacked: [experts, out, ...]."""
     parts = [contents.tensors.pop(f"{layer}.{tensor}") for one in layers for layer in one]
     dtype = parts[0].dtype
-    # As bytes, because not every operator knows floating-point numbers of one byte.
+    # As bytes, because not every operator takes one-byte floating-point dtypes.
     stored = torch.uint8 if is_byte_float(dtype) else dtype
     return torch.cat([part.view(stored) for part in parts]).unflatten(0, (len(layers), -1)).view(dtype)
 
 
 def _one_each(contents: Contents, layers: list[list[str]], tensor: str) -> torch.Tensor:
-    """[experts] of a tensor [] that the layers of an expert have in common."""
+    """A tensor [] that is equal in all layers of an expert, stacked: [experts]."""
     scales = [[contents.tensors.pop(f"{layer}.{tensor}") for layer in one] for one in layers]
     for one, names in zip(scales, layers, strict=True):
         for scale, layer in zip(one, names, strict=True):

@@ -1,8 +1,8 @@
-"""Which tensors of a model those of a published checkpoint are, where transformers names or stores them otherwise.
+"""Map tensors of a published checkpoint to tensors of a model, where transformers names or stores them otherwise.
 
 Checkpoints hold experts one by one, as linear layers (`experts.3.gate_proj.weight`), and models of transformers 5 hold
-all experts of a layer as one parameter (`experts.gate_up_proj`). Which is which, transformers knows for each model
-(`transformers.conversion_mapping`); the scales of a layer, which it does not know, go where its weight goes.
+all experts of a layer as one parameter (`experts.gate_up_proj`). `transformers.conversion_mapping` has the mapping for
+each model. It lacks a layer's scales, which go where the layer's weight goes.
 """
 
 import re
@@ -16,8 +16,8 @@ from typing import Any
 class Target:
     """Where a tensor of a checkpoint belongs.
 
-    name: of the tensor in the model. leaves: of a linear layer of one expert, the last names of those of its layers
-    that are the parameter together, in the order of its out features: gate and up. Empty for all other tensors.
+    name: the tensor's name in the model. leaves: for a layer of an expert, the last names of the layers that form the
+    parameter together, in the order of its out features: gate and up. Empty for all other tensors.
     """
 
     name: str
@@ -26,9 +26,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Experts:
-    """The linear layers of a checkpoint that are one parameter of experts, [experts, out, in], of a model.
+    """The linear layers of a checkpoint that form one parameter of experts, [experts, out, in], of a model.
 
-    name: of the parameter. prefix: what the names of the layers begin with. leaves: as of `Target`.
+    name: the parameter's name. prefix: the beginning of the layers' names. leaves: see `Target`.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class PublishedNames:
-    """The names that the tensors of a model have in checkpoints.
+    """The names of a model's tensors in checkpoints.
 
-    renamings, converters: WeightRenamings and WeightConverters of transformers, these for experts alone. Without any,
-    names are those of the model. written: those renamings that are undone where a model is written. unused: patterns of
-    names that checkpoints have and the model may lack.
+    renamings, converters: WeightRenamings of transformers, and its WeightConverters for experts. Without any, names in
+    checkpoints equal names in the model. written: the renamings that are undone where a model is written. unused:
+    patterns of names that checkpoints have and the model may lack.
     """
 
     renamings: Sequence[Any] = ()
@@ -55,7 +55,7 @@ class PublishedNames:
     unused: Sequence[str] = ()
 
     def target(self, name: str) -> Target:
-        """Where the tensor of a checkpoint belongs, by its name; a layer where its weight does."""
+        """Where the checkpoint's tensor `name` belongs in the model."""
         name = _renamed(self.renamings, name)
         for converter in self.converters:
             found, pattern = converter.rename_source_key(name)
@@ -64,18 +64,18 @@ class PublishedNames:
         return Target(name)
 
     def layer(self, name: str) -> Target:
-        """Where the weight of a linear layer belongs; for one that is no part of experts, the layer's name."""
+        """Where a linear layer's weight belongs; if the layer is no part of experts, the layer's name in the model."""
         found = self.target(f"{name}.weight")
         return found if found.leaves else Target(found.name.removesuffix(".weight"))
 
     def is_unused(self, name: str) -> bool:
-        """Whether the tensor of a checkpoint is left out, if the model does not have it."""
+        """Whether a tensor of a checkpoint is left out if the model does not have it."""
         return any(re.search(pattern, name) for pattern in self.unused)
 
     def source(self, name: str) -> str | Experts:
-        """What a tensor of the model is in a checkpoint: another name, or the layers of experts. Inverse of `target`.
+        """The name of a model's tensor in a checkpoint, or the layers of experts that form it. Inverse of `target`.
 
-        Raises ValueError where `target` leads from no such name to this tensor.
+        Raises ValueError where `target` maps no name to this tensor.
         """
         for converter, backwards in self._converters_back:
             found, pattern = backwards.rename_source_key(name)
@@ -98,7 +98,7 @@ class PublishedNames:
 
 
 def expert_of(layer: str) -> tuple[str, int, str] | None:
-    """(prefix, number of the expert, leaf) of the name of a linear layer of an expert; None for other names."""
+    """(prefix, expert number, leaf) of the name of an expert's linear layer; None for other names."""
     prefix, _, rest = layer.rpartition(".")
     prefix, _, number = prefix.rpartition(".")
     return (prefix, int(number), rest) if number.isascii() and number.isdigit() else None
@@ -111,26 +111,26 @@ def _renamed(renamings: Sequence[Any], name: str) -> str:
 
 
 def _leaves(converter: Any) -> tuple[str, ...]:
-    """gate_proj and up_proj of the patterns `mlp.experts.*.gate_proj.weight` and `mlp.experts.*.up_proj.weight`."""
+    """The leaves of a converter: ("gate_proj", "up_proj") for patterns such as `mlp.experts.*.gate_proj.weight`."""
     return tuple(pattern.split(".")[-2] for pattern in converter.source_patterns)
 
 
 def names_of_transformers(model: Any) -> PublishedNames:
-    """The names of a model of transformers in the checkpoints that it reads."""
+    """The names of a transformers model's tensors in its checkpoints."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter) and _stacks_experts(one)]
-    # Whether a checkpoint had a prefix that is left out, the model does not tell. transformers writes it without, too.
+    # The model does not record whether its checkpoint had a prefix that is left out. transformers also writes none.
     written = [one for one in renamings if not isinstance(one, PrefixChange)]
     unused = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return PublishedNames(renamings, converters, written, unused)
 
 
 def _stacks_experts(converter: Any) -> bool:
-    """Whether a converter does nothing but stack experts, and put the layers of each one after another."""
+    """Whether a converter only stacks experts, and concatenates the layers of each expert."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]

@@ -1,6 +1,6 @@
-"""gpt-oss' checkpoints: experts in MXFP4, everything else in 16 bits.
+"""gpt-oss' checkpoints: experts in MXFP4, all other tensors in 16 bits.
 
-They do not say how activations are quantised; a recipe may.
+The checkpoints do not say how activations are quantised; a recipe may.
 """
 
 import torch
@@ -15,7 +15,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def has_mxfp4_experts(tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether a checkpoint has such experts, by the names of its tensors."""
+    """Whether a checkpoint has experts in gpt-oss' MXFP4 form, by the names of its tensors."""
     return any(name.endswith(_BLOCKS) and name.removesuffix(_BLOCKS) + _SCALES in tensors for name in tensors)
 
 
@@ -66,7 +66,7 @@ def _activation_of(recipe: Recipe | None, name: str) -> str | None:
 
 
 def _check_formats(activation: str | None, weight: str) -> None:
-    """Raises ValueError where the products of experts cannot have these formats."""
+    """Raise ValueError where the products of experts cannot have these formats."""
     if activation is not None:
         fmt = formats.get(activation)
         if fmt.square or not formats.compatible(fmt, formats.get(weight)):

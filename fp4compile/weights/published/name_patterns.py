@@ -1,9 +1,9 @@
 """Regular expressions that come with a checkpoint, matched in bounded time.
 
-The matcher of `re` goes back and tries again, and a pattern such as `(\\w+)+!` makes it do so for ever. Where only the
-answer is wanted, and no groups, sets do: from all positions at which a part of a pattern may begin follow all positions
-at which it may end. A set of positions is an integer, whose bit i stands for the position before the character i. What
-is left of growth, such as repeats of repeats, ends at a number of steps that no pattern for names needs.
+The matcher of `re` backtracks, without end for a pattern such as `(\\w+)+!`. This matcher captures no groups, so it can
+use sets: from all positions at which a part of a pattern may begin, it computes all positions at which the part may
+end. A set of positions is an integer; bit i stands for the position before character i. Remaining growth, such as
+repeats of repeats, is cut off at a number of steps that no pattern for names needs.
 """
 
 import re
@@ -19,12 +19,12 @@ _MOST_STEPS = 10_000  # for one name; a step looks up a character, or goes once 
 
 @lru_cache(maxsize=1024)
 def name_pattern(pattern: str) -> Callable[[str], bool]:
-    """A function that says whether a pattern matches the beginning of a name, as `re.match` does.
+    """A function that returns whether a pattern matches the beginning of a name, as `re.match` does.
 
     The function raises ValueError for a name of more than 10,000 characters, and where the pattern takes too many
     steps for a name.
 
-    Raises ValueError for what is no regular expression, is longer than 10,000 characters, or has flags, back
+    Raises ValueError for a pattern that is no regular expression, is longer than 10,000 characters, or has flags, back
     references, atomic groups or possessive repeats.
     """
     if len(pattern) > _LONGEST:
@@ -51,11 +51,11 @@ def name_pattern(pattern: str) -> Callable[[str], bool]:
 
 
 class _UnknownError(Exception):
-    """What this matcher cannot do."""
+    """A feature of regular expressions that this matcher lacks."""
 
 
 def _check(nodes: Any, flags: int) -> None:
-    """Raise where the tree of a pattern has something that `_Match` does not know."""
+    """Raise where the tree of a pattern has an operator that `_Match` lacks."""
     if flags & ~re.UNICODE.value:
         raise _UnknownError("expected no flags such as (?i)")
     for op, argument in nodes:
@@ -87,7 +87,7 @@ class _Match:
             self.at[character] = self.at.get(character, 0) | 1 << i
 
     def ends(self, nodes: Any, starts: int) -> int:
-        """The positions at which a sequence may end that begins at one of `starts`."""
+        """The positions at which a sequence that begins at one of `starts` may end."""
         for op, argument in nodes:
             if not starts:
                 break
@@ -100,7 +100,7 @@ class _Match:
     # ------------------------------------------------------------ characters
 
     def characters(self, item: tuple[Any, Any]) -> int:
-        """The positions of what a literal, a set or another class of one character stands for."""
+        """The positions of all characters that match a literal, a set or another class of one character."""
         op, argument = item
         if op is codes.LITERAL:
             return self.at.get(chr(argument), 0)
@@ -116,7 +116,7 @@ class _Match:
 
     @property
     def _all(self) -> int:
-        """The positions of all characters; the end of the name is none."""
+        """The positions of all characters, without the end of the name."""
         return (1 << self.length) - 1
 
     # ------------------------------------------------------------ operators
@@ -147,7 +147,7 @@ class _Match:
         return reached
 
     def _run(self, positions: int, starts: int) -> int:
-        """The positions that any number of characters at `positions` lead to."""
+        """The positions that are reached from `starts` through any number of characters at `positions`."""
         length = 1
         while positions:  # of runs of `length` characters
             starts |= (starts & positions) << length
@@ -156,7 +156,7 @@ class _Match:
         return starts
 
     def place(self, place: Any, starts: int) -> int:
-        """What is left of `starts` at `^`, `$`, `\\b` and the like."""
+        """The positions of `starts` that match `^`, `$`, `\\b` and the like."""
         end = 1 << self.length
         if place in (codes.AT_BEGINNING, codes.AT_BEGINNING_STRING):
             return starts & 1
@@ -169,7 +169,7 @@ class _Match:
         return starts & (edges if place is codes.AT_BOUNDARY else ~edges)
 
     def look(self, argument: Any, starts: int) -> int:
-        """The positions before, or behind, which a part stands."""
+        """The positions of `starts` that match a lookahead or a lookbehind."""
         direction, body = argument
         back = body.getwidth()[0] if direction < 0 else 0
         found = 0

@@ -1,4 +1,4 @@
-"""What the configurations of ModelOpt and compressed-tensors say: how each layer of a checkpoint is quantised.
+"""Read the configurations of ModelOpt and compressed-tensors: how each layer of a checkpoint is quantised.
 
 A configuration comes with a checkpoint and may hold anything, so every value is checked before it is used.
 """
@@ -24,13 +24,13 @@ class Scheme:
     static: bool = False
 
 
-Schemes = Callable[[str], Scheme]  # by a layer's name; raises ValueError where a configuration does not tell
+Schemes = Callable[[str], Scheme]  # by a layer's name; raises ValueError where a configuration has no scheme for it
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 
 
 def member(holder: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """The value of a key, of that type; where the key is absent or null, `default`. Raises ValueError for another."""
+    """The value of a key; `default` where it is absent or null. Raises ValueError for a value of another type."""
     value = holder.get(key)
     if value is None:
         return default
@@ -50,7 +50,7 @@ MODELOPT_SCHEMES = {
 
 
 def modelopt_schemes(config: dict[str, Any]) -> Schemes:
-    """The schemes of layers by ModelOpt's configuration. Raises ValueError for one that has other types."""
+    """The schemes of layers by ModelOpt's configuration. Raises ValueError for values of other types."""
     mixed = member(config, "quant_algo", str, "").upper() == "MIXED_PRECISION"
     layers = member(config, "quantized_layers", dict, {})
 
@@ -58,7 +58,7 @@ def modelopt_schemes(config: dict[str, Any]) -> Schemes:
         if not mixed:
             return _modelopt_scheme(config)
         place = expert_of(layer)
-        name = layer if layer in layers or place is None else place[0]  # experts may be there as one
+        name = layer if layer in layers or place is None else place[0]  # experts may share one entry
         entry = member(layers, name, dict)
         if entry is None:
             raise ValueError(f"layer {layer!r} is quantised, and quantized_layers does not tell how")
@@ -86,9 +86,10 @@ _COMPRESSED_FORMATS = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 
 @dataclass(frozen=True)
 class _Target:
-    """What a group means. rank: 0 for a layer's name, 1 for a regular expression, 2 for a class; the lowest counts.
+    """A target of a configuration group. rank: 0 for a layer's name, 1 for a regular expression, 2 for a class.
 
-    scheme: raises ValueError for formats that are not known. They are no error where no layer needs them.
+    The matching target of lowest rank counts. means: whether the target matches a layer's name. scheme: raises
+    ValueError for unknown formats, so that they are an error only where a layer needs them.
     """
 
     rank: int
@@ -99,7 +100,7 @@ class _Target:
 def compressed_schemes(config: dict[str, Any]) -> Schemes:
     """The schemes of layers by compressed-tensors' configuration.
 
-    Raises ValueError for one that has other types, and for regular expressions that `name_pattern` refuses.
+    Raises ValueError for values of other types, and for regular expressions that `name_pattern` refuses.
     """
     targets: list[_Target] = []
     groups = member(config, "config_groups", dict, {})

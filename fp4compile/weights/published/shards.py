@@ -1,6 +1,6 @@
 """Checkpoints as directories of safetensors files: one file, or shards that an index lists, beside configurations.
 
-This is the form in which models are published. What the tensors mean, `published` knows.
+This is the form in which models are published. `conventions` interprets the tensors.
 """
 
 import errno
@@ -25,8 +25,8 @@ _SINGLE = "model.safetensors"
 class Checkpoint:
     """A published checkpoint.
 
-    path: of the directory or file, for messages. tensors: by name. configs: the JSON objects beside the tensors, by the
-    name of their file.
+    path: the directory or file, for messages. tensors: by name. configs: the JSON objects beside the tensors, by file
+    name.
     """
 
     path: Path
@@ -35,16 +35,16 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """Where the configurations are."""
+        """The directory of the configurations."""
         return self.path if self.path.is_dir() else self.path.parent
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint is, as a file of `save_packed` would have it.
+    """The contents of a checkpoint in the form of a `save_packed` file.
 
-    layers, experts: the states of packed linear layers by name, and of packed experts by the name of their parameter,
-    as `get_extra_state` gives them. tensors: all tensors, under the names of a packed model's.
+    layers, experts: the results of `get_extra_state` for packed linear layers by name, and for packed experts by the
+    name of their parameter. tensors: all tensors, under the names of a packed model.
     """
 
     layers: dict[str, dict] = field(default_factory=dict)
@@ -53,10 +53,10 @@ class Contents:
 
 
 def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
-    """The checkpoint in a directory, or the one whose tensors are a file. configs: names of files that it may have.
+    """The checkpoint at a directory or a safetensors file. configs: names of the configuration files that it may have.
 
-    Raises OSError for what cannot be read; ValueError for a directory without a checkpoint, for files that are
-    truncated or no JSON objects, and for an index that names a shard or a tensor that is not there.
+    Raises OSError for a path that cannot be read; ValueError for a directory without a checkpoint, for files that are
+    truncated or no JSON objects, and for an index that names a missing shard or tensor.
     """
     folder = path if path.is_dir() else path.parent
     found = {name: _json(folder / name) for name in configs if os.path.isfile(folder / name)}
@@ -74,13 +74,13 @@ def read_checkpoint(path: Path, configs: tuple[str, ...]) -> Checkpoint:
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file. Raises ValueError, naming the file, for one that is no whole such file."""
+    """The tensors of a safetensors file. Raises ValueError, naming the file, for a broken or truncated file."""
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; raises as `read_tensors` does."""
+    """The metadata of a safetensors file. Raises ValueError, naming the file, for a broken or truncated file."""
     with _opened(file) as opened:
         return opened.metadata() or {}
 
@@ -94,7 +94,7 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except OSError:
         raise
-    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch raises too: of sizes, for example
+    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # torch raises too, for bad sizes
         raise ValueError(f"{file}: not a whole safetensors file: {error}") from error
 
 
@@ -108,7 +108,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for what is none, or is nested too deeply to be read."""
+    """The value of a JSON text. Raises ValueError for text that is no JSON, or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -138,7 +138,7 @@ def _shards(path: Path) -> Iterator[tuple[Path, list[str]]]:
     for shard, names in shards.items():
         if Path(shard).name != shard:
             raise ValueError(f"{path / INDEX}: shard {shard!r} of tensor {names[0]!r} is not a file of the directory")
-        if not os.path.isfile(path / shard):  # which is false for names that no file can have, too
+        if not os.path.isfile(path / shard):  # False also for names that no file can have
             raise ValueError(f"{path / INDEX}: shard {shard!r} of tensor {names[0]!r} is missing")
         yield path / shard, names
 
@@ -170,10 +170,10 @@ def write_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[s
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> None:
-    """Write the tensors, in files of at most `shard_bytes` bytes each where one tensor is not larger, and the configs.
+    """Write the configs, and the tensors in files of at most `shard_bytes` bytes, or of one larger tensor.
 
-    All files are written in a scratch folder inside the directory, and then moved there. What a try that was aborted
-    has left is removed.
+    All files are written in a scratch folder inside the directory, and then moved to the directory. Files of an aborted
+    attempt are removed.
 
     Raises ValueError where the directory has safetensors files already, OSError where it cannot be written.
     """
@@ -191,7 +191,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _write_all(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> list[str]:
-    """Write the files of a checkpoint; their names, in the order in which they may appear to readers."""
+    """Write the files of a checkpoint; returns their names, in the order in which they may appear to readers."""
     shards = list(_cut(checkpoint.tensors, shard_bytes))
     names = [_SINGLE] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
@@ -208,14 +208,14 @@ def _write_all(folder: Path, checkpoint: Checkpoint, shard_bytes: int) -> list[s
     return [*names, *texts]
 
 
-# ---------------------------------------------------------------- moving what is written, or taking it back
+# ---------------------------------------------------------------- publishing the written files, or taking them back
 
 _MOVED = "moved"  # the file in a scratch folder that says which files are moved out of it, and when they were written
 
 
 def _publish(scratch: Path, names: list[str]) -> None:
     """Move files from a scratch folder to the folder around it: all of them, or none where that fails."""
-    new = scratch / "new file"  # with the permissions of one, which those that safetensors writes do not have
+    new = scratch / "new file"  # with the permissions of a new file, which files of safetensors lack
     new.touch()
     mode = new.stat().st_mode
     for name in names:
@@ -232,7 +232,7 @@ def _publish(scratch: Path, names: list[str]) -> None:
 
 
 def _take_back(scratch: Path) -> None:
-    """Remove the files that were moved out of a scratch folder, where they still are what they were."""
+    """Remove the files that were moved out of a scratch folder, unless they were changed since."""
     try:
         written = _json(scratch / _MOVED)
     except (FileNotFoundError, ValueError):  # the writer ended before it had moved any

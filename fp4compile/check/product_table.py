@@ -1,0 +1,158 @@
+"""The table of products that `check-sm100` compiles; every kernel serves at least one of them."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fp4compile.check.quantiser_table import BF16, GROUPS, SIZE
+from fp4compile.formats import formats
+from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.groups import padded_rows
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.hardware import Target
+from fp4compile.templates.choose import candidates, choose
+from fp4compile.templates.launch import Launch, dry_run
+from fp4compile.templates.multiply import multiply, scaled_mm_group
+from fp4compile.templates.problem import problem_of
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of activations [batches, m, k] and weights [n, k], or of activations [m, k] and groups' weights; bf16.
+
+    a: format of the activations; None keeps them in bf16. b: format of the weights. epilogue: "" for none, "bias", or
+    "gated": silu(product) * another matrix. weights: how many weights multiply the same activations, in one launch.
+    groups: the number of groups, 0 for none. Groups cut the m rows, and each has its own weights; or, with along_k,
+    groups cut k, and [m, k] x [n, k] is multiplied for each part.
+    """
+
+    a: str | None
+    b: str
+    m: int = 512
+    n: int = SIZE
+    k: int = SIZE
+    epilogue: str = ""
+    weights: int = 1
+    batches: int = 1
+    groups: int = 0
+    along_k: bool = False
+
+    @property
+    def label(self) -> str:
+        parts = ["x".join(str(size) for size in (self.batches, self.m, self.n, self.k)[self.batches == 1 :])]
+        parts += [self.epilogue] * bool(self.epilogue) + [f"{self.weights} weights"] * (self.weights > 1)
+        parts += [f"{self.groups} groups" + " along K" * self.along_k] * bool(self.groups)
+        return ", ".join(parts)
+
+    @property
+    def formats(self) -> str:
+        return f"{self.a or 'bf16'} x {self.b}"
+
+    def launches(self, sm: int) -> tuple[str, list[Launch]]:
+        """(tier, launches) of the chosen kernel or, where a library is chosen, of this package's best kernel.
+
+        There are no launches where only a library computes the product, where no kernel takes the epilogue, and where
+        only emulated kernels multiply the quantised groups.
+        """
+        target, x = Target(sm), self.arguments()
+        problem = problem_of(x, target)
+        for name in (None, *candidates(problem)):
+            choice = choose(problem, name)
+            skipped = self.groups and self.a is not None and choice.tier != "native"
+            if skipped or (x.epilogue is not None and not choice.takes_epilogue):
+                continue
+            with dry_run(target) as launches:
+                if self.weights > 1:
+                    scaled_mm_group(x.a, [(x.b, x.bias)] * self.weights, BF16)
+                else:
+                    multiply(x, choice)
+            if launches:
+                return choice.tier, launches
+        return "", []
+
+    def arguments(self) -> Arguments:
+        """The arguments as meta tensors, with swizzled scales; see `reference_grouped` for the shapes of groups."""
+        if self.groups:
+            return self._of_groups()
+        batch = () if self.batches == 1 else (self.batches,)
+        a = self._operand(self.a, (*batch, self.m), self.k, (*batch, self.m, 1))
+        b = self._operand(self.b, (*batch, self.n), self.k, (*batch, self.n, 1))
+        bias = _empty((self.n,)) if self.epilogue == "bias" else None
+        if self.epilogue != "gated":
+            return Arguments(a, b, bias, BF16)
+        return Arguments(a, b, bias, BF16, Epilogue.parse(GATED, BF16, BF16), [_empty((*batch, self.m, self.n))])
+
+    def _of_groups(self) -> Arguments:
+        each = (self.groups,)
+        offs = _empty(each, torch.int32)
+        if self.along_k:
+            padded = padded_rows(self.k, self.groups)
+            a = self._operand(self.a, (self.m,), padded, (*each, self.m, 1))
+            b = self._operand(self.b, (self.n,), padded, (*each, self.n, 1))
+            return Arguments(a, b, None, BF16, offs=offs, rows=self.k)
+        a = self._operand(self.a, (self.m,), self.k, (self.m, 1), padded_rows(self.m, self.groups))
+        b = self._operand(self.b, (*each, self.n), self.k, (*each, self.n, 1))
+        return Arguments(a, b, None, BF16, offs=offs, rows=self.m)
+
+    def _operand(
+        self, name: str | None, shape: tuple[int, ...], k: int, of_rows: tuple[int, ...], scale_rows: int | None = None
+    ) -> Operand:
+        """An operand on the meta device.
+
+        shape: [*batch, rows], without the length of a row. k: elements of a quantised row. of_rows: the shape of
+        rowwise outer scales. scale_rows: rows of the block scales; None takes the operand's rows.
+        """
+        if name is None:
+            return Operand(_empty((*shape, self.k)))
+        fmt, (*batch, rows) = formats.get(name), shape
+        blocks = ceil_div(k, fmt.block_cols)
+        data = _empty((*shape, blocks * fmt.block_cols // (2 if fmt.packed else 1)), fmt.data_dtype)
+        swizzled = (*batch, swizzled_numel(rows if scale_rows is None else scale_rows, blocks))
+        scales = None if fmt.scale is None else _empty(swizzled, fmt.scale_dtype)
+        outer = {"tensor": (self.groups,) * bool(self.groups), "row": of_rows}.get(fmt.outer or "")
+        return Operand(data, scales, None if outer is None else _empty(outer, torch.float32), fmt)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def multiplies(launched: Launch) -> bool:
+    """Whether a launch multiplies; a product's other launches dequantise operands or add partial sums."""
+    return launched.kernel.__name__.startswith("gem")
+
+
+GATED = ["neg product", "exp s0", "add s1 1.0", "div product s2", "mul s3 aux0"]
+
+
+_experts = partial(Product, groups=GROUPS)
+PRODUCTS = (
+    *(Product(name, name) for name in ("nvfp4", "nvfp4_one_level", "mxfp8", "mxfp4")),
+    Product("nvfp4_rowwise", "nvfp4_te"), Product("mxfp8", "mxfp8_32x32"), Product("mxfp8_e5m2", "mxfp8"),
+    Product("mxfp8", "mxfp4"), Product("nvfp4", "nvfp4", batches=4), Product("nvfp4", "nvfp4", epilogue="bias"),
+    *(Product(name, name, epilogue="gated") for name in ("nvfp4", "mxfp8", "mxfp4")),
+    # Rows of results that are multiples of 8 elements, of 2, of 1; rows of codes that are no multiples of 16 bytes.
+    Product("nvfp4", "nvfp4", n=SIZE - 8), Product("mxfp8", "mxfp8", n=SIZE - 8), Product("mxfp4", "mxfp4", n=SIZE - 8),
+    Product("mxfp8", "mxfp8", n=SIZE - 2), Product("nvfp4", "nvfp4", n=SIZE - 1),
+    Product("nvfp4", "nvfp4", k=SIZE - 16),
+    # Few tokens.
+    *(Product("nvfp4", "nvfp4", m) for m in (1, 8, 16, 64)), Product("nvfp4", "nvfp4", 32, 4 * SIZE),
+    *(Product(name, name, 16) for name in ("nvfp4_one_level", "mxfp8", "mxfp4")),
+    Product("nvfp4_rowwise", "nvfp4_te", 16), Product("nvfp4", "nvfp4", 16, epilogue="gated"),
+    *(Product(None, "nvfp4", m) for m in (1, 16, 64)),
+    Product(None, "nvfp4", 1, 1024), Product(None, "nvfp4", 1, 4096), Product(None, "nvfp4", 1, k=28672),
+    Product("nvfp4", "nvfp4", 1, 2560, weights=3), Product(None, "nvfp4", 1, 14336, 4096, weights=2),
+    Product(None, "nvfp4", 1, weights=2), Product(None, "nvfp4", 2, 14336, 28672, weights=2),
+    Product(None, "nvfp4", 4, 14336, 4096, weights=2), Product(None, "nvfp4", 8, weights=3),
+    # Experts: forward and dgrad, with few tokens too, then wgrad; rows of results that are multiples of 8 and of 1.
+    _experts("nvfp4_rowwise", "nvfp4_te", SIZE, 2048, 4096), _experts("mxfp8", "mxfp4", SIZE, 2048, 4096),
+    *(_experts(name, name, SIZE, 2048, 4096) for name in ("mxfp8", "mxfp4", "nvfp4")),
+    _experts("nvfp4", "nvfp4", 128, 2040, 4096),
+    _experts("nvfp4_rowwise", "nvfp4_rowwise", 2048, 4095, SIZE, along_k=True),
+    *(_experts(name, name, 2048, 4096, SIZE, along_k=True) for name in ("nvfp4_te", "mxfp8", "mxfp4")),
+    _experts("nvfp4", "nvfp4", 256, 512, SIZE, along_k=True),
+    # Experts, dequantised.
+    _experts(None, "nvfp4", SIZE, 2048, 4096), _experts(None, "mxfp8", 2048, 4096, SIZE, along_k=True),
+)  # fmt: skip

@@ -1,0 +1,182 @@
+"""The ops that quantise and dequantise.
+
+    fp4compile::quantize(x, format, dim, *, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values,
+                         operands, prologue, dtype, stored)
+        -> (data, scales, outer) along each dimension of `dim` in turn, then each of `stored`
+    fp4compile::dequantize(data, scales, outer, format, cols, dtype) -> values
+    fp4compile::expert_weights(data, scales, outer, format, cols, dtype, activation, activation_outer) -> weights
+
+`quantize`. `QuantizeSpec` explains the options. A result that a call does not have is an empty tensor [0]: block scales
+of dequantised values or of a format without block scales; an outer scale that is static, that the format lacks, or that
+the columns share with the rows. offs: int32 [G], which cut the rows of a matrix x in groups (`formats.groups`).
+prologue: steps that are computed first, in float32 (`formats.prologue`); x is their first operand, and `operands` are
+the others. dtype: what the steps' result is rounded to before it is quantised. stored: results of steps that are
+returned as well, each rounded to a dtype ("s3 bfloat16").
+
+`expert_weights` puts packed experts (`weights.experts`) into a graph: it dequantises matrices [E, N, K]. A product of
+its result can read the codes instead, and quantise its tokens to the format `activation` (None: not at all) with the
+static outer scale `activation_outer` (None: computed). Neither argument changes the result of this op.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from fp4compile.formats import formats, reference
+from fp4compile.formats.prologue import Prologue, apply
+from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
+from fp4compile.formats.reference_grouped import quantize_along
+from fp4compile.ops.define import define
+from fp4compile.templates.quantize import dequantize as kernels
+from fp4compile.templates.quantize import plan
+
+Tensors = list[torch.Tensor]
+
+
+def quantize_reference(
+    x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
+    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
+):  # fmt: skip
+    """`quantize` by the reference."""
+    spec, x = _spec(x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands,
+                    prologue, dtype, stored)  # fmt: skip
+    written: Sequence[torch.Tensor] = ()
+    if spec.prologue is not None:
+        x, written = apply(spec.prologue, (x, *(operands or ())))
+    return _results(spec, x, [quantize_along(spec, x, d, offs, outer, seed) for d in spec.dims], written)
+
+
+def _results(spec: QuantizeSpec, x: torch.Tensor, found: Sequence[tuple], written: Sequence[torch.Tensor]) -> Tensors:
+    """The list that the op returns. Results that a call does not have, or that are its inputs, become empty tensors.
+
+    found: (data, scales, outer) along each dimension. written: the tensors that the prologue stores.
+    """
+    returned: Tensors = []
+    for dim, (data, scales, outer) in zip(spec.dims, found, strict=True):
+        returned += [
+            data,
+            x.new_empty(0, dtype=spec.format.scale_dtype) if scales is None else scales,
+            outer if spec.computes_outer(dim) else x.new_empty(0, dtype=torch.float32),
+        ]
+    return [*returned, *written]
+
+
+def quantize_shapes(
+    x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
+    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
+):  # fmt: skip
+    """Empty tensors like the results of `quantize`."""
+    spec, x = _spec(x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands,
+                    prologue, dtype, stored)  # fmt: skip
+    fmt, found = spec.format, []
+    for d in spec.dims:
+        data, scales, computed = spec.shapes(x, 0 if offs is None else offs.shape[0], d)
+        found += [
+            x.new_empty(data, dtype=fmt.values_dtype if d in spec.values else fmt.data_dtype),
+            x.new_empty(scales, dtype=fmt.scale_dtype),
+            x.new_empty(computed, dtype=torch.float32),
+        ]
+    return found + ([] if spec.prologue is None else list(spec.prologue.empty_stored(x)))
+
+
+def quantize_kernels(
+    x, format, dim=(ROWS,), *, offs=None, outer=None, seed=None, layout="linear", hadamard=False, scale_rule="amax",
+    each_matrix=False, values=(), operands=None, prologue=None, dtype=None, stored=None,
+):  # fmt: skip
+    """`quantize` by the Triton kernels: one read of x, and a second one where an outer scale needs the amax first."""
+    spec, x = _spec(x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands,
+                    prologue, dtype, stored)  # fmt: skip
+    found, written = plan.quantize(spec, x, operands or (), offs, outer, seed)
+    return _results(spec, x, found, written)
+
+
+def _spec(
+    x, format, dim, offs, outer, seed, layout, hadamard, scale_rule, each_matrix, values, operands, prologue, dtype,
+    stored,
+) -> tuple[QuantizeSpec, torch.Tensor]:  # fmt: skip
+    """(the spec of a call, x with the dimension last or last but one). Raises what `QuantizeSpec` raises."""
+    dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
+    if any(not -rank <= d < rank for d in dims):
+        raise ValueError(f"dim={list(dims)}: x has {rank} dimensions")
+    dims = tuple(d - rank if d >= 0 else d for d in dims)
+    if len(dims) == 1 and dims[0] not in (ROWS, COLUMNS) and offs is None and not each_matrix:
+        x, dims = x.movedim(dims[0], -1).transpose(-2, -1), (COLUMNS,)
+    spec = _made(
+        format, dims, layout, hadamard, scale_rule, tuple(values), offs is not None, each_matrix, outer is not None,
+        seed is not None, tuple(prologue or ()), dtype or x.dtype, tuple(stored or ()),
+    )  # fmt: skip
+    spec.check_tensors(x, offs, outer, seed)
+    spec.check_operands((x, *(operands or ())))
+    return spec, x
+
+
+@cache
+def _made(
+    format, dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static, seeded, prologue, dtype, stored
+) -> QuantizeSpec:
+    """The spec of a call's arguments; equal calls share one spec."""
+    steps = Prologue.parse(prologue, dtype, stored) if prologue else None
+    return QuantizeSpec(formats.get(format), dims, layout, hadamard, scale_rule, values, ragged, each_matrix, static,
+                        seeded, steps)  # fmt: skip
+
+
+QUANTIZE = define(
+    "quantize(Tensor x, str format, int[1] dim=-1, *, Tensor? offs=None, Tensor? outer=None, Tensor? seed=None,"
+    " str layout='linear', bool hadamard=False, str scale_rule='amax', bool each_matrix=False, int[] values=[],"
+    " Tensor[]? operands=None, str[]? prologue=None, ScalarType? dtype=None, str[]? stored=None) -> Tensor[]",
+    reference=quantize_reference,
+    shapes=quantize_shapes,
+    kernels=quantize_kernels,
+)
+
+
+# ---------------------------------------------------------------- dequantize
+
+
+def dequantize_reference(data, scales, outer, format, cols, dtype):
+    """`dequantize` by the reference."""
+    return reference.dequantize(data, scales, outer, formats.get(format), cols, dtype)
+
+
+def dequantize_kernels(data, scales, outer, format, cols, dtype):
+    """`dequantize` by the Triton kernel."""
+    return kernels.dequantize(data, scales, outer, formats.get(format), cols, dtype)
+
+
+def dequantize_shapes(data, scales, outer, format, cols, dtype):
+    """An empty tensor like the result of `dequantize`."""
+    return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
+
+
+DEQUANTIZE = define(
+    "dequantize(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype) -> Tensor",
+    reference=dequantize_reference,
+    shapes=dequantize_shapes,
+    kernels=dequantize_kernels,
+)
+
+
+# ---------------------------------------------------------------- expert_weights
+
+
+def expert_weights(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
+    """`expert_weights` by `dequantize`."""
+    if outer is not None and outer.dim() == 1:  # one a matrix; `dequantize` takes one a row
+        outer = outer.view(-1, 1, 1).expand(-1, data.shape[1], 1).contiguous()
+    return DEQUANTIZE(data, scales, outer, format, cols, dtype)
+
+
+def expert_weights_shapes(data, scales, outer, format, cols, dtype, activation=None, activation_outer=None):
+    """An empty tensor like the result of `expert_weights`."""
+    return data.new_empty((*data.shape[:-1], cols), dtype=dtype)
+
+
+EXPERT_WEIGHTS = define(
+    "expert_weights(Tensor data, Tensor? scales, Tensor? outer, str format, SymInt cols, ScalarType dtype,"
+    " str? activation=None, float? activation_outer=None) -> Tensor",
+    reference=expert_weights,
+    shapes=expert_weights_shapes,
+    kernels=expert_weights,
+    lowered=False,
+)

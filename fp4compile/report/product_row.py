@@ -1,0 +1,107 @@
+"""`Row`: how one matrix product of a compiled graph is computed, and the name that reports show."""
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+PRODUCTS = ("fprop", "dgrad", "wgrad", "attention", "other")
+CATEGORIES = ("dense", "experts", "attention", "convolution", "other")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One matrix product of a compiled graph: [m, k] times [k, n].
+
+    module: fully qualified name of the layer; "" for a product outside of every layer.
+    product: one of PRODUCTS.
+    m, n, k: the dimensions of the product; text where they are symbolic, None where they are not known.
+    left, right: the format of each operand, or its dtype (such as "bfloat16") where it is not quantised; None where
+        the operand is unknown.
+    tier: what computes the product: "native" (the GPU's block-scaled matrix units), "emulated" (other GPU kernels) or
+        "reference" (PyTorch operations, on a CPU); None where the product is left alone.
+    reason: why the product is left alone; None where it is quantised.
+    flops: floating-point operations of one run. Where a size is symbolic, they are counted at the sizes of the call
+        that was captured; None where they are not known.
+    saved, saved_plain: for a wgrad, the bytes of packed activation that the forward pass saves for it, and the bytes of
+        this activation unquantised. None where nothing is saved for this product: the activation is recomputed, or
+        saved for another layer that has the same input.
+    category: one of CATEGORIES. "experts" are grouped products, and batched products with a parameter.
+    name: the layer's name that the recipe's rules match, where it differs from `module`: where a submodule was
+        compiled by itself, rules match the name below it.
+    note: how a quantised product differs from what the recipe says, and why; None where it does not.
+    weight_scales: how the block scales of the weight are chosen, where the recipe's `weight_scales` is not "amax": that
+        setting, or "amax (training)" in a graph that computes gradients; None elsewhere.
+    fused: the operations that the quantisers of its operands compute in a prologue, such as "silu, mul" (";" separates
+        two operands); None without a prologue, and before the graph is compiled.
+    node: the product's node in the captured graph, as graph dumps show it.
+    plain_seconds, seconds: the product's predicted time in bf16, and as it is planned; see `fp4compile.roofline`. None
+        where no GPU is named, and for products of unknown size.
+
+    Rows are compared without node and seconds.
+    """
+
+    module: str
+    product: str
+    m: int | str | None
+    n: int | str | None
+    k: int | str | None
+    left: str | None
+    right: str | None
+    tier: str | None
+    reason: str | None
+    flops: int | None
+    saved: int | None = None
+    saved_plain: int | None = None
+    category: str = "dense"
+    name: str | None = None
+    note: str | None = None
+    weight_scales: str | None = None
+    fused: str | None = None
+    node: str | None = field(default=None, compare=False)
+    plain_seconds: float | None = field(default=None, compare=False)
+    seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the product is quantised."""
+        return self.reason is None
+
+
+def row_of(stored: Any) -> Row:
+    """The row with the fields in `stored`: a dictionary from `dataclasses.asdict`, read back from JSON.
+
+    Raises ValueError where `stored` has no valid fields of a row.
+    """
+    if not isinstance(stored, dict):
+        raise ValueError(f"a row is a {type(stored).__name__}")
+    known = {one.name: one for one in fields(Row)}
+    if unknown := stored.keys() - known.keys():
+        raise ValueError(f"a row has a field {min(unknown)!r}")
+    for name, one in known.items():
+        kinds: Any = int | one.type if one.type == (float | None) else one.type
+        if name not in stored and one.default is MISSING:
+            raise ValueError(f"a row has no {name}")
+        if not isinstance(stored.get(name, one.default), kinds):
+            raise ValueError(f"{name} of a row is {stored[name]!r}")
+    row = Row(**stored)
+    if row.product not in PRODUCTS or row.category not in CATEGORIES:
+        raise ValueError(f"a row is of {row.product!r}, {row.category!r}")
+    return row
+
+
+def shown_name(row: Row) -> str:
+    """The full name of the layer, with brackets around the part that rules do not match."""
+    if row.name is None:
+        return row.module or "(top)"
+    if is_below(row.name, row.module):
+        return f"[{row.module.removesuffix(row.name)}]{row.name}"
+    return f"{row.module} [rules: {row.name}]"
+
+
+def one_line(text: str) -> str:
+    """The text with all unprintable characters escaped: newlines, tabs, terminal escapes."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def is_below(name: str, path: str) -> bool:
+    """Whether a dotted name is the whole or the last part of a path; true for the empty name."""
+    return name in ("", path) or path.endswith(f".{name}")

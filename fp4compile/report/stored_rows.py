@@ -1,0 +1,102 @@
+"""Report rows, stored beside Inductor's compile caches.
+
+Where a graph comes from a cache, the passes do not run and make no rows. So the process that fills the cache also
+stores the rows, in Inductor's cache directory, under a key of the graph that Dynamo captured. A process that hits the
+cache reads them.
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx import GraphModule
+
+from fp4compile.recipe.atomic_file import write_atomically
+from fp4compile.report.report import Row, rows_from_json, rows_to_json
+
+log = logging.getLogger("fp4compile")
+
+
+def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, config_patches: dict[str, Any]) -> str:
+    """sha256 of everything on which the rows of a Dynamo graph depend.
+
+    It covers the graph and the graphs inside it, the metadata of its inputs, the uuid of the passes, the configurations
+    of Inductor and AOTAutograd, and the autocast and gradient modes.
+
+    config_patches: the changes that this compilation makes to Inductor's configuration.
+    """
+    bodies = [f"{name}\n{part.code}" for name, part in gm.named_modules() if isinstance(part, GraphModule)]
+    parts = [*bodies, *(_describe(value) for value in example_inputs), repr(uuid), torch.__version__]
+    with inductor_config.patch(config_patches):  # the portable configurations leave out the pass slots: see uuid
+        parts += [_configuration(inductor_config), _configuration(functorch_config)]
+    parts += [repr((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))) for kind in ("cpu", "cuda")]
+    parts.append(repr((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _configuration(module: Any) -> str:
+    return repr(sorted((name, _stable(value)) for name, value in module.save_config_portable().items()))
+
+
+def _stable(value: Any) -> str:
+    """The text of a value, equal in every process; a function is represented by its name."""
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return repr(value)
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
+
+
+def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
+    """Write the rows of a compilation. Logs a cache that cannot be written, and does not raise."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(rows_to_json(rows, counts) for rows, counts in graphs)
+        write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        log.warning("report rows not stored: %s", error)
+
+
+def load(key: str) -> list[tuple[list[Row], dict[str, int]]] | None:
+    """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
+
+    A file with other contents is removed; the graph runs without it.
+    """
+    path = _path(key)
+    try:
+        stored = path.read_bytes()
+    except OSError:
+        log.warning("a graph came from Inductor's cache, and its report rows are gone: it is not in the report")
+        return None
+    try:
+        return _graphs(stored)
+    except (ValueError, RecursionError) as error:
+        log.warning("a graph came from Inductor's cache, and its report rows cannot be read (%s): it is not in the "
+                    "report, and %s is removed", error, path)  # fmt: skip
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _graphs(stored: bytes) -> list[tuple[list[Row], dict[str, int]]]:
+    """The rows that `store` wrote: one line for each of at least one graph. Raises ValueError for anything else."""
+    lines = stored.decode().splitlines()
+    if not lines:
+        raise ValueError("the file is empty")
+    return [rows_from_json(line) for line in lines]
+
+
+def _path(key: str) -> Path:
+    return Path(cache_dir()) / "fp4compile" / f"{key}.json"

@@ -1,0 +1,230 @@
+"""The terms of predicted times: steps, how an operand is quantised, and the shares that kernels reach.
+
+`roofline.model` makes the steps of a layer from the sizes in `roofline.sizes`. `KERNELS`, `LIBRARY` and the names below
+them are the only definitions of kernels' shares and launches, as `hardware` is for a GPU's shares and launches.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import ceil_div, swizzled_numel
+from fp4compile.hardware import Gpu, named
+from fp4compile.roofline.sizes import largest
+
+BF16, FLOAT32 = 2, 4  # bytes
+ROWS, BOTH_WAYS, COLUMN = "rows", "both", "columns"  # directions of quantising
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The shares and times of a product's kernel.
+
+    memory: share of a copy's bytes/s. matrix: share of the peak FLOP/s; None takes the library's share on the GPU.
+    launch: seconds of its launch and pipeline, as a multiple of a library product's seconds.
+    tile: rows and columns of the result that a multiprocessor, or a cluster of them, computes at once. Such a kernel
+        multiplies whole tiles, and as many in each turn as fit on the GPU. None: tiles follow the shape, and nothing is
+        rounded up.
+    cluster: multiprocessors that compute a tile together.
+    turn: seconds between two tiles of a program, in which it neither multiplies nor loads: sums are added up, scaled
+        and stored, and the next tile's matrices are looked up. 0 where another tile hides them.
+    launches: the number of launches besides the multiplying one.
+    """
+
+    memory: float = 1.0
+    matrix: float | None = None
+    launch: float = 1.0
+    tile: tuple[int, int] | None = None
+    cluster: int = 1
+    turn: float = 0.0
+    launches: int = 0
+
+
+# Kernels by the name that `choose` returns. `benchmarks/roofline_fit.py` fits the emulated kernels to half of
+# benchmarks/results/linear_h200.json, one entry for all shapes of a kernel, and `library_row_scaled` to half of
+# ceilings_h200.json there: it has the GPU's FP8 share, and torch's tiles (RowwiseScaledMM.cu has 128 x 128, and
+# 64 x 128 where all of these run at once, which takes as long). `dequant_tiles` is fitted to the figures in
+# templates/gemm/heuristics.py. Triton's kernels for SM100 have the share of the matrix units of the model in
+# templates/gemm/cost.py. Other kernels have the library's share.
+TRITON_SM100 = 0.4
+KERNELS = {
+    "gemv": Kernel(memory=0.92, launch=0.6),
+    "skinny": Kernel(memory=0.72, launch=0.7),
+    "wgmma_sm90": Kernel(memory=0.7, launch=1.15),
+    "dequant_tiles": Kernel(memory=0.5, matrix=0.32, launch=1.3),
+    "block_scaled_sm100": Kernel(matrix=TRITON_SM100),
+    "skinny_block_scaled_sm100": Kernel(matrix=TRITON_SM100),
+    "library_row_scaled": Kernel(memory=0.66, launch=0.75, tile=(128, 128)),
+    # Kernels of experts: fitted to DeepSeek-V3 and Llama-4 in benchmarks/results/grouped_mm_h200.json, with the
+    # kernels' own tiles. "grouped_dequant_operand" is assumed to reach the shares of torch's bf16 kernel (`LIBRARY`).
+    # "grouped_library_row_scaled" multiplies at the FP8 share of the dense product, in clusters of 2 x 2
+    # multiprocessors (ScaledGroupMM.cu), with tiles of 128 x 128 each; tiles for few rows, 64 x 128, are assumed to
+    # last as long. Many small groups have many turns for their FLOPs: between two turns, the epilogue waits for the
+    # sums, and descriptors are made for the next group. "grouped_skinny" and "grouped_dequant_tiles" have the tiles of
+    # their launches: warps' sums are added up through shared memory. Programs of "grouped_skinny" first search the
+    # offsets for their tiles.
+    "grouped_library_row_scaled": Kernel(memory=0.66, tile=(256, 256), cluster=4, turn=5.4e-6, launches=3),
+    "grouped_skinny": Kernel(memory=0.87, launch=1.8, turn=2.1e-6),
+    "grouped_dequant_tiles": Kernel(memory=0.5, matrix=0.3, launch=1.3, turn=9.3e-6),
+    "grouped_dequant_operand": Kernel(memory=0.66, tile=(128, 256)),
+    "grouped_block_scaled_sm100": Kernel(matrix=TRITON_SM100, tile=(128, 128)),
+}
+# torch's bf16 products. The grouped product (GroupMM.cu), streaming the weights of a decode step, reaches a smaller
+# share of the memory's rate than the dense product. A launch before it writes the arguments of each group.
+LIBRARY = {"dense": Kernel(), "grouped": Kernel(memory=0.66, tile=(128, 128), launches=1)}
+# Kernels by which torch multiplies the outer scales of the library's two-level product; see templates/gemm/cost.py.
+OUTER_SCALES = 2
+
+
+@dataclass(frozen=True)
+class Quantisers:
+    """Shares of a copy's bytes/s that quantise kernels reach; all shares that apply to an operand are multiplied.
+
+    columns, both, square: shares along columns, in both directions, in square blocks. hadamard, stochastic: shares with
+    the Hadamard transform and with stochastic rounding. row_amax: seconds, in launches, of the pass over a row inside
+    the kernel that computes its outer scale.
+    """
+
+    columns: float = 0.93
+    both: float = 0.82
+    square: float = 0.87
+    hadamard: float = 0.74
+    stochastic: float = 0.92
+    row_amax: float = 0.6
+
+
+QUANTISERS = Quantisers()  # fitted to half of benchmarks/results/quantize_h200.json
+
+
+@dataclass(frozen=True)
+class Use:
+    """How an operand is quantised: its format, and the switches that change the cost."""
+
+    format: BlockFormat
+    static: bool = False
+    stochastic: bool = False
+    hadamard: bool = False
+
+    def merges_with(self, other: "Use | None") -> bool:
+        """Whether one kernel writes both directions of a tensor; see `passes.merge_quantize`."""
+        if other is None:
+            return False
+        return (self.format, self.static, self.stochastic) == (other.format, other.static, other.stochastic)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One or more kernels with one purpose.
+
+    name: the purpose. product: the product that needs the step: "fprop", "dgrad", "wgrad"; "other" outside linear
+        layers.
+    flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
+        Numbers, or sympy expressions.
+    rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
+    between: seconds between the tiles of a program (`Kernel.turn`).
+    """
+
+    name: str
+    product: str
+    flops: Any
+    bytes: Any
+    rate: float
+    bandwidth: float
+    overhead: float
+    between: Any = 0.0
+
+    @property
+    def matrix(self) -> Any:
+        """Seconds of the matrix units."""
+        return self.flops / self.rate
+
+    @property
+    def memory(self) -> Any:
+        """Seconds of the memory."""
+        return self.bytes / self.bandwidth
+
+    @property
+    def seconds(self) -> Any:
+        """Seconds of the whole step."""
+        return self.overhead + self.between + largest(self.matrix, self.memory)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The steps of a layer in bf16 (`plain`), and under a recipe (`steps`)."""
+
+    plain: tuple[Step, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def plain_seconds(self) -> Any:
+        """Seconds of the bf16 layer; a sympy expression where sizes are symbols."""
+        return sum(step.seconds for step in self.plain)
+
+    @property
+    def seconds(self) -> Any:
+        """Seconds of the layer under the recipe."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def gain(self) -> Any:
+        """The speed-up over bf16; below 1 the recipe is slower."""
+        return self.plain_seconds / self.seconds
+
+    @property
+    def binds(self) -> str:
+        """What takes most of the recipe's time: "matrix", "memory" or "launches". Sizes must be numbers."""
+        spent = {"matrix": 0.0, "memory": 0.0, "launches": 0.0}
+        for step in self.steps:
+            spent["launches"] += step.overhead
+            bound = "matrix" if step.matrix > step.memory else "memory"
+            spent[bound] += step.between + max(step.matrix, step.memory)
+        return max(spent, key=lambda each: spent[each])
+
+    def of_product(self, name: str) -> "Prediction":
+        """The steps of one product. A kernel that writes two directions counts for the first product that reads one."""
+        plain, steps = (
+            tuple(step for step in each if step.product == name) for each in (self.plain, self.steps)
+        )  # fmt: skip
+        return Prediction(plain, steps)
+
+
+def quantise_step(
+    role: str, product: str, use: Use, hadamard: bool, numel: Any, written: Any, along: str, gpu: Gpu
+) -> Step:
+    """The step of quantising numel elements.
+
+    A dynamic outer scale needs an amax, which reads the operand once more. A row's amax, along rows alone, is computed
+    inside the kernel.
+    """
+    outer, reached = None if use.static else use.format.outer, QUANTISERS
+    own_amax = outer == "tensor" or (outer == "row" and along != ROWS)
+    reads = 2 if own_amax else 1
+    share = {ROWS: 1.0, COLUMN: reached.columns, BOTH_WAYS: reached.both}[along]
+    if use.format.square:
+        share = reached.square
+    share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if use.stochastic else 1.0)
+    launches = reads + (reached.row_amax if outer == "row" and not own_amax else 0)
+    return Step(f"quantise {role}, {along}", product, 0, reads * BF16 * numel + written, gpu.bf16,
+                gpu.copy_rate * share, launches * gpu.launch)  # fmt: skip
+
+
+def quantise_seconds(
+    use: Use, rows: Any, columns: Any, gpu: str | Gpu, *, along: str = ROWS, native: bool = False
+) -> Any:  # fmt: skip
+    """Seconds of quantising a 16-bit matrix [rows, columns] along its "rows", its "columns", or "both" at once."""
+    written = 0 if along == COLUMN else stored(use.format, rows, columns, native)
+    if along != ROWS:
+        written += stored(use.format, columns, rows, native)
+    return quantise_step("x", "fprop", use, use.hadamard, rows * columns, written, along, named(gpu)).seconds
+
+
+def stored(fmt: BlockFormat, lines: Any, length: Any, native: bool) -> Any:
+    """Bytes of the codes and scales of `lines` lines of `length` elements; swizzled scales with their padding."""
+    blocks = ceil_div(length, fmt.block_cols)
+    codes = lines * blocks * fmt.block_cols / (2 if fmt.packed else 1)
+    if fmt.scale is None:
+        return codes + FLOAT32 * lines
+    if native:  # in the swizzled layout, square blocks also have a scale for each row
+        return codes + swizzled_numel(lines, blocks)
+    return codes + ceil_div(lines, fmt.block[0] if fmt.block else 1) * blocks

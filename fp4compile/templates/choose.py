@@ -1,0 +1,164 @@
+"""Chooses the kernel of a product. No other file decides it.
+
+`choose(problem)` returns the first candidate of `REGISTRY` that serves the problem. The passes that plan, fuse and
+lower, `autotune` and `multiply` all read the `Choice`. A new kernel is a `Candidate` in a file of its own, and a line
+here.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from fp4compile._compat import statically_true
+from fp4compile.templates.gemm import (
+    block_scaled_sm100,
+    cost,
+    dequant_operand,
+    dequant_tiles,
+    gemv,
+    grouped_block_scaled_sm100,
+    grouped_dequant_operand,
+    grouped_dequant_tiles,
+    grouped_library,
+    grouped_skinny,
+    library,
+    skinny,
+    skinny_block_scaled_sm100,
+    wgmma_sm90,
+)
+from fp4compile.templates.gemm.candidate import Candidate
+from fp4compile.templates.gemm.heuristics import LIBRARY_ROWS, WGMMA_ROWS, least_rows_in_memory
+from fp4compile.templates.problem import Problem
+
+# In order of rank: a library before a kernel for its problems, a kernel for few rows before a kernel for many.
+REGISTRY: tuple[Candidate, ...] = (
+    skinny_block_scaled_sm100.CANDIDATE,
+    library.BLOCK_SCALED,
+    block_scaled_sm100.CANDIDATE,
+    library.ROW_SCALED,
+    library.RESCALED,
+    gemv.CANDIDATE,
+    skinny.CANDIDATE,
+    wgmma_sm90.CANDIDATE,
+    dequant_operand.CANDIDATE,
+    dequant_tiles.CANDIDATE,
+    # Grouped products.
+    grouped_block_scaled_sm100.CANDIDATE,
+    grouped_library.BLOCK_SCALED,  # serves a subset of the candidate before: chosen only by timing
+    grouped_library.ROW_SCALED,
+    grouped_skinny.CANDIDATE,
+    grouped_dequant_operand.CANDIDATE,
+    grouped_dequant_tiles.CANDIDATE,
+)
+# Numbers of rows of A that stand for a symbolic number: a different kernel serves each.
+_REPRESENTATIVE_ROWS = (1, WGMMA_ROWS, LIBRARY_ROWS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that serves a problem.
+
+    kernel: the candidate's name; "by rows" where the number of rows is symbolic and decides it when the graph runs.
+    tier: "native" or "emulated". config: the launch configuration, None where there is nothing to configure.
+    takes_epilogue: whether a kernel would apply an epilogue of this problem: this kernel, or another one that is
+    expected to be faster than this kernel and a pointwise kernel after it (see `cost`).
+    dequantizes_a, dequantizes_b: whether the operand, if it is quantised, is written to memory in 16 bits first; for
+    "by rows": whether that is so for every number of rows.
+    stores: whether the kernel writes the result; False where the graph rescales the library's product.
+    group: what products of one A must have in common to share a launch; None where the kernel computes one product.
+    settled: whether this kernel serves every number of rows that the problem allows.
+    traceable: whether a graph can hold the launches. If not, or if not settled, the op stays in the graph.
+    """
+
+    kernel: str
+    tier: str
+    config: Any = None
+    takes_epilogue: bool = False
+    dequantizes_a: bool = False
+    dequantizes_b: bool = False
+    stores: bool = True
+    group: tuple | None = None
+    settled: bool = True
+    traceable: bool = True
+
+
+def choose(problem: Problem, preferred: str | None = None) -> Choice:
+    """The kernel for a problem. Choices for concrete sizes are cached.
+
+    preferred: a name of `candidates(problem)`, which is then chosen if it serves the problem. Raises ValueError for
+    another name.
+    """
+    decide = _decided if problem.static else _decide
+    return decide(problem, preferred, REGISTRY)
+
+
+def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, ...]) -> Choice:
+    found = _first(problem, registry) if preferred is None else named(preferred)
+    if not found.serves(problem):
+        found = _first(problem, registry)
+    by_rows = [] if found.any_rows else _by_rows(problem, registry)
+    if by_rows:
+        return Choice("by rows", found.tier, dequantizes_a=all(each.dequantizes_a for each in by_rows),
+                      dequantizes_b=all(each.dequantizes_b for each in by_rows), settled=False,
+                      traceable=False)  # fmt: skip
+    # No candidate serves a problem only because of its epilogue: if this one still serves it, it is still the first.
+    fused = problem if problem.epilogue else replace(problem, epilogue=True)
+    with_epilogue = found if found.serves(fused) else _first(fused, registry)
+    takes_epilogue = with_epilogue.takes_epilogue(fused)
+    if takes_epilogue and with_epilogue is not found:
+        takes_epilogue = cost.fusing_pays(problem, with_epilogue.configure(fused))
+    config = found.configure(problem)
+    return Choice(
+        found.name, found.tier, config, takes_epilogue=takes_epilogue, dequantizes_a=found.dequantizes_a,
+        dequantizes_b=found.dequantizes_b, stores=found is not library.RESCALED,
+        group=None if found.group_with is None or problem.empty else found.group_with(problem),
+        traceable=found.traceable(config),
+    )  # fmt: skip
+
+
+_decided = lru_cache(maxsize=4096)(_decide)
+
+
+def candidates(problem: Problem) -> tuple[str, ...]:
+    """Names of the candidates that compute a problem on the matrix units without dequantising, best rank first.
+
+    If there are several, only timing tells which one is fastest; see `passes.autotune`.
+    """
+    return tuple(each.name for each in REGISTRY if each.tier == "native" and each.serves(problem))
+
+
+def to_time(problem: Problem) -> list[Choice]:
+    """The choices that `max-autotune` times: every configuration of every name in `candidates`, best rank first."""
+    found = []
+    for name in candidates(problem):
+        choice = choose(problem, preferred=name)
+        if choice.takes_epilogue or not problem.epilogue:
+            found += [replace(choice, config=each) for each in named(name).to_time(problem)]
+    return found
+
+
+def named(name: str) -> Candidate:
+    """The candidate of this name. Raises ValueError for an unknown name."""
+    for candidate in REGISTRY:
+        if candidate.name == name:
+            return candidate
+    raise ValueError(f"kernel: {name!r} is none of {', '.join(each.name for each in REGISTRY)}")
+
+
+def _first(problem: Problem, registry: tuple[Candidate, ...]) -> Candidate:
+    return next(candidate for candidate in registry if candidate.serves(problem))
+
+
+def _by_rows(problem: Problem, registry: tuple[Candidate, ...]) -> list[Candidate]:
+    """The kernels for `_REPRESENTATIVE_ROWS` (with groups: for few and for many rows); empty if one kernel serves all.
+
+    Without groups, the list is empty if the number of rows is known to be below, or not below, LIBRARY_ROWS.
+    """
+    if problem.ragged is None:
+        known = statically_true(problem.m < LIBRARY_ROWS) or statically_true(problem.m >= LIBRARY_ROWS)
+        return [] if known else [_first(replace(problem, m=m), registry) for m in _REPRESENTATIVE_ROWS]
+    if isinstance(problem.rows, int):
+        return []
+    dimension = "k" if problem.along_k else "m"
+    each = [_first(replace(problem, **{dimension: rows}), registry) for rows in (1, least_rows_in_memory(problem))]
+    return each if each[0] is not each[1] else []

@@ -1,1 +1,0 @@
-"""Kernels that quantise and multiply groups of rows, those of experts."""

@@ -1,0 +1,115 @@
+"""Multiply quantised CUDA tensors by the kernel that `choose` names.
+
+The functions here check their arguments, allocate outputs and launch kernels; they run eagerly and under tracing, on
+concrete and on symbolic sizes. Results equal `reference.scaled_mm` and `reference_grouped.scaled_grouped_mm` up to the
+order of the float32 sums, with one exception: FP8 matrix units multiply two `float8_rowwise` operands, and their sums
+on Hopper are less exact than float32. The host never reads the offsets of groups.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fp4compile.formats import reference
+from fp4compile.formats.checks import check
+from fp4compile.formats.epilogue import Epilogue
+from fp4compile.formats.operand import Arguments, Operand
+from fp4compile.hardware import Target
+from fp4compile.templates.choose import Choice, choose, named
+from fp4compile.templates.gemm import grouped_library, library
+from fp4compile.templates.gemm.call import Call, kernel_operand
+from fp4compile.templates.gemm.candidate import MOST_IN_GROUP
+from fp4compile.templates.gemm.streaming import of_all
+from fp4compile.templates.launch import target_of
+from fp4compile.templates.problem import problem_of
+
+
+def multiply(x: Arguments, choice: Choice | None = None) -> torch.Tensor:
+    """The product of the arguments on the GPU: [..., M, N] or, with groups, of the shape that `Problem.ragged` gives.
+
+    choice: the kernel; None calls `choose`.
+    Raises ValueError or TypeError, naming the argument, for arguments that do not fit, and for an epilogue that the
+    kernel does not take.
+    """
+    if x.plain:
+        if x.epilogue is not None:
+            raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
+        return reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
+    return _launched(call_of(x), choice)
+
+
+def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
+    p = call.problem
+    shape = (*call.a.data.shape[:-1], p.n) if p.ragged is None else p.shape
+    if p.empty:
+        return call.a.data.new_empty(shape, dtype=call.stored_dtype)
+    choice = choice or choose(p)
+    if call.epilogue is not None and not choice.takes_epilogue:
+        raise ValueError("epilogue: the kernel that serves this product takes none")
+    result = named(choice.kernel).run(call, choice.config)
+    return result.view(shape) if p.ragged is None else result
+
+
+def call_of(x: Arguments, target: Target | None = None) -> Call:
+    """The call for these arguments. target: None stands for the GPU of A. Raises what `checks.check` raises."""
+    check(x)
+    problem = problem_of(x, target_of(x.a.data.device) if target is None else target)
+    return Call(
+        problem, kernel_operand(x.a, problem.a), kernel_operand(x.b, problem.b),
+        None if x.bias is None else x.bias.contiguous(), x.epilogue, tuple(each.contiguous() for each in x.auxiliaries),
+        None if x.offs is None else x.offs.contiguous(),
+    )  # fmt: skip
+
+
+def scaled_mm(
+    a: Operand,
+    b: Operand,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    epilogue: Epilogue | None = None,
+    auxiliaries: Sequence[torch.Tensor] = (),
+    choice: Choice | None = None,
+) -> torch.Tensor:
+    """`reference.scaled_mm` by `multiply`: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
+
+    epilogue: steps that are applied to the product before it is stored; the choice must take an epilogue.
+    """
+    return multiply(Arguments(a, b, bias, out_dtype, epilogue, auxiliaries), choice)
+
+
+def scaled_grouped_mm(
+    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype, choice: Choice | None = None
+) -> torch.Tensor:
+    """`reference_grouped.scaled_grouped_mm` by `multiply`."""
+    return multiply(Arguments(a, b, None, out_dtype, offs=offs, rows=rows), choice)
+
+
+def scaled_mm_group(
+    a: Operand, members: Sequence[tuple[Operand, torch.Tensor | None]], out_dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """`scaled_mm` of one A and several (B, bias), in one launch where `Choice.group` allows it.
+
+    A decode step multiplies a few tokens by the weights of Q, K and V, or of gate and up. A separate launch takes about
+    as long to start, and to get its loads under way, as to read its weights.
+
+    A product has the same bits as in a launch of its own, unless that launch, with several tokens, would add its sums
+    in another order (see `heuristics.skinny_config`). Raises what `multiply` raises.
+    """
+    calls = [call_of(Arguments(a, b, bias, out_dtype)) for b, bias in members]
+    choices = [choose(call.problem) for call in calls]
+    alike = len({(choice.kernel, choice.group) for choice in choices}) == 1 and choices[0].group is not None
+    if not 1 < len(calls) <= MOST_IN_GROUP or not alike:
+        return list(map(_launched, calls, choices))
+    candidate = named(choices[0].kernel)
+    outs = candidate.run_group(calls, candidate.configure(of_all(calls)))
+    return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
+
+
+def scaled_mm_library(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """The implementation of the op `scaled_mm_library`: `library.product`."""
+    return library.product(a, b, bias, out_dtype)
+
+
+def scaled_grouped_mm_library(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """The implementation of the op `scaled_grouped_mm_library`: `grouped_library.product`."""
+    return grouped_library.product(a, b, ends, out_dtype)

@@ -1,0 +1,173 @@
+"""The outputs of a quantise kernel (codes or dequantised values, block scales, outer scales) and its constants."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp4compile._compat import statically_true
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
+from fp4compile.templates.launch import Launch
+from fp4compile.templates.quantize.source import Source, power_of_two
+from fp4compile.templates.view import View
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """The tensors that a kernel fills along one dimension of a tensor.
+
+    data: uint8 for codes, or 16-bit floats for dequantised values (codes times block scales). scales: uint8 for the
+        block scales; None for dequantised values, and where the format has none. length: elements of a row of codes,
+        without padding.
+    """
+
+    data: View
+    scales: View | None
+    length: int
+    format: BlockFormat
+
+    @property
+    def pointers(self) -> tuple[View, View]:
+        """The kernel's pointers. Unused pointers need a tensor too."""
+        return self.data, self.scales or self.data
+
+    def typed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Codes (or values) and scales in their dtypes; without blocks, rows lose their padding."""
+        data, fmt = self.data.tensor, self.format
+        if data.is_floating_point():
+            return data, None
+        data = data.view(fmt.data_dtype)
+        if fmt.block is None and not statically_true(data.shape[-1] == self.length):
+            data = data[..., : self.length].contiguous()
+        return data, None if self.scales is None else self.scales.tensor.view(fmt.scale_dtype)
+
+
+def empty_output(
+    source: Source, shape: Sequence, fmt: BlockFormat, layout: str, *, columns: bool = False, values: bool = False
+) -> Output:
+    """Uninitialised memory for the results along one dimension.
+
+    shape: shape [..., lanes, length] of the tensor that is quantised along its last dimension. columns: whether it is
+    the source transposed; the kernel for columns stores 16 bytes at a time, so rows of codes are padded to 16 bytes.
+    Raises RuntimeError if the kernel, which takes its sizes from the source, would write beyond this memory.
+    """
+    *batch, lanes, length = shape
+    read_lanes, read_length = (source.cols, source.rows) if columns else (source.rows, source.cols)
+    all_lanes = source.batch * read_lanes
+    if values:
+        data = source.tensor.new_empty((*batch, lanes, 2 * code_pairs(length, fmt)), dtype=fmt.values_dtype)
+        return Output(View.flat(data, all_lanes * 2 * code_pairs(read_length, fmt)), None, length, fmt)
+    data = source.tensor.new_empty((*batch, lanes, _row_bytes(length, fmt, columns)), dtype=torch.uint8)
+    codes = View.flat(data, all_lanes * _row_bytes(read_length, fmt, columns))
+    if fmt.scale is None:
+        return Output(codes, None, length, fmt)
+    scales = source.tensor.new_empty((*batch, *_scales_of_matrix(lanes, length, fmt, layout)), dtype=torch.uint8)
+    written = source.batch * math.prod(_scales_of_matrix(read_lanes, read_length, fmt, layout))
+    return Output(codes, View.flat(scales, written), length, fmt)
+
+
+def code_pairs(cols, fmt: BlockFormat):
+    """Pairs of codes in a row of `cols` elements, padding included."""
+    return ceil_div(cols, 2) if fmt.block is None else ceil_div(cols, fmt.block_cols) * (fmt.block_cols // 2)
+
+
+def _row_bytes(length, fmt: BlockFormat, columns: bool):
+    """Bytes of a row of codes."""
+    if fmt.block is None:
+        return ceil_div(length, 16 if columns else 2) * (16 if columns else 2)
+    return code_pairs(length, fmt) * (1 if fmt.packed else 2)
+
+
+def _scales_of_matrix(lanes, length, fmt: BlockFormat, layout: str) -> tuple:
+    """The shape of the block scales of one matrix."""
+    blocks = ceil_div(length, fmt.block_cols)
+    return (swizzled_numel(lanes, blocks),) if layout == "swizzled" else (ceil_div(lanes, fmt.block[0]), blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Outer:
+    """The outer scales of a launch, as the kernels take them (`device.block_scales.outer_scales`).
+
+    mode: the kernels' constexpr OUTER. scale: float32 decode factors, static or to be written; None without outer
+    scales. amax: the float32 bits (int32) from which the scales are made; None where no amax is read.
+    launches: the launches that find the amax.
+    """
+
+    mode: str
+    scale: View | None = None
+    amax: View | None = None
+    launches: tuple[Launch, ...] = ()
+
+    @property
+    def computed(self) -> bool:
+        """Whether an earlier kernel has read the tensor to find the amax."""
+        return self.mode in ("amax", "row amax", "matrix amax")
+
+    @property
+    def constants(self) -> dict:
+        """OUTER, and how many partial maxima the amax consists of."""
+        return {"OUTER": self.mode, "PARTIAL_MAXIMA": self.amax.tensor.numel() if self.mode == "amax" else 1}
+
+    def pointers(self, unused: View) -> tuple[View, View]:
+        """The pointers of the scale and of the amax; `unused` for each that is absent."""
+        return self.scale or unused, self.amax or unused
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """The scale in the shape that callers expect.
+
+        A computed scale of the tensor has the shape [1] in kernels: Inductor would fill an empty tensor without
+        dimensions by a launch of its own.
+        """
+        if self.scale is None:
+            return None
+        return self.scale.tensor.view(()) if self.mode == "amax" else self.scale.tensor
+
+
+def padded_scale_shape(rows, blocks, layout: str):
+    """Rows and block columns whose scale bytes a kernel writes, the padding of swizzled scales included."""
+    if layout == "swizzled":
+        return ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(blocks, TILE_COLS) * TILE_COLS
+    return rows, blocks
+
+
+def tile_grid(source: Source, height: int, width: int, layout: str):
+    """Number of programs whose height x width tiles cover each matrix and the padding of its swizzled scales."""
+    rows, cols = [ceil_div(n, 128) * 128 if layout == "swizzled" else n for n in (source.rows, source.cols)]
+    # Without rows there are still outer scales of the columns to write.
+    return source.batch * torch.sym_max(ceil_div(rows, height), 1) * ceil_div(cols, width)
+
+
+def whole_tiles(source: Source, height: int, width: int, layout: str) -> bool:
+    """Whether the tiles of `tile_grid` statically divide each matrix, and its rows are aligned."""
+    if layout == "swizzled":
+        height, width = max(height, 128), max(width, 128)
+    divides = statically_true(source.rows % height == 0) and statically_true(source.cols % width == 0)
+    return divides and source.align > 0
+
+
+def format_constants(fmt: BlockFormat) -> dict:
+    """The constexpr arguments for a format. Without block scales, BLOCK is only a unit of work."""
+    return {
+        "ELEMENT": fmt.element,
+        "SCALE": fmt.scale or "none",
+        "CONTRACT": fmt.contract,
+        "BLOCK": fmt.block_cols if fmt.block else 32,
+    }
+
+
+def store_aligns(cols, fmt: BlockFormat, prefix: str = "") -> dict:
+    """The constexpr arguments for the width of stores: powers of two that divide a row of code pairs, and of scales."""
+    return {
+        prefix + "UNIT_ALIGN": power_of_two(code_pairs(cols, fmt), 16),
+        prefix + "SCALE_ALIGN": power_of_two(ceil_div(cols, fmt.block_cols), 16),
+    }
+
+
+def column_aligns(rows, fmt: BlockFormat) -> dict:
+    """`store_aligns` for the columns, in kernels that store 8 bytes of codes at a time."""
+    aligns = store_aligns(rows, fmt, "COLUMN_")
+    aligns["COLUMN_UNIT_ALIGN"] = 2 if fmt.block is None else power_of_two(code_pairs(rows, fmt) // 8, 2)
+    return aligns

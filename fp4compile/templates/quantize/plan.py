@@ -1,0 +1,236 @@
+"""The launches of a quantiser: which kernels, on which views of the tensors.
+
+`plan` is pure: it allocates the results, returns the launches that fill them, and launches nothing. It takes concrete
+and symbolic sizes, real, fake and meta tensors, so that one plan is run eagerly, traced into a graph, compiled ahead of
+time, interpreted and simulated. Results have the bits of `formats.reference`.
+
+Each kernel is in a file of its own, with the function that makes its launch; `heuristics` has the tile sizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fp4compile._compat import statically_true
+from fp4compile.formats import reference, reference_grouped
+from fp4compile.formats.prologue import apply
+from fp4compile.formats.quantize_spec import COLUMNS, ROWS, QuantizeSpec
+from fp4compile.hardware import Target
+from fp4compile.templates import scale_sweep
+from fp4compile.templates.launch import Launch, target_of
+from fp4compile.templates.quantize import both, ragged_amax
+from fp4compile.templates.quantize.amax import outer_of
+from fp4compile.templates.quantize.column import columns_launch, outers_of
+from fp4compile.templates.quantize.outputs import Outer, Output, empty_output
+from fp4compile.templates.quantize.prologues import takes_prologue
+from fp4compile.templates.quantize.ragged_columns import empty_columns, ragged_columns_launch
+from fp4compile.templates.quantize.ragged_rows import empty_rows, ragged_rows_launch
+from fp4compile.templates.quantize.row import rows_launch, scaled_rows_launch
+from fp4compile.templates.quantize.row_on_chip import (
+    after_first_launch,
+    in_one_launch,
+    reduced_rows_launch,
+    with_statistics,
+)
+from fp4compile.templates.quantize.source import Source, lies_transposed, source_of
+from fp4compile.templates.quantize.square import squares_launch
+from fp4compile.templates.view import View
+
+# Codes (or values), block scales and outer scale along one dimension, as `reference.quantize` returns them.
+Quantized = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Launches, in order, and their results: an output and an outer scale for each dimension of a spec, in order."""
+
+    launches: tuple[Launch, ...]
+    outputs: tuple[Output, ...]
+    outers: tuple[torch.Tensor | None, ...]
+
+    def results(self) -> tuple[Quantized, ...]:
+        """The results for callers, valid once the launches have run."""
+        return tuple((*output.typed(), outer) for output, outer in zip(self.outputs, self.outers, strict=True))
+
+
+def quantize(
+    spec: QuantizeSpec,
+    x: torch.Tensor,
+    operands: Sequence[torch.Tensor] = (),
+    offs: torch.Tensor | None = None,
+    outer: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+) -> tuple[tuple[Quantized, ...], tuple[torch.Tensor, ...]]:
+    """(the results along each dimension, the stored results of the prologue) for arguments of the op `quantize`.
+
+    On SM100 the hardware rounds stochastically: equal to the reference in distribution only.
+    """
+    written: tuple[torch.Tensor, ...] = ()
+    if spec.prologue is not None:
+        taken = takes_prologue(spec, [each.dtype for each in (x, *operands)], x.shape[-1])
+        if not taken or statically_true(x.numel() == 0):
+            x, computed = apply(spec.prologue, (x, *operands))
+            spec, operands, written = replace(spec, prologue=None), (), tuple(computed)
+    if spec.scale_rule != "amax" or _by_reference(spec, x):
+        return tuple(_without_plan(spec, x, dim, offs, outer, seed) for dim in spec.dims), written
+    if x.dim() == 1:
+        ((row, *_), _) = quantize(spec, x.unsqueeze(0), (), None, outer, seed)
+        return (reference.drop_row(row, spec.layout),), written
+    stored = () if spec.prologue is None else spec.prologue.empty_stored(x)
+    found = plan(spec, x, target_of(x.device), operands=operands, stored=stored, offs=offs, outer=outer, seed=seed)
+    for launch in found.launches:
+        launch.run()
+    return found.results(), (*stored, *written)
+
+
+def _by_reference(spec: QuantizeSpec, x: torch.Tensor) -> bool:
+    """Whether no kernel serves: for stochastically rounded square blocks, which no recipe uses, and for empty tensors
+    (a grid cannot be empty, and its program would read and write)."""
+    return (spec.format.square and spec.seeded) or (not spec.ragged and statically_true(x.numel() == 0))
+
+
+def _without_plan(spec: QuantizeSpec, x, dim: int, offs, outer, seed) -> Quantized:
+    """The results along a dimension by PyTorch operations, or by the kernels of the scale sweep."""
+    fmt = spec.format
+    if spec.scale_rule != "amax" and not statically_true(x.numel() == 0):
+        each = spec.each_matrix and outer is None and fmt.outer == "tensor"
+        return scale_sweep.quantize(x.movedim(dim, -1), fmt, outer, spec.layout, spec.scale_rule, each_matrix=each)
+    return reference_grouped.quantize_along(spec, x, dim, offs, outer, seed)
+
+
+def plan(
+    spec: QuantizeSpec,
+    x: torch.Tensor,
+    target: Target,
+    *,
+    operands: Sequence[torch.Tensor] = (),
+    stored: Sequence[torch.Tensor] = (),
+    offs: torch.Tensor | None = None,
+    outer: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+) -> Plan:
+    """The launches of a quantiser by the rule "amax".
+
+    x: of two dimensions or more; the first operand of the prologue, if there is one, which `takes_prologue` accepts.
+    stored: tensors for the stored results of the prologue. The others are arguments of the op `quantize`.
+    Raises RuntimeError if a launch would address memory beyond the storage of a tensor.
+    """
+    if spec.ragged:
+        return _ragged(spec, source_of(x, target, spec.prologue, operands), offs, outer, seed)
+    if spec.both:
+        return _both(spec, x, source_of(x, target, spec.prologue, operands, stored), outer, seed)
+    if spec.format.square or spec.hadamard or (spec.prologue is None and lies_transposed(x.movedim(spec.dims[0], -1))):
+        return _columns(spec, x.movedim(spec.dims[0], -1), target, outer, seed)
+    source = source_of(x.movedim(spec.dims[0], -1), target, spec.prologue, operands, stored)
+    return _rows(spec, x.movedim(spec.dims[0], -1).shape, source, outer, seed)
+
+
+def _columns(spec: QuantizeSpec, x: torch.Tensor, target: Target, static, seed) -> Plan:
+    """The plan that quantises the last dimension of x by a kernel for columns or square blocks.
+
+    A transposed view is read in its memory layout. The Hadamard transform needs such a view, and copies any other x.
+    Square blocks of any other x are read by rows.
+    """
+    fmt, layout, each_matrix = spec.format, spec.layout, _each_matrix(spec)
+    down = spec.hadamard or lies_transposed(x)
+    source = source_of(x.transpose(-2, -1) if down else x, target)
+    output = empty_output(source, x.shape, fmt, layout, columns=down, values=bool(spec.values))
+    if fmt.square:
+        outer = outer_of(source, fmt, static, each_matrix)
+        launch = squares_launch(source, fmt, outer, layout, None if down else output, output if down else None)
+        return Plan((*outer.launches, launch), (output,), (outer.result,))
+    outers = outers_of(source, fmt, static, with_rows=False, transform=spec.hadamard, each_matrix=each_matrix)
+    launch = columns_launch(
+        source, fmt, outers, layout, output, seed=seed, stream=_stream(spec.dims[0]), transform=spec.hadamard
+    )
+    return Plan((*outers[1].launches, launch), (output,), (_shaped(outers[1], x.shape),))
+
+
+def _both(spec: QuantizeSpec, x: torch.Tensor, source: Source, static, seed) -> Plan:
+    fmt, layout = spec.format, spec.layout
+    transposed = x.transpose(-2, -1).shape
+    rows = empty_output(source, x.shape, fmt, layout)
+    columns = empty_output(source, transposed, fmt, layout, columns=True)
+    if fmt.square:
+        outer = outer_of(source, fmt, static, _each_matrix(spec))
+        launch = squares_launch(source, fmt, outer, layout, rows, columns)
+        return Plan((*outer.launches, launch), (rows, columns), (outer.result, outer.result))
+    outers = outers_of(source, fmt, static, with_rows=True, transform=spec.hadamard)
+    if both.serves(source, fmt, outers[0], seeded=spec.seeded, transform=spec.hadamard):
+        launch = both.both_launch(source, fmt, outers[0], layout, rows, columns)
+    else:
+        launch = columns_launch(
+            source, fmt, outers, layout, columns, rows, seed=seed, stream=1, transform=spec.hadamard
+        )
+    found = _shaped(outers[0], x.shape), _shaped(outers[1], transposed)
+    return Plan((*outers[1].launches, launch), (rows, columns), found)
+
+
+def _rows(spec: QuantizeSpec, shape: Sequence, source: Source, static, seed) -> Plan:
+    """The plan of kernels for rows. shape: shape of the tensor that is quantised along its last dimension."""
+    fmt, layout, stream = spec.format, spec.layout, _stream(spec.dims[0])
+    output = empty_output(source, shape, fmt, layout, values=bool(spec.values))
+    launches: tuple[Launch, ...] = ()
+    if source.prologue is not None and source.prologue.reductions:
+        in_one = in_one_launch(source, fmt, static)
+        if not in_one:
+            source, launch = with_statistics(source, fmt, static)
+            launches = (launch,)
+        if in_one or after_first_launch(source, fmt):
+            outer, launch = reduced_rows_launch(source, fmt, output, static, layout, seed, stream)
+            launches = (*launches, *outer.launches, launch)
+            return Plan(launches, (output,), (_found(outer, static, spec, shape),))
+    if fmt.outer == "row" and static is None:
+        found, launch = scaled_rows_launch(source, fmt, output, layout, seed, stream)
+        return Plan((*launches, launch), (output,), (found.tensor.view(*shape[:-1], 1),))
+    outer = outer_of(source, fmt, static, _each_matrix(spec))
+    launch = rows_launch(source, fmt, output, outer, layout, seed, stream)
+    return Plan((*launches, *outer.launches, launch), (output,), (outer.result,))
+
+
+def _found(outer: Outer, static, spec: QuantizeSpec, shape: Sequence) -> torch.Tensor | None:
+    """The outer scale that a kernel of whole rows uses, in the shape of results."""
+    if static is not None or outer.scale is None:
+        return outer.result
+    scale = outer.scale.tensor
+    return scale.view(()) if spec.format.outer == "tensor" else scale.view(*shape[:-1], 1)
+
+
+def _ragged(spec: QuantizeSpec, source: Source, offs: torch.Tensor, static, seed) -> Plan:
+    """The plan for groups of rows. The host never reads the offsets: grids are as large as any offsets need."""
+    fmt, groups = spec.format, offs.shape[0]
+    layout = "swizzled" if spec.swizzled else "linear"
+    bounds = View.flat(offs.contiguous(), groups)
+    if spec.dims == (ROWS,):
+        if layout == "linear" and (static is not None or fmt.outer != "tensor"):
+            return _rows(replace(spec, layout=layout), (source.rows, source.cols), source, static, seed)
+        outer = ragged_amax.outer_of_rows(source, bounds, fmt, static)
+        output = empty_rows(source, groups, fmt, layout, bool(spec.values))
+        launch = ragged_rows_launch(source, bounds, fmt, output, outer, layout, seed)
+        return Plan((*outer.launches, launch), (output,), (outer.result,))
+    outers = ragged_amax.outers_of(source, bounds, fmt, static, with_rows=spec.both, transform=spec.hadamard)
+    columns = empty_columns(source, groups, fmt, layout, COLUMNS in spec.values)
+    rows = empty_rows(source, groups, fmt, layout, ROWS in spec.values) if spec.both else None
+    launch = ragged_columns_launch(
+        source, bounds, fmt, outers, layout, columns, rows, seed=seed, transform=spec.hadamard
+    )
+    outputs, found = ((columns,), (outers[1],)) if rows is None else ((rows, columns), outers)
+    return Plan((*outers[1].launches, launch), outputs, tuple(each.result for each in found))
+
+
+def _each_matrix(spec: QuantizeSpec) -> bool:
+    """Whether each matrix has an outer scale of its own."""
+    return spec.each_matrix and spec.format.outer == "tensor"
+
+
+def _stream(dim: int) -> int:
+    """The stream of random bits of a dimension: the two directions of one gradient must not round alike."""
+    return 0 if dim == ROWS else 1
+
+
+def _shaped(outer: Outer, shape: Sequence) -> torch.Tensor | None:
+    """Outer scales of rows as [..., R, 1]; None, or an outer scale of the tensor or of matrices, unchanged."""
+    found = outer.result
+    per_tensor = found is None or found.dim() == 0 or outer.mode == "matrix amax"
+    return found if per_tensor else found.view(*shape[:-1], 1)
