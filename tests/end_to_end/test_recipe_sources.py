@@ -138,7 +138,7 @@ def test_environment(monkeypatch, tmp_path):
 def test_backend_by_name_has_one_recipe_a_process(monkeypatch):
     """Dynamo keeps what it has loaded for a name, and gives the graph of one layer to another of its class."""
     monkeypatch.setenv("FP4COMPILE_RECIPE", "mxfp8")
-    entry = EntryPoint("fp4compile", "fp4compile.backend:default", "torch_dynamo_backends")
+    entry = EntryPoint("fp4compile", "fp4compile.registration:default", "torch_dynamo_backends")
     register_backend(entry.load(), name="fp4compile_of_the_environment")
     layers = [torch.nn.Linear(64, 64) for _ in range(3)]
     first, second, third = (torch.compile(layer, backend="fp4compile_of_the_environment") for layer in layers)

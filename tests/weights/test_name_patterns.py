@@ -82,12 +82,12 @@ def test_random_patterns():
 def test_no_pattern_takes_long(name):
     """Either an answer, which is that nothing matches, or an error."""
     for pattern in (*SLOW_PATTERNS, *REFUSED_PATTERNS):
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             assert not name_pattern(pattern)(name)
         except ValueError as error:
             assert pattern[:20] in str(error).replace(r"\\", "\\") and "expression" in str(error)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
 
 
 def test_slow_patterns_are_answered_for_names_of_usual_length():

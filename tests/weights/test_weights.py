@@ -39,7 +39,7 @@ def test_dimension_and_layout_leave_the_graph_too():
     graph = torch.fx.Graph()
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
     for index, node in enumerate((x, weight)):
-        node.meta["desc"] = SimpleNamespace(idx=index)
+        node.meta.update(desc=SimpleNamespace(idx=index), val=torch.empty(64, 48))
     packed = graph.call_function(torch.ops.fp4compile.quantize.default, (weight, "nvfp4", 0), {"layout": "swizzled"})
     packed.meta["val"] = tuple(packed_weight(torch.nn.Parameter(torch.randn(64, 48)), form("nvfp4", 0, "swizzled")))
     graph.output(graph.call_function(operator.getitem, (packed, 1)))
