@@ -219,7 +219,8 @@ def build(seed: int, style: Style = Style(), only: tuple[str, ...] = ()) -> Prog
 
 def _draw_inputs(draft: Draft) -> None:
     rng, width = draft.rng, draft.width()
-    rows = rng.randint(1, 300) if draft.style.large else rng.choice(DYNAMIC_ROWS if draft.dynamic else ROWS)
+    least = 2 if draft.dynamic else 1  # a single row is no symbol
+    rows = rng.randint(least, 300) if draft.style.large else rng.choice(DYNAMIC_ROWS if draft.dynamic else ROWS)
     draft.inputs.append(("x", (rows, width), draft.chance(0.7)))
     if not draft.dynamic and draft.chance(0.4):
         batch = width if width <= 32 and draft.chance(0.5) else rng.choice((2, 3, 4))
