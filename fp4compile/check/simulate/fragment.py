@@ -31,6 +31,7 @@ class Fragment:
         self.running = active
         self.all_active = bool(active.all())
         self.whole = self.all_active
+        self.at = 0  # the index of the instruction
 
     @property
     def shape(self) -> tuple[int]:
