@@ -9,7 +9,16 @@ import numpy as np
 
 from fp4compile.check.simulate import forms
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.forms import Step, UnknownForm, address_reader, expect, form, reader, registers_of, writer
+from fp4compile.check.simulate.forms import (
+    Step,
+    UnknownForm,
+    address_reader,
+    expect,
+    form,
+    reader,
+    registers_of,
+    writer,
+)
 from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.parse import Address, Instruction, Program, Symbol
 

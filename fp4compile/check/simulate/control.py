@@ -8,7 +8,14 @@ import numpy as np
 
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import (
-    Step, UnknownForm, address_reader, expect, form, immediate, reader, writer,
+    Step,
+    UnknownForm,
+    address_reader,
+    expect,
+    form,
+    immediate,
+    reader,
+    writer,
 )  # fmt: skip
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.parse import Instruction, Label, Program, Register

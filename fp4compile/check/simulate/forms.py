@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4compile.check.simulate.parse import (
-    Address, Immediate, Instruction, Operand, Pair, Program, Register, Special, Symbol, Unused, Vector,
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Pair,
+    Program,
+    Register,
+    Special,
+    Symbol,
+    Unused,
+    Vector,
 )  # fmt: skip
 
 if TYPE_CHECKING:

@@ -52,6 +52,9 @@ class Schedule:
     seed: int = 0
 
 
+LOCKSTEP = Schedule()
+
+
 @dataclass
 class Tally:
     """What a run took. instructions: executed by warps. opcodes: the number of executions of each."""
@@ -66,7 +69,7 @@ def run(
     arguments: list[int],
     grid: int,
     shared_bytes: int,
-    schedule: Schedule = Schedule(),
+    schedule: Schedule = LOCKSTEP,
 ) -> Tally:
     """Run all programs of a launch. Raises Fault where the kernel does what it must not do.
 
@@ -327,7 +330,7 @@ class Machine:
         """Check what programs left behind."""
         for barrier in self.mbarriers.found.values():
             if barrier.tx:
-                raise Fault(f"{self.program.name}: the mbarrier at {barrier.where} misses {barrier.tx} bytes at the end")
+                raise Fault(f"{self.program.name}: {barrier.tx} bytes never came to the mbarrier at {barrier.where}")
         self.tensor_memory.end()
         copies.end(self)
 

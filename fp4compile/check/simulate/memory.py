@@ -43,6 +43,14 @@ class GlobalMemory:
         start = address - BASE
         return self.data[start : start + nbytes].copy()
 
+    def written_at(self, address: int, nbytes: int) -> np.ndarray:
+        """Which of some bytes hold a value, as bool."""
+        return self.written[address - BASE : address - BASE + nbytes].copy()
+
+    def set_written(self, address: int, written: np.ndarray) -> None:
+        """Say which of some bytes hold a value."""
+        self.written[address - BASE : address - BASE + len(written)] = written
+
     def begin_launch(self) -> None:
         """Forget which programs wrote what: launches of a stream are in order."""
         self.writer[:] = 0
