@@ -109,11 +109,16 @@ class Shadow:
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
         self.read[warps, cells] = known[clusters, warps, warps]
 
-    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
-        """Threads write cells [threads, n]; arguments as of `reads_of_warps`."""
+    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
+        """Threads write cells [threads, n]; arguments as of `reads_of_warps`.
+
+        changes: bool [threads, n], whether a cell gets another value. Several warps may write one value without a wait:
+        Triton's layouts hold some elements several times.
+        """
         known = self.clocks.rows[KNOWN]
         late = self.written[cells] > known[clusters[:, None], warps[:, None], self.writer[cells]]
-        if late.any():
+        if (late & changes).any():
+            late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(self.writer[cells][late][0])} wrote, without a wait")
         rows = known[clusters, warps]  # [threads, agents]
         unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
@@ -122,8 +127,14 @@ class Shadow:
         for agent, read in self.read_by_agent.items():
             if (read[cells] > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
-        self.writer[cells] = warps[:, None]
-        self.written[cells] = rows[np.arange(len(warps)), warps][:, None]
+        if late.any():  # the record of the first writer stays: who knows of it sees the value
+            again = np.nonzero(~late)
+            cells, warps = cells[again], warps[again[0]]
+            self.writer[cells] = warps
+            self.written[cells] = rows[again[0], warps]
+        else:
+            self.writer[cells] = warps[:, None]
+            self.written[cells] = rows[np.arange(len(warps)), warps][:, None]
 
     # ------------------------------------------------------------ asynchronous agents
 

@@ -47,8 +47,12 @@ class SharedMemory:
         """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
         size = values.shape[1]
         rows = self._rows(addresses, clusters, size)
-        self.shadow.writes_of_warps(self._cells(rows, size), clusters, warps)
-        self.data.reshape(-1, size)[rows] = values
+        data = self.data.reshape(-1, size)
+        changes = (data[rows] != values).reshape(len(rows), -1, self.granule).any(2)
+        self.shadow.writes_of_warps(self._cells(rows, size), clusters, warps, changes)
+        data[rows] = values
+        if (data[rows] != values).any():
+            raise Fault("several threads write different values to one address of shared memory")
 
     def _rows(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
         flat = self.flat(addresses, clusters, size)
