@@ -7,7 +7,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4compile.check.simulate import access, control, copies, forms, tensor, warp_matrix  # noqa: F401 (register forms)
+from fp4compile.check.simulate import (  # noqa: F401 (register forms)
+    access,
+    control,
+    convert,
+    copies,
+    floating,
+    forms,
+    integer,
+    moves,
+    tensor,
+    warp,
+    warp_matrix,
+)  # fmt: skip
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
 from fp4compile.check.simulate.clocks import Clocks
 from fp4compile.check.simulate.fault import Fault
