@@ -165,7 +165,9 @@ def quantized_after_steps(configuration: Configuration, simulator: Simulator) ->
 
 def multiplied(product: Product, simulator: Simulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference, at a small shape."""
-    kernel = choose(problem_of(product.arguments(), simulator.target)).kernel
+    choice, _ = product.served(simulator.target)
+    if choice is None:
+        return [f"no kernel on compute capability {simulator.target.sm}"]
     small = reduced(product)
     arguments = exact_arguments(small)
     if small.weights > 1:
@@ -175,7 +177,7 @@ def multiplied(product: Product, simulator: Simulator) -> list[str]:
         return [f"weight {i}: {what}" for i, (one, (b, _)) in enumerate(zip(got, members, strict=True))
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
     with simulator.running():
-        got = multiply(arguments, choose(problem_of(arguments, simulator.target), kernel))
+        got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
     return _differences(got, arguments)
 
 
