@@ -10,11 +10,14 @@ proxy: only `fence.proxy.async` moves knowledge of generic writes there (PTX ISA
 need of a fence on the path from writer to copy, medium that it may stand on either side of a barrier).
 """
 
+from typing import TypeVar
+
 import numpy as np
 
 from fp4compile.check.simulate.fault import Fault
 
 KNOWN, FENCED = 0, 1
+AnyInt = TypeVar("AnyInt", int, np.ndarray)
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
 
@@ -22,30 +25,34 @@ NOBODY = -1
 class Clocks:
     """The clocks of the warps of all clusters; agents are numbered within a cluster.
 
-    The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, and its bulk
-    stores; the tensor pipe; and the copies that complete on each mbarrier.
+    The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
+    stores and its `wgmma` products; the tensor pipe; and the copies that complete on each mbarrier.
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
         self.warps = warps
-        self.rows = np.zeros((2, clusters, warps, 4 * warps + 1 + _BARRIERS + 1), np.int32)
+        self.tensor_pipe = 5 * warps
+        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 1), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
-        self.tensor_pipe = 4 * warps
-        self._barriers = np.full(clusters, 4 * warps + 1)
+        self._barriers = np.full(clusters, self.tensor_pipe + 1)
 
     def tensor_loads(self, warp: int) -> int:
         """The agent of a warp's accesses by `tcgen05.ld` and `tcgen05.st`."""
         return self.warps + warp
 
-    def copies(self, warp: int) -> int:
-        """The agent of a warp's `cp.async`."""
+    def copies(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's `cp.async`; of an array of warps, theirs."""
         return 2 * self.warps + warp
 
-    def bulk_stores(self, warp: int) -> int:
-        """The agent of a warp's bulk copies from shared memory."""
+    def bulk_stores(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's bulk copies from shared memory; of an array of warps, theirs."""
         return 3 * self.warps + warp
+
+    def products(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's `wgmma`; of an array of warps, theirs."""
+        return 4 * self.warps + warp
 
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
@@ -111,36 +118,53 @@ class Shadow:
 
     def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
         """Threads write cells [threads, n]; arguments as of `reads_of_warps`."""
-        known = self.clocks.rows[KNOWN]
-        late = self.written[cells] > known[clusters[:, None], warps[:, None], self.writer[cells]]
+        known = self.clocks.rows[KNOWN, clusters, warps]
+        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps])
+
+    def generic_writes(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
+        """Agents write cells [accesses, n] as the generic proxy does.
+
+        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], who writes.
+        """
+        writer = self.writer[cells]
+        late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
         if late.any():
-            raise Fault(f"overwrites {self.what} that {self._agent(self.writer[cells][late][0])} wrote, without a wait")
-        rows = known[clusters, warps]  # [threads, agents]
+            raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
         unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
         if unseen.any():
             raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[0][0]} may be reading")
         for agent, read in self.read_by_agent.items():
             if (read[cells] > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
-        self.writer[cells] = warps[:, None]
-        self.written[cells] = rows[np.arange(len(warps)), warps][:, None]
+        self.writer[cells] = agents[:, None]
+        self.written[cells] = epochs[:, None]
 
     # ------------------------------------------------------------ asynchronous agents
 
     def reads_of_agent(self, cells: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
         """An asynchronous operation reads cells of any shape. rows: the clocks [2, agents] that it was issued with."""
-        writer = self.writer[cells]
+        self.reads_of_agents(cells.reshape(1, -1), rows[:, None], np.array([agent]), np.array([epoch]))
+
+    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
+        """Asynchronous operations read cells [operations, n].
+
+        rows: the clocks [2, operations, agents] that they were issued with. agents, epochs: [operations], who reads.
+        """
+        writer, written = self.writer[cells], self.written[cells]
         if (writer == NOBODY).any():
-            raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
-        late = self.written[cells] > rows[FENCED][writer]
+            raise Fault(f"{self._agent(agents[0])} reads {self.what} that nothing wrote")
+        each = np.arange(len(cells))[:, None]
+        late = written > rows[FENCED][each, writer]
         if late.any():
             first = writer[late][0]
-            fence = (self.written[cells] <= rows[KNOWN][writer]).all()
-            raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
-                        + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
-        if agent not in self.read_by_agent:
-            self.read_by_agent[agent] = np.zeros(len(self.writer), np.int32)
-        self.read_by_agent[agent][cells] = epoch
+            fence = (written <= rows[KNOWN][each, writer]).all()
+            raise Fault(f"{self._agent(agents[late.any(1)][0])} reads {self.what} that {self._agent(first)} wrote, "
+                        "without a " + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
+        for agent in np.unique(agents).tolist():
+            if agent not in self.read_by_agent:
+                self.read_by_agent[agent] = np.zeros(len(self.writer), np.int32)
+            its = agents == agent
+            self.read_by_agent[agent][cells[its]] = epochs[its, None]
 
     def writes_of_agent(self, cells: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
         """An asynchronous operation writes cells of any shape; arguments as of `reads_of_agent`."""
@@ -162,7 +186,7 @@ class Shadow:
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"
-        kinds = ("tcgen05.ld or st", "cp.async", "a bulk store")
-        if agent < 4 * warps:
+        kinds = ("tcgen05.ld or st", "cp.async", "a bulk store", "wgmma")
+        if agent < self.clocks.tensor_pipe:
             return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
         return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"

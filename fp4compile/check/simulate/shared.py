@@ -9,6 +9,16 @@ START = 1024  # the first byte that a program may use; the system has those befo
 _RANK = 24  # addresses of programs in a cluster differ in the bits from here on
 
 
+def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
+    """Where the bytes of a swizzled tile are: chunks of 16 bytes change places within `span` bytes.
+
+    span: 32, 64 or 128; 0 for no swizzle. The number of the 128-byte line is added, bit by bit, to the number of the
+    chunk. Sources: CUDA driver API, `CUtensorMapSwizzle`; CUTLASS, `cute/swizzle.hpp` (`Swizzle<B, 4, 3>` with B of 1,
+    2 or 3); confidence high, and high that the address counts and not the place in the tile.
+    """
+    return addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4) if span else addresses
+
+
 class SharedMemory:
     """Bytes of shared memory of `programs` programs, one after the other, each in clusters of `cluster`.
 
