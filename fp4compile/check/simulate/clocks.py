@@ -18,6 +18,7 @@ from fp4compile.check.simulate.fault import Fault
 
 KNOWN, FENCED = 0, 1
 AnyInt = TypeVar("AnyInt", int, np.ndarray)
+Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
 
@@ -26,12 +27,13 @@ class Clocks:
     """The clocks of the warps of all clusters; agents are numbered within a cluster.
 
     The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
-    stores and its `wgmma` products; the tensor pipe; and the copies that complete on each mbarrier.
+    stores, its stores to tensor memory, and its `wgmma` products; the tensor pipe; and the copies that complete on each
+    mbarrier.
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
         self.warps = warps
-        self.tensor_pipe = 5 * warps
+        self.tensor_pipe = 6 * warps
         self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 1), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
@@ -39,7 +41,7 @@ class Clocks:
         self._barriers = np.full(clusters, self.tensor_pipe + 1)
 
     def tensor_loads(self, warp: int) -> int:
-        """The agent of a warp's accesses by `tcgen05.ld` and `tcgen05.st`."""
+        """The agent of a warp's accesses by `tcgen05.ld`."""
         return self.warps + warp
 
     def copies(self, warp: AnyInt) -> AnyInt:
@@ -50,9 +52,13 @@ class Clocks:
         """The agent of a warp's bulk copies from shared memory; of an array of warps, theirs."""
         return 3 * self.warps + warp
 
+    def tensor_stores(self, warp: int) -> int:
+        """The agent of a warp's accesses by `tcgen05.st`."""
+        return 4 * self.warps + warp
+
     def products(self, warp: AnyInt) -> AnyInt:
         """The agent of a warp's `wgmma`; of an array of warps, theirs."""
-        return 4 * self.warps + warp
+        return 5 * self.warps + warp
 
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
@@ -91,15 +97,16 @@ class Clocks:
 class Shadow:
     """The last write and the reads of each cell of a memory.
 
-    A cell has `granule` bytes; accesses are whole cells. Readers that are no warps get an array each when they first
-    read.
+    Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
+    agents name cells by any index into it. Readers that are no warps get an array each when they first read.
     """
 
-    def __init__(self, cells: int, clocks: Clocks, what: str) -> None:
+    def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
         self.clocks, self.what = clocks, what
-        self.writer = np.full(cells, NOBODY, np.int16)
-        self.written = np.zeros(cells, np.int32)
-        self.read = np.zeros((clocks.warps, cells), np.int32)
+        shape = cells if isinstance(cells, tuple) else (cells,)
+        self.writer = np.full(shape, NOBODY, np.int16)
+        self.written = np.zeros(shape, np.int32)
+        self.read = np.zeros((clocks.warps, *shape), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
 
     # ------------------------------------------------------------ warps
@@ -116,19 +123,27 @@ class Shadow:
             raise Fault(f"reads {self.what} that {self._agent(writer[late][0])} wrote, without a wait for it")
         self.read[warps, cells] = known[clusters, warps, warps]
 
-    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
-        """Threads write cells [threads, n]; arguments as of `reads_of_warps`."""
-        known = self.clocks.rows[KNOWN, clusters, warps]
-        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps])
+    def writes_of_warps(self, cells: np.ndarray, clusters: np.ndarray, warps: np.ndarray, changes: np.ndarray) -> None:
+        """Threads write cells [threads, n]; arguments as of `reads_of_warps`.
 
-    def generic_writes(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
+        changes: bool [threads, n], whether a cell gets another value. Several warps may write one value without a wait:
+        Triton's layouts hold some elements several times.
+        """
+        known = self.clocks.rows[KNOWN, clusters, warps]
+        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps], changes)
+
+    def generic_writes(
+        self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray, changes: np.ndarray
+    ) -> None:
         """Agents write cells [accesses, n] as the generic proxy does.
 
-        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], who writes.
+        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], who writes. changes: as
+        of `writes_of_warps`.
         """
         writer = self.writer[cells]
         late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
-        if late.any():
+        if (late & changes).any():
+            late &= changes
             raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
         unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
         if unseen.any():
@@ -136,14 +151,30 @@ class Shadow:
         for agent, read in self.read_by_agent.items():
             if (read[cells] > rows[:, agent, None]).any():
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
-        self.writer[cells] = agents[:, None]
-        self.written[cells] = epochs[:, None]
+        if late.any():  # the record of the first writer stays: who knows of it sees the value
+            again = np.nonzero(~late)
+            self.writer[cells[again]] = agents[again[0]]
+            self.written[cells[again]] = epochs[again[0]]
+        else:
+            self.writer[cells] = agents[:, None]
+            self.written[cells] = epochs[:, None]
 
     # ------------------------------------------------------------ asynchronous agents
 
-    def reads_of_agent(self, cells: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """An asynchronous operation reads cells of any shape. rows: the clocks [2, agents] that it was issued with."""
-        self.reads_of_agents(cells.reshape(1, -1), rows[:, None], np.array([agent]), np.array([epoch]))
+    def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """An asynchronous operation reads cells. rows: the clocks [2, agents] that it was issued with."""
+        writer = self.writer[cells]
+        if (writer == NOBODY).any():
+            raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
+        late = self.written[cells] > rows[FENCED][writer]
+        if late.any():
+            first = writer[late][0]
+            fence = (self.written[cells] <= rows[KNOWN][writer]).all()
+            raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
+                        + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
+        if agent not in self.read_by_agent:
+            self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
+        self.read_by_agent[agent][cells] = epoch
 
     def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
         """Asynchronous operations read cells [operations, n].
@@ -151,23 +182,19 @@ class Shadow:
         rows: the clocks [2, operations, agents] that they were issued with. agents, epochs: [operations], who reads.
         """
         writer, written = self.writer[cells], self.written[cells]
-        if (writer == NOBODY).any():
-            raise Fault(f"{self._agent(agents[0])} reads {self.what} that nothing wrote")
         each = np.arange(len(cells))[:, None]
-        late = written > rows[FENCED][each, writer]
-        if late.any():
-            first = writer[late][0]
-            fence = (written <= rows[KNOWN][each, writer]).all()
-            raise Fault(f"{self._agent(agents[late.any(1)][0])} reads {self.what} that {self._agent(first)} wrote, "
-                        "without a " + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
+        bad = ((writer == NOBODY) | (written > rows[FENCED][each, writer])).any(1)
+        if bad.any():
+            first = int(np.argmax(bad))
+            self.reads_of_agent(cells[first], rows[:, first], int(agents[first]), int(epochs[first]))  # raises Fault
         for agent in np.unique(agents).tolist():
             if agent not in self.read_by_agent:
-                self.read_by_agent[agent] = np.zeros(len(self.writer), np.int32)
+                self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
             its = agents == agent
             self.read_by_agent[agent][cells[its]] = epochs[its, None]
 
-    def writes_of_agent(self, cells: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """An asynchronous operation writes cells of any shape; arguments as of `reads_of_agent`."""
+    def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """An asynchronous operation writes cells; arguments as of `reads_of_agent`."""
         writer = self.writer[cells]
         late = self.written[cells] > rows[FENCED][writer]
         if late.any():
@@ -182,11 +209,18 @@ class Shadow:
         self.writer[cells] = agent
         self.written[cells] = epoch
 
+    def forget(self, cells: Index) -> None:
+        """Make cells new, as if nobody had ever accessed them."""
+        self.writer[cells] = NOBODY
+        self.written[cells] = 0
+        for read in (*self.read, *self.read_by_agent.values()):
+            read[cells] = 0
+
     def _agent(self, agent: int) -> str:
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"
-        kinds = ("tcgen05.ld or st", "cp.async", "a bulk store", "wgmma")
+        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma")
         if agent < self.clocks.tensor_pipe:
             return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
         return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"

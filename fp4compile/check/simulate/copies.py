@@ -75,8 +75,12 @@ def _copy(instruction: Instruction, program: Program) -> Step:
             values = _sources(machine.memory, sources, counts, size, clusters + machine.first_cluster)
             shared = machine.shared
             cells = shared.cells(there[:, None] + np.arange(size)).reshape(len(there), -1)
-            shared.shadow.generic_writes(cells, rows[index], machine.clocks.copies(warps), epochs)
-            shared.data.reshape(-1, size)[there // size] = values
+            data, places = shared.data.reshape(-1, size), there // size
+            changes = (data[places] != values).reshape(len(places), -1, shared.granule).any(2)
+            shared.shadow.generic_writes(cells, rows[index], machine.clocks.copies(warps), epochs, changes)
+            data[places] = values
+            if (data[places] != values).any():
+                raise Fault("several threads copy different values to one address of shared memory")
 
         machine.copy_groups.issue(threads, Operation(fragment, int(clusters[0]), act))
 
@@ -165,8 +169,7 @@ def _targets(
     shared, found = machine.shared, []
     for rank in [into >> 24] if ranks is None else ranks:
         addresses = [into, barrier] if ranks is None else [rank << 24 | each & 0xFFFFFF for each in (into, barrier)]
-        first, at = (int(shared.flat(np.int64(address), np.int64(cluster), size))
-                     for address, size in zip(addresses, (nbytes, 8), strict=True))  # fmt: skip
+        first, at = shared.index(addresses[0], cluster, nbytes), shared.index(addresses[1], cluster, 8)
         programs = first // shared.stride, at // shared.stride
         if programs[0] != programs[1] and not (pairs and programs[0] // 2 == programs[1] // 2):
             raise Fault("copies to the shared memory of one program, and completes on the mbarrier of another one")
@@ -292,7 +295,7 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
             _own(machine, warp, address)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
-            first = int(machine.shared.flat(np.int64(address), np.int64(cluster), published.map.nbytes))
+            first = machine.shared.index(address, cluster, published.map.nbytes)
             store = _Store(machine, cluster, published, corners[lane].tolist(), _places(first, address, published.map),
                            rows, machine.clocks.bulk_stores(machine.local_warp(warp)),
                            int(machine.bulk_groups.open(threads)[0]))  # fmt: skip

@@ -66,7 +66,7 @@ class Fragment:
         running = self.by_warp(self.running)
         if (running.any(1) != running.all(1)).any():
             raise Fault("executed by a part of a warp, and all of its threads have to")
-        return running.any(1)
+        return np.asarray(running.any(1))
 
     def warp_of(self, lanes: np.ndarray) -> np.ndarray:
         """The machine's indices of the warps of these threads of the fragment."""

@@ -1,9 +1,10 @@
 """Run launches of this package in the simulator: compile them, place their tensors, execute the PTX, read the results.
 
-    with simulated(Target(100)) as simulator:
+    simulator = Simulator(Target(100))
+    with simulator.running():
         found = quantize_kernels(x, "nvfp4", [-1], ...)  # tensors of the CPU
 
-Every launch within `simulated` is executed at once, so later operations of the host see its results.
+Every launch is executed at once, so later operations of the host see its results.
 """
 
 import time
@@ -26,17 +27,23 @@ from fp4compile.templates.launch import Launch, taken_by
 
 @dataclass
 class Simulator:
-    """What the launches of a block took. schedule: of all launches. names: of the kernels, in order.
+    """What the launches of a block took. schedule: of all launches. launches: all of them, in order.
 
     unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a value.
     """
 
     target: Target
     schedule: Schedule = LOCKSTEP
-    names: list[str] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
     unwritten: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this lasts, every launch of this package is executed here, as if its tensors were on `target`."""
+        with taken_by(self.target, self.launch), _Unwritten(self):
+            yield
 
     def launch(self, launch: Launch) -> None:
         """Execute a launch. Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction."""
@@ -52,7 +59,7 @@ class Simulator:
         for key, (address, content) in placed.items():
             content[:] = memory.read(address, len(content))
             self._keep(key, memory.written_at(address, len(content)))
-        self.names.append(launch.kernel.__name__)
+        self.launches.append(launch)
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
         self.seconds += time.perf_counter() - started
@@ -75,14 +82,6 @@ class Simulator:
             self.unwritten.pop(key, None)
         else:
             self.unwritten[key] = written
-
-
-@contextmanager
-def simulated(target: Target, schedule: Schedule = LOCKSTEP) -> Iterator[Simulator]:
-    """While this lasts, every launch of this package is executed in the simulator, as if tensors were on `target`."""
-    simulator = Simulator(target, schedule)
-    with taken_by(target, simulator.launch), _Unwritten(simulator):
-        yield simulator
 
 
 class _Unwritten(TorchDispatchMode):

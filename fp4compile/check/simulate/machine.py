@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4compile.check.simulate import (  # noqa: F401 (some register forms only)
-    access,
-    control,
-    copies,
-    forms,
-    tensor,
-    warp_matrix,
-    warpgroup,
-)  # fmt: skip
+from fp4compile.check.simulate import catalogue, control, copies, forms, warpgroup
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
-from fp4compile.check.simulate.clocks import Clocks
+from fp4compile.check.simulate.clocks import AnyInt, Clocks
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.groups import Groups
@@ -48,7 +40,7 @@ class Kernel:
         sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in _operand_registers(one)) for one in program.instructions]
-        return cls(program, forms.decode(program), reads, min([4, *sizes]))
+        return cls(program, catalogue.decode(program), reads, min([4, *sizes]))
 
 
 @dataclass(frozen=True)
@@ -189,12 +181,12 @@ class Machine:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][fragment.threads]
 
-    def program_of(self, warp: int) -> int:
-        """The index in the machine of a warp's program."""
+    def program_of(self, warp: AnyInt) -> AnyInt:
+        """The index in the machine of a warp's program; of an array of warps, of theirs."""
         return warp // self.warps_of_program
 
-    def local_warp(self, warp: int) -> int:
-        """The index of a warp within its cluster."""
+    def local_warp(self, warp: AnyInt) -> AnyInt:
+        """The index of a warp within its cluster; of an array of warps, theirs."""
         return warp % self.warps_of_cluster
 
     def cluster_of_warp(self, warp: int) -> int:

@@ -71,7 +71,10 @@ class GlobalMemory:
         rows = self._rows(addresses, size)
         mine = clusters[:, None] + 1
         self._in_order(self.writer.reshape(-1, size)[rows], mine, "overwrites")
-        self.data.reshape(-1, size)[rows] = values
+        data = self.data.reshape(-1, size)
+        data[rows] = values
+        if (data[rows] != values).any():
+            raise Fault("several threads write different values to one address of global memory")
         self.written.reshape(-1, size)[rows] = True
         self.writer.reshape(-1, size)[rows] = mine
 

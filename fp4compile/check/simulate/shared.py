@@ -33,7 +33,7 @@ class SharedMemory:
         self.data = np.full(programs * self.stride, 0xEE, np.uint8)
         self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
 
-    def address(self, rank: np.ndarray, offset: int) -> np.ndarray:
+    def address(self, rank: np.ndarray, offset: int | np.ndarray) -> np.ndarray:
         """The address of an offset in the program of a rank."""
         return (rank << _RANK) + offset
 
@@ -47,6 +47,10 @@ class SharedMemory:
                         f"{self.end}")  # fmt: skip
         return (clusters * self.cluster + rank) * self.stride + offset
 
+    def index(self, address: int, cluster: int, nbytes: int) -> int:
+        """The index into `data` of the first of some bytes at an address."""
+        return int(self.flat(np.array(address), np.array(cluster), nbytes))
+
     def load(self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
         """The bytes at aligned addresses [threads] that threads read: uint8 [threads, size]."""
         rows = self._rows(addresses, clusters, size)
@@ -57,8 +61,12 @@ class SharedMemory:
         """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
         size = values.shape[1]
         rows = self._rows(addresses, clusters, size)
-        self.shadow.writes_of_warps(self._cells(rows, size), clusters, warps)
-        self.data.reshape(-1, size)[rows] = values
+        data = self.data.reshape(-1, size)
+        changes = (data[rows] != values).reshape(len(rows), -1, self.granule).any(2)
+        self.shadow.writes_of_warps(self._cells(rows, size), clusters, warps, changes)
+        data[rows] = values
+        if (data[rows] != values).any():
+            raise Fault("several threads write different values to one address of shared memory")
 
     def _rows(self, addresses: np.ndarray, clusters: np.ndarray, size: int) -> np.ndarray:
         flat = self.flat(addresses, clusters, size)

@@ -135,7 +135,8 @@ class TensorMap:
             raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {len(self.box)}")
         at = self._rows + np.array(coordinates[1:], np.int64)[:, None]
         dims, strides = (np.array(each[1:], np.int64)[:, None] for each in (self.dims, self.strides))
-        rows, rows_inside = self.address + (at * strides).sum(0), ((at >= 0) & (at < dims)).all(0)
+        rows = self.address + (at * strides).sum(0)
+        rows_inside = np.asarray(((at >= 0) & (at < dims)).all(0))
         columns = coordinates[0] * self.element + np.arange(self.row)
         columns_inside = (columns >= 0) & (columns < self.dims[0] * self.element)
         return rows[:, None] + columns, rows_inside[:, None] & columns_inside

@@ -18,6 +18,7 @@ import re
 
 import numpy as np
 
+from fp4compile.check.simulate import numbers
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import (
     Read,
@@ -65,9 +66,8 @@ def registers_of_sums(sums: np.ndarray) -> np.ndarray:
 
 def floats(bits: np.ndarray, kind: str) -> np.ndarray:
     """The values, as float64, of bf16 or f16 numbers given as uint16."""
-    if kind == "f16":
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    values = numbers.f16_values(bits) if kind == "f16" else numbers.bf16_values(bits)
+    return values.astype(np.float64)
 
 
 def readers_of(operand: Operand, kind: str, count: int) -> list[Read]:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 _SPANS = (0, 128, 64, 32)  # of swizzles by number
 _ROW = 32  # bytes of the contraction of an instruction
 _OPCODE = "wgmma.mma_async"
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Products:
             while waiting and waiting[0][0] <= group:
                 self._count[waiting.popleft()[1]] -= 1
         self._count = +self._count
-        self.registers = frozenset().union(*(touched.every for touched in self._count))
+        self.registers = _NONE.union(*(touched.every for touched in self._count))
         clusters, local = np.divmod(warps, machine.warps_of_cluster)
         agents = machine.clocks.products(local)
         for row in (KNOWN, FENCED):
@@ -189,7 +190,7 @@ def _product(instruction: Instruction, program: Program) -> Step:
     in_registers = isinstance(instruction.operands[1], Vector)
     expect(instruction, 7 if in_registers else 8)
     into, a, b, adds, *flags = instruction.operands
-    kind, n = instruction.opcode.split(".")[-1], int(instruction.opcode.split(".")[3][4:-3])
+    kind, n = instruction.opcode.split(".")[-1], int(instruction.opcode.split(".")[4][4:-3])
     if [immediate(one) for one in flags] != [1, 1, *[0] * (len(flags) - 2)]:
         raise UnknownForm("a product of negated or transposed operands")
     sums, writes = readers_of(into, "f32", n // 2), [writer(each, "f32") for each in registers_of(into)]
