@@ -34,7 +34,6 @@ from fp4compile.check.simulate.forms import Read, Step, UnknownForm, address_rea
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.groups import Operation
 from fp4compile.check.simulate.parse import Address, Instruction, Operand, Program
-from fp4compile.check.simulate.shared import swizzled
 from fp4compile.check.simulate.tensor_maps import Published, TensorMap
 
 if TYPE_CHECKING:
@@ -238,7 +237,7 @@ def _places(first: int, address: int, box: TensorMap) -> np.ndarray:
     """The indices into shared memory of a box at an address. first: the index of the address."""
     if address % 128:
         raise Fault(f"a tensor in shared memory at {address & 0xFFFFFF}, no multiple of 128")
-    return swizzled(address + np.arange(box.nbytes), box.span) - address + first
+    return box.places(address) - address + first
 
 
 @form(*[f"cp.async.bulk.tensor.{rank}d.{space}.global.mbarrier::complete_tx::bytes{more}" for rank in _RANKS
@@ -263,7 +262,7 @@ def _tensor_load(instruction: Instruction, program: Program) -> Step:
             published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
             box = published.map
             ranks = None if masks is None else [rank for rank in range(16) if int(masks[lane]) >> rank & 1]
-            found = _targets(machine, cluster, int(at[lane]), int(barriers[lane]), box.nbytes, ranks, pairs)
+            found = _targets(machine, cluster, int(at[lane]), int(barriers[lane]), box.footprint, ranks, pairs)
             targets = [(_places(first, int(at[lane]), box), bar) for first, bar in found]
             read = partial(_bytes_of_box, machine, cluster, published, corners[lane].tolist())
             _load(fragment, cluster, rows, targets, read, published.was_read)
@@ -295,7 +294,9 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
             _own(machine, warp, address)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             published = machine.tensor_maps.used(int(tensors[lane]), cluster, rows)
-            first = machine.shared.index(address, cluster, published.map.nbytes)
+            if published.map.gaps:
+                raise Fault("stores 4-bit elements with gaps, which is not simulated")
+            first = machine.shared.index(address, cluster, published.map.footprint)
             store = _Store(machine, cluster, published, corners[lane].tolist(), _places(first, address, published.map),
                            rows, machine.clocks.bulk_stores(machine.local_warp(warp)),
                            int(machine.bulk_groups.open(threads)[0]))  # fmt: skip

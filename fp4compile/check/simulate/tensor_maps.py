@@ -18,8 +18,11 @@ Sources and confidence:
   number; strides in bytes). High.
 - What a map must be: CUDA driver API, `cuTensorMapEncodeTiled` (address and strides multiples of 16 bytes, at most
   256 elements along a dimension of the box, its inner rows multiples of 16 bytes and no longer than the swizzle's
-  span). High. Other element types, interleaved layouts, element strides, fill modes, and inner rows shorter than the
-  swizzle's span are Faults, because no kernel has them.
+  span). High. 4-bit elements with gaps (b4x16_p64): multiples of 32 bytes and of 128 elements; high. Other element
+  types, interleaved layouts, element strides, fill modes, and inner rows shorter than the swizzle's span are Faults,
+  because no kernel has them.
+- Gaps are not written, and a copy completes the bytes of global memory on the mbarrier, half of those in shared
+  memory. Source: the bytes that Triton and DeepGEMM expect there. Medium-high.
 - `tensormap.replace` reads and writes the whole object by the generic proxy (PTX ISA: "a weak memory operation, on
   the entire 1024-bit opaque tensor-map object"). High.
 - `tensormap.cp_fenceproxy` copies the object and releases it; a thread that uses it acquires it by
@@ -39,6 +42,7 @@ from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import Step, UnknownForm, address_reader, expect, form, immediate, reader
 from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.parse import Instruction, Program
+from fp4compile.check.simulate.shared import swizzled
 
 if TYPE_CHECKING:
     from fp4compile.check.simulate.machine import Machine
@@ -51,8 +55,9 @@ _FIELDS = {
     "global_stride": (56, 8, 4), "element_stride": (88, 4, 5),
 }  # fmt: skip
 _ZERO = np.r_[13:16, 108:128]
-# The bytes of element types by number: u8, u16, u32, s32, u64, s64, f16, f32, f64 and bf16.
-_ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2}
+# The bytes in shared memory of element types by number: u8, u16, u32, s32, u64, s64, f16, f32, f64, bf16, b4x16_p64.
+_ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2, 14: 1}
+_WITH_GAPS = 14  # b4x16_p64
 _SPANS = {0: 0, 1: 32, 2: 64, 3: 128}  # of swizzle modes by number
 
 
@@ -60,11 +65,14 @@ _SPANS = {0: 0, 1: 32, 2: 64, 3: 128}  # of swizzle modes by number
 class TensorMap:
     """A tensor in global memory and the box of it that a copy moves; the innermost dimension is first.
 
-    element: bytes of an element. span: of the swizzle, 0 for none. strides: in bytes, of all dimensions.
+    element: bytes of an element in shared memory. gaps: whether 16 elements of 4 bits, 8 bytes of global memory, lie in
+    every 16 bytes of shared memory, at their beginning. span: of the swizzle, 0 for none. strides: of the outer
+    dimensions, in bytes.
     """
 
     address: int
     element: int
+    gaps: bool
     span: int
     box: tuple[int, ...]
     dims: tuple[int, ...]
@@ -89,9 +97,9 @@ class TensorMap:
             raise Fault("a tensor map with an interleaved layout or a fill mode, which are not simulated")
         if any(one != 1 for one in values["element_stride"][:rank]):
             raise Fault(f"a tensor map of element strides {values['element_stride'][:rank]}, which are not simulated")
-        made = cls(values["global_address"][0], _ELEMENT_BYTES[kind], _SPANS[mode], tuple(values["box_dim"][:rank]),
-                   tuple(values["global_dim"][:rank]),
-                   (_ELEMENT_BYTES[kind], *values["global_stride"][: rank - 1]))  # fmt: skip
+        made = cls(values["global_address"][0], _ELEMENT_BYTES[kind], kind == _WITH_GAPS, _SPANS[mode],
+                   tuple(values["box_dim"][:rank]), tuple(values["global_dim"][:rank]),
+                   tuple(values["global_stride"][: rank - 1]))  # fmt: skip
         made._check()
         return made
 
@@ -100,9 +108,13 @@ class TensorMap:
             raise Fault(f"a tensor map of box {self.box}: a dimension has 1 to 256 elements")
         if any(one < 1 for one in self.dims):
             raise Fault(f"a tensor map of dimensions {self.dims}")
-        if self.address % 16 or any(one % 16 or not one < 1 << 40 for one in self.strides[1:]):
-            raise Fault(f"a tensor map of address {self.address:#x} and strides {self.strides[1:]}, which are no "
-                        "multiples of 16 bytes")  # fmt: skip
+        multiple = 32 if self.gaps else 16
+        if self.address % multiple or any(one % multiple or not one < 1 << 40 for one in self.strides):
+            raise Fault(f"a tensor map of address {self.address:#x} and strides {self.strides}, which are no "
+                        f"multiples of {multiple} bytes")  # fmt: skip
+        if self.gaps and (self.box[0] != 128 or self.dims[0] % 128 or self.span not in (0, 128)):
+            raise Fault(f"a tensor map of 4-bit elements with box {self.box}, dimensions {self.dims} and a swizzle of "
+                        f"{self.span}: rows have multiples of 128 elements")  # fmt: skip
         if self.row % 16:
             raise Fault(f"a tensor map whose box has rows of {self.row} bytes, no multiple of 16")
         if self.span and self.row > self.span:
@@ -113,13 +125,20 @@ class TensorMap:
 
     @property
     def row(self) -> int:
-        """The bytes of a row of the box."""
+        """The bytes of a row of the box in shared memory."""
         return self.box[0] * self.element
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the box, which a copy moves whatever lies outside of the tensor."""
+    def footprint(self) -> int:
+        """The bytes of the box in shared memory."""
         return int(np.prod(self.box)) * self.element
+
+    def places(self, address: int) -> np.ndarray:
+        """The addresses in shared memory of the bytes of a box at an address, row by row."""
+        at = np.arange(self.footprint)
+        if self.gaps:
+            at = at[at % 16 < 8]
+        return swizzled(address + at, self.span)
 
     @cached_property
     def _rows(self) -> np.ndarray:
@@ -130,15 +149,19 @@ class TensorMap:
         return np.indices(outer[::-1]).reshape(len(outer), -1)[::-1].astype(np.int64)
 
     def bytes_of_box(self, coordinates: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(addresses, which of them lie in the tensor) of the bytes of the box at coordinates: [rows, row]."""
+        """(addresses, which of them lie in the tensor) of the bytes of the box at coordinates: [rows, bytes]."""
+        if self.gaps and coordinates[0] % 128:
+            raise Fault(f"coordinate {coordinates[0]} of 4-bit elements, no multiple of 128")
         if len(coordinates) != len(self.box):
             raise Fault(f"{len(coordinates)} coordinates for a tensor map of rank {len(self.box)}")
         at = self._rows + np.array(coordinates[1:], np.int64)[:, None]
-        dims, strides = (np.array(each[1:], np.int64)[:, None] for each in (self.dims, self.strides))
+        dims, strides = (np.array(each, np.int64)[:, None] for each in (self.dims[1:], self.strides))
         rows = self.address + (at * strides).sum(0)
         rows_inside = np.asarray(((at >= 0) & (at < dims)).all(0))
-        columns = coordinates[0] * self.element + np.arange(self.row)
-        columns_inside = (columns >= 0) & (columns < self.dims[0] * self.element)
+        first, count, end = (each * self.element // (1 + self.gaps) for each in
+                             (coordinates[0], self.box[0], self.dims[0]))  # fmt: skip
+        columns = first + np.arange(count)
+        columns_inside = (columns >= 0) & (columns < end)
         return rows[:, None] + columns, rows_inside[:, None] & columns_inside
 
 

@@ -162,8 +162,10 @@ def _matrices(
     machine = fragment.machine
     clusters, local = np.divmod(warps, machine.warps_of_cluster)
     ranks = machine.program_of(warps) % machine.program.cluster
-    every, index = np.unique(np.stack([descriptors, rows[:, 0]]), axis=1, return_inverse=True)
-    places = np.stack([_matrix_places(int(one), int(first) + np.arange(rows.shape[1])) for one, first in every.T])
+    every, index = np.unique(np.stack([descriptors.view(np.int64), rows[:, 0]]), axis=1, return_inverse=True)
+    places = np.stack(
+        [_matrix_places(int(one) % 2**64, int(first) + np.arange(rows.shape[1])) for one, first in every.T]
+    )
     if (places < START).any():
         raise Fault("a descriptor of a matrix outside of shared memory")
     addresses = machine.shared.address(ranks[:, None, None], places[index.ravel()])
