@@ -17,9 +17,9 @@ from fp4compile.check.simulate import (  # noqa: F401 (register forms)
     integer,
     moves,
     tensor,
-    warp,
     warp_matrix,
 )  # fmt: skip
+from fp4compile.check.simulate import warp as warp_forms  # noqa: F401
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
 from fp4compile.check.simulate.clocks import Clocks
 from fp4compile.check.simulate.fault import Fault
