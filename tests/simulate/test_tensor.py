@@ -315,6 +315,19 @@ def spread(data: np.ndarray) -> np.ndarray:
     return filled.reshape(len(data), 128)
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_do_not_read_the_padding_of_fp4_codes_beside_fp8(wide):
+    body, content, expected = scaled_case("mxf8f6f4.block_scale.block32", "e4m3", "e2m1", "e8m0", 32, 1, 64)
+    for at in range(16384, 16384 + 64 * 128, 16 * THREADS):
+        stored = f"    st.shared.v4.b32 [%r4+{at + IMAGE}], {{%r20, %r21, %r22, %r23}};"
+        eight_bytes = f"    st.shared.v2.b32 [%r4+{at + IMAGE}], {{%r20, %r21}};"
+        body = edited(body, stored, eight_bytes if wide else f"    st.shared.b32 [%r4+{at + IMAGE}], {{%r20}};")
+    if wide:
+        np.testing.assert_array_equal(run_product(body, content, 64), expected)
+    else:
+        found(body, content, "reads shared memory that nothing wrote")
+
+
 def run_product(
     body: str, content: np.ndarray, columns: int, schedule: Schedule = SCHEDULES[0], programs: int = 1
 ) -> np.ndarray:
@@ -492,6 +505,14 @@ WAIT_AGAIN:
     races = "the tensor pipe overwrites tensor memory that tcgen05.ld of warp . may be reading"
     found(edited(body, waited, waited + again), content, races + "|tcgen05.ld of warp . reads .* without a wait")
     found(edited(body, waited, "bar.sync 0;" + again + waited), content, races)
+
+
+def test_a_product_after_the_commit_is_not_waited_for():
+    body, content, _ = plain_case()
+    commit = "    tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r5];\n"
+    before, last, rest = edited(body, commit, "").rpartition("    mov.b32 %r12")
+    found(before + commit + last + rest, content,
+          "tcgen05.ld of warp . reads .* without a wait|tensor pipe overwrites .* may be reading")  # fmt: skip
 
 
 def test_shared_memory_that_a_product_still_reads_is_found():
