@@ -34,6 +34,7 @@ from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.choose import choose
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.multiply import multiply, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
@@ -65,15 +66,34 @@ def _on_schedules(sm: int, seeds: Sequence[int], check: Check) -> dict[str, Any]
     """What a check finds under each schedule, and what the launches took."""
     wrong: list[str] = []
     kernels: dict[str, None] = {}
+    launches: set[str] = set()
     instructions, seconds = 0, 0.0
     for seed in seeds:
         simulator = Simulator(Target(sm), Schedule(seed))
         wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
-        kernels |= dict.fromkeys(simulator.names)
+        kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
+        launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
         seconds += simulator.seconds
     return {"kernels": ", ".join(kernels), "schedules": len(seeds), "warp instructions": instructions,
-            "seconds": round(seconds, 2), "wrong": wrong}  # fmt: skip
+            "seconds": round(seconds, 2), "launches": sorted(launches), "wrong": wrong}  # fmt: skip
+
+
+def launch_key(launch: Launch) -> str:
+    """What the code of a launch depends on, but for the divisibility of sizes and the number of groups."""
+    constants = sorted((name, str(value)) for name, value in launch.constants.items() if name != "GROUPS")
+    return f"{launch.kernel.__name__} {launch.num_warps} {launch.num_stages} {constants}"
+
+
+def table_keys(sm: int) -> dict[str, str]:
+    """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
+    found: dict[str, str] = {}
+    for entry in (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS, *PRODUCTS):
+        launches = entry.launches(sm)[1] if isinstance(entry, Product) else entry.launches(sm)
+        name = f"{entry.label} {entry.formats if isinstance(entry, Product) else entry.format}"
+        for launch in launches:
+            found.setdefault(launch_key(launch), f"{launch.kernel.__name__} of {name}")
+    return found
 
 
 # ---------------------------------------------------------------- quantisers
@@ -145,7 +165,9 @@ def quantized_after_steps(configuration: Configuration, simulator: Simulator) ->
 
 def multiplied(product: Product, simulator: Simulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference, at a small shape."""
-    kernel = choose(problem_of(product.arguments(), simulator.target)).kernel
+    choice, _ = product.served(simulator.target)
+    if choice is None:
+        return [f"no kernel on compute capability {simulator.target.sm}"]
     small = reduced(product)
     arguments = exact_arguments(small)
     if small.weights > 1:
@@ -155,7 +177,7 @@ def multiplied(product: Product, simulator: Simulator) -> list[str]:
         return [f"weight {i}: {what}" for i, (one, (b, _)) in enumerate(zip(got, members, strict=True))
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
     with simulator.running():
-        got = multiply(arguments, choose(problem_of(arguments, simulator.target), kernel))
+        got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
     return _differences(got, arguments)
 
 

@@ -205,7 +205,7 @@ def _init(instruction: Instruction, program: Program) -> Step:
         machine = fragment.machine
         addresses, counts = address(fragment), np.broadcast_to(count(fragment), fragment.shape)
         for lane, warp, cluster in one_lane(fragment):
-            at = int(machine.shared.flat(addresses[lane], np.int64(cluster), 8))
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
             machine.mbarriers.create(at, int(counts[lane]), cluster, machine.local_warp(warp))
 
     return step
@@ -219,7 +219,7 @@ def _inval(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         machine, addresses = fragment.machine, address(fragment)
         for lane, _, cluster in one_lane(fragment):
-            machine.mbarriers.remove(int(machine.shared.flat(addresses[lane], np.int64(cluster), 8)))
+            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8))
 
     return step
 
@@ -239,7 +239,7 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
         machine, addresses = fragment.machine, address(fragment)
         numbers = np.broadcast_to(1 if number is None else number(fragment), fragment.shape)
         for lane, warp, cluster in one_lane(fragment):
-            at = int(machine.shared.flat(addresses[lane], np.int64(cluster), 8))
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             barrier = machine.mbarriers.seen(at, rows)
             count, expected = (1, int(numbers[lane])) if expects else (int(numbers[lane]), 0)
@@ -271,7 +271,7 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             if (addresses[of_warp][running] != addresses[lane]).any():
                 raise Fault("the threads of a warp wait for several mbarriers")
             cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
-            at = int(machine.shared.flat(addresses[lane], np.int64(cluster), 8))
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
             barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))
             phase = int(parities[lane]) & 1
             if barrier.passed(phase):

@@ -7,26 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4compile.check.simulate import (  # noqa: F401 (register forms)
-    access,
-    control,
-    convert,
-    copies,
-    floating,
-    forms,
-    integer,
-    moves,
-    tensor,
-    warp_matrix,
-)  # fmt: skip
-from fp4compile.check.simulate import warp as warp_forms  # noqa: F401
+from fp4compile.check.simulate import catalogue, control, copies, forms, warpgroup
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
-from fp4compile.check.simulate.clocks import Clocks
+from fp4compile.check.simulate.clocks import AnyInt, Clocks
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.fragment import LANES, Fragment
+from fp4compile.check.simulate.groups import Groups
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import Address, Instruction, Operand, Pair, Program, Register, Vector
 from fp4compile.check.simulate.shared import START, SharedMemory
+from fp4compile.check.simulate.tensor_maps import TensorMaps
 from fp4compile.check.simulate.tensor_memory import TensorMemory
 
 DONE = np.iinfo(np.int32).max  # the program counter of a thread that has ended
@@ -50,7 +40,7 @@ class Kernel:
         sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in _operand_registers(one)) for one in program.instructions]
-        return cls(program, forms.decode(program), reads, min([4, *sizes]))
+        return cls(program, catalogue.decode(program), reads, min([4, *sizes]))
 
 
 @dataclass(frozen=True)
@@ -138,6 +128,10 @@ class Machine:
         self.cluster_barrier = ClusterBarrier(self)
         self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier that a warp is to wait for
         self.tensor_memory = TensorMemory(self)
+        self.tensor_maps = TensorMaps(self)
+        self.copy_groups = Groups(self, self.clocks.copies, fences=False)
+        self.bulk_groups = Groups(self, self.clocks.bulk_stores, fences=True)
+        self.products = warpgroup.Products(self)
         # Of each cluster: operations in any order, and those of the tensor pipe, which are in order.
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(clusters)]
         self.tensor_pipe: list[deque[Callable[[], None]]] = [deque() for _ in range(clusters)]
@@ -187,12 +181,12 @@ class Machine:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][fragment.threads]
 
-    def program_of(self, warp: int) -> int:
-        """The index in the machine of a warp's program."""
+    def program_of(self, warp: AnyInt) -> AnyInt:
+        """The index in the machine of a warp's program; of an array of warps, of theirs."""
         return warp // self.warps_of_program
 
-    def local_warp(self, warp: int) -> int:
-        """The index of a warp within its cluster."""
+    def local_warp(self, warp: AnyInt) -> AnyInt:
+        """The index of a warp within its cluster; of an array of warps, theirs."""
         return warp % self.warps_of_cluster
 
     def cluster_of_warp(self, warp: int) -> int:
@@ -221,9 +215,11 @@ class Machine:
 
     # ------------------------------------------------------------ asynchronous operations
 
-    def later(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> None:
-        """Let a cluster's copy engine do something at some time, in any order."""
-        self.copies[cluster].append(self._located(fragment, action))
+    def later(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> Callable[[], None]:
+        """Let a cluster's copy engine do something at some time, in any order; returns the entry of `copies`."""
+        located = self._located(fragment, action)
+        self.copies[cluster].append(located)
+        return located
 
     def in_pipe(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> None:
         """Let a cluster's tensor pipe do something after all that it was told before."""
@@ -295,6 +291,8 @@ class Machine:
             one = program.instructions[index]
             if self.unready:
                 self._check_unready(fragment, index)
+            if self.products.registers:
+                self.products.check(fragment, one, kernel.reads[index])
             if one.guard is None:
                 fragment.running, fragment.whole = fragment.active, fragment.all_active
             else:
@@ -345,6 +343,7 @@ class Machine:
                 raise Fault(f"{self.program.name}: {barrier.tx} bytes never came to the mbarrier at {barrier.where}")
         self.tensor_memory.end()
         copies.end(self)
+        warpgroup.end(self)
 
 
 _NOTHING: frozenset[str] = frozenset()
