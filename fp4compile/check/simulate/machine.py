@@ -2,10 +2,12 @@
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from fp4compile.check.simulate import catalogue, control, copies, forms, warpgroup
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
@@ -91,9 +93,20 @@ def run(
     for first in range(0, clusters, most):
         machine = Machine(kernel, memory, arguments, grid, nbytes, first, min(most, clusters - first), chosen,
                           schedule.seed == 0, tally)  # fmt: skip
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), _one_thread():
             machine.run()
     return tally
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch multiply small matrices in this thread: others would take longer to wake."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Machine:

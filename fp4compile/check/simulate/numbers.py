@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 F16, F32, F64 = np.float16, np.float32, np.float64
@@ -329,3 +330,8 @@ def _logic(table: int, operands: tuple[np.ndarray, ...]) -> Any:
         return _logic(low, rest)
     changed = first if difference == every else first & _logic(difference, rest)
     return changed if low == 0 else changed ^ _logic(low, rest)
+
+
+def matrix_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """float64 a [..., m, k] times b [..., n, k] transposed. By torch, whose number of threads the machine sets to one."""
+    return (torch.from_numpy(a) @ torch.from_numpy(b).mT).numpy()
