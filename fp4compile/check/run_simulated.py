@@ -7,6 +7,7 @@ must lie within its error. Every case runs under several schedules of warps, cop
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,16 +68,24 @@ def _on_schedules(sm: int, seeds: Sequence[int], check: Check) -> dict[str, Any]
     wrong: list[str] = []
     kernels: dict[str, None] = {}
     launches: set[str] = set()
-    instructions, seconds = 0, 0.0
+    instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
         simulator = Simulator(Target(sm), Schedule(seed))
         wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
+        notes += simulator.tally.notes
         seconds += simulator.seconds
-    return {"kernels": ", ".join(kernels), "schedules": len(seeds), "warp instructions": instructions,
-            "seconds": round(seconds, 2), "launches": sorted(launches), "wrong": wrong}  # fmt: skip
+    return {
+        "kernels": ", ".join(kernels),
+        "schedules": len(seeds),
+        "warp instructions": instructions,
+        "seconds": round(seconds, 2),
+        "launches": sorted(launches),
+        "notes": dict(notes),
+        "wrong": wrong,
+    }
 
 
 def launch_key(launch: Launch) -> str:

@@ -15,7 +15,7 @@ from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Operand
 from tests.simulate.ptx_text import run_body
 
-SCHEDULES = [Schedule(seed) for seed in range(4)]
+SCHEDULES = [Schedule(seed, strict_loads=True) for seed in range(4)]
 
 
 def matrix_bits(start: int, layout: int, stride: int, leading: int = 0, base_offset: int = 0) -> int:

@@ -333,5 +333,5 @@ def _logic(table: int, operands: tuple[np.ndarray, ...]) -> Any:
 
 
 def matrix_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float64 a [..., m, k] times b [..., n, k] transposed. By torch, whose number of threads the machine sets to one."""
+    """float64 a [..., m, k] times b [..., n, k] transposed, by torch: the machine sets its number of threads to one."""
     return (torch.from_numpy(a) @ torch.from_numpy(b).mT).numpy()
