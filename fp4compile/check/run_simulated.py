@@ -7,6 +7,7 @@ must lie within its error. Every case runs under several schedules of warps, cop
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,16 +68,24 @@ def _on_schedules(sm: int, seeds: Sequence[int], check: Check) -> dict[str, Any]
     wrong: list[str] = []
     kernels: dict[str, None] = {}
     launches: set[str] = set()
-    instructions, seconds = 0, 0.0
+    instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
         simulator = Simulator(Target(sm), Schedule(seed))
         wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
+        notes += simulator.tally.notes
         seconds += simulator.seconds
-    return {"kernels": ", ".join(kernels), "schedules": len(seeds), "warp instructions": instructions,
-            "seconds": round(seconds, 2), "launches": sorted(launches), "wrong": wrong}  # fmt: skip
+    return {
+        "kernels": ", ".join(kernels),
+        "schedules": len(seeds),
+        "warp instructions": instructions,
+        "seconds": round(seconds, 2),
+        "launches": sorted(launches),
+        "notes": dict(notes),
+        "wrong": wrong,
+    }
 
 
 def launch_key(launch: Launch) -> str:
@@ -165,7 +174,9 @@ def quantized_after_steps(configuration: Configuration, simulator: Simulator) ->
 
 def multiplied(product: Product, simulator: Simulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference, at a small shape."""
-    kernel = choose(problem_of(product.arguments(), simulator.target)).kernel
+    choice, _ = product.served(simulator.target)
+    if choice is None:
+        return [f"no kernel on compute capability {simulator.target.sm}"]
     small = reduced(product)
     arguments = exact_arguments(small)
     if small.weights > 1:
@@ -175,7 +186,7 @@ def multiplied(product: Product, simulator: Simulator) -> list[str]:
         return [f"weight {i}: {what}" for i, (one, (b, _)) in enumerate(zip(got, members, strict=True))
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
     with simulator.running():
-        got = multiply(arguments, choose(problem_of(arguments, simulator.target), kernel))
+        got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
     return _differences(got, arguments)
 
 

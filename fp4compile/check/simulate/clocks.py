@@ -209,13 +209,6 @@ class Shadow:
         self.writer[cells] = agent
         self.written[cells] = epoch
 
-    def forget(self, cells: Index) -> None:
-        """Make cells new, as if nobody had ever accessed them."""
-        self.writer[cells] = NOBODY
-        self.written[cells] = 0
-        for read in (*self.read, *self.read_by_agent.values()):
-            read[cells] = 0
-
     def _agent(self, agent: int) -> str:
         warps = self.clocks.warps
         if agent < warps:

@@ -62,6 +62,7 @@ class Simulator:
         self.launches.append(launch)
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
+        self.tally.notes += tally.notes
         self.seconds += time.perf_counter() - started
 
     def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:

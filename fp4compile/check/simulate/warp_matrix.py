@@ -32,6 +32,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import LANES, Fragment
+from fp4compile.check.simulate.numbers import matrix_product
 from fp4compile.check.simulate.parse import Instruction, Operand, Program
 
 # ---------------------------------------------------------------- fragments
@@ -162,7 +163,7 @@ def _product(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         fragment.whole_warps()
         left, right, sums = (stacked(fragment, each) for each in reads)
-        found = a_values(left, kind) @ _b_values(right, kind).transpose(0, 2, 1) + sums_of(sums)
+        found = matrix_product(a_values(left, kind), _b_values(right, kind)) + sums_of(sums)
         for write, values in zip(writes, registers_of_sums(found), strict=True):
             write(fragment, values)
 

@@ -39,6 +39,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.numbers import matrix_product
 from fp4compile.check.simulate.parse import Instruction, Operand, Pair, Program, Register, Vector
 from fp4compile.check.simulate.shared import START, swizzled
 from fp4compile.check.simulate.warp_matrix import (
@@ -213,7 +214,7 @@ def _product(instruction: Instruction, program: Program) -> Step:
             a_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, left[0], which), rows, kind)
         rows = np.broadcast_to(np.arange(n), (len(warps), n))
         b_matrices = _matrices(fragment, warps, _one_for_each_warp(fragment, right, which), rows, kind)
-        found = a_matrices @ b_matrices.transpose(0, 2, 1)
+        found = matrix_product(a_matrices, b_matrices)
         addend = sums_of(stacked(fragment, sums)[:, which])
         found += np.where(_one_for_each_warp(fragment, adding, which)[:, None, None], addend, 0)
         machine.products.issue(warps, touched)
