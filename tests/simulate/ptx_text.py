@@ -45,3 +45,11 @@ def run_body(
     run(kernel, memory, addresses, grid, shared_bytes, schedule)
     return [memory.read(address, each.nbytes).view(each.dtype).reshape(each.shape)
             for address, each in zip(addresses, tensors, strict=True)]  # fmt: skip
+
+
+def edited(body: str, *edits: tuple[str, str]) -> str:
+    """A body with some places changed, each of which has to be there once: (old, new)."""
+    for old, new in edits:
+        assert body.count(old) == 1, f"{old}: {body.count(old)} times"
+        body = body.replace(old, new)
+    return body

@@ -63,8 +63,9 @@ class Groups:
         """Add an operation to the open groups of some threads."""
         groups = self.open(threads)
         self.issued[threads] = groups
-        for warp in np.unique(threads // LANES).tolist():
-            self.operations.setdefault(warp, deque()).append((int(groups[0]), operation))
+        warps, first = np.unique(threads // LANES, return_index=True)
+        for warp, group in zip(warps.tolist(), groups[first].tolist(), strict=True):
+            self.operations.setdefault(warp, deque()).append((group, operation))
             self.latest[warp] = operation
 
     def open(self, threads: np.ndarray) -> np.ndarray:
