@@ -325,6 +325,8 @@ def converted(into: Format, source: Format):
     return lambda a: into.encode(source.decode(a))
 
 
+for _from in ("s32", "u32", "s64", "u64"):
+    check(f"f32 {_from}", f"cvt.rn.f32.{_from}")(lambda a: F32.encode(Fraction(a)))
 check("f32 bf16", "cvt.f32.bf16")(lambda a: a << 16)
 check("f32 f16", "cvt.f32.f16")(converted(F32, F16))
 check("bf16 f16", "cvt.rn.bf16.f16")(converted(BF16, F16))
