@@ -28,7 +28,7 @@ from fp4compile.check.quantiser_table import (
 from fp4compile.check.run_experts import up_to
 from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_differences, same_bits
 from fp4compile.check.simulate.launch import Simulator
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import reference
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand

@@ -18,9 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile import _compat
-from fp4compile.check.simulate.machine import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.run import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch, taken_by
 
