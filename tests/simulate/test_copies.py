@@ -86,7 +86,17 @@ def test_a_copy_without_a_source_does_not_access_global_memory():
     [
         ("cp.async.wait_group 0;", "", "reads shared memory that (cp.async of warp|nothing wrote)"),
         ("cp.async.commit_group;", "", "reads shared memory that (cp.async of warp|nothing wrote)"),
+        (
+            "cp.async.wait_group 0;",
+            "and.b32 %r9, %r1, 31; setp.eq.u32 %p1, %r9, 0; @%p1 cp.async.wait_group 0;",
+            "reads shared memory that cp.async of warp",
+        ),
         ("bar.sync 0;", "", "reads shared memory that (cp.async of warp|nothing wrote)"),
+        (
+            "cp.async.wait_all;",
+            "ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r4]; cp.async.wait_all;",
+            "reads shared memory that cp.async of|overwrites .* may be reading",
+        ),
         ("bar.sync 1;", "", "overwrites shared memory that warp . may be reading"),
         ("cp.async.wait_all;", "", "reads shared memory that cp.async of|overwrites .* may be reading"),
         ("mov.b32 %r7, 16;", "mov.b32 %r7, 17;", "copies 17 bytes, more than 16"),
@@ -283,13 +293,16 @@ def test_4_bit_elements_get_gaps_in_shared_memory():
     np.testing.assert_array_equal(got.reshape(128, 16)[:, :8], expected[:, :8])
 
 
+ACQUIRE = "    fence.proxy.tensormap::generic.acquire.gpu [%rd10], 128;\n"
 ADDRESS = "@%p2 tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r2], %rd11;"
 
 
 @pytest.mark.parametrize(
     "edits, what",
     [
-        ([("    fence.proxy.tensormap::generic.acquire.gpu [%rd10], 128;\n", "")], "no fence.proxy.tensormap acquired"),
+        ([(ACQUIRE, "")], "no fence.proxy.tensormap acquired"),
+        ([(ACQUIRE, ""), ("    bar.sync 1;\n", "    bar.sync 1;\n    @%p1 " + ACQUIRE.strip() + "\n")],
+         "no fence.proxy.tensormap acquired"),
         ([("release.gpu.sync.aligned [%rd10], [%r2]", "release.gpu.sync.aligned [%rd10+128], [%r2]")],
          "no tensor map was released"),
         ([("release.gpu.sync.aligned [%rd10], [%r2]", "release.gpu.sync.aligned [%rd10+64], [%r2]")], "no multiple of"),
@@ -459,8 +472,10 @@ def test_finds_what_is_wrong_with_bulk_copies(old, new, what):
 
 
 def test_an_mbarrier_is_not_ended_before_the_copy():
-    body = edited(BULK, (WAIT, "    @%p4 mbarrier.inval.shared::cta.b64 [%r12];\n"), (READ, ""))
-    finds(body, [noise(4096), *OUT], "misses|missing|ended before the copy")
+    ended = edited(BULK, (WAIT, "    @%p4 mbarrier.inval.shared::cta.b64 [%r12];\n"), (READ, ""))
+    finds(ended, [noise(4096), *OUT], "bytes missing")
+    expects = "    @%p4 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r12], 2048;\n"
+    finds(edited(ended, (expects, "")), [noise(4096), *OUT], "bytes missing|ended before the copy")
 
 
 # ---------------------------------------------------------------- clusters
