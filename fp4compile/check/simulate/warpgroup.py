@@ -147,9 +147,6 @@ def _product(instruction: Instruction, program: Program) -> Step:
             every = np.zeros((len(which), 32), np.float32)
             every[which] = values.reshape(-1, 32)
             write(fragment, every.ravel())
-        # What the warp does from here on is not ordered before the product.
-        clusters, local = np.divmod(warps, machine.warps_of_cluster)
-        machine.clocks.rows[KNOWN, clusters, local, local] += 1
 
     return step
 
