@@ -5,7 +5,7 @@ import pytest
 
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import UnknownForm
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from tests.simulate.ptx_text import edited, run_body
 
 SCHEDULES = [Schedule(seed) for seed in range(4)]

@@ -21,7 +21,6 @@ does not wait for the product, and `Products.check` every use of its registers. 
 
 import numpy as np
 
-from fp4compile.check.simulate.clocks import KNOWN
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import (
     Read,
