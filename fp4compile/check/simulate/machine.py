@@ -51,11 +51,13 @@ class Schedule:
 
     seed: of the random choices. Under seed 0, all warps that stand at the same instruction execute it together, which
     is the quickest; under other seeds sometimes only one of them does. strict_loads: whether a use of what `tcgen05.ld`
-    loads is a fault before `tcgen05.wait::ld`.
+    loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a fault; it will
+    hardly ever end.
     """
 
     seed: int = 0
     strict_loads: bool = False
+    most: int = 10**10
 
 
 LOCKSTEP = Schedule()
@@ -302,6 +304,8 @@ class Machine:
                 together = together[self.program_of(together) == self.program_of(first)]
         counters = self.pc.reshape(-1, LANES)
         self._run_block(Fragment(self, together, (counters[together] == index).ravel()), index)
+        if self.tally.instructions > self.schedule.most:
+            raise Fault(f"{self.program.name}: does not end within {self.schedule.most} warp instructions")
         self.warp_pc[together] = counters[together].min(1)
 
     def _run_block(self, fragment: Fragment, index: int) -> None:
