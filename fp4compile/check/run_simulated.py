@@ -98,9 +98,10 @@ def launch_key(launch: Launch) -> str:
 def table_keys(sm: int) -> dict[str, str]:
     """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
     found: dict[str, str] = {}
-    for entry in (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS, *PRODUCTS):
-        launches = entry.launches(sm)[1] if isinstance(entry, Product) else entry.launches(sm)
-        name = f"{entry.label} {entry.formats if isinstance(entry, Product) else entry.format}"
+    quantisers = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS)
+    entries = [(one.launches(sm), f"{one.label} {one.format}") for one in quantisers]
+    entries += [(one.launches(sm)[1], f"{one.label} {one.formats}") for one in PRODUCTS]
+    for launches, name in entries:
         for launch in launches:
             found.setdefault(launch_key(launch), f"{launch.kernel.__name__} of {name}")
     return found
@@ -201,8 +202,8 @@ def reduced(product: Product) -> Product:
     n = 272 - (-product.n % 16)
     k = 1536 - (-product.k % 256)
     if product.groups:
-        rows = {"k": ROWS} if product.along_k else {"m": ROWS}
-        return replace(product, groups=len(ENDS), **{"m": 144, "n": n, "k": 512} | rows)
+        m, k = (144, ROWS) if product.along_k else (ROWS, 512)
+        return replace(product, groups=len(ENDS), m=m, n=n, k=k)
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 
@@ -252,12 +253,14 @@ def exact(x: Operand, seed: int) -> Operand:
 
 
 def _without_padding(x: Operand, rows: int) -> Operand:
-    """An operand of groups along K whose padding has codes of zero, as quantisers leave it."""
+    """An operand of groups along K with zeros behind each group, as quantisers write them."""
     if x.format is None:
         return x
-    kept = Groups.of(torch.tensor(ENDS), rows).of_padded()[1] < rows
-    mask = kept[::2] * 15 + kept[1::2] * 240 if x.format.packed else kept * 255
-    return replace(x, data=(x.data.view(torch.uint8) & mask.to(torch.uint8)).view(x.data.dtype))
+    per_byte = 2 if x.format.packed else 1
+    _, column = Groups.of(torch.tensor(ENDS), rows).of_padded()
+    kept = (column < rows).unflatten(0, (-1, per_byte))
+    masks = sum(kept[:, i].to(torch.uint8) * (15 << 4 * i if per_byte == 2 else 255) for i in range(per_byte))
+    return replace(x, data=(x.data.view(torch.uint8) & masks).view(x.data.dtype))
 
 
 def _differences(got: torch.Tensor, x: Arguments) -> list[str]:

@@ -1,7 +1,7 @@
 """Every instruction that computes a thread's result from its operands, against a statement in exact arithmetic.
 
 The statements are about Python's integers: bits, or signed numbers where the type is signed. They do not use NumPy, nor
-anything of the simulator.
+anything of the simulator. (One file of more than 450 lines, because one test asks whether every form has a statement.)
 """
 
 from bisect import bisect_left
@@ -325,6 +325,8 @@ def converted(into: Format, source: Format):
     return lambda a: into.encode(source.decode(a))
 
 
+for _from in ("s32", "u32", "s64", "u64"):
+    check(f"f32 {_from}", f"cvt.rn.f32.{_from}")(lambda a: F32.encode(Fraction(a)))
 check("f32 bf16", "cvt.f32.bf16")(lambda a: a << 16)
 check("f32 f16", "cvt.f32.f16")(converted(F32, F16))
 check("bf16 f16", "cvt.rn.bf16.f16")(converted(BF16, F16))

@@ -4,6 +4,8 @@ Sources: PTX ISA, "Control flow instructions", "Parallel synchronization and com
 high. A warp whose threads stand at different instructions executes those at the lowest one first, until they meet.
 """
 
+from functools import partial
+
 import numpy as np
 
 from fp4compile.check.simulate.fault import Fault
@@ -174,9 +176,10 @@ def _cluster_wait(instruction: Instruction, program: Program) -> Step:
             cluster, phase = machine.cluster_of_warp(warp), machine.cluster_tickets.pop(warp)
 
             def passed(cluster: int = cluster, phase: int = phase, warp: int = warp) -> bool:
-                if not barrier.passed(cluster, phase):
+                rows = barrier.done[cluster]
+                if rows is None or not barrier.passed(cluster, phase):
                     return False
-                machine.clocks.acquire(cluster, machine.local_warp(warp), barrier.done[cluster])
+                machine.clocks.acquire(cluster, machine.local_warp(warp), rows)
                 return True
 
             if not passed():
@@ -278,7 +281,7 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
                 machine.clocks.acquire(cluster, local, barrier.done)
             else:
                 waiting[i] = True
-                machine.block(warp, lambda barrier=barrier, phase=phase: barrier.passed(phase))
+                machine.block(warp, partial(barrier.passed, phase))
         if waiting.any():
             machine.jump(fragment, fragment.active & np.repeat(waiting, LANES), fragment.at)
             left = fragment.without(waiting)

@@ -361,7 +361,7 @@ class Machine:
         return ", ".join(names) + (", ..." if len(first) < len(fragment.warps) else "")
 
     def _deadlock(self) -> str:
-        waiting = {}
+        waiting: dict[int, list[int]] = {}
         for warp in np.flatnonzero(self.warp_pc != DONE):
             waiting.setdefault(int(self.warp_pc[warp]), []).append(int(warp))
         at = "; ".join(f"warps {warps} before {self.program.instructions[index]}" for index, warps in waiting.items())
