@@ -48,7 +48,7 @@ class Simulator:
     def launch(self, launch: Launch) -> None:
         """Execute a launch. Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction."""
         started = time.perf_counter()
-        compiled = _compiled(launch, self.target.sm)
+        compiled = self.compiled(launch)
         memory = GlobalMemory()
         placed: dict[int, tuple[int, np.ndarray]] = {}
         arguments = [self._argument(value, memory, placed) for value in _passed(launch)]
@@ -64,6 +64,10 @@ class Simulator:
         self.tally.opcodes += tally.opcodes
         self.tally.notes += tally.notes
         self.seconds += time.perf_counter() - started
+
+    def compiled(self, launch: Launch) -> "Compiled":
+        """The compiled kernel of a launch."""
+        return _compiled(launch, self.target.sm)
 
     def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:
         """A parameter. A tensor's storage is copied to global memory at the first use."""
@@ -119,10 +123,11 @@ _EMPTIES = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.n
 class Compiled:
     """A compiled kernel.
 
-    shared: bytes of dynamic shared memory of a program. scratch_bytes, scratch_align: a program's global memory, and
-    what its address is a multiple of.
+    ptx: the text that `kernel` was parsed from. shared: bytes of dynamic shared memory of a program. scratch_bytes,
+    scratch_align: a program's global memory, and what its address is a multiple of.
     """
 
+    ptx: str = field(repr=False)
     kernel: Kernel
     shared: int
     scratch_bytes: int
@@ -153,7 +158,7 @@ def _compiled(launch: Launch, sm: int) -> Compiled:
 
 def compiled_of(ptx: str, metadata: Any) -> Compiled:
     """What the simulator needs of a kernel's PTX and of Triton's metadata."""
-    return Compiled(Kernel.of(parse(ptx)), metadata.shared, metadata.global_scratch_size or 0,
+    return Compiled(ptx, Kernel.of(parse(ptx)), metadata.shared, metadata.global_scratch_size or 0,
                     metadata.global_scratch_align or 1)  # fmt: skip
 
 

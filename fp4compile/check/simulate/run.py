@@ -1,5 +1,6 @@
 """Run the programs of a launch: the order in which warps and asynchronous agents take turns."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -45,11 +46,13 @@ class Schedule:
 
     seed: of the random choices. Under seed 0, all warps that stand at the same instruction execute it together, which
     is the quickest; under other seeds sometimes only one of them does. strict_loads: whether a use of what `tcgen05.ld`
-    loads is a fault before `tcgen05.wait::ld`.
+    loads is a fault before `tcgen05.wait::ld`. most: a launch that executes more warp instructions is a fault; it will
+    hardly ever end.
     """
 
     seed: int = 0
     strict_loads: bool = False
+    most: int = 10**10
 
 
 LOCKSTEP = Schedule()
@@ -71,27 +74,28 @@ def run(
     kernel: Kernel,
     memory: GlobalMemory,
     arguments: list[int],
-    grid: int,
+    grid: int | tuple[int, int, int],
     shared_bytes: int,
     schedule: Schedule = LOCKSTEP,
 ) -> Tally:
     """Run all programs of a launch. Raises Fault where the kernel does what it must not do.
 
-    arguments: the parameters in order, as unsigned numbers. grid: how many programs run. shared_bytes: dynamic shared
-    memory of a program.
+    arguments: the parameters in order, as unsigned numbers. grid: how many programs run, or their numbers in x, y and
+    z. shared_bytes: dynamic shared memory of a program.
     """
     program = kernel.program
+    shape = (grid, 1, 1) if isinstance(grid, int) else grid
     if len(arguments) != len(program.parameters):
         raise ValueError(f"{program.name} has {len(program.parameters)} parameters, and {len(arguments)} came")
-    if grid % program.cluster:
-        raise ValueError(f"a grid of {grid} programs in clusters of {program.cluster}")
+    if shape[0] % program.cluster:
+        raise ValueError(f"a grid of {shape[0]} programs in clusters of {program.cluster}")
     nbytes = shared_bytes + sum(program.static_shared.values())
     most = max(min(_THREADS // (program.threads * program.cluster), _SHARED // (nbytes * program.cluster + 1)), 1)
     memory.begin_launch()
     tally, chosen = Tally(), random.Random(schedule.seed)
-    clusters = grid // program.cluster
+    clusters = math.prod(shape) // program.cluster
     for first in range(0, clusters, most):
-        machine = Machine(program, memory, arguments, grid, nbytes, kernel.granule, first, min(most, clusters - first))
+        machine = Machine(program, memory, arguments, shape, nbytes, kernel.granule, first, min(most, clusters - first))
         with np.errstate(all="ignore"), _one_thread():
             _Turns(machine, kernel, schedule, chosen, tally).run()
     return tally
@@ -167,6 +171,8 @@ class _Turns:
                 together = together[self.machine.program_of(together) == self.machine.program_of(first)]
         counters = self.machine.pc.reshape(-1, LANES)
         self._run_block(Fragment(self.machine, together, (counters[together] == index).ravel()), index)
+        if self.tally.instructions > self.schedule.most:
+            raise Fault(f"{self.program.name}: does not end within {self.schedule.most} warp instructions")
         self.warp_pc[together] = counters[together].min(1)
 
     def _run_block(self, fragment: Fragment, index: int) -> None:

@@ -29,7 +29,7 @@ class State:
     """
 
     def __init__(
-        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: int, shared_bytes: int, granule: int,
+        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int], shared_bytes: int, granule: int,
         first_cluster: int, clusters: int,
     ) -> None:  # fmt: skip
         self.program, self.memory = program, memory
@@ -61,21 +61,25 @@ class State:
             made[name] = np.zeros(threads, bool) if bits == 1 else np.full(threads, 0xBADBADBADBADBAD % 2**bits, dtype)
         return made
 
-    def _special_registers(self, arguments: list[int], grid: int, threads: int) -> dict[str, np.ndarray]:
+    def _special_registers(
+        self, arguments: list[int], grid: tuple[int, int, int], threads: int
+    ) -> dict[str, np.ndarray]:
         program = self.program
         thread = np.arange(threads)
         index = thread // program.threads  # of the program in the machine
         cta = self.first_cluster * program.cluster + index
         rank = index % program.cluster
         found = {
-            "%tid.x": thread % program.threads, "%ctaid.x": cta, "%nctaid.x": np.full(threads, grid),
-            "%ntid.x": np.full(threads, program.threads), "%laneid": thread % LANES,
-            "%cluster_ctarank": rank, "%cluster_ctaid.x": rank, "%clusterid.x": cta // program.cluster,
-            "%warpid": thread % program.threads // LANES,
+            "%tid.x": thread % program.threads, "%ctaid.x": cta % grid[0], "%ctaid.y": cta // grid[0] % grid[1],
+            "%ctaid.z": cta // grid[0] // grid[1], "%ntid.x": np.full(threads, program.threads),
+            "%laneid": thread % LANES, "%cluster_ctarank": rank, "%cluster_ctaid.x": rank,
+            "%clusterid.x": cta % grid[0] // program.cluster, "%warpid": thread % program.threads // LANES,
         }  # fmt: skip
-        for name in ("%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z"):
+        for name, count in zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True):
+            found[name] = np.full(threads, count)
+        for name in ("%tid.y", "%tid.z"):
             found[name] = np.zeros(threads, np.int64)
-        for name in ("%nctaid.y", "%nctaid.z", "%ntid.y", "%ntid.z"):
+        for name in ("%ntid.y", "%ntid.z"):
             found[name] = np.ones(threads, np.int64)
         offset = START
         for name, nbytes in program.static_shared.items():
