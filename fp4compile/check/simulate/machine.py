@@ -1,5 +1,6 @@
 """Run the programs of a launch: registers, program counters, and the order in which warps and agents take turns."""
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -67,27 +68,29 @@ def run(
     kernel: Kernel,
     memory: GlobalMemory,
     arguments: list[int],
-    grid: int,
+    grid: int | tuple[int, int, int],
     shared_bytes: int,
     schedule: Schedule = LOCKSTEP,
 ) -> Tally:
     """Run all programs of a launch. Raises Fault where the kernel does what it must not do.
 
-    arguments: the parameters in order, as unsigned numbers. grid: how many programs run. shared_bytes: dynamic shared
-    memory of a program.
+    arguments: the parameters in order, as unsigned numbers. grid: how many programs run, or their numbers in x, y and
+    z. shared_bytes: dynamic shared memory of a program.
     """
     program = kernel.program
+    shape = (grid, 1, 1) if isinstance(grid, int) else grid
+    programs = math.prod(shape)
     if len(arguments) != len(program.parameters):
         raise ValueError(f"{program.name} has {len(program.parameters)} parameters, and {len(arguments)} came")
-    if grid % program.cluster:
-        raise ValueError(f"a grid of {grid} programs in clusters of {program.cluster}")
+    if shape[0] % program.cluster:
+        raise ValueError(f"a grid of {shape[0]} programs in clusters of {program.cluster}")
     nbytes = shared_bytes + sum(program.static_shared.values())
     most = max(min(_THREADS // (program.threads * program.cluster), _SHARED // (nbytes * program.cluster + 1)), 1)
     memory.begin_launch()
     tally, chosen = Tally(), random.Random(schedule.seed)
-    clusters = grid // program.cluster
+    clusters = programs // program.cluster
     for first in range(0, clusters, most):
-        machine = Machine(kernel, memory, arguments, grid, nbytes, first, min(most, clusters - first), chosen,
+        machine = Machine(kernel, memory, arguments, shape, nbytes, first, min(most, clusters - first), chosen,
                           schedule.seed == 0, tally)  # fmt: skip
         with np.errstate(all="ignore"):
             machine.run()
@@ -102,8 +105,8 @@ class Machine:
     """
 
     def __init__(
-        self, kernel: Kernel, memory: GlobalMemory, arguments: list[int], grid: int, shared_bytes: int,
-        first_cluster: int, clusters: int, chosen: random.Random, lockstep: bool, tally: Tally,
+        self, kernel: Kernel, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
+        shared_bytes: int, first_cluster: int, clusters: int, chosen: random.Random, lockstep: bool, tally: Tally,
     ) -> None:  # fmt: skip
         program = kernel.program
         self.kernel, self.program, self.memory = kernel, program, memory
@@ -144,21 +147,23 @@ class Machine:
             made[name] = np.zeros(threads, bool) if bits == 1 else np.full(threads, 0xBADBADBADBADBAD % 2**bits, dtype)
         return made
 
-    def _special_registers(self, arguments: list[int], grid: int, threads: int) -> dict[str, np.ndarray]:
+    def _special_registers(self, arguments: list[int], grid: tuple[int, int, int], threads: int) -> dict[str, np.ndarray]:
         program = self.program
         thread = np.arange(threads)
         index = thread // program.threads  # of the program in the machine
         cta = self.first_cluster * program.cluster + index
         rank = index % program.cluster
         found = {
-            "%tid.x": thread % program.threads, "%ctaid.x": cta, "%nctaid.x": np.full(threads, grid),
-            "%ntid.x": np.full(threads, program.threads), "%laneid": thread % LANES,
-            "%cluster_ctarank": rank, "%cluster_ctaid.x": rank, "%clusterid.x": cta // program.cluster,
+            "%tid.x": thread % program.threads, "%ctaid.x": cta % grid[0], "%ctaid.y": cta // grid[0] % grid[1],
+            "%ctaid.z": cta // grid[0] // grid[1], "%ntid.x": np.full(threads, program.threads), "%laneid": thread % LANES,
+            "%cluster_ctarank": rank, "%cluster_ctaid.x": rank, "%clusterid.x": cta % grid[0] // program.cluster,
             "%warpid": thread % program.threads // LANES,
         }  # fmt: skip
-        for name in ("%tid.y", "%tid.z", "%ctaid.y", "%ctaid.z"):
+        for name, count in zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True):
+            found[name] = np.full(threads, count)
+        for name in ("%tid.y", "%tid.z"):
             found[name] = np.zeros(threads, np.int64)
-        for name in ("%nctaid.y", "%nctaid.z", "%ntid.y", "%ntid.z"):
+        for name in ("%ntid.y", "%ntid.z"):
             found[name] = np.ones(threads, np.int64)
         offset = START
         for name, nbytes in program.static_shared.items():
