@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 
+from fp4compile.check import run_prologues
 from fp4compile.check.cases import Case
 from fp4compile.check.product_table import PRODUCTS, Product
 from fp4compile.check.quantiser_table import (
     CONFIGURATIONS,
+    GROUPED_CONFIGURATIONS,
+    PROLOGUE_CONFIGURATIONS,
+    SIZE,
     Configuration,
-)  # fmt: skip
+)
+from fp4compile.check.run_experts import up_to
 from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_differences, same_bits
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.machine import Schedule
@@ -27,7 +32,9 @@ from fp4compile.formats import reference
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
 from fp4compile.templates.choose import choose
+from fp4compile.templates.launch import Launch
 from fp4compile.templates.multiply import multiply, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
@@ -46,6 +53,10 @@ def cases(sm: int, schedules: int) -> list[Case]:
     for one in CONFIGURATIONS:
         shape = LONG_ROWS if one.shape[1] > 2**15 else QUANTIZE_SHAPE
         found.append((f"quantise {one.label}, {one.format}", partial(quantized, one, shape)))
+    for one in GROUPED_CONFIGURATIONS:
+        found.append((f"quantise {one.label}, {one.format}", partial(quantized_groups, one)))
+    for one in PROLOGUE_CONFIGURATIONS:
+        found.append((f"quantise {one.label}, {one.format}", partial(quantized_after_steps, one)))
     for product in PRODUCTS:
         found.append((f"product {product.label} {product.formats}", partial(multiplied, product)))
     return [Case(name, partial(_on_schedules, sm, range(schedules), check)) for name, check in found]
@@ -55,15 +66,34 @@ def _on_schedules(sm: int, seeds: Sequence[int], check: Check) -> dict[str, Any]
     """What a check finds under each schedule, and what the launches took."""
     wrong: list[str] = []
     kernels: dict[str, None] = {}
+    launches: set[str] = set()
     instructions, seconds = 0, 0.0
     for seed in seeds:
         simulator = Simulator(Target(sm), Schedule(seed))
         wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
-        kernels |= dict.fromkeys(simulator.names)
+        kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
+        launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
         seconds += simulator.seconds
     return {"kernels": ", ".join(kernels), "schedules": len(seeds), "warp instructions": instructions,
-            "seconds": round(seconds, 2), "wrong": wrong}  # fmt: skip
+            "seconds": round(seconds, 2), "launches": sorted(launches), "wrong": wrong}  # fmt: skip
+
+
+def launch_key(launch: Launch) -> str:
+    """What the code of a launch depends on, but for the divisibility of sizes and the number of groups."""
+    constants = sorted((name, str(value)) for name, value in launch.constants.items() if name != "GROUPS")
+    return f"{launch.kernel.__name__} {launch.num_warps} {launch.num_stages} {constants}"
+
+
+def table_keys(sm: int) -> dict[str, str]:
+    """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
+    found: dict[str, str] = {}
+    for entry in (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS, *PRODUCTS):
+        launches = entry.launches(sm)[1] if isinstance(entry, Product) else entry.launches(sm)
+        name = f"{entry.label} {entry.formats if isinstance(entry, Product) else entry.format}"
+        for launch in launches:
+            found.setdefault(launch_key(launch), f"{launch.kernel.__name__} of {name}")
+    return found
 
 
 # ---------------------------------------------------------------- quantisers
@@ -84,12 +114,60 @@ def quantized(configuration: Configuration, shape: tuple[int, int], simulator: S
     return wrong
 
 
+def quantized_groups(configuration: Configuration, simulator: Simulator) -> list[str]:
+    """Differences between the kernels of groups and the reference; rows of no group are not compared."""
+    layout = configuration.layout_on(simulator.target.sm)
+    options: dict[str, Any] = {"layout": layout, "hadamard": configuration.hadamard}
+    if configuration.seeded:
+        options["seed"] = torch.tensor(SEED)
+    x, end = finite((ROWS, 400)).to(BF16), None
+    if configuration.groups == "rows":
+        options["offs"] = torch.tensor(ENDS, dtype=torch.int32)
+        end = ENDS[-1] if configuration.dim[0] == -1 else None
+    else:
+        x, options["each_matrix"] = finite((3, 40, 80)).to(BF16), True
+    eight_bits = configuration.seeded and simulator.target.isa == 100
+    with reference.eight_random_bits() if eight_bits else contextlib.nullcontext():
+        expected = QUANTIZE(x, configuration.format, list(configuration.dim), **options)
+    with simulator.running():
+        got = quantize_kernels(x, configuration.format, list(configuration.dim), **options)
+    if len(configuration.dim) == 1:
+        return same_bits(up_to(got, end), up_to(expected, end))
+    return [f"{which}: {what}" for which, part, stop in (("rows", slice(0, 3), end), ("columns", slice(3, 6), None))
+            for what in same_bits(up_to(got[part], stop), up_to(expected[part], stop))]  # fmt: skip
+
+
+def quantized_after_steps(configuration: Configuration, simulator: Simulator) -> list[str]:
+    """Differences of a quantiser with a prologue: in the value that it computes, and in its codes and scales."""
+    steps = configuration.steps
+    options: dict[str, Any] = {"layout": configuration.layout_on(simulator.target.sm)}
+    if configuration.static:
+        options["outer"] = torch.tensor(0.01)
+    shape, end = QUANTIZE_SHAPE, None
+    if configuration.shape[1] != SIZE:  # rows whose length decides how many tiles hold them
+        shape = (3, configuration.shape[1])
+    if configuration.groups:
+        shape, end = (ROWS, 400), ENDS[-1]
+        options["offs"] = torch.tensor(ENDS, dtype=torch.int32)
+    wrong = []
+    for name, made in (("finite", finite), ("not finite", not_finite)):
+        operands = run_prologues.operands_of(steps, shape, made)
+        if configuration.halves:
+            operands[:2] = torch.cat(operands[:2], -1).chunk(2, -1)
+        with simulator.running():
+            found = run_prologues.compared(operands, steps, configuration.format, configuration.dim, end, **options)
+        wrong += [f"{name}: {what}" for what in found]
+    return wrong
+
+
 # ---------------------------------------------------------------- products
 
 
 def multiplied(product: Product, simulator: Simulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference, at a small shape."""
-    kernel = choose(problem_of(product.arguments(), simulator.target)).kernel
+    choice, _ = product.served(simulator.target)
+    if choice is None:
+        return [f"no kernel on compute capability {simulator.target.sm}"]
     small = reduced(product)
     arguments = exact_arguments(small)
     if small.weights > 1:
@@ -99,7 +177,7 @@ def multiplied(product: Product, simulator: Simulator) -> list[str]:
         return [f"weight {i}: {what}" for i, (one, (b, _)) in enumerate(zip(got, members, strict=True))
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
     with simulator.running():
-        got = multiply(arguments, choose(problem_of(arguments, simulator.target), kernel))
+        got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
     return _differences(got, arguments)
 
 

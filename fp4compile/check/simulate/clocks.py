@@ -15,6 +15,7 @@ import numpy as np
 from fp4compile.check.simulate.fault import Fault
 
 KNOWN, FENCED = 0, 1
+Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
 
@@ -22,21 +23,21 @@ NOBODY = -1
 class Clocks:
     """The clocks of the warps of all clusters; agents are numbered within a cluster.
 
-    The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, and its bulk
-    stores; the tensor pipe; and the copies that complete on each mbarrier.
+    The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
+    stores, and its stores to tensor memory; the tensor pipe; and the copies that complete on each mbarrier.
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
         self.warps = warps
-        self.rows = np.zeros((2, clusters, warps, 4 * warps + 1 + _BARRIERS + 1), np.int32)
+        self.rows = np.zeros((2, clusters, warps, 5 * warps + 1 + _BARRIERS + 1), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
-        self.tensor_pipe = 4 * warps
-        self._barriers = np.full(clusters, 4 * warps + 1)
+        self.tensor_pipe = 5 * warps
+        self._barriers = np.full(clusters, 5 * warps + 1)
 
     def tensor_loads(self, warp: int) -> int:
-        """The agent of a warp's accesses by `tcgen05.ld` and `tcgen05.st`."""
+        """The agent of a warp's accesses by `tcgen05.ld`."""
         return self.warps + warp
 
     def copies(self, warp: int) -> int:
@@ -46,6 +47,10 @@ class Clocks:
     def bulk_stores(self, warp: int) -> int:
         """The agent of a warp's bulk copies from shared memory."""
         return 3 * self.warps + warp
+
+    def tensor_stores(self, warp: int) -> int:
+        """The agent of a warp's accesses by `tcgen05.st`."""
+        return 4 * self.warps + warp
 
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
@@ -84,15 +89,16 @@ class Clocks:
 class Shadow:
     """The last write and the reads of each cell of a memory.
 
-    A cell has `granule` bytes; accesses are whole cells. Readers that are no warps get an array each when they first
-    read.
+    Accesses are whole cells. cells: the number of cells, or the shape of an array of them; accesses of asynchronous
+    agents name cells by any index into it. Readers that are no warps get an array each when they first read.
     """
 
-    def __init__(self, cells: int, clocks: Clocks, what: str) -> None:
+    def __init__(self, cells: int | tuple[int, ...], clocks: Clocks, what: str) -> None:
         self.clocks, self.what = clocks, what
-        self.writer = np.full(cells, NOBODY, np.int16)
-        self.written = np.zeros(cells, np.int32)
-        self.read = np.zeros((clocks.warps, cells), np.int32)
+        shape = cells if isinstance(cells, tuple) else (cells,)
+        self.writer = np.full(shape, NOBODY, np.int16)
+        self.written = np.zeros(shape, np.int32)
+        self.read = np.zeros((clocks.warps, *shape), np.int32)
         self.read_by_agent: dict[int, np.ndarray] = {}
 
     # ------------------------------------------------------------ warps
@@ -138,8 +144,8 @@ class Shadow:
 
     # ------------------------------------------------------------ asynchronous agents
 
-    def reads_of_agent(self, cells: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """An asynchronous operation reads cells of any shape. rows: the clocks [2, agents] that it was issued with."""
+    def reads_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """An asynchronous operation reads cells. rows: the clocks [2, agents] that it was issued with."""
         writer = self.writer[cells]
         if (writer == NOBODY).any():
             raise Fault(f"{self._agent(agent)} reads {self.what} that nothing wrote")
@@ -150,11 +156,11 @@ class Shadow:
             raise Fault(f"{self._agent(agent)} reads {self.what} that {self._agent(first)} wrote, without a "
                         + ("fence.proxy.async" if fence else "wait"))  # fmt: skip
         if agent not in self.read_by_agent:
-            self.read_by_agent[agent] = np.zeros(len(self.writer), np.int32)
+            self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
         self.read_by_agent[agent][cells] = epoch
 
-    def writes_of_agent(self, cells: np.ndarray, rows: np.ndarray, agent: int, epoch: int) -> None:
-        """An asynchronous operation writes cells of any shape; arguments as of `reads_of_agent`."""
+    def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """An asynchronous operation writes cells; arguments as of `reads_of_agent`."""
         writer = self.writer[cells]
         late = self.written[cells] > rows[FENCED][writer]
         if late.any():
@@ -169,11 +175,18 @@ class Shadow:
         self.writer[cells] = agent
         self.written[cells] = epoch
 
+    def forget(self, cells: Index) -> None:
+        """Make cells new, as if nobody had ever accessed them."""
+        self.writer[cells] = NOBODY
+        self.written[cells] = 0
+        for read in (*self.read, *self.read_by_agent.values()):
+            read[cells] = 0
+
     def _agent(self, agent: int) -> str:
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"
-        kinds = ("tcgen05.ld or st", "cp.async", "a bulk store")
-        if agent < 4 * warps:
+        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st")
+        if agent < 5 * warps:
             return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
         return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"

@@ -11,7 +11,7 @@ import numpy as np
 from fp4compile.check.simulate import numbers
 from fp4compile.check.simulate.forms import Step, UnknownForm, elementwise, expect, form, reader, writer
 from fp4compile.check.simulate.fragment import Fragment
-from fp4compile.check.simulate.numbers import F32, F64, U16, U32, canonical, halves, joined
+from fp4compile.check.simulate.numbers import F32, F64, U8, canonical, halves, interleaved, joined
 from fp4compile.check.simulate.parse import Instruction, Program, Vector
 
 _Convert = Callable[[np.ndarray], np.ndarray]
@@ -63,12 +63,12 @@ def _saturated(values: np.ndarray) -> np.ndarray:
 
 @elementwise("bf16x2 f32 f32", "cvt.rn.bf16x2.f32")
 def _bf16_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    return numbers.to_bf16(lower) | numbers.to_bf16(upper).astype(U32) << 16
+    return joined(numbers.to_bf16(interleaved(lower, upper)))
 
 
 @elementwise("f16x2 f32 f32", "cvt.rn.f16x2.f32")
 def _f16_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    return numbers.to_f16(lower) | numbers.to_f16(upper).astype(U32) << 16
+    return joined(numbers.to_f16(interleaved(lower, upper)))
 
 
 # ---------------------------------------------------------------- to and from narrow floats
@@ -77,7 +77,7 @@ for _format, _encode in (("e4m3x2", numbers.e4m3), ("e5m2x2", numbers.e5m2)):
 
     @elementwise("b16 f32 f32", f"cvt.rn.satfinite.{_format}.f32")
     def _fp8_pair(upper: np.ndarray, lower: np.ndarray, encode: _Convert = _encode) -> np.ndarray:
-        return encode(lower) | encode(upper).astype(U16) << 8
+        return joined(encode(interleaved(lower, upper)))
 
     for _source, _decode in (("f16x2", numbers.f16_values), ("bf16x2", numbers.bf16_values)):
 
@@ -86,20 +86,24 @@ for _format, _encode in (("e4m3x2", numbers.e4m3), ("e5m2x2", numbers.e5m2)):
             return joined(encode(decode(halves(words))))
 
 
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    """E2M1 codes [..., 2] -> bytes."""
+    return codes[..., 0] | codes[..., 1] << 4
+
+
 @elementwise("b8 f32 f32", "cvt.rn.satfinite.e2m1x2.f32")
 def _e2m1_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    return numbers.e2m1(lower) | numbers.e2m1(upper) << 4
+    return _nibbles(numbers.e2m1(interleaved(lower, upper)))
 
 
 @elementwise("b8 bf16x2", "cvt.rn.satfinite.e2m1x2.bf16x2")
 def _e2m1_of_pair(words: np.ndarray) -> np.ndarray:
-    codes = numbers.e2m1(numbers.bf16_values(halves(words)))
-    return codes[..., 0] | codes[..., 1] << 4
+    return _nibbles(numbers.e2m1(numbers.bf16_values(halves(words))))
 
 
 @elementwise("b16 f32 f32", "cvt.rp.satfinite.ue8m0x2.f32")
 def _ue8m0_pair(upper: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    return numbers.ue8m0(lower) | numbers.ue8m0(upper).astype(U16) << 8
+    return joined(numbers.ue8m0(interleaved(lower, upper)))
 
 
 for _format, _table in (("e4m3x2", numbers.to_f16(numbers.E4M3)), ("e5m2x2", numbers.to_f16(numbers.E5M2))):
@@ -123,10 +127,8 @@ def _stochastic(instruction: Instruction, program: Program) -> Step:
     reads = [reader(each, "f32") for each in reversed(vector.parts)]
 
     def step(fragment: Fragment) -> None:
-        noise = word(fragment)
-        codes = np.zeros(fragment.shape, U16)
-        for i, read in enumerate(reads):
-            codes |= numbers.e2m1_stochastic(read(fragment), noise >> 8 * i & 255).astype(U16) << 4 * i
-        write(fragment, codes)
+        noise = word(fragment).reshape(-1, 1).view(U8)
+        codes = numbers.e2m1_stochastic(interleaved(*[read(fragment) for read in reads]), noise)
+        write(fragment, joined(_nibbles(codes.reshape(-1, 2, 2))))
 
     return step

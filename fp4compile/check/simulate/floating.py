@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4compile.check.simulate import numbers
 from fp4compile.check.simulate.forms import elementwise
-from fp4compile.check.simulate.numbers import F32, F64, U16, U32, canonical, flush, halves, joined
+from fp4compile.check.simulate.numbers import F32, U16, U32, canonical, flush, halves, joined
 
 _Function = Callable[..., np.ndarray]
 
@@ -98,17 +98,8 @@ def _multiply_f16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return numbers.to_f16(numbers.f16_values(a) * numbers.f16_values(b))
 
 
-def _multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of uint16 bits. float64 has the product exactly; float32 does not if it is subnormal."""
-    return numbers.to_bf16(np.multiply(numbers.bf16_values(a), numbers.bf16_values(b), dtype=F64))
-
-
 def _fma_f16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return numbers.to_f16(numbers.fused(*map(numbers.f16_values, (a, b, c))))
-
-
-def _fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    return numbers.to_bf16(numbers.fused(*map(numbers.bf16_values, (a, b, c))))
 
 
 def _halves(function: _Function) -> _Function:
@@ -120,7 +111,9 @@ def _halves(function: _Function) -> _Function:
     return of_pairs
 
 
-for _kind, _product, _fma in (("f16", _multiply_f16, _fma_f16), ("bf16", _multiply_bf16, _fma_bf16)):
+for _kind, _product, _fma in (
+    ("f16", _multiply_f16, _fma_f16), ("bf16", numbers.multiply_bf16, numbers.fma_bf16),
+):  # fmt: skip
     _pair = f"{_kind}x2"
     elementwise(f"{_kind} {_kind} {_kind}", f"mul.{_kind}", f"mul.rn.{_kind}")(_product)
     elementwise(f"{_pair} {_pair} {_pair}", f"mul.{_pair}", f"mul.rn.{_pair}")(_halves(_product))

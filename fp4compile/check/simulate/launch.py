@@ -27,14 +27,14 @@ from fp4compile.templates.launch import Launch, taken_by
 
 @dataclass
 class Simulator:
-    """What the launches of a block took. schedule: of all launches. names: of the kernels, in order.
+    """What the launches of a block took. schedule: of all launches. launches: all of them, in order.
 
     unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a value.
     """
 
     target: Target
     schedule: Schedule = LOCKSTEP
-    names: list[str] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
     unwritten: dict[int, np.ndarray] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Simulator:
         for key, (address, content) in placed.items():
             content[:] = memory.read(address, len(content))
             self._keep(key, memory.written_at(address, len(content)))
-        self.names.append(launch.kernel.__name__)
+        self.launches.append(launch)
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
         self.seconds += time.perf_counter() - started

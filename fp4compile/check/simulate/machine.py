@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fp4compile.check.simulate import access, control, copies, forms, tensor, warp_matrix  # noqa: F401 (register forms)
+from fp4compile.check.simulate import catalogue, control, copies, forms
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
 from fp4compile.check.simulate.clocks import Clocks
 from fp4compile.check.simulate.fault import Fault
@@ -39,7 +39,7 @@ class Kernel:
         sizes = [int(one.opcode[-2:].lstrip("bfsu")) // 8 for one in program.instructions
                  if one.opcode.startswith(("ld.shared", "st.shared"))]  # fmt: skip
         reads = [frozenset(each.name for each in _operand_registers(one)) for one in program.instructions]
-        return cls(program, forms.decode(program), reads, min([4, *sizes]))
+        return cls(program, catalogue.decode(program), reads, min([4, *sizes]))
 
 
 @dataclass(frozen=True)

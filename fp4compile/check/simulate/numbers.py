@@ -121,7 +121,7 @@ def ue8m0(values: np.ndarray) -> np.ndarray:
 
 def to_f16(values: np.ndarray) -> np.ndarray:
     """float32 or float64 -> uint16 bits of fp16, to nearest even."""
-    return np.where(np.isnan(values), U16(0x7FFF), values.astype(F16).view(U16))
+    return _with_nan(values.astype(F16).view(U16), values)
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -129,8 +129,14 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     if values.dtype == F64:
         values = round_to_odd(values)
     bits = values.view(U32)
-    rounded = (bits + (bits >> 16 & 1) + 0x7FFF >> 16).astype(U16)
-    return np.where(np.isnan(values), U16(0x7FFF), rounded)
+    return _with_nan((bits + (bits >> 16 & 1) + 0x7FFF >> 16).astype(U16), values)
+
+
+def _with_nan(bits: Any, values: np.ndarray) -> np.ndarray:
+    """Bits of 16-bit floats that the caller does not need any longer, with the canonical NaN where `values` are NaN."""
+    bits = np.asarray(bits)
+    np.copyto(bits, U16(0x7FFF), where=values != values)
+    return bits
 
 
 def round_to_odd(values: np.ndarray) -> np.ndarray:
@@ -176,6 +182,33 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return np.where(inexact, bits + np.where(away, 1, -1), bits).view(F64)
 
 
+def multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a * b of uint16 bits of bf16, rounded once."""
+    a, b = bf16_values(a), bf16_values(b)
+    product = a * b
+    # float32 has the product exactly unless it is subnormal.
+    if _subnormal(product).any():
+        return to_bf16(np.multiply(a, b, dtype=F64))
+    return to_bf16(product)
+
+
+def fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of uint16 bits of bf16, rounded once."""
+    a, b, c = bf16_values(a), bf16_values(b), bf16_values(c)
+    product = np.multiply(a, b, dtype=F64)
+    total = product + c
+    near = total.astype(F32)
+    # Rounding twice differs only where float32 has a number halfway between two bf16, but not the sum.
+    halfway = (near.view(U32) & 0xFFFF) == 0x8000
+    halfway &= (near != total) | (total - product != c) | (total - c != product)
+    return to_bf16(fused(a, b, c) if halfway.any() else near)
+
+
+def _subnormal(values: np.ndarray) -> np.ndarray:
+    """Whether float32 is subnormal and not zero."""
+    return (values.view(U32) & 0x7FFFFFFF) - U32(1) < 0x7FFFFF
+
+
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32, rounded once to the nearest float32."""
     total = np.multiply(a, b, dtype=F64) + c
@@ -183,8 +216,8 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     # Rounding twice differs only where float64 has a number halfway between two float32. Subnormal numbers have
     # other halves, and are always done again.
     halfway = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    halfway |= (rounded.view(U32) & 0x7FFFFFFF) - U32(1) < 0x7FFFFF
-    return canonical(fused(a, b, c).astype(F32) if halfway.any() else rounded)
+    again = halfway.any() or _subnormal(rounded).any()
+    return canonical(fused(a, b, c).astype(F32) if again else rounded)
 
 
 def fma32_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -228,6 +261,14 @@ def div_approx(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def halves(words: np.ndarray) -> np.ndarray:
     """Unsigned integers -> [..., 2] of half the width, the lower one first; without dimensions: [1, 2]."""
     return words.reshape(-1, 1).view(f"u{words.itemsize // 2}")
+
+
+def interleaved(*parts: np.ndarray) -> np.ndarray:
+    """Arrays of one dtype -> one of them, [..., number of arrays]."""
+    values = np.empty((*np.broadcast_shapes(*(part.shape for part in parts)), len(parts)), parts[0].dtype)
+    for i, part in enumerate(parts):
+        values[..., i] = part
+    return values
 
 
 def joined(parts: np.ndarray) -> np.ndarray:

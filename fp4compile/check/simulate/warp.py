@@ -21,11 +21,12 @@ _BIT = np.uint32(1) << _LANE.astype(np.uint32)
 def _participants(operand: Operand) -> Callable[[Fragment], None]:
     """What raises Fault unless exactly the threads that a mask names are running, in each warp that has any."""
     read = reader(operand, "b32")
+    everyone = isinstance(operand, Immediate) and operand.bits % 2**32 == 2**32 - 1
 
     def check(fragment: Fragment) -> None:
-        mask = read(fragment)
-        if fragment.whole and mask.ndim == 0 and mask == 0xFFFFFFFF:
+        if everyone and fragment.whole:
             return
+        mask = read(fragment)
         running = fragment.running.reshape(-1, LANES)
         present = np.bitwise_or.reduce(np.where(running, _BIT, np.uint32(0)), axis=1)
         wrong = running & (fragment.by_warp(mask) != present[:, None])
@@ -135,7 +136,8 @@ def _shuffle(instruction: Instruction, program: Program) -> Step:
         if not fragment.whole and not (_gather(fragment.running, lane) | ~fragment.running).all():
             raise Fault("a thread reads from a thread that is not there")
         write(fragment, _gather(fragment.by_warp(read(fragment)), lane))
-        write_within(fragment, np.broadcast_to(inside, (len(fragment.warps), LANES)).ravel())
+        if isinstance(into, Pair):
+            write_within(fragment, np.broadcast_to(inside, (len(fragment.warps), LANES)).ravel())
 
     return step
 
@@ -157,5 +159,5 @@ def _gather(values: np.ndarray, lane: np.ndarray) -> np.ndarray:
     """For each thread, the value of a lane of its warp. lane: [32] or [warps, 32]."""
     by_warp = values.reshape(-1, LANES)
     if lane.ndim == 1:
-        return by_warp[:, lane].ravel()
+        return by_warp.take(lane, 1).ravel()
     return np.take_along_axis(by_warp, lane, 1).ravel()

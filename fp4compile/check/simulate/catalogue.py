@@ -1,0 +1,17 @@
+"""Every instruction form that the simulator knows: importing this module registers the forms of all subjects."""
+
+from fp4compile.check.simulate import (  # noqa: F401
+    access,
+    control,
+    convert,
+    copies,
+    floating,
+    integer,
+    moves,
+    tensor,
+    warp,
+    warp_matrix,
+)
+from fp4compile.check.simulate.forms import decode, known_forms
+
+__all__ = ["decode", "known_forms"]

@@ -1,0 +1,5 @@
+"""Stand-in."""
+
+
+def end(machine):
+    pass
