@@ -5,7 +5,7 @@ Texts say what was measured, how, and what a column means. They hold no figure t
 One file, because it is a list: a page's entry is read without the others.
 """
 
-from benchmarks import cells, machine_code_tables
+from benchmarks import cells, machine_code_tables, simulation_tables
 from benchmarks.markdown import Table, table
 
 _NOTICE = """
@@ -31,6 +31,10 @@ def _machine_code(cells_of: cells.CellsOf) -> Table:
     return table(
         "machine_code.json", cells_of, environment=machine_code_tables.environment, how="Compiled ahead of time:"
     )
+
+
+def _simulated(cells_of: cells.CellsOf) -> Table:
+    return table("simulation.json", cells_of, how="Executed in the simulator on a CPU, compiled by")
 
 
 def _predicted(cells_of: cells.CellsOf) -> Table:
@@ -473,6 +477,26 @@ bytes that the kernel reads and writes. Occupancy is the share of a multiprocess
     _machine_code(machine_code_tables.quantizers),
 )
 
+_SIMULATION = _page(
+    "Kernels for SM100, executed in a simulator",
+    """
+What `python -m fp4compile check-sm100 --simulate` finds: the PTX of every launch of the gate's table, executed on a CPU
+at small shapes with partly filled tiles, empty groups, NaN and infinities. **None of it is a time on a GPU.**
+[How SM100 is proven](../../docs/sm100_proof.md) says what this shows and what it cannot show.
+
+    python -m fp4compile check-sm100 --simulate --sm 100 103 --json benchmarks/results/simulation.json
+""",
+    _simulated(simulation_tables.coverage),
+    """
+## Cases
+
+Codes, scales and outer scales equal the reference bit for bit. Products have operands whose sums are exact, and equal
+the reference bit for bit, too; with a gate behind them they lie within the error of its `exp`. Notes are what the
+simulator counts and does not judge.
+""",
+    _simulated(simulation_tables.cases),
+)
+
 # The generated pages, by name of their file.
 _REACH = _page(
     "What models reach",
@@ -519,5 +543,6 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "ceilings.md": _CEILINGS,
     "roofline.md": _ROOFLINE,
     "machine_code.md": _MACHINE_CODE,
+    "simulation.md": _SIMULATION,
     "reach.md": _REACH,
 }

@@ -7,6 +7,7 @@ must lie within its error. Every case runs under several schedules of warps, cop
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_
 from fp4compile.check.simulate.launch import Simulator
 from fp4compile.check.simulate.machine import Schedule
 from fp4compile.formats import reference
+from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
@@ -67,16 +69,24 @@ def _on_schedules(sm: int, seeds: Sequence[int], check: Check) -> dict[str, Any]
     wrong: list[str] = []
     kernels: dict[str, None] = {}
     launches: set[str] = set()
-    instructions, seconds = 0, 0.0
+    instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
         simulator = Simulator(Target(sm), Schedule(seed))
         wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
+        notes += simulator.tally.notes
         seconds += simulator.seconds
-    return {"kernels": ", ".join(kernels), "schedules": len(seeds), "warp instructions": instructions,
-            "seconds": round(seconds, 2), "launches": sorted(launches), "wrong": wrong}  # fmt: skip
+    return {
+        "kernels": ", ".join(kernels),
+        "schedules": len(seeds),
+        "warp instructions": instructions,
+        "seconds": round(seconds, 2),
+        "launches": sorted(launches),
+        "notes": dict(notes),
+        "wrong": wrong,
+    }
 
 
 def launch_key(launch: Launch) -> str:
@@ -88,9 +98,10 @@ def launch_key(launch: Launch) -> str:
 def table_keys(sm: int) -> dict[str, str]:
     """For the key of each launch of the gate's table: the kernel and the first entry that has it."""
     found: dict[str, str] = {}
-    for entry in (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS, *PRODUCTS):
-        launches = entry.launches(sm)[1] if isinstance(entry, Product) else entry.launches(sm)
-        name = f"{entry.label} {entry.formats if isinstance(entry, Product) else entry.format}"
+    quantisers = (*CONFIGURATIONS, *GROUPED_CONFIGURATIONS, *PROLOGUE_CONFIGURATIONS)
+    entries = [(one.launches(sm), f"{one.label} {one.format}") for one in quantisers]
+    entries += [(one.launches(sm)[1], f"{one.label} {one.formats}") for one in PRODUCTS]
+    for launches, name in entries:
         for launch in launches:
             found.setdefault(launch_key(launch), f"{launch.kernel.__name__} of {name}")
     return found
@@ -189,8 +200,8 @@ def reduced(product: Product) -> Product:
     n = 272 - (-product.n % 16)
     k = 1536 - (-product.k % 256)
     if product.groups:
-        rows = {"k": ROWS} if product.along_k else {"m": ROWS}
-        return replace(product, groups=len(ENDS), **{"m": 144, "n": n, "k": 512} | rows)
+        m, k = (144, ROWS) if product.along_k else (ROWS, 512)
+        return replace(product, groups=len(ENDS), m=m, n=n, k=k)
     return replace(product, m=product.m if product.m <= 64 else 144, n=n, k=k)
 
 
@@ -202,8 +213,11 @@ def exact_arguments(product: Product) -> Arguments:
     def whole(shape: Sequence[int]) -> torch.Tensor:
         return torch.randint(-3, 4, tuple(shape), generator=generator).to(BF16)
 
+    a, b = exact(x.a, 100), exact(x.b, 0)
+    if product.along_k:
+        a, b = _without_padding(a), _without_padding(b)
     return replace(
-        x, a=exact(x.a, 100), b=exact(x.b, 0), bias=None if x.bias is None else whole(x.bias.shape),
+        x, a=a, b=b, bias=None if x.bias is None else whole(x.bias.shape),
         auxiliaries=[whole(each.shape) for each in x.auxiliaries],
         offs=None if x.offs is None else torch.tensor(ENDS, dtype=torch.int32),
     )  # fmt: skip
@@ -234,6 +248,17 @@ def exact(x: Operand, seed: int) -> Operand:
         scales = chosen(_SCALES[fmt.scale], x.scales.shape, torch.uint8).view(fmt.scale_dtype)
     outer = None if x.outer is None else chosen((0.5, 1.0, 2.0), x.outer.shape, torch.float32)
     return Operand(data, scales, outer, fmt)
+
+
+def _without_padding(x: Operand) -> Operand:
+    """An operand of groups along K with zeros behind each group, as quantisers write them."""
+    if x.format is None:
+        return x
+    per_byte = 2 if x.format.packed else 1
+    _, column = Groups.of(torch.tensor(ENDS), ROWS).of_padded()
+    kept = (column < ROWS).unflatten(0, (-1, per_byte))
+    masks = sum(kept[:, i].to(torch.uint8) * (15 << 4 * i if per_byte == 2 else 255) for i in range(per_byte))
+    return replace(x, data=(x.data.view(torch.uint8) & masks).view(x.data.dtype))
 
 
 def _differences(got: torch.Tensor, x: Arguments) -> list[str]:

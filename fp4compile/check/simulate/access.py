@@ -4,6 +4,7 @@ Source: PTX ISA, "Data movement and conversion instructions"; confidence high.
 """
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -112,7 +113,7 @@ def _store(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-_ATOMIC = {"max": max, "min": min, "add": lambda a, b: a + b}
+_ATOMIC: dict[str, Callable[[int, int], int]] = {"max": max, "min": min, "add": lambda a, b: a + b}
 
 
 @form(*[f"red.global.gpu.relaxed.{kind}" for kind in ("max.s32", "max.u32", "min.s32", "add.s32", "add.u32")])

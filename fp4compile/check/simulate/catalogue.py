@@ -11,6 +11,7 @@ from fp4compile.check.simulate import (  # noqa: F401
     tensor,
     warp,
     warp_matrix,
+    warpgroup,
 )
 from fp4compile.check.simulate.forms import decode, known_forms
 

@@ -10,11 +10,14 @@ proxy: only `fence.proxy.async` moves knowledge of generic writes there (PTX ISA
 need of a fence on the path from writer to copy, medium that it may stand on either side of a barrier).
 """
 
+from typing import TypeVar
+
 import numpy as np
 
 from fp4compile.check.simulate.fault import Fault
 
 KNOWN, FENCED = 0, 1
+AnyInt = TypeVar("AnyInt", int, np.ndarray)
 Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
@@ -24,33 +27,38 @@ class Clocks:
     """The clocks of the warps of all clusters; agents are numbered within a cluster.
 
     The agents of a cluster: its warps; for each warp its loads from tensor memory, its `cp.async` copies, its bulk
-    stores, and its stores to tensor memory; the tensor pipe; and the copies that complete on each mbarrier.
+    stores, its stores to tensor memory, and its `wgmma` products; the tensor pipe; and the copies that complete on each
+    mbarrier.
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
         self.warps = warps
-        self.rows = np.zeros((2, clusters, warps, 5 * warps + 1 + _BARRIERS + 1), np.int32)
+        self.tensor_pipe = 6 * warps
+        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 1), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
-        self.tensor_pipe = 5 * warps
-        self._barriers = np.full(clusters, 5 * warps + 1)
+        self._barriers = np.full(clusters, self.tensor_pipe + 1)
 
     def tensor_loads(self, warp: int) -> int:
         """The agent of a warp's accesses by `tcgen05.ld`."""
         return self.warps + warp
 
-    def copies(self, warp: int) -> int:
-        """The agent of a warp's `cp.async`."""
+    def copies(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's `cp.async`; of an array of warps, theirs."""
         return 2 * self.warps + warp
 
-    def bulk_stores(self, warp: int) -> int:
-        """The agent of a warp's bulk copies from shared memory."""
+    def bulk_stores(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's bulk copies from shared memory; of an array of warps, theirs."""
         return 3 * self.warps + warp
 
     def tensor_stores(self, warp: int) -> int:
         """The agent of a warp's accesses by `tcgen05.st`."""
         return 4 * self.warps + warp
+
+    def products(self, warp: AnyInt) -> AnyInt:
+        """The agent of a warp's `wgmma`; of an array of warps, theirs."""
+        return 5 * self.warps + warp
 
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
@@ -121,12 +129,22 @@ class Shadow:
         changes: bool [threads, n], whether a cell gets another value. Several warps may write one value without a wait:
         Triton's layouts hold some elements several times.
         """
-        known = self.clocks.rows[KNOWN]
-        late = self.written[cells] > known[clusters[:, None], warps[:, None], self.writer[cells]]
+        known = self.clocks.rows[KNOWN, clusters, warps]
+        self.generic_writes(cells, known, warps, known[np.arange(len(warps)), warps], changes)
+
+    def generic_writes(
+        self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray, changes: np.ndarray
+    ) -> None:
+        """Agents write cells [accesses, n] as the generic proxy does.
+
+        rows: the clocks `KNOWN` of each access, [accesses, agents]. agents, epochs: [accesses], who writes. changes: as
+        of `writes_of_warps`.
+        """
+        writer = self.writer[cells]
+        late = self.written[cells] > rows[np.arange(len(cells))[:, None], writer]
         if (late & changes).any():
             late &= changes
-            raise Fault(f"overwrites {self.what} that {self._agent(self.writer[cells][late][0])} wrote, without a wait")
-        rows = known[clusters, warps]  # [threads, agents]
+            raise Fault(f"overwrites {self.what} that {self._agent(writer[late][0])} wrote, without a wait")
         unseen = self.read[:, cells] > rows[:, : self.clocks.warps].T[:, :, None]
         if unseen.any():
             raise Fault(f"overwrites {self.what} that warp {np.nonzero(unseen)[0][0]} may be reading")
@@ -135,12 +153,11 @@ class Shadow:
                 raise Fault(f"overwrites {self.what} that {self._agent(agent)} may be reading")
         if late.any():  # the record of the first writer stays: who knows of it sees the value
             again = np.nonzero(~late)
-            cells, warps = cells[again], warps[again[0]]
-            self.writer[cells] = warps
-            self.written[cells] = rows[again[0], warps]
+            self.writer[cells[again]] = agents[again[0]]
+            self.written[cells[again]] = epochs[again[0]]
         else:
-            self.writer[cells] = warps[:, None]
-            self.written[cells] = rows[np.arange(len(warps)), warps][:, None]
+            self.writer[cells] = agents[:, None]
+            self.written[cells] = epochs[:, None]
 
     # ------------------------------------------------------------ asynchronous agents
 
@@ -159,6 +176,23 @@ class Shadow:
             self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
         self.read_by_agent[agent][cells] = epoch
 
+    def reads_of_agents(self, cells: np.ndarray, rows: np.ndarray, agents: np.ndarray, epochs: np.ndarray) -> None:
+        """Asynchronous operations read cells [operations, n].
+
+        rows: the clocks [2, operations, agents] that they were issued with. agents, epochs: [operations], who reads.
+        """
+        writer, written = self.writer[cells], self.written[cells]
+        each = np.arange(len(cells))[:, None]
+        bad = ((writer == NOBODY) | (written > rows[FENCED][each, writer])).any(1)
+        if bad.any():
+            first = int(np.argmax(bad))
+            self.reads_of_agent(cells[first], rows[:, first], int(agents[first]), int(epochs[first]))  # raises Fault
+        for agent in np.unique(agents).tolist():
+            if agent not in self.read_by_agent:
+                self.read_by_agent[agent] = np.zeros(self.writer.shape, np.int32)
+            its = agents == agent
+            self.read_by_agent[agent][cells[its]] = epochs[its, None]
+
     def writes_of_agent(self, cells: Index, rows: np.ndarray, agent: int, epoch: int) -> None:
         """An asynchronous operation writes cells; arguments as of `reads_of_agent`."""
         writer = self.writer[cells]
@@ -175,18 +209,11 @@ class Shadow:
         self.writer[cells] = agent
         self.written[cells] = epoch
 
-    def forget(self, cells: Index) -> None:
-        """Make cells new, as if nobody had ever accessed them."""
-        self.writer[cells] = NOBODY
-        self.written[cells] = 0
-        for read in (*self.read, *self.read_by_agent.values()):
-            read[cells] = 0
-
     def _agent(self, agent: int) -> str:
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"
-        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st")
-        if agent < 5 * warps:
+        kinds = ("tcgen05.ld", "cp.async", "a bulk store", "tcgen05.st", "wgmma")
+        if agent < self.clocks.tensor_pipe:
             return f"{kinds[agent // warps - 1]} of warp {agent % warps}"
         return "the tensor pipe" if agent == self.clocks.tensor_pipe else "a copy"

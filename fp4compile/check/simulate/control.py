@@ -4,6 +4,8 @@ Sources: PTX ISA, "Control flow instructions", "Parallel synchronization and com
 high. A warp whose threads stand at different instructions executes those at the lowest one first, until they meet.
 """
 
+from functools import partial
+
 import numpy as np
 
 from fp4compile.check.simulate.fault import Fault
@@ -174,9 +176,10 @@ def _cluster_wait(instruction: Instruction, program: Program) -> Step:
             cluster, phase = machine.cluster_of_warp(warp), machine.cluster_tickets.pop(warp)
 
             def passed(cluster: int = cluster, phase: int = phase, warp: int = warp) -> bool:
-                if not barrier.passed(cluster, phase):
+                rows = barrier.done[cluster]
+                if rows is None or not barrier.passed(cluster, phase):
                     return False
-                machine.clocks.acquire(cluster, machine.local_warp(warp), barrier.done[cluster])
+                machine.clocks.acquire(cluster, machine.local_warp(warp), rows)
                 return True
 
             if not passed():
@@ -205,7 +208,7 @@ def _init(instruction: Instruction, program: Program) -> Step:
         machine = fragment.machine
         addresses, counts = address(fragment), np.broadcast_to(count(fragment), fragment.shape)
         for lane, warp, cluster in one_lane(fragment):
-            at = int(machine.shared.flat(addresses[lane], np.int64(cluster), 8))
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
             machine.mbarriers.create(at, int(counts[lane]), cluster, machine.local_warp(warp))
 
     return step
@@ -219,7 +222,7 @@ def _inval(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         machine, addresses = fragment.machine, address(fragment)
         for lane, _, cluster in one_lane(fragment):
-            machine.mbarriers.remove(int(machine.shared.flat(addresses[lane], np.int64(cluster), 8)))
+            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8))
 
     return step
 
@@ -239,7 +242,7 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
         machine, addresses = fragment.machine, address(fragment)
         numbers = np.broadcast_to(1 if number is None else number(fragment), fragment.shape)
         for lane, warp, cluster in one_lane(fragment):
-            at = int(machine.shared.flat(addresses[lane], np.int64(cluster), 8))
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             barrier = machine.mbarriers.seen(at, rows)
             count, expected = (1, int(numbers[lane])) if expects else (int(numbers[lane]), 0)
@@ -271,14 +274,14 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             if (addresses[of_warp][running] != addresses[lane]).any():
                 raise Fault("the threads of a warp wait for several mbarriers")
             cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
-            at = int(machine.shared.flat(addresses[lane], np.int64(cluster), 8))
+            at = machine.shared.index(int(addresses[lane]), cluster, 8)
             barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))
             phase = int(parities[lane]) & 1
             if barrier.passed(phase):
                 machine.clocks.acquire(cluster, local, barrier.done)
             else:
                 waiting[i] = True
-                machine.block(warp, lambda barrier=barrier, phase=phase: barrier.passed(phase))
+                machine.block(warp, partial(barrier.passed, phase))
         if waiting.any():
             machine.jump(fragment, fragment.active & np.repeat(waiting, LANES), fragment.at)
             left = fragment.without(waiting)

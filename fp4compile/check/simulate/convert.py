@@ -46,6 +46,13 @@ def _bf16_of_f16(bits: np.ndarray) -> np.ndarray:
     return numbers.to_bf16(numbers.f16_values(bits))
 
 
+for _from in ("s32", "u32", "s64", "u64"):
+
+    @elementwise(f"f32 {_from}", f"cvt.rn.f32.{_from}")
+    def _f32_of_integer(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32)
+
+
 @elementwise("f64 f32", "cvt.f64.f32")
 def _f64_of_f32(values: np.ndarray) -> np.ndarray:
     return values.astype(F64)

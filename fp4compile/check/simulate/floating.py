@@ -135,16 +135,22 @@ for _opcode, _kind, _ufunc, _mask in (
         return ufunc(bits, mask)
 
 
-def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, nan: np.ndarray) -> _Function:
+def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:
     """The minimum or maximum of floats, where -0 < +0.
 
-    select: of two zeros it may give either, so it is asked in both orders. join: of their bits, "or" has the minus.
+    select: np.minimum or np.maximum. Of two zeros it may give either, so it is asked in both orders. join: of their
+    bits, "or" has the minus. nan: whether one NaN gives NaN. (NumPy's fmin and fmax take a signalling NaN either way.)
     """
 
     def extreme(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         one = select(a, b)
         result = np.asarray(join(one.view(unsigned), select(b, a).view(unsigned))).view(one.dtype)
-        np.copyto(result, nan, where=one != one)
+        invalid = one != one
+        if invalid.any():
+            if not nan:
+                result = np.where(invalid, np.where(a != a, b, a), result)
+                invalid = result != result
+            result = np.where(invalid, canonical_nan, result)
         return result
 
     return extreme
@@ -158,12 +164,10 @@ def _of_bf16(function: _Function) -> _Function:
     return lambda a, b: numbers.to_bf16(function(numbers.bf16_values(a), numbers.bf16_values(b)))
 
 
-for _name, _join, _numbers, _or_nan in (
-    ("min", np.bitwise_or, np.fmin, np.minimum), ("max", np.bitwise_and, np.fmax, np.maximum),
-):  # fmt: skip
-    elementwise("f64 f64 f64", f"{_name}.f64")(_extreme(_numbers, _join, np.uint64, np.array(np.nan)))
-    for _suffix, _select in (("", _numbers), (".NaN", _or_nan)):
-        _opcode, _function = f"{_name}{_suffix}", _extreme(_select, _join, U32, numbers.NAN)
+for _name, _join, _select in (("min", np.bitwise_or, np.minimum), ("max", np.bitwise_and, np.maximum)):
+    elementwise("f64 f64 f64", f"{_name}.f64")(_extreme(_select, _join, np.uint64, np.array(np.nan), False))
+    for _suffix in ("", ".NaN"):
+        _opcode, _function = f"{_name}{_suffix}", _extreme(_select, _join, U32, numbers.NAN, bool(_suffix))
         elementwise("f32 f32 f32", f"{_opcode}.f32")(_function)
         elementwise("f16x2 f16x2 f16x2", f"{_opcode}.f16x2")(_halves(_of_f16(_function)))
         elementwise("bf16x2 bf16x2 bf16x2", f"{_opcode}.bf16x2")(_halves(_of_bf16(_function)))

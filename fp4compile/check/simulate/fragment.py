@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp4compile.check.simulate.fault import Fault
+
 if TYPE_CHECKING:
     from fp4compile.check.simulate.machine import Machine
 
@@ -54,6 +56,17 @@ class Fragment:
     def lanes(self) -> np.ndarray:
         """The indices of the running threads within the fragment."""
         return np.flatnonzero(self.running)
+
+    def running_threads(self) -> np.ndarray:
+        """The machine's indices of the running threads."""
+        return (self.warps[:, None] * LANES + np.arange(LANES)).ravel()[self.running]
+
+    def whole_warps(self) -> np.ndarray:
+        """Which of the warps run, as bool [warps]. Raises Fault where only a part of a warp does."""
+        running = self.by_warp(self.running)
+        if (running.any(1) != running.all(1)).any():
+            raise Fault("executed by a part of a warp, and all of its threads have to")
+        return np.asarray(running.any(1))
 
     def warp_of(self, lanes: np.ndarray) -> np.ndarray:
         """The machine's indices of the warps of these threads of the fragment."""

@@ -65,6 +65,7 @@ class Simulator:
             self._keep(key, memory.written_at(address, len(content)))
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
+        self.tally.notes += tally.notes
         self.seconds += time.perf_counter() - started
 
     def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:

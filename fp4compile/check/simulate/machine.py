@@ -3,19 +3,23 @@
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from fp4compile.check.simulate import catalogue, control, copies, forms
+from fp4compile.check.simulate import catalogue, control, copies, forms, warpgroup
 from fp4compile.check.simulate.barriers import ClusterBarrier, Mbarriers, ProgramBarriers
-from fp4compile.check.simulate.clocks import Clocks
+from fp4compile.check.simulate.clocks import AnyInt, Clocks
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.fragment import LANES, Fragment
+from fp4compile.check.simulate.groups import Groups
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import Address, Instruction, Operand, Pair, Program, Register, Vector
 from fp4compile.check.simulate.shared import START, SharedMemory
+from fp4compile.check.simulate.tensor_maps import TensorMaps
 from fp4compile.check.simulate.tensor_memory import TensorMemory
 
 DONE = np.iinfo(np.int32).max  # the program counter of a thread that has ended
@@ -47,10 +51,12 @@ class Schedule:
     """The order in which warps and asynchronous agents take turns.
 
     seed: of the random choices. Under seed 0, all warps that stand at the same instruction execute it together, which
-    is the quickest; under other seeds sometimes only one of them does.
+    is the quickest; under other seeds sometimes only one of them does. strict_loads: whether a use of what `tcgen05.ld`
+    loads is a fault before `tcgen05.wait::ld`.
     """
 
     seed: int = 0
+    strict_loads: bool = False
 
 
 LOCKSTEP = Schedule()
@@ -58,10 +64,14 @@ LOCKSTEP = Schedule()
 
 @dataclass
 class Tally:
-    """What a run took. instructions: executed by warps. opcodes: the number of executions of each."""
+    """What a run took. instructions: executed by warps. opcodes: the number of executions of each.
+
+    notes: what is no fault, but worth knowing, and how often it happened.
+    """
 
     instructions: int = 0
     opcodes: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 def run(
@@ -91,10 +101,21 @@ def run(
     clusters = programs // program.cluster
     for first in range(0, clusters, most):
         machine = Machine(kernel, memory, arguments, shape, nbytes, first, min(most, clusters - first), chosen,
-                          schedule.seed == 0, tally)  # fmt: skip
-        with np.errstate(all="ignore"):
+                          schedule, tally)  # fmt: skip
+        with np.errstate(all="ignore"), _one_thread():
             machine.run()
     return tally
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch multiply small matrices in this thread: others would take longer to wake."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Machine:
@@ -106,11 +127,11 @@ class Machine:
 
     def __init__(
         self, kernel: Kernel, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
-        shared_bytes: int, first_cluster: int, clusters: int, chosen: random.Random, lockstep: bool, tally: Tally,
+        shared_bytes: int, first_cluster: int, clusters: int, chosen: random.Random, schedule: Schedule, tally: Tally,
     ) -> None:  # fmt: skip
         program = kernel.program
         self.kernel, self.program, self.memory = kernel, program, memory
-        self.random, self.lockstep, self.tally = chosen, lockstep, tally
+        self.random, self.schedule, self.tally = chosen, schedule, tally
         self.clusters, self.first_cluster = clusters, first_cluster
         self.warps_of_program = program.threads // LANES
         self.warps_of_cluster = self.warps_of_program * program.cluster
@@ -129,6 +150,10 @@ class Machine:
         self.cluster_barrier = ClusterBarrier(self)
         self.cluster_tickets: dict[int, int] = {}  # the phase of the cluster's barrier that a warp is to wait for
         self.tensor_memory = TensorMemory(self)
+        self.tensor_maps = TensorMaps(self)
+        self.copy_groups = Groups(self, self.clocks.copies, fences=False)
+        self.bulk_groups = Groups(self, self.clocks.bulk_stores, fences=True)
+        self.products = warpgroup.Products(self)
         # Of each cluster: operations in any order, and those of the tensor pipe, which are in order.
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(clusters)]
         self.tensor_pipe: list[deque[Callable[[], None]]] = [deque() for _ in range(clusters)]
@@ -147,7 +172,9 @@ class Machine:
             made[name] = np.zeros(threads, bool) if bits == 1 else np.full(threads, 0xBADBADBADBADBAD % 2**bits, dtype)
         return made
 
-    def _special_registers(self, arguments: list[int], grid: tuple[int, int, int], threads: int) -> dict[str, np.ndarray]:
+    def _special_registers(
+        self, arguments: list[int], grid: tuple[int, int, int], threads: int
+    ) -> dict[str, np.ndarray]:
         program = self.program
         thread = np.arange(threads)
         index = thread // program.threads  # of the program in the machine
@@ -180,12 +207,12 @@ class Machine:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][fragment.threads]
 
-    def program_of(self, warp: int) -> int:
-        """The index in the machine of a warp's program."""
+    def program_of(self, warp: AnyInt) -> AnyInt:
+        """The index in the machine of a warp's program; of an array of warps, of theirs."""
         return warp // self.warps_of_program
 
-    def local_warp(self, warp: int) -> int:
-        """The index of a warp within its cluster."""
+    def local_warp(self, warp: AnyInt) -> AnyInt:
+        """The index of a warp within its cluster; of an array of warps, theirs."""
         return warp % self.warps_of_cluster
 
     def cluster_of_warp(self, warp: int) -> int:
@@ -214,9 +241,11 @@ class Machine:
 
     # ------------------------------------------------------------ asynchronous operations
 
-    def later(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> None:
-        """Let a cluster's copy engine do something at some time, in any order."""
-        self.copies[cluster].append(self._located(fragment, action))
+    def later(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> Callable[[], None]:
+        """Let a cluster's copy engine do something at some time, in any order; returns the entry of `copies`."""
+        located = self._located(fragment, action)
+        self.copies[cluster].append(located)
+        return located
 
     def in_pipe(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> None:
         """Let a cluster's tensor pipe do something after all that it was told before."""
@@ -272,7 +301,7 @@ class Machine:
         first = int(ready[self.random.randrange(len(ready))])
         index = int(self.warp_pc[first])
         together = ready[self.warp_pc[ready] == index]
-        if not self.lockstep:
+        if self.schedule.seed:
             kind = self.random.randrange(3)
             if kind == 0:
                 together = np.array([first])
@@ -288,6 +317,8 @@ class Machine:
             one = program.instructions[index]
             if self.unready:
                 self._check_unready(fragment, index)
+            if self.products.registers:
+                self.products.check(fragment, one, kernel.reads[index])
             if one.guard is None:
                 fragment.running, fragment.whole = fragment.active, fragment.all_active
             else:
@@ -312,12 +343,20 @@ class Machine:
                 return
 
     def _check_unready(self, fragment: Fragment, index: int) -> None:
+        """Find uses of registers before the warp waited for the `tcgen05.ld` that writes them.
+
+        The PTX ISA leaves such a value undefined. Triton puts its waits late, before the next access to memory, and
+        leaves the registers to ptxas, whose code waits for them (`scoreboards.unwaited_loads`). So this is a fault for
+        hand-written PTX (`Schedule.strict_loads`), and a note for Triton's.
+        """
         reads = self.kernel.reads[index]
         for warp in fragment.warps:
             late = self.unready.get(int(warp), _NOTHING) & reads
-            if late:
+            if late and self.schedule.strict_loads:
                 raise Fault(f"{self.program.name}, {self.program.instructions[index]}: uses {min(late)} before "
                             "tcgen05.wait::ld")  # fmt: skip
+            if late:
+                self.tally.notes["uses of tcgen05.ld before its wait"] += 1
 
     def _name(self, fragment: Fragment) -> str:
         first = fragment.warps[: 1 if len(fragment.warps) > 8 else 8]
@@ -325,7 +364,7 @@ class Machine:
         return ", ".join(names) + (", ..." if len(first) < len(fragment.warps) else "")
 
     def _deadlock(self) -> str:
-        waiting = {}
+        waiting: dict[int, list[int]] = {}
         for warp in np.flatnonzero(self.warp_pc != DONE):
             waiting.setdefault(int(self.warp_pc[warp]), []).append(int(warp))
         at = "; ".join(f"warps {warps} before {self.program.instructions[index]}" for index, warps in waiting.items())
@@ -338,6 +377,7 @@ class Machine:
                 raise Fault(f"{self.program.name}: {barrier.tx} bytes never came to the mbarrier at {barrier.where}")
         self.tensor_memory.end()
         copies.end(self)
+        warpgroup.end(self)
 
 
 _NOTHING: frozenset[str] = frozenset()

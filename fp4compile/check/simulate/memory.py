@@ -90,7 +90,7 @@ class GlobalMemory:
         return start // size
 
     @staticmethod
-    def _in_order(writer: np.ndarray, mine: np.ndarray, what: str) -> None:
+    def _in_order(writer: np.ndarray, mine: np.ndarray | np.int32, what: str) -> None:
         if ((writer != 0) & (writer != mine)).any():
             raise Fault(f"{what} global memory that another program of the launch wrote")
 

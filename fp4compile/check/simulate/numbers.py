@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 F16, F32, F64 = np.float16, np.float32, np.float64
@@ -184,12 +185,8 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def multiply_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a * b of uint16 bits of bf16, rounded once."""
-    a, b = bf16_values(a), bf16_values(b)
-    product = a * b
-    # float32 has the product exactly unless it is subnormal.
-    if _subnormal(product).any():
-        return to_bf16(np.multiply(a, b, dtype=F64))
-    return to_bf16(product)
+    # The product has 16 bits. float32 has it exactly, or it is subnormal and too small to be near a half of bf16.
+    return to_bf16(bf16_values(a) * bf16_values(b))
 
 
 def fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -204,11 +201,6 @@ def fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return to_bf16(fused(a, b, c) if halfway.any() else near)
 
 
-def _subnormal(values: np.ndarray) -> np.ndarray:
-    """Whether float32 is subnormal and not zero."""
-    return (values.view(U32) & 0x7FFFFFFF) - U32(1) < 0x7FFFFF
-
-
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32, rounded once to the nearest float32."""
     total = np.multiply(a, b, dtype=F64) + c
@@ -216,8 +208,8 @@ def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     # Rounding twice differs only where float64 has a number halfway between two float32. Subnormal numbers have
     # other halves, and are always done again.
     halfway = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    again = halfway.any() or _subnormal(rounded).any()
-    return canonical(fused(a, b, c).astype(F32) if again else rounded)
+    halfway |= (rounded.view(U32) & 0x7FFFFFFF) - U32(1) < 0x7FFFFF
+    return canonical(fused(a, b, c).astype(F32) if halfway.any() else rounded)
 
 
 def fma32_down(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -329,3 +321,8 @@ def _logic(table: int, operands: tuple[np.ndarray, ...]) -> Any:
         return _logic(low, rest)
     changed = first if difference == every else first & _logic(difference, rest)
     return changed if low == 0 else changed ^ _logic(low, rest)
+
+
+def matrix_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """float64 a [..., m, k] times b [..., n, k] transposed, by torch: the machine sets its number of threads to one."""
+    return (torch.from_numpy(a) @ torch.from_numpy(b).mT).numpy()

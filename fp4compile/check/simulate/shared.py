@@ -9,6 +9,16 @@ START = 1024  # the first byte that a program may use; the system has those befo
 _RANK = 24  # addresses of programs in a cluster differ in the bits from here on
 
 
+def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
+    """Where the bytes of a swizzled tile are: chunks of 16 bytes change places within `span` bytes.
+
+    span: 32, 64 or 128; 0 for no swizzle. The number of the 128-byte line is added, bit by bit, to the number of the
+    chunk. Sources: CUDA driver API, `CUtensorMapSwizzle`; CUTLASS, `cute/swizzle.hpp` (`Swizzle<B, 4, 3>` with B of 1,
+    2 or 3); confidence high, and high that the address counts and not the place in the tile.
+    """
+    return addresses ^ ((addresses >> 7 & (span // 16 - 1)) << 4) if span else addresses
+
+
 class SharedMemory:
     """Bytes of shared memory of `programs` programs, one after the other, each in clusters of `cluster`.
 
@@ -23,7 +33,7 @@ class SharedMemory:
         self.data = np.full(programs * self.stride, 0xEE, np.uint8)
         self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
 
-    def address(self, rank: np.ndarray, offset: int) -> np.ndarray:
+    def address(self, rank: np.ndarray, offset: int | np.ndarray) -> np.ndarray:
         """The address of an offset in the program of a rank."""
         return (rank << _RANK) + offset
 
@@ -36,6 +46,10 @@ class SharedMemory:
             raise Fault(f"an access outside of shared memory, at {int(offset.min())} to {int(offset.max()) + size} of "
                         f"{self.end}")  # fmt: skip
         return (clusters * self.cluster + rank) * self.stride + offset
+
+    def index(self, address: int, cluster: int, nbytes: int) -> int:
+        """The index into `data` of the first of some bytes at an address."""
+        return int(self.flat(np.array(address), np.array(cluster), nbytes))
 
     def load(self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
         """The bytes at aligned addresses [threads] that threads read: uint8 [threads, size]."""

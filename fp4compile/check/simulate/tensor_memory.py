@@ -82,10 +82,9 @@ class TensorMemory:
         region, shadow = self.region(program, slice(0, LANES), address, columns), self._shadow
         assert shadow is not None
         try:
-            shadow.writes_of_agent(region, rows, NOBODY, 0)
+            shadow.writes_of_agent(region, rows, NOBODY, 0)  # then nobody has written it
         except Fault as fault:
             raise Fault(f"frees tensor memory in use: {fault}") from None
-        shadow.forget(region)
         del self.allocated[program][address]
 
     def end(self) -> None:

@@ -23,6 +23,7 @@ from fp4compile.check.simulate.descriptors import KINDS, ROW_BYTES, Decode, Kind
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import Step, UnknownForm, address_reader, expect, form, reader
 from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.numbers import matrix_product
 from fp4compile.check.simulate.parse import Address, Instruction, Program
 from fp4compile.check.simulate.tensor_memory import LANES, QUARTER, TensorPipe, group_of, issue
 
@@ -60,7 +61,7 @@ class Product:
                 right = _scaled(b, _scales(pipe, rank, self.scales[1], shape.columns, shape.b_byte, count, shape.scale))
             else:
                 left, right = a.astype(np.float64), b.astype(np.float64)
-            total = left @ right.T
+            total = matrix_product(left, right)
             if self.adds:
                 total += pipe.read(rank, shape.rows, self.sums, shape.columns).view(np.float32)
             pipe.write(rank, self.sums, total.astype(np.float32).view(np.uint32))
