@@ -8,7 +8,7 @@ Every launch is executed at once, so later operations of the host see its result
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,19 +47,22 @@ class Simulator:
 
     def launch(self, launch: Launch) -> None:
         """Execute a launch. Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction."""
+        self.launches.append(launch)
+        self.execute(self.compiled(launch), _passed(launch), max(int(launch.grid), 1))
+
+    def execute(self, compiled: "Compiled", values: Sequence[Any], grid: int | tuple[int, int, int]) -> None:
+        """Execute a compiled kernel. values: its parameters in order, tensors and numbers. grid: see `run.run`."""
         started = time.perf_counter()
-        compiled = self.compiled(launch)
         memory = GlobalMemory()
         placed: dict[int, tuple[int, np.ndarray]] = {}
-        arguments = [self._argument(value, memory, placed) for value in _passed(launch)]
-        grid = max(int(launch.grid), 1)
-        arguments += [compiled.scratch(memory, grid), 0]
-        tally = run(compiled.kernel, memory, arguments, grid * compiled.kernel.program.cluster, compiled.shared,
+        arguments = [self._argument(value, memory, placed) for value in values]
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
+        arguments += [compiled.scratch(memory, x * y * z), 0]
+        tally = run(compiled.kernel, memory, arguments, (x * compiled.kernel.program.cluster, y, z), compiled.shared,
                     self.schedule)  # fmt: skip
         for key, (address, content) in placed.items():
             content[:] = memory.read(address, len(content))
             self._keep(key, memory.written_at(address, len(content)))
-        self.launches.append(launch)
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
         self.tally.notes += tally.notes

@@ -14,8 +14,8 @@ class Machine(State):
     """Some clusters of a launch that run at the same time, and what their instructions work on."""
 
     def __init__(
-        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int], shared_bytes: int, granule: int,
-        first_cluster: int, clusters: int,
+        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
+        shared_bytes: int, granule: int, first_cluster: int, clusters: int,
     ) -> None:  # fmt: skip
         super().__init__(program, memory, arguments, grid, shared_bytes, granule, first_cluster, clusters)
         self.mbarriers = Mbarriers(self)

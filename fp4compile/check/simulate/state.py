@@ -25,12 +25,12 @@ class State:
     """Some clusters of a launch that run at the same time, without barriers and other parts that work on them.
 
     registers: by name, an array with an entry for each thread. pc: the index of the instruction that each thread is to
-    execute next. granule: the smallest access to shared memory, in bytes.
+    execute next. parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in bytes.
     """
 
     def __init__(
-        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int], shared_bytes: int, granule: int,
-        first_cluster: int, clusters: int,
+        self, program: Program, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
+        shared_bytes: int, granule: int, first_cluster: int, clusters: int,
     ) -> None:  # fmt: skip
         self.program, self.memory = program, memory
         self.clusters, self.first_cluster = clusters, first_cluster
@@ -50,6 +50,7 @@ class State:
         self.tensor_pipe: list[deque[Callable[[], None]]] = [deque() for _ in range(clusters)]
         self.cluster_of = np.arange(threads) // (self.warps_of_cluster * LANES)
         self.warp_of = np.arange(threads) // LANES % self.warps_of_cluster  # within the cluster
+        self.parameters = np.zeros(8 * len(program.parameters), np.uint8)  # a parameter has at most 8 bytes
         self._specials = self._special_registers(arguments, grid, threads)
 
     def _new_registers(self, threads: int) -> dict[str, np.ndarray]:
@@ -86,12 +87,24 @@ class State:
             found[name] = self.shared.address(rank, offset)
             offset += -(-nbytes // 16) * 16
         found["global_smem"] = self.shared.address(rank, offset)
-        for (name, size), value in zip(program.parameters, arguments, strict=True):
-            found[name] = np.full(threads, value % 2 ** (8 * size), np.uint64)
+        for name, at in self._place_parameters(arguments).items():
+            found[name] = np.full(threads, at)
         return {name: values.astype(np.uint64) for name, values in found.items()}
 
+    def _place_parameters(self, arguments: list[int]) -> dict[str, int]:
+        """The offset of each parameter, after its bytes were written to `parameters`."""
+        found, at = {}, 0
+        for (name, size), value in zip(self.program.parameters, arguments, strict=True):
+            at = -(-at // size) * size
+            found[name] = at
+            self.parameters[at : at + size] = np.frombuffer(
+                int(value % 2 ** (8 * size)).to_bytes(size, "little"), np.uint8
+            )
+            at += size
+        return found
+
     def special(self, name: str, threads: slice | np.ndarray) -> np.ndarray:
-        """A special register, a parameter or the address of an array in shared memory, of some threads, as uint64."""
+        """A special register, the address of a parameter or of an array in shared memory, of some threads, as uint64."""
         if name not in self._specials:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][threads]
