@@ -25,7 +25,8 @@ class State:
     """Some clusters of a launch that run at the same time, without barriers and other parts that work on them.
 
     registers: by name, an array with an entry for each thread. pc: the index of the instruction that each thread is to
-    execute next. parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in bytes.
+    execute next. parameters: the bytes of the kernel's parameters. granule: the smallest access to shared memory, in
+    bytes.
     """
 
     def __init__(
@@ -97,14 +98,13 @@ class State:
         for (name, size), value in zip(self.program.parameters, arguments, strict=True):
             at = -(-at // size) * size
             found[name] = at
-            self.parameters[at : at + size] = np.frombuffer(
-                int(value % 2 ** (8 * size)).to_bytes(size, "little"), np.uint8
-            )
+            raw = (value % 2 ** (8 * size)).to_bytes(size, "little")
+            self.parameters[at : at + size] = np.frombuffer(raw, np.uint8)
             at += size
         return found
 
     def special(self, name: str, threads: slice | np.ndarray) -> np.ndarray:
-        """A special register, the address of a parameter or of an array in shared memory, of some threads, as uint64."""
+        """A special register, or the address of a parameter or of shared memory, of some threads, as uint64."""
         if name not in self._specials:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][threads]
