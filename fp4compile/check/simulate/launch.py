@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fp4compile import _compat
 from fp4compile.check.simulate.memory import GlobalMemory
@@ -113,8 +113,11 @@ class _Unwritten(TorchDispatchMode):
                 value = given.get(one.name)
                 if one.alias_info is not None and one.alias_info.is_write and isinstance(value, torch.Tensor):
                     unwritten.pop(value.untyped_storage().data_ptr(), None)
-        elif isinstance(result, torch.Tensor) and not func.is_view:
-            unwritten.pop(result.untyped_storage().data_ptr(), None)  # memory that was used before
+        elif isinstance(result, torch.Tensor):
+            key = result.untyped_storage().data_ptr()
+            given_keys = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if key not in given_keys:  # a new tensor, maybe in memory that was used before
+                unwritten.pop(key, None)
         return result
 
 
@@ -181,6 +184,5 @@ def _passed(launch: Launch) -> list[Any]:
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor's storage, which share its memory."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat.numpy()
+    with _disable_current_modes():  # `set_` writes nothing
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
