@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp4compile import _compat
+from fp4compile.templates.launch import on_gpu
 
 # Seconds for one case: the first one imports torch, a slow one compiles several kernels.
 PATIENCE = 180.0
@@ -100,5 +101,5 @@ def _usable() -> bool:
 
 
 def device() -> str:
-    """The device of kernels: "cuda", or "cpu" in Triton's interpreter."""
-    return "cpu" if _compat.interpreting() else "cuda"
+    """The device of tensors that kernels get: "cuda", or "cpu" in Triton's interpreter and in the simulator."""
+    return "cpu" if _compat.interpreting() or on_gpu(torch.empty(0)) else "cuda"

@@ -58,5 +58,5 @@ def line(finding: Finding) -> str:
         return f"{finding.name:{_WIDTH}}  FAILED: {finding.error}"
     if finding.values.get("wrong"):
         return f"{finding.name:{_WIDTH}}  WRONG: {finding.values['wrong']}"
-    found = (f"{name} {value}" for name, value in finding.values.items() if name != "wrong")
+    found = (f"{name} {value}" for name, value in finding.values.items() if value)
     return f"{finding.name:{_WIDTH}}  " + (", ".join(found) or "right")

@@ -12,7 +12,7 @@ from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
-from fp4compile.templates.choose import candidates, choose
+from fp4compile.templates.choose import Choice, candidates, choose
 from fp4compile.templates.launch import Launch, dry_run
 from fp4compile.templates.multiply import multiply, scaled_mm_group
 from fp4compile.templates.problem import problem_of
@@ -56,7 +56,12 @@ class Product:
         There are no launches where only a library computes the product, where no kernel takes the epilogue, and where
         only emulated kernels multiply the quantised groups.
         """
-        target, x = Target(sm), self.arguments()
+        choice, launches = self.served(Target(sm))
+        return ("", []) if choice is None else (choice.tier, launches)
+
+    def served(self, target: Target) -> tuple[Choice | None, list[Launch]]:
+        """(the choice of the kernel that has the launches, the launches); (None, []) where there are no launches."""
+        x = self.arguments()
         problem = problem_of(x, target)
         for name in (None, *candidates(problem)):
             choice = choose(problem, name)
@@ -69,8 +74,8 @@ class Product:
                 else:
                     multiply(x, choice)
             if launches:
-                return choice.tier, launches
-        return "", []
+                return choice, launches
+        return None, []
 
     def arguments(self) -> Arguments:
         """The arguments as meta tensors, with swizzled scales; see `reference_grouped` for the shapes of groups."""

@@ -58,13 +58,25 @@ def quantized(
     options: dict[str, Any] = {"values": list(dims)} if values else {"layout": layout_here(formats.get(name))}
     wrong = []
     for what, made in (("finite", finite), ("not finite", not_finite)):
-        operands = _operands(steps, shape, made)
-        here = [x.to(device()) for x in operands]
-        got = _quantised(here, steps, name, dims, **options)
-        value = _written(here, steps, name, dims, values)
-        wrong += [f"{what}: {one}" for one in _far(value, steps, operands)]
-        wrong += [f"{what}: {one}" for one in same_bits(got, QUANTIZE(value, name, list(dims), **options))]
+        found = compared(operands_of(steps, shape, made), steps, name, dims, **options)
+        wrong += [f"{what}: {one}" for one in found]
     return {"wrong": wrong}
+
+
+def compared(
+    operands: list[torch.Tensor], steps: Sequence[str], name: str, dims: tuple[int, ...], end: int | None = None,
+    **options: Any,
+) -> list[str]:  # fmt: skip
+    """Differences in a quantiser's results, and in the value that a kernel computes of the operands, as texts.
+
+    end: where rows of no group begin, which are not compared. options: arguments of the op.
+    """
+    here = [x.to(device()) for x in operands]
+    there = {key: x.to(device()) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    got = _quantised(here, steps, name, dims, **there)
+    value = _written(here, steps, name, dims, "values" in options)
+    expected = QUANTIZE(value, name, list(dims), **options)
+    return _far(value, steps, operands) + same_bits(up_to(got, end), up_to(expected, end))
 
 
 def experts(
@@ -72,12 +84,8 @@ def experts(
 ) -> dict[str, Any]:  # fmt: skip
     """Differences in the results of the quantiser of groups of rows; rows of no group are not compared."""
     layout, offs = layout_here(formats.get(name)), torch.tensor(ends, dtype=torch.int32)
-    operands = _operands(GATE, shape, finite)
-    here = [x.to(device()) for x in operands]
-    value = _written(here, GATE, name, ALONG_ROWS, False)
-    got = _quantised(here, GATE, name, ALONG_ROWS, layout=layout, offs=offs.to(device()))
-    expected = QUANTIZE(value, name, [-1], layout=layout, offs=offs)
-    return {"wrong": _far(value, GATE, operands) + same_bits(up_to(got, ends[-1]), up_to(expected, ends[-1]))}
+    operands = operands_of(GATE, shape, finite)
+    return {"wrong": compared(operands, GATE, name, ALONG_ROWS, ends[-1], layout=layout, offs=offs)}
 
 
 def _quantised(
@@ -87,7 +95,7 @@ def _quantised(
     return quantize_kernels(first, name, dims, operands=others, prologue=steps, dtype=BF16, **options)
 
 
-def _operands(
+def operands_of(
     steps: Sequence[str], shape: tuple[int, int], made: Callable[[tuple[int, int]], torch.Tensor]
 ) -> list[torch.Tensor]:  # fmt: skip
     """The operands of a prologue on the CPU; `made` makes the first one."""

@@ -192,7 +192,7 @@ def multiplied(a: str | None, b: str, shape: tuple[int, int, int, int], kind: st
             continue
         served.append(name)
         got = multiply(arguments, choice)
-        wrong += [f"{name}: {what}" for what in _differences(got.cpu(), left, right, k, bias, epilogue, gate)]
+        wrong += [f"{name}: {what}" for what in product_differences(got.cpu(), left, right, k, bias, epilogue, gate)]
     return {"kernels": ", ".join(served), "wrong": wrong}
 
 
@@ -217,7 +217,7 @@ def _here(x: Operand) -> Operand:
     return Operand(x.data.to(device()), _moved(x.scales), _moved(x.outer), x.format)
 
 
-def _differences(
+def product_differences(
     got: torch.Tensor,
     a: Operand,
     b: Operand,

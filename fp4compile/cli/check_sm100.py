@@ -1,13 +1,15 @@
 """Check the kernels against the bounds for SM100: their machine code without the GPU, their values and times with it.
 
     python -m fp4compile check-sm100 [--sm 100 103 120] [--json FILE]
+    python -m fp4compile check-sm100 --simulate [--sm 100 103] [--only TEXT] [--schedules N] [--json FILE]
     python -m fp4compile check-sm100 --run [--only TEXT] [--json FILE]
 
 The first command compiles the kernels' launches for GPUs that need not be present, and prints figures of their machine
 code beside the bounds (`fp4compile.check.bounds`). The figures do not measure speed. The command fails on spills,
 missing instructions, loops that do not overlap and values that ptxas lost. It also fails on numbers of instructions
-under the version of Triton that set their bounds; under other versions it only prints them. The second command is for a
-machine with a GPU: `fp4compile.check.first_run`.
+under the version of Triton that set their bounds; under other versions it only prints them. The second command executes
+the launches' PTX in a simulator, at small shapes: `fp4compile.check.simulation`. The third command is for a machine
+with a GPU: `fp4compile.check.first_run`.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from typing import Any
 
 import triton
 
-from fp4compile.check import environment, first_run
+from fp4compile.check import environment, first_run, simulation
 from fp4compile.check.bounds import COMPILER, judges_figures
 from fp4compile.check.machine_code import ProductRow, QuantizeRow, Row, check_products, check_quantize
 
@@ -38,7 +40,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("--run", action="store_true", dest="on_gpu",
                         help="run the kernels on the GPU that is here: values, then times")  # fmt: skip
-    parser.add_argument("--only", default="", metavar="TEXT", help="with --run: cases whose names contain this")
+    parser.add_argument("--simulate", action="store_true",
+                        help="execute the kernels' PTX on the CPU: values, accesses, waits, deadlocks")  # fmt: skip
+    parser.add_argument("--schedules", type=int, default=2, metavar="N",
+                        help="with --simulate: in how many orders of its warps each launch runs")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="TEXT",
+                        help="with --run or --simulate: cases whose names contain this")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.on_gpu:
         return first_run.run(args.json, args.only)
+    if args.simulate:
+        return simulation.run(args.json, args.only, args.sm, args.schedules)
     failed = unjudged = 0
     rows: dict[str, list[dict[str, Any]]] = {"products": [], "quantizers": []}
     for name, header, found in (

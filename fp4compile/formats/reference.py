@@ -11,6 +11,9 @@ One file, because it is the contract: it is read from top to bottom beside docs/
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +34,9 @@ HADAMARD_SIZE = 16
 HADAMARD_SIGNS = sum(1 << i for i in (3, 5, 6, 7, 8, 9, 10, 12, 14, 15))
 
 PHILOX_ROUNDS = 7  # the fewest that pass BigCrush
+
+# How many random bits round an element stochastically; see `eight_random_bits`.
+_random_bits: ContextVar[int] = ContextVar("random_bits", default=16)
 
 MX_EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 MX_MBITS = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
@@ -61,10 +67,35 @@ def e2m1_encode_stochastic(y: torch.Tensor, negative: torch.Tensor, noise: torch
     carry into it. Below 1, where codes are subnormal, adding 1 to y gives the step 1/2.
     """
     mag = y.abs()
+    if _random_bits.get() == 8:
+        code = _rounded_by_eight_bits(mag, noise) + 8 * negative
+        return code.masked_fill_(y.isnan(), 7).to(torch.uint8)
     subnormal = mag < 1
     bits = torch.where(subnormal, mag + 1.0, mag).view(torch.int32) + (noise << 6) + 32
     code = (bits >> 22) - torch.where(subnormal, 254, 252) + 8 * negative
     return code.masked_fill_(y.isnan(), 7).to(torch.uint8)
+
+
+@contextmanager
+def eight_random_bits() -> Iterator[None]:
+    """While this lasts, the reference rounds stochastically as SM100's conversion to E2M1 does, not as other kernels.
+
+    `cvt.rs.satfinite.e2m1x4` takes a word for four elements: byte i of word j is for element 4 j + i. The fraction of a
+    step is cut to eight bits, and the element is rounded up where fraction and random bits together reach a step.
+    (PTX ISA, "cvt"; which byte serves which element, and the cut, are taken from its diagram, and no GPU confirmed it.)
+    """
+    token = _random_bits.set(8)
+    try:
+        yield
+    finally:
+        _random_bits.reset(token)
+
+
+def _rounded_by_eight_bits(mag: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Codes without sign, int32, of float32 magnitudes up to 6 and noise in [0, 2^8)."""
+    double, fourfold = (mag >= 2).to(torch.int32), (mag >= 4).to(torch.int32)  # the step is 1/2, 1 or 2
+    in_steps = torch.where(mag >= 4, mag * 128, torch.where(mag >= 2, mag * 256, mag * 512))
+    return (in_steps.nan_to_num(0.0).to(torch.int32) + noise >> 8) + 2 * (double + fourfold)
 
 
 def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
@@ -170,12 +201,14 @@ def philox(seed: torch.Tensor, stream: int, words: int) -> torch.Tensor:
 
 
 def rounding_noise(seed: torch.Tensor, stream: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """16 random bits for each element of `shape` [..., K], K even, as int32.
+    """16 random bits for each element of `shape` [..., K], K even, as int32; 8 within `eight_random_bits`.
 
     Each pair of elements has one word of `philox`; the low half is for the even element.
     """
-    words = philox(seed, stream, math.prod(shape) // 2)
-    return torch.stack((words & 0xFFFF, words >> 16), dim=-1).to(torch.int32).view(shape)
+    bits = _random_bits.get()
+    words = philox(seed, stream, math.prod(shape) * bits // 32)
+    parts = [words >> low & (1 << bits) - 1 for low in range(0, 32, bits)]
+    return torch.stack(parts, dim=-1).to(torch.int32).view(shape)
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Launches of kernels as data: run at once, as nodes of a graph that is being traced, or not at all (`dry_run`)."""
+"""Launches of kernels as data: run at once, as nodes of a graph that is being traced, or handed to a function."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -46,10 +46,10 @@ class Launch:
         return [each.tensor if isinstance(each, View) else each for each in self.arguments]
 
     def run(self) -> None:
-        """Launch the kernel, eagerly or as a node of a graph that is being traced; within `dry_run`, record it."""
-        collecting = _collecting.get()
-        if collecting is not None:
-            collecting[1].append(self)
+        """Launch the kernel, eagerly or as a node of a graph that is being traced; within `taken_by`, hand it over."""
+        taking = _taking.get()
+        if taking is not None:
+            taking[1](self)
             return
         grid = max(self.grid, 1) if isinstance(self.grid, int) else torch.sym_max(self.grid, 1)
         kernel, values = self.kernel, self._values
@@ -67,7 +67,18 @@ class Launch:
 
 
 _known_targets: dict[int, Target] = {}  # by the GPU's index
-_collecting: ContextVar[tuple[Target, list[Launch]] | None] = ContextVar("collecting", default=None)
+# The target of all tensors, and what takes launches in place of a GPU.
+_taking: ContextVar[tuple[Target, Callable[[Launch], None]] | None] = ContextVar("taking", default=None)
+
+
+@contextmanager
+def taken_by(target: Target, take: Callable[[Launch], None]) -> Iterator[None]:
+    """While this lasts, `take` gets each launch instead of a GPU, as if every tensor were on `target`."""
+    token = _taking.set((target, take))
+    try:
+        yield
+    finally:
+        _taking.reset(token)
 
 
 @contextmanager
@@ -77,23 +88,20 @@ def dry_run(target: Target) -> Iterator[list[Launch]]:
     Tensors may be meta tensors. Yields the list that the launches are appended to.
     """
     launches: list[Launch] = []
-    token = _collecting.set((target, launches))
-    try:
+    with taken_by(target, launches.append):
         yield launches
-    finally:
-        _collecting.reset(token)
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Whether kernels are launched for a tensor: it lies on a GPU, or the call is within `dry_run`."""
-    return x.device.type == "cuda" or _collecting.get() is not None
+    """Whether kernels are launched for a tensor: it lies on a GPU, or the call is within `taken_by`."""
+    return x.device.type == "cuda" or _taking.get() is not None
 
 
 def target_of(device: torch.device) -> Target:
-    """The target of a CUDA device. Within `dry_run`, the dry run's target; under Triton's interpreter, Target(0)."""
-    collecting = _collecting.get()
-    if collecting is not None:
-        return collecting[0]
+    """The target of a CUDA device. Within `taken_by`, its target; under Triton's interpreter, Target(0)."""
+    taking = _taking.get()
+    if taking is not None:
+        return taking[0]
     if _compat.interpreting():
         return Target(0)
     return cuda_target(torch.cuda.current_device() if device.index is None else device.index)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.helpers.ptx_player import bf16, f16, fp8_values, lop3, pack_bf16, pack_f16, prmt
+from fp4compile.check.simulate.numbers import lop3, prmt, prmt_by_thread
+from tests.helpers.ptx_player import bf16, f16, fp8_values, pack_bf16, pack_f16
 
 U32, U64 = np.uint32, np.uint64
 _SHARED = np.zeros(2**16, np.uint8)  # of the program that runs
@@ -168,8 +169,7 @@ class _Lanes:
             case "prmt.b32" if args[2][0] != "$":
                 return prmt(*words[:2], int(args[2], 0))
             case "prmt.b32":
-                every = np.unique(words[2])
-                return np.select([words[2] == each for each in every], [prmt(*words[:2], int(each)) for each in every])
+                return prmt_by_thread(*words)
             case "mul.rn.f16x2":
                 return pack_f16(f16(words[0]) * f16(words[1]))
             case "fma.rn.bf16x2":

@@ -7,118 +7,46 @@ Registers are arrays of uint32 or, of the type .b64, of uint64. Where the instru
 import re
 
 import numpy as np
-import torch
 
-F32, F16, U32, U64 = np.float32, np.float16, np.uint32, np.uint64
+from fp4compile.check.simulate import numbers
+from fp4compile.check.simulate.numbers import fma32, lop3, prmt
+
+F32, U32, U64 = np.float32, np.uint32, np.uint64
 
 
 def f16(words):
     """uint32 [n] of two fp16 numbers -> float64 [n, 2], the lower half first."""
-    return np.ascontiguousarray(words).view(F16).reshape(-1, 2).astype(np.float64)
+    return numbers.f16_values(numbers.halves(words)).astype(np.float64)
 
 
 def pack_f16(values):
     """Numbers [n, 2], rounded to fp16 -> uint32 [n]; NaN gives 0x7FFF, as from the instructions."""
-    halves = np.where(np.isnan(values), F16("nan"), values.astype(F16)).view(np.uint16)
-    halves = np.where(np.isnan(values), np.uint16(0x7FFF), halves).astype(U32)
-    return halves[..., 0] | halves[..., 1] << U32(16)
+    return numbers.joined(numbers.to_f16(values))
 
 
 def bf16(words):
     """uint32 [n] of two bf16 numbers -> float32 [n, 2], the lower half first."""
-    return np.stack([words << U32(16), words & U32(0xFFFF0000)], -1).view(F32)
+    return numbers.bf16_values(numbers.halves(words))
 
 
 def pack_bf16(values):
-    """float64 [n, 2], rounded to bf16 -> uint32 [n]. Rounded once, because an odd float32 comes in between."""
-    halves = torch.from_numpy(round_to_odd(values, F32)).bfloat16().view(torch.int16).numpy().astype(np.uint16)
-    halves = np.where(np.isnan(values), np.uint16(0x7FFF), halves).astype(U32)
-    return halves[..., 0] | halves[..., 1] << U32(16)
+    """float64 [n, 2], rounded once to bf16 -> uint32 [n]."""
+    return numbers.joined(numbers.to_bf16(values))
 
 
 def f32x2(words):
     """uint64 [n] -> float64 [n, 2]."""
-    return np.ascontiguousarray(words).view(F32).reshape(-1, 2).astype(np.float64)
-
-
-def round_to_odd(values, dtype):
-    """float64, in `dtype`: where it is inexact, the neighbour with an odd last bit, so that rounding again is right."""
-    near = values.astype(dtype)
-    bits = near.view(np.int32 if dtype == F32 else np.int64)
-    away = np.where(np.abs(values) > np.abs(near.astype(np.float64)), 1, -1)
-    inexact = (near != values) & (bits & 1 == 0) & np.isfinite(near)
-    return np.where(inexact, bits + away, bits).astype(bits.dtype).view(dtype)
-
-
-def fma32(a, b, c):
-    """float32 a * b + c, given in float64, rounded once; what underflows keeps its sign."""
-    product = a * b  # exact: of two float32, float64 has the product
-    total = product + c
-    # The part of the sum that float64 lost (Knuth). Where there is one, the last bit is made odd.
-    back = total - product
-    lost = (product - (total - back)) + (c - back)
-    bits = total.view(np.int64)
-    away = np.where((lost > 0) == (total > 0), 1, -1)
-    inexact = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
-    rounded = np.where(inexact, bits + away, bits).view(np.float64).astype(F32)
-    return np.where((rounded == 0) & (total != 0), np.copysign(F32(0), total), rounded).astype(F32)
-
-
-def e2m1(values):
-    """E2M1 codes of floats as cvt.rn.satfinite makes them: ties to even, -0 keeps its sign, NaN gives 7."""
-    magnitude = np.abs(values)
-    code = sum((magnitude > limit).astype(U32) for limit in (0.25, 1.25, 2.5, 5.0))
-    code += sum((magnitude >= limit).astype(U32) for limit in (0.75, 1.75, 3.5))
-    return np.where(np.isnan(values), U32(7), code | np.signbit(values).astype(U32) << U32(3))
+    return numbers.halves(words).view(F32).astype(np.float64)
 
 
 def e2m1_stochastic(values, noise):
-    """E2M1 codes of floats, rounded up where a fraction, cut to eight bits, and eight bits of noise exceed a step."""
-    magnitude = np.minimum(np.abs(values), 6)
-    step = np.where(magnitude < 2, 0.5, np.where(magnitude < 4, 1.0, 2.0))
-    steps = magnitude / step
-    low = np.floor(steps)
-    up = np.floor((steps - low) * 256) + noise >= 256
-    first = np.where(magnitude < 2, 0, np.where(magnitude < 4, 2, 4))  # 4 = 2 * 2, of which the code is 4: 2 + 2
-    code = (low + up + first).astype(np.float64)
-    return np.where(np.isnan(values), 7, code + 8 * np.signbit(values)).astype(U32)
-
-
-def fp8(values, dtype):
-    """FP8 codes of floats, saturated; NaN gives 0x7F."""
-    limit = torch.finfo(dtype).max
-    clamped = torch.from_numpy(np.ascontiguousarray(values.astype(F32))).clamp(-limit, limit).nan_to_num(nan=torch.nan)
-    codes = clamped.to(dtype).view(torch.uint8).numpy().astype(U32)
-    return np.where(np.isnan(values), U32(0x7F), codes)
+    """E2M1 codes of numbers that are float32, as `numbers.e2m1_stochastic`."""
+    return numbers.e2m1_stochastic(values.astype(F32), noise)
 
 
 def fp8_values(words):
     """uint32 [n] of two E4M3 codes -> float64 [n, 2], the lower one first."""
-    codes = np.stack([words & U32(255), words >> U32(8) & U32(255)], -1).astype(np.uint8)
-    return torch.from_numpy(codes).view(torch.float8_e4m3fn).double().numpy()
-
-
-def prmt(a, b, selector):
-    """As the instruction: bytes of a and b; the top bit of a nibble asks for the byte's sign in all its bits."""
-    source = a.astype(U64) | b.astype(U64) << U64(32)
-    result = np.zeros_like(a)
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = (source >> U64(8 * (nibble & 7)) & U64(255)).astype(U32)
-        if nibble & 8:
-            byte = np.where(byte & U32(0x80), U32(255), U32(0))
-        result |= byte << U32(8 * i)
-    return result
-
-
-def lop3(a, b, c, table):
-    """As the instruction: each bit of the result is the bit of `table` that the bits of a, b and c number."""
-    result = np.zeros_like(a)
-    for i in range(8):
-        if table >> i & 1:
-            term = [x if i >> k & 1 else ~x for x, k in ((a, 2), (b, 1), (c, 0))]
-            result |= term[0] & term[1] & term[2]
-    return result
+    return numbers.E4M3[np.stack([words & U32(255), words >> U32(8) & U32(255)], -1)].astype(np.float64)
 
 
 def play(ptx: str, outputs: int, inputs: list[np.ndarray], reciprocal_error: int = 0) -> list[np.ndarray]:
@@ -203,22 +131,17 @@ def _convert(op, args, get, single):
     if op == "cvt.rs.satfinite.e2m1x4.f32":
         word = get(args[1])
         codes = (
-            e2m1_stochastic(single(part), word >> U32(8 * i) & U32(255)) << U32(4 * i)
+            e2m1_stochastic(single(part), word >> U32(8 * i) & U32(255)).astype(U32) << U32(4 * i)
             for i, part in enumerate(reversed(_parts(args[0])))
         )
         return np.bitwise_or.reduce(list(codes))
-    if op == "cvt.rp.satfinite.ue8m0x2.f32":  # the next power of two, 0 being half of the smallest normal number
-        bits = get(args[1])
-        byte = np.minimum((bits + U32(0x7FFFFF)) >> U32(23), 254)
-        byte = np.where(bits > 0x400000, byte, 0)
-        return np.where(bits > 0x7F800000, 255, byte).astype(U32)
+    if op == "cvt.rp.satfinite.ue8m0x2.f32":
+        return numbers.ue8m0(get(args[1]).view(F32)).astype(U32)
     _, mode, _, into, source = op.split(".")
     assert mode == "rn"
     values = bf16(get(args[0])) if source == "bf16x2" else np.stack([single(args[1]), single(args[0])], -1)
-    if into == "e2m1x2":
-        codes, bits = e2m1(values), 4
-    else:
-        codes, bits = fp8(values, {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}[into]), 8
+    encode, bits = {"e2m1x2": (numbers.e2m1, 4), "e4m3x2": (numbers.e4m3, 8), "e5m2x2": (numbers.e5m2, 8)}[into]
+    codes = encode(values.astype(F32)).astype(U32)
     return codes[..., 0] | codes[..., 1] << U32(bits)
 
 

@@ -4,7 +4,6 @@ The interpreter has no inline PTX: `helpers.ptx_player` plays it. Nothing is sai
 themselves, but which operand comes where: elements, factors, random words, counters.
 """
 
-import math
 import os
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import torch
 from fp4compile.formats import formats, reference
 from tests.helpers import in_interpreter, norms
 from tests.helpers.hard_inputs import hard_input
-from tests.helpers.ptx_player import e2m1_stochastic, play
+from tests.helpers.ptx_player import play
 from tests.helpers.quantisers import quantize, quantize_both
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -74,6 +73,7 @@ def _numpy(kind):
 def on_sm100(monkeypatch):
     """The kernels as on SM100, but for programmatic dependent launch. Rounding is stochastic as `play` has it."""
     if not INTERPRETING:
+        yield
         return
     target = SimpleNamespace(isa=100, dependent_launch=False)
     monkeypatch.setattr(plan, "target_of", lambda device: target)
@@ -81,20 +81,8 @@ def on_sm100(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
     # Several outputs come as Triton's own tuple, which kernels add to tuples.
     monkeypatch.setattr(tl.core.tuple, "__radd__", lambda self, other: other + tuple(self), raising=False)
-    monkeypatch.setattr(reference, "rounding_noise", noise_of_sm100)
-    monkeypatch.setattr(
-        reference,
-        "e2m1_encode_stochastic",
-        lambda y, negative, noise: torch.from_numpy(
-            e2m1_stochastic(y.double().numpy() + 0.0, noise.numpy()).astype(np.uint8)
-        ),
-    )
-
-
-def noise_of_sm100(seed, stream, shape):
-    """Eight random bits for each element: byte k of word i of a call is for element 4 i + k of sixteen."""
-    words = reference.philox(seed, stream, math.prod(shape) // 4).numpy().astype(np.uint32)
-    return torch.from_numpy(words.view(np.uint8).astype(np.int64).reshape(shape))
+    with reference.eight_random_bits():
+        yield
 
 
 def assert_same(got, expected):

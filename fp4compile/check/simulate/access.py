@@ -1,0 +1,152 @@
+"""Loads, stores and atomic operations of threads.
+
+Source: PTX ISA, "Data movement and conversion instructions"; confidence high.
+"""
+
+import re
+
+import numpy as np
+
+from fp4compile.check.simulate import forms
+from fp4compile.check.simulate.fault import Fault
+from fp4compile.check.simulate.forms import (
+    Step,
+    UnknownForm,
+    address_reader,
+    expect,
+    form,
+    reader,
+    registers_of,
+    writer,
+)
+from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.parse import Address, Instruction, Program, Symbol
+
+_WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")
+_VECTORS = ("", ".v2", ".v4")
+_SPACES = ("global", "shared", "shared::cta")
+
+
+def _opcodes(base: str) -> list[str]:
+    return [f"{base}.{space}{vector}.{width}" for space in _SPACES for vector in _VECTORS for width in _WIDTHS]
+
+
+def _shape(opcode: str) -> tuple[bool, str, int, int]:
+    """(whether in shared memory, type of an element, its bytes, number of elements)."""
+    found = re.fullmatch(r"\w+\.(\S+?)(?:\.v(\d))?\.([bfsu])(\d+)", opcode)
+    assert found is not None
+    nbytes = int(found[4]) // 8
+    return found[1].startswith("shared"), found[3] + found[4], nbytes, int(found[2] or 1)
+
+
+@form("ld.param.b32", "ld.param.b64", "ld.param.s32", "ld.param.u32", "ld.param.u64", "ld.param.b8", "ld.param.f32")
+def _load_parameter(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    source = instruction.operands[1]
+    if not isinstance(source, Address) or not isinstance(source.base, Symbol) or source.offset:
+        raise UnknownForm(f"not a whole parameter: {source}")
+    kind = instruction.opcode.split(".")[-1]
+    read, write = reader(source.base, kind), writer(instruction.operands[0], kind)
+    return lambda fragment: write(fragment, read(fragment))
+
+
+@form(*_opcodes("ld"))
+def _load(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    shared, kind, nbytes, count = _shape(instruction.opcode)
+    into = registers_of(instruction.operands[0])
+    if len(into) != count:
+        raise UnknownForm(f"{len(into)} registers, and not {count}")
+    writes = [writer(each, kind) for each in into]
+    address = address_reader(instruction.operands[1], 32 if shared else 64)
+    dtype = forms.constant(0, kind).dtype
+
+    def step(fragment: Fragment) -> None:
+        machine, running = fragment.machine, fragment.running
+        clusters = machine.cluster_of[fragment.threads]
+        addresses = address(fragment)
+        if not fragment.whole:
+            addresses, clusters = addresses[running], clusters[running]
+        if shared:
+            warps = machine.warp_of[fragment.threads]
+            warps = warps if fragment.whole else warps[running]
+            found = machine.shared.load(addresses, nbytes * count, clusters, warps)
+        else:
+            found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster)
+        values = found.view(dtype)  # [threads, count]
+        for i, write in enumerate(writes):
+            column = values[:, i]
+            if not fragment.whole:
+                column = np.zeros(fragment.shape, dtype)
+                column[running] = values[:, i]
+            write(fragment, column)
+
+    return step
+
+
+@form(*_opcodes("st"))
+def _store(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    shared, kind, nbytes, count = _shape(instruction.opcode)
+    values = registers_of(instruction.operands[1])
+    if len(values) != count:
+        raise UnknownForm(f"{len(values)} registers, and not {count}")
+    unsigned = f"u{8 * nbytes}"
+    reads = [reader(each, unsigned) for each in values]
+    address = address_reader(instruction.operands[0], 32 if shared else 64)
+
+    def step(fragment: Fragment) -> None:
+        machine, running = fragment.machine, fragment.running
+        clusters = machine.cluster_of[fragment.threads]
+        addresses = address(fragment)
+        columns = np.stack([np.broadcast_to(read(fragment), fragment.shape) for read in reads], 1)
+        if not fragment.whole:
+            addresses, clusters, columns = addresses[running], clusters[running], columns[running]
+        rows = np.ascontiguousarray(columns).view(np.uint8)
+        if shared:
+            warps = machine.warp_of[fragment.threads]
+            machine.shared.store(addresses, rows, clusters, warps if fragment.whole else warps[running])
+        else:
+            machine.memory.store(addresses, rows, clusters + machine.first_cluster)
+
+    return step
+
+
+_ATOMIC = {"max": max, "min": min, "add": lambda a, b: a + b}
+
+
+@form(*[f"red.global.gpu.relaxed.{kind}" for kind in ("max.s32", "max.u32", "min.s32", "add.s32", "add.u32")])
+def _reduce(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    operation, kind = instruction.opcode.split(".")[-2:]
+    address = address_reader(instruction.operands[0], 64)
+    (operand,) = registers_of(instruction.operands[1])
+    read = reader(operand, kind)
+    dtype = forms.constant(0, kind).dtype
+
+    def step(fragment: Fragment) -> None:
+        memory, addresses = fragment.machine.memory, address(fragment)
+        values = np.broadcast_to(read(fragment), fragment.shape)
+        for lane in fragment.lanes():
+            there = memory.data[memory.update(int(addresses[lane]), 4)]
+            result = _ATOMIC[operation](int(there.view(dtype)[0]), int(values[lane]))
+            there.view(np.uint32)[0] = result % 2**32
+
+    return step
+
+
+@form("cp.async.bulk.prefetch.L2.global")
+def _prefetch(instruction: Instruction, program: Program) -> Step:
+    """Changes nothing; a range outside of all tensors is a fault."""
+    expect(instruction, 2)
+    address, count = address_reader(instruction.operands[0], 64), reader(instruction.operands[1], "u32")
+
+    def step(fragment: Fragment) -> None:
+        memory, addresses = fragment.machine.memory, address(fragment)
+        counts = np.broadcast_to(count(fragment), fragment.shape)
+        for lane in fragment.lanes():
+            if int(addresses[lane]) % 16 or int(counts[lane]) % 16:
+                raise Fault("a prefetch that is not aligned to 16 bytes")
+            memory.bytes_at(addresses[lane] + np.arange(int(counts[lane])), False, fragment.machine.first_cluster)
+
+    return step

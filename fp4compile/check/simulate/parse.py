@@ -1,0 +1,311 @@
+"""Parse the PTX of one kernel into instructions with typed operands.
+
+The grammar is the part of the PTX ISA (https://docs.nvidia.com/cuda/parallel-thread-execution) that Triton emits.
+Registers and labels that inline assembly declares within braces are renamed, so that every name means one thing.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Register:
+    """A register of every thread. bits: its width; 1 for a predicate. negated: whether the operand is `!%p`."""
+
+    name: str
+    bits: int
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Immediate:
+    """A constant. bits: its two's complement in 64 bits; a `0f` or `0d` constant has the bits of the float."""
+
+    bits: int
+
+
+@dataclass(frozen=True)
+class Special:
+    """A special register, such as `%tid.x`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A parameter of the kernel, or an array in shared memory."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Label:
+    """A place in the code, or a table of them."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Operands in braces."""
+
+    parts: tuple["Operand", ...]
+
+
+@dataclass(frozen=True)
+class Address:
+    """`[base + offset]`; with coordinates, `[base, {x, y}]`: an element of a tensor map."""
+
+    base: "Operand"
+    offset: int = 0
+    coordinates: Vector | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`a|b`: two results, or a result and a predicate."""
+
+    first: "Operand"
+    second: "Operand"
+
+
+@dataclass(frozen=True)
+class Unused:
+    """`_`: a result that is not wanted."""
+
+
+Operand = Register | Immediate | Special | Symbol | Label | Vector | Address | Pair | Unused
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. line: its line in the PTX, from 1 on. guard: the predicate it depends on."""
+
+    line: int
+    text: str
+    opcode: str
+    operands: tuple[Operand, ...]
+    guard: Register | None = None
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel.
+
+    parameters: (name, bytes) in order. threads: threads of a program. cluster: programs of a cluster. static_shared:
+    the arrays in shared memory that the code declares, by name, in bytes. labels: indices into `instructions`.
+    tables: the labels of each branch table. leaders: the indices at which basic blocks begin.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, int], ...]
+    threads: int
+    cluster: int
+    static_shared: dict[str, int]
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+    tables: dict[str, tuple[str, ...]]
+    leaders: frozenset[int]
+
+
+# Instructions after which a warp may be elsewhere, or has to wait.
+_ENDS_BLOCK = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier")
+
+
+def parse(text: str) -> Program:
+    """Parse PTX with one entry function. Raises ValueError, naming the line, for what the grammar does not have."""
+    found = re.search(r"\.entry (\w+)\(([^)]*)\)([^{]*)\{", text)
+    if found is None:
+        raise ValueError("the PTX has no .entry function")
+    sizes = {"8": 1, "16": 2, "32": 4, "64": 8}
+    parameters = [
+        (name, int(count) if count else sizes[bits])
+        for bits, name, count in re.findall(r"\.param .*?\.\w(\d+)(?: [^\n]*?)? (\w+)(?:\[(\d+)\])?\s*(?:,|$)",
+                                            found[2], re.M)
+    ]  # fmt: skip
+    threads = re.search(r"\.(?:req|max)ntid (\d+)", found[3])
+    cluster = re.search(r"\.reqnctapercluster (\d+)", found[3])
+    if threads is None:
+        raise ValueError(f"{found[1]} has no .reqntid")
+    body = _Body(text, found.end(), {name for name, _ in parameters})
+    targets = {one.operands[0] for one in body.instructions if one.opcode in ("bra", "bra.uni")}
+    named = {target.name for target in targets if isinstance(target, Label)}.union(*body.tables.values())
+    leaders = {0, *(body.labels[name] for name in named)}
+    for index, one in enumerate(body.instructions):
+        if one.opcode.split(".")[0] in _ENDS_BLOCK:
+            leaders |= {index, index + 1} if one.opcode.startswith("mbarrier.try_wait") else {index + 1}
+    return Program(found[1], tuple(parameters), int(threads[1]), int(cluster[1]) if cluster else 1,
+                   body.shared, tuple(body.instructions), body.labels, body.tables, frozenset(leaders))  # fmt: skip
+
+
+_WIDTH = re.compile(r"\.(?:[busf](\d+)(x2)?|bf16(x2)?|(pred))$")
+
+
+def _bits(kind: str) -> int:
+    """The width of a register's declared type."""
+    found = _WIDTH.match(kind)
+    if found is None:
+        raise ValueError(f"a register of type {kind}")
+    if found[4]:
+        return 1
+    return int(found[1] or 16) * (2 if found[2] or found[3] else 1)
+
+
+class _Body:
+    """The statements of the function whose text begins at `start`, behind its opening brace."""
+
+    def __init__(self, text: str, start: int, parameters: set[str]) -> None:
+        self.instructions: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        self.tables: dict[str, tuple[str, ...]] = {}
+        self.shared: dict[str, int] = {}
+        self.parameters = parameters
+        # Of each open brace: the registers and the labels that it declares, by the name in the text.
+        self.scopes: list[dict[str, Register]] = [{}]
+        self.local_labels: list[dict[str, str]] = [{}]
+        self.opened = 0  # how many scopes were opened so far
+        for line, statement in self._statements(text, start):
+            try:
+                self._statement(line, statement)
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"line {line}: {statement}: {error}") from error
+
+    def _statements(self, text: str, start: int) -> Iterator[tuple[int, str]]:
+        """(line, statement) for declarations and instructions; opens and closes scopes, and places labels."""
+        at, line = start, text.count("\n", 0, start) + 1
+        while True:
+            blank = _BLANK.match(text, at)
+            assert blank is not None
+            line += text.count("\n", at, blank.end())
+            at = blank.end()
+            if text[at] == "{":
+                self.opened += 1
+                self.scopes.append({})
+                self.local_labels.append(self._labels_of_scope(text, at + 1))
+                at += 1
+            elif text[at] == "}":
+                self.scopes.pop()
+                self.local_labels.pop()
+                at += 1
+                if not self.scopes:
+                    return
+            elif label := _LABEL.match(text, at):
+                name = self.local_labels[-1].get(label[1], label[1])
+                at = label.end()
+                if table := _TABLE.match(text, at):
+                    self.tables[name] = tuple(re.findall(r"[$\w]+", table[1]))
+                    line += text.count("\n", at, table.end())
+                    at = table.end()
+                else:
+                    self.labels[name] = len(self.instructions)
+            else:
+                end = text.index(";", at)
+                statement = _COMMENT.sub(" ", text[at:end])
+                yield line, " ".join(statement.split())
+                line += text.count("\n", at, end)
+                at = end + 1
+
+    def _labels_of_scope(self, text: str, start: int) -> dict[str, str]:
+        """The labels that a nested scope declares itself, with names that no other scope has."""
+        depth, found = 0, {}
+        for token in _SCOPE_TOKEN.finditer(text, start):
+            if token[1]:
+                if depth == 0:
+                    found[token[1]] = f"{token[1]}.{self.opened}"
+            elif token[0] in "{}":
+                depth += 1 if token[0] == "{" else -1
+                if depth < 0:
+                    break
+        return found
+
+    def _statement(self, line: int, statement: str) -> None:
+        if statement.startswith(".reg"):
+            _, kind, names = statement.split(None, 2)
+            for name in names.split(","):
+                count = re.fullmatch(r"(.+)<(\d+)>", name.strip())
+                every = [f"{count[1]}{i}" for i in range(int(count[2]))] if count else [name.strip()]
+                for one in every:
+                    unique = one if len(self.scopes) == 1 else f"{one}.{self.opened}"
+                    self.scopes[-1][one] = Register(unique, _bits(kind))
+            return
+        if statement.startswith(".shared"):
+            found = re.fullmatch(r"\.shared (?:\.align \d+ )?\.b8 (\w+)\[(\d+)\]", statement)
+            if found is None:
+                raise ValueError("a declaration of shared memory of another form")
+            self.shared[found[1]] = int(found[2])
+            return
+        if statement.startswith("."):
+            raise ValueError("an unknown directive")
+        text, guard = statement, None
+        if statement[0] == "@":
+            name, statement = statement[1:].split(None, 1)
+            found_guard = self._operand(name)
+            assert isinstance(found_guard, Register)
+            guard = found_guard
+        opcode, _, rest = statement.partition(" ")
+        operands = tuple(self._operand(each) for each in _split(rest))
+        if opcode in ("bra", "bra.uni"):
+            operands = (Label(self._label(rest.strip())),)
+        elif opcode == "brx.idx":
+            operands = (operands[0], Label(rest.split(",")[1].strip()))
+        self.instructions.append(Instruction(line, text, opcode, operands, guard))
+
+    def _label(self, name: str) -> str:
+        for scope in reversed(self.local_labels):
+            if name in scope:
+                return scope[name]
+        return name
+
+    def _operand(self, text: str) -> Operand:
+        text = text.strip()
+        if text == "_":
+            return Unused()
+        if text[0] == "{":
+            return Vector(tuple(self._operand(each) for each in _split(text[1:-1])))
+        if text[0] == "[":
+            inner = _split(text[1:-1])
+            base, _, offset = inner[0].partition("+")
+            coordinates = self._operand(inner[1]) if len(inner) > 1 else None
+            assert coordinates is None or isinstance(coordinates, Vector)
+            return Address(self._operand(base), int(offset or "0", 0), coordinates)
+        if "|" in text:
+            first, second = text.split("|")
+            return Pair(self._operand(first), self._operand(second))
+        if text[0] == "!":
+            register = self._operand(text[1:])
+            assert isinstance(register, Register)
+            return Register(register.name, register.bits, negated=True)
+        if text.startswith(("0f", "0d")):
+            return Immediate(int(text[2:], 16))
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
+            return Immediate(int(text.rstrip("U"), 0) % 2**64)
+        for scope in reversed(self.scopes):
+            if text in scope:
+                return scope[text]
+        if text[0] == "%":
+            return Special(text)
+        if text in self.parameters or text in self.shared or text == "global_smem":
+            return Symbol(text)
+        return Label(text)
+
+
+_COMMENT = re.compile(r"//[^\n]*|^\s*\.loc[^\n]*$", re.M)
+_BLANK = re.compile(r"(?:\s+|//[^\n]*|\.loc\s[^\n]*|\.pragma[^\n]*)*")
+_SCOPE_TOKEN = re.compile(r"//[^\n]*|[{}]|\b([A-Za-z_]\w*):(?!:)")
+_LABEL = re.compile(r"(\$?[A-Za-z_]\w*):(?!:)")
+_TABLE = re.compile(r"\s*\.branchtargets([^;]*);")
+
+
+def _split(text: str) -> list[str]:
+    """The operands of a list, cut at commas outside of brackets and braces."""
+    parts, depth, at = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth == 0:
+            parts.append(text[at:i].strip())
+            at = i + 1
+    return [*parts, text[at:].strip()] if text.strip() else []
