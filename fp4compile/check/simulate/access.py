@@ -26,10 +26,12 @@ from fp4compile.check.simulate.parse import Address, Instruction, Program, Symbo
 _WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")
 _VECTORS = ("", ".v2", ".v4")
 _SPACES = ("global", "shared", "shared::cta")
+_EVICTIONS = ("evict_first", "evict_last")
+_HINTED = tuple(f"global.L1::{eviction}.L2::cache_hint" for eviction in _EVICTIONS)
 
 
-def _opcodes(base: str) -> list[str]:
-    return [f"{base}.{space}{vector}.{width}" for space in _SPACES for vector in _VECTORS for width in _WIDTHS]
+def _opcodes(base: str, spaces: tuple[str, ...] = _SPACES) -> list[str]:
+    return [f"{base}.{space}{vector}.{width}" for space in spaces for vector in _VECTORS for width in _WIDTHS]
 
 
 def _shape(opcode: str) -> tuple[bool, str, int, int]:
@@ -51,9 +53,21 @@ def _load_parameter(instruction: Instruction, program: Program) -> Step:
     return lambda fragment: write(fragment, read(fragment))
 
 
-@form(*_opcodes("ld"))
-def _load(instruction: Instruction, program: Program) -> Step:
+@form(*[f"createpolicy.fractional.L2::{eviction}.b64" for eviction in _EVICTIONS])
+def _create_policy(instruction: Instruction, program: Program) -> Step:
+    """A policy is opaque, and changes no value; the fraction is not read."""
     expect(instruction, 2)
+    write = writer(instruction.operands[0], "b64")
+    return lambda fragment: write(fragment, np.full(fragment.shape, _POLICY))
+
+
+_POLICY = np.uint64(0xCACE)
+
+
+@form(*_opcodes("ld"), *_opcodes("ld", ("global.nc", *_HINTED)))
+def _load(instruction: Instruction, program: Program) -> Step:
+    """Memory that is read by `.nc` must not be written during the launch, which is not checked within a program."""
+    expect(instruction, 3 if "cache_hint" in instruction.opcode else 2)
     shared, kind, nbytes, count = _shape(instruction.opcode)
     into = registers_of(instruction.operands[0])
     if len(into) != count:

@@ -7,6 +7,7 @@ from fp4compile.check.simulate import (  # noqa: F401
     copies,
     floating,
     integer,
+    local,
     moves,
     tensor,
     warp,

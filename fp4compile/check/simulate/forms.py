@@ -39,6 +39,7 @@ class UnknownForm(ValueError):
 
 
 _FORMS: dict[str, Builder] = {}
+CARRY = "CC.CF"  # the register that holds the carry of extended arithmetic
 
 
 def form(*opcodes: str) -> Callable[[Builder], Builder]:

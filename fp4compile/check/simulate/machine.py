@@ -16,6 +16,7 @@ from fp4compile.check.simulate.clocks import AnyInt, Clocks
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.groups import Groups
+from fp4compile.check.simulate.local import LocalMemory
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import Address, Instruction, Operand, Pair, Program, Register, Vector
 from fp4compile.check.simulate.shared import START, SharedMemory
@@ -96,11 +97,15 @@ def run(
         raise ValueError(f"a grid of {shape[0]} programs in clusters of {program.cluster}")
     nbytes = shared_bytes + sum(program.static_shared.values())
     most = max(min(_THREADS // (program.threads * program.cluster), _SHARED // (nbytes * program.cluster + 1)), 1)
+    symbols = {name: value % 2 ** (8 * size)
+               for (name, size), value in zip(program.parameters, arguments, strict=True)}  # fmt: skip
+    symbols |= {name: memory.allocate(len(content), np.frombuffer(content, np.uint8))
+                for name, content in program.constants.items()}  # fmt: skip
     memory.begin_launch()
     tally, chosen = Tally(), random.Random(schedule.seed)
     clusters = programs // program.cluster
     for first in range(0, clusters, most):
-        machine = Machine(kernel, memory, arguments, shape, nbytes, first, min(most, clusters - first), chosen,
+        machine = Machine(kernel, memory, symbols, shape, nbytes, first, min(most, clusters - first), chosen,
                           schedule, tally)  # fmt: skip
         with np.errstate(all="ignore"), _one_thread():
             machine.run()
@@ -121,12 +126,12 @@ def _one_thread() -> Iterator[None]:
 class Machine:
     """Some clusters of a launch that run at the same time.
 
-    registers: by name, an array with an entry for each thread. pc: the index of the instruction that each thread is to
-    execute next.
+    symbols: the parameters, and the addresses of the constants. registers: by name, an array with an entry for each
+    thread. pc: the index of the instruction that each thread is to execute next.
     """
 
     def __init__(
-        self, kernel: Kernel, memory: GlobalMemory, arguments: list[int], grid: tuple[int, int, int],
+        self, kernel: Kernel, memory: GlobalMemory, symbols: dict[str, int], grid: tuple[int, int, int],
         shared_bytes: int, first_cluster: int, clusters: int, chosen: random.Random, schedule: Schedule, tally: Tally,
     ) -> None:  # fmt: skip
         program = kernel.program
@@ -145,6 +150,7 @@ class Machine:
         self.clocks = Clocks(clusters, self.warps_of_cluster)
         self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks,
                                    kernel.granule)  # fmt: skip
+        self.local = LocalMemory(threads, program.local)
         self.mbarriers = Mbarriers(self)
         self.barriers = ProgramBarriers(self)
         self.cluster_barrier = ClusterBarrier(self)
@@ -161,7 +167,7 @@ class Machine:
         self.unready: dict[int, set[str]] = {}
         self.cluster_of = np.arange(threads) // (self.warps_of_cluster * LANES)
         self.warp_of = np.arange(threads) // LANES % self.warps_of_cluster  # within the cluster
-        self._specials = self._special_registers(arguments, grid, threads)
+        self._specials = self._special_registers(symbols, grid, threads)
 
     def _new_registers(self, threads: int) -> dict[str, np.ndarray]:
         """Registers with contents that no kernel means."""
@@ -170,10 +176,11 @@ class Machine:
         for name, bits in widths.items():
             dtype = forms.register_dtype(bits)
             made[name] = np.zeros(threads, bool) if bits == 1 else np.full(threads, 0xBADBADBADBADBAD % 2**bits, dtype)
+        made[forms.CARRY] = np.zeros(threads, bool)
         return made
 
     def _special_registers(
-        self, arguments: list[int], grid: tuple[int, int, int], threads: int
+        self, symbols: dict[str, int], grid: tuple[int, int, int], threads: int
     ) -> dict[str, np.ndarray]:
         program = self.program
         thread = np.arange(threads)
@@ -182,9 +189,9 @@ class Machine:
         rank = index % program.cluster
         found = {
             "%tid.x": thread % program.threads, "%ctaid.x": cta % grid[0], "%ctaid.y": cta // grid[0] % grid[1],
-            "%ctaid.z": cta // grid[0] // grid[1], "%ntid.x": np.full(threads, program.threads), "%laneid": thread % LANES,
-            "%cluster_ctarank": rank, "%cluster_ctaid.x": rank, "%clusterid.x": cta % grid[0] // program.cluster,
-            "%warpid": thread % program.threads // LANES,
+            "%ctaid.z": cta // grid[0] // grid[1], "%ntid.x": np.full(threads, program.threads),
+            "%laneid": thread % LANES, "%warpid": thread % program.threads // LANES, "%cluster_ctarank": rank,
+            "%cluster_ctaid.x": rank, "%clusterid.x": cta % grid[0] // program.cluster,
         }  # fmt: skip
         for name, count in zip(("%nctaid.x", "%nctaid.y", "%nctaid.z"), grid, strict=True):
             found[name] = np.full(threads, count)
@@ -197,12 +204,12 @@ class Machine:
             found[name] = self.shared.address(rank, offset)
             offset += -(-nbytes // 16) * 16
         found["global_smem"] = self.shared.address(rank, offset)
-        for (name, size), value in zip(program.parameters, arguments, strict=True):
-            found[name] = np.full(threads, value % 2 ** (8 * size), np.uint64)
+        for name, value in (*symbols.items(), *self.local.addresses.items()):
+            found[name] = np.full(threads, value, np.uint64)
         return {name: values.astype(np.uint64) for name, values in found.items()}
 
     def special(self, name: str, fragment: Fragment) -> np.ndarray:
-        """A special register, a parameter or the address of an array in shared memory, as uint64."""
+        """A special register, a parameter or the address of an array, as uint64."""
         if name not in self._specials:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][fragment.threads]
