@@ -21,7 +21,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import Fragment
-from fp4compile.check.simulate.parse import Address, Instruction, Program, Symbol
+from fp4compile.check.simulate.parse import Instruction, Program
 
 _WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")
 _VECTORS = ("", ".v2", ".v4")
@@ -45,12 +45,17 @@ def _shape(opcode: str) -> tuple[bool, str, int, int]:
 @form("ld.param.b32", "ld.param.b64", "ld.param.s32", "ld.param.u32", "ld.param.u64", "ld.param.b8", "ld.param.f32")
 def _load_parameter(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
-    source = instruction.operands[1]
-    if not isinstance(source, Address) or not isinstance(source.base, Symbol) or source.offset:
-        raise UnknownForm(f"not a whole parameter: {source}")
     kind = instruction.opcode.split(".")[-1]
-    read, write = reader(source.base, kind), writer(instruction.operands[0], kind)
-    return lambda fragment: write(fragment, read(fragment))
+    address, write = address_reader(instruction.operands[1], 64), writer(instruction.operands[0], kind)
+    dtype = forms.constant(0, kind).dtype
+
+    def step(fragment: Fragment) -> None:
+        parameters, at = fragment.machine.parameters, np.where(fragment.running, address(fragment), 0)
+        if (at % dtype.itemsize).any() or at.max() + dtype.itemsize > len(parameters):
+            raise Fault(f"a parameter at {int(at.max())}, of {len(parameters)} bytes")
+        write(fragment, parameters.view(dtype)[at // dtype.itemsize])
+
+    return step
 
 
 @form(*[f"createpolicy.fractional.L2::{eviction}.b64" for eviction in _EVICTIONS])
@@ -163,5 +168,45 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
             if int(addresses[lane]) % 16 or int(counts[lane]) % 16:
                 raise Fault("a prefetch that is not aligned to 16 bytes")
             memory.bytes_at(addresses[lane] + np.arange(int(counts[lane])), False, fragment.machine.first_cluster)
+
+    return step
+
+
+# ---------------------------------------------------------------- local memory
+
+
+def _threads(fragment: Fragment) -> np.ndarray:
+    """The machine's indices of the running threads."""
+    return np.arange(len(fragment.machine.pc))[fragment.threads][fragment.running]
+
+
+@form(*[f"ld.local.{kind}" for kind in ("b32", "b64")])
+def _load_local(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    kind = instruction.opcode.split(".")[-1]
+    (into,) = registers_of(instruction.operands[0])
+    write, address = writer(into, kind), address_reader(instruction.operands[1], 32)
+    dtype = forms.constant(0, kind).dtype
+
+    def step(fragment: Fragment) -> None:
+        found = fragment.machine.local.load(_threads(fragment), address(fragment)[fragment.running], dtype.itemsize)
+        values = np.zeros(fragment.shape, dtype)
+        values[fragment.running] = found.view(dtype)[:, 0]
+        write(fragment, values)
+
+    return step
+
+
+@form(*[f"st.local.{kind}" for kind in ("b32", "b64")])
+def _store_local(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    kind = instruction.opcode.split(".")[-1]
+    (value,) = registers_of(instruction.operands[1])
+    read, address = reader(value, kind), address_reader(instruction.operands[0], 32)
+
+    def step(fragment: Fragment) -> None:
+        values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
+        rows = values.reshape(-1, 1).view(np.uint8)
+        fragment.machine.local.store(_threads(fragment), address(fragment)[fragment.running], rows)
 
     return step

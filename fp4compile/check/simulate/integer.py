@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from fp4compile.check.simulate import numbers
-from fp4compile.check.simulate.forms import CARRY, Step, elementwise, expect, form, immediate, reader, writer
+from fp4compile.check.simulate.forms import Step, elementwise, expect, form, immediate, reader, writer
 from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.parse import Immediate, Instruction, Program
+from fp4compile.check.simulate.state import CARRY
 
 _WIDTHS = (16, 32, 64)
 _INTEGERS = tuple(f"{sign}{bits}" for bits in _WIDTHS for sign in "su")

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fp4compile import _compat
-from fp4compile.check.simulate.machine import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.run import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch, taken_by
 
@@ -48,10 +48,10 @@ class Simulator:
     def launch(self, launch: Launch) -> None:
         """Execute a launch. Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction."""
         self.launches.append(launch)
-        self.execute(_compiled(launch, self.target.sm), _passed(launch), max(int(launch.grid), 1))
+        self.execute(self.compiled(launch), _passed(launch), max(int(launch.grid), 1))
 
     def execute(self, compiled: "Compiled", values: Sequence[Any], grid: int | tuple[int, int, int]) -> None:
-        """Execute a compiled kernel. values: its parameters in order, tensors and numbers. grid: see `machine.run`."""
+        """Execute a compiled kernel. values: its parameters in order, tensors and numbers. grid: see `run.run`."""
         started = time.perf_counter()
         memory = GlobalMemory()
         placed: dict[int, tuple[int, np.ndarray]] = {}
@@ -67,6 +67,10 @@ class Simulator:
         self.tally.opcodes += tally.opcodes
         self.tally.notes += tally.notes
         self.seconds += time.perf_counter() - started
+
+    def compiled(self, launch: Launch) -> "Compiled":
+        """The compiled kernel of a launch."""
+        return _compiled(launch, self.target.sm)
 
     def _argument(self, value: Any, memory: GlobalMemory, placed: dict[int, tuple[int, np.ndarray]]) -> int:
         """A parameter. A tensor's storage is copied to global memory at the first use."""
@@ -109,8 +113,11 @@ class _Unwritten(TorchDispatchMode):
                 value = given.get(one.name)
                 if one.alias_info is not None and one.alias_info.is_write and isinstance(value, torch.Tensor):
                     unwritten.pop(value.untyped_storage().data_ptr(), None)
-        elif isinstance(result, torch.Tensor) and not func.is_view:
-            unwritten.pop(result.untyped_storage().data_ptr(), None)  # memory that was used before
+        elif isinstance(result, torch.Tensor):
+            key = result.untyped_storage().data_ptr()
+            given_keys = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if key not in given_keys:  # a new tensor, maybe in memory that was used before
+                unwritten.pop(key, None)
         return result
 
 
@@ -122,10 +129,11 @@ _EMPTIES = {torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.n
 class Compiled:
     """A compiled kernel.
 
-    shared: bytes of dynamic shared memory of a program. scratch_bytes, scratch_align: a program's global memory, and
-    what its address is a multiple of.
+    ptx: the text that `kernel` was parsed from. shared: bytes of dynamic shared memory of a program. scratch_bytes,
+    scratch_align: a program's global memory, and what its address is a multiple of.
     """
 
+    ptx: str = field(repr=False)
     kernel: Kernel
     shared: int
     scratch_bytes: int
@@ -156,7 +164,7 @@ def _compiled(launch: Launch, sm: int) -> Compiled:
 
 def compiled_of(ptx: str, metadata: Any) -> Compiled:
     """What the simulator needs of a kernel's PTX and of Triton's metadata."""
-    return Compiled(Kernel.of(parse(ptx)), metadata.shared, metadata.global_scratch_size or 0,
+    return Compiled(ptx, Kernel.of(parse(ptx)), metadata.shared, metadata.global_scratch_size or 0,
                     metadata.global_scratch_align or 1)  # fmt: skip
 
 
@@ -176,6 +184,5 @@ def _passed(launch: Launch) -> list[Any]:
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor's storage, which share its memory."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat.numpy()
+    with _disable_current_modes():  # `set_` writes nothing
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()

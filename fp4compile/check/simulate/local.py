@@ -6,14 +6,9 @@ reduction of large arguments of sine and cosine does.
 
 import numpy as np
 
-from fp4compile.check.simulate import forms
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.forms import Step, address_reader, expect, form, reader, registers_of, writer
-from fp4compile.check.simulate.fragment import Fragment
-from fp4compile.check.simulate.parse import Instruction, Program
 
 _START = 1024  # the address of the first array: no array begins at 0
-_KINDS = ("b32", "b64")
 
 
 class LocalMemory:
@@ -49,40 +44,3 @@ class LocalMemory:
         if (start % size).any() or start.min() < 0 or start.max() + size > self.data.shape[1]:
             raise Fault(f"an access outside of all arrays in local memory, or not aligned to {size} bytes")
         return threads[:, None], start[:, None] + np.arange(size)
-
-
-def _threads(fragment: Fragment) -> np.ndarray:
-    """The machine's indices of the running threads."""
-    return np.arange(len(fragment.machine.pc))[fragment.threads][fragment.running]
-
-
-@form(*[f"ld.local.{kind}" for kind in _KINDS])
-def _load(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 2)
-    kind = instruction.opcode.split(".")[-1]
-    (into,) = registers_of(instruction.operands[0])
-    write, address = writer(into, kind), address_reader(instruction.operands[1], 32)
-    dtype = forms.constant(0, kind).dtype
-
-    def step(fragment: Fragment) -> None:
-        found = fragment.machine.local.load(_threads(fragment), address(fragment)[fragment.running], dtype.itemsize)
-        values = np.zeros(fragment.shape, dtype)
-        values[fragment.running] = found.view(dtype)[:, 0]
-        write(fragment, values)
-
-    return step
-
-
-@form(*[f"st.local.{kind}" for kind in _KINDS])
-def _store(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 2)
-    kind = instruction.opcode.split(".")[-1]
-    (value,) = registers_of(instruction.operands[1])
-    read, address = reader(value, kind), address_reader(instruction.operands[0], 32)
-
-    def step(fragment: Fragment) -> None:
-        values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
-        rows = values.reshape(-1, 1).view(np.uint8)
-        fragment.machine.local.store(_threads(fragment), address(fragment)[fragment.running], rows)
-
-    return step
