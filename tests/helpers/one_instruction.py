@@ -7,6 +7,7 @@ import numpy as np
 from fp4compile.check.simulate.forms import decode
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.state import CARRY
 
 _BITS = {"%p": 1, "%b": 8, "%h": 16, "%r": 32, "%d": 64}
 _DECLARED = " ".join(f".reg .{'pred' if bits == 1 else f'b{bits}'} {name}<16>;" for name, bits in _BITS.items())
@@ -33,6 +34,7 @@ def execute(text: str, inputs: dict[str, np.ndarray], running: np.ndarray | None
         f"{name}{i}": np.zeros(count, bool if bits == 1 else f"u{bits // 8}")
         for name, bits in _BITS.items() for i in range(16)
     }  # fmt: skip
+    registers[CARRY] = np.zeros(count, bool)
     for name, values in inputs.items():
         registers[name] = np.asarray(values).astype(registers[name].dtype)
 

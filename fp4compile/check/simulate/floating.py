@@ -158,9 +158,10 @@ for _opcode, _kind, _ufunc, _mask in (
         return ufunc(bits, mask)
 
 
-@elementwise("f32 f32", "abs.ftz.f32")
-def _magnitude(values: np.ndarray) -> np.ndarray:
-    return flush(np.abs(values))
+@elementwise("b32 b32", "abs.ftz.f32")
+def _flushed_magnitude(bits: np.ndarray) -> np.ndarray:
+    magnitude = bits & U32(0x7FFFFFFF)
+    return np.where(magnitude < 0x00800000, U32(0), magnitude)
 
 
 def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:

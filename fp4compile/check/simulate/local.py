@@ -22,9 +22,13 @@ class LocalMemory:
         end = 0
         for name, nbytes in arrays.items():
             self.addresses[name] = _START + end
-            end += -(-nbytes // 16) * 16
+            end += -(-(nbytes + 1) // 16) * 16  # at least one byte between arrays
         self.data = np.full((threads, end), 0xEE, np.uint8)
         self.written = np.zeros((threads, end), bool)
+        self._inside = np.zeros(end, bool)
+        for name, nbytes in arrays.items():
+            first = self.addresses[name] - _START
+            self._inside[first : first + nbytes] = True
 
     def load(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> np.ndarray:
         """The bytes at aligned addresses [threads]: uint8 [threads, size]."""
@@ -40,7 +44,9 @@ class LocalMemory:
         self.written[rows, columns] = True
 
     def _at(self, threads: np.ndarray, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        start = addresses - _START
-        if (start % size).any() or start.min() < 0 or start.max() + size > self.data.shape[1]:
-            raise Fault(f"an access outside of all arrays in local memory, or not aligned to {size} bytes")
-        return threads[:, None], start[:, None] + np.arange(size)
+        columns = (addresses - _START)[:, None] + np.arange(size)
+        if (addresses % size).any():
+            raise Fault(f"an access to local memory that is not aligned to {size} bytes")
+        if columns.min() < 0 or columns.max() >= len(self._inside) or not self._inside[columns].all():
+            raise Fault("an access outside of all arrays in local memory")
+        return threads[:, None], columns
