@@ -3,6 +3,8 @@
 The tile is read twice: as a column tile and, for the rows, as blocks of a row. The second read comes from the cache.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -78,9 +80,6 @@ def outers_of(
         first, last = (View.flat(amax.tensor.narrow(0, i, 1), 1) for i in (0, 1))
         return Outer("amax", empty(1), first), Outer("amax", empty(1), last, (launch,))
     both = outer_of(source, fmt, static, each_matrix)
-    if with_rows and both.mode == "amax":
-        # The kernel stores the scale for each direction. If both were one tensor, Inductor would copy it before.
-        return Outer("amax", empty(1), both.amax), both
     return both, both
 
 
@@ -98,6 +97,9 @@ def columns_launch(
 ) -> Launch:
     """The launch of the kernel for columns and, if `rows` is given, rows. outers: see `outers_of`."""
     along, down = outers
+    if rows is not None and along is down and down.mode == "amax":
+        # The kernel stores the scale for each direction. If both were one tensor, Inductor would copy it before.
+        along = replace(along, scale=View.flat(source.tensor.new_empty(1, dtype=torch.float32), 1))
     constants = format_constants(fmt)
     config = column_config(fmt.element, constants["BLOCK"], rows is not None)
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
