@@ -497,6 +497,34 @@ simulator counts and does not judge.
     _simulated(simulation_tables.cases),
 )
 
+_SIMULATED_MODELS = _page(
+    "Compiled models for SM100, executed in a simulator",
+    """
+An MLP (200 and 328 features, biases, GELU) and a Llama block (128 features, grouped queries, rotary embeddings, SwiGLU
+with 208 features), compiled by `torch.compile` for a B200 that is not there: Dynamo, AOTAutograd and Inductor whole, as
+far as the wrapper. The wrapper runs on a CPU. Its kernels, this package's and Inductor's own, are compiled ahead of
+time and executed in the simulator; calls of cuBLASLt go to the reference after a check of their arguments; attention is
+PyTorch's own on the CPU. **None of it is a time on a GPU.**
+
+    python -m benchmarks.simulated_models --out benchmarks/results/simulated_models.json
+
+"largest difference" is between the results (in training the loss and all gradients) and those of the reference, which
+runs this package's ops one by one on the CPU, with the same seeds. The tensor that is nearest to its bound is shown. In
+float32 it is relative to the tensor's largest element, and the bound is what sums of another order may make: no code of
+a quantised tensor differs. In bfloat16 it is relative to the tensor's norm. There Inductor's kernels round where they
+write to memory, the reference rounds after every operation, and codes near the boundary of two differ. The bound is
+twice the difference between the reference and the same graph in float32. `tests/helpers/compiled_models.py` has the
+reasons.
+""",
+    table("simulated_models.json", simulation_tables.models, how="Executed in the simulator on"),
+    """
+## Kernels
+
+How often the models of each recipe launched each kernel.
+""",
+    table("simulated_models.json", simulation_tables.kernels_of_models, how="Executed in the simulator on"),
+)
+
 # The generated pages, by name of their file.
 _REACH = _page(
     "What models reach",
@@ -544,5 +572,6 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "roofline.md": _ROOFLINE,
     "machine_code.md": _MACHINE_CODE,
     "simulation.md": _SIMULATION,
+    "simulated_models.md": _SIMULATED_MODELS,
     "reach.md": _REACH,
 }

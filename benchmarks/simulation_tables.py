@@ -1,4 +1,5 @@
-"""The tables of results/simulation.json: launches for SM100, executed in the simulator. Needs nothing but Python."""
+"""The tables of results/simulation.json and simulated_models.json: launches, and compiled models, for SM100, executed
+in the simulator. Needs nothing but Python."""
 
 from typing import Any
 
@@ -31,3 +32,30 @@ def cases(content: dict[str, Any]) -> Cells:
     ]  # fmt: skip
     header = ["compute capability", "case", "kernels", "warp instructions", "seconds, with compiling", "notes", "wrong"]
     return [header, *rows]
+
+
+def models(content: dict[str, Any]) -> Cells:
+    """Every compiled model: what it launched, how much that was, and how far its results are from the reference's."""
+    rows = [
+        [row["model"], f"`{row['recipe']}`", row["run"], row["dtype"],
+         *(row[f"{kind} launches"] for kind in ("package", "Inductor", "library")), row["PyTorch operations"],
+         f"{row['warp instructions']:,}", row["seconds"], f"{row['largest difference']:.1e}", f"{row['bound']:.1e}",
+         row["of"]]
+        for row in content["rows"] if "error" not in row
+    ]  # fmt: skip
+    header = ["model", "recipe", "run", "dtype", "launches of this package", "of Inductor's kernels", "of cuBLASLt",
+              "PyTorch's operations", "warp instructions", "seconds, with compiling", "largest difference", "bound",
+              "of the tensor"]  # fmt: skip
+    return [header, *rows]
+
+
+def kernels_of_models(content: dict[str, Any]) -> Cells:
+    """The kernels that the models launched, and how often in each recipe."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in content["rows"]))
+    counted: dict[str, dict[str, int]] = {}
+    for row in content["rows"]:
+        for name, count in row.get("kernels", {}).items():
+            of_recipes = counted.setdefault(name, dict.fromkeys(recipes, 0))
+            of_recipes[row["recipe"]] += count
+    rows = [[f"`{name}`", *(counts[recipe] for recipe in recipes)] for name, counts in sorted(counted.items())]
+    return [["kernel", *(f"`{recipe}`" for recipe in recipes)], *rows]

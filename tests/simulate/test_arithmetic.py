@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from math import copysign, inf, isnan
+from math import ceil, copysign, floor, inf, isnan
 
 import numpy as np
 import pytest
@@ -91,6 +91,9 @@ for _kind in ("pred", "b16", "b32", "b64"):
     check(f"{_kind} {_kind} {_kind}", f"or.{_kind}")(lambda a, b: a | b)
     check(f"{_kind} {_kind} {_kind}", f"xor.{_kind}")(lambda a, b: a ^ b)
     check(f"{_kind} {_kind}", f"not.{_kind}")(lambda a: ~a)
+
+
+check("s32 s32 s32", "max.relu.s32")(lambda a, b: max(a, b, 0))
 
 
 @check("b32 b32 b32", "add.s16x2")
@@ -355,6 +358,18 @@ def whole(rounded):
 
 check("s32 f32", "cvt.rni.s32.f32", "cvt.rni.ftz.s32.f32")(whole(round))  # round and int are exact, ties to even
 check("s32 f32", "cvt.rzi.s32.f32", "cvt.rzi.ftz.s32.f32")(whole(int))
+
+
+def whole_float(rounded):
+    def of_bits(bits):
+        value = F32.decode(bits)
+        return F32.encode(copysign(rounded(value), value) if abs(value) < inf else value)
+
+    return of_bits
+
+
+for _name, _rounded in (("rni", round), ("rzi", int), ("rmi", floor), ("rpi", ceil)):
+    check("f32 f32", f"cvt.{_name}.f32.f32")(whole_float(_rounded))
 check("f32 bf16", "cvt.f32.bf16")(lambda a: a << 16)
 check("f32 f16", "cvt.f32.f16")(converted(F32, F16))
 check("bf16 f16", "cvt.rn.bf16.f16")(converted(BF16, F16))

@@ -57,6 +57,13 @@ for _from in ("s32", "u32", "s64", "u64"):
         return x.astype(F64)
 
 
+for _name, _round in (("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)):
+
+    @elementwise("f32 f32", f"cvt.{_name}.f32.f32")
+    def _whole_number(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
+        return canonical(rounded(values))
+
+
 for _name, _round in (("rni", np.rint), ("rzi", np.trunc)):
     for _flush in ("", ".ftz"):  # the flush changes nothing: a subnormal number rounds to 0 anyway
 

@@ -45,6 +45,12 @@ for _kind in _INTEGERS:
 for _kind in ("s16", "s32", "s64"):
     elementwise(f"{_kind} {_kind}", f"neg.{_kind}")(np.negative)
 
+
+@elementwise("s32 s32 s32", "max.relu.s32")
+def _positive_maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.maximum(np.maximum(a, b), 0)
+
+
 for _kind, _wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u64")):
     # The factors are widened first, because NumPy's product has their width.
     _dtype = np.dtype(f"{'i' if _wide[0] == 's' else 'u'}{int(_wide[1:]) // 8}")
