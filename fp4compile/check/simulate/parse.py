@@ -92,7 +92,7 @@ class Instruction:
         return f"line {self.line}: {self.text}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """A kernel.
 
