@@ -6,7 +6,7 @@ from benchmarks.cells import Cells
 
 
 def coverage(content: dict[str, Any]) -> Cells:
-    """For each compute capability: how many cases ran, how many were right, and how many of the table's launches ran."""
+    """For each compute capability: how many cases ran and were right, and how many of the table's launches ran."""
     rows = []
     for sm, covered in content["coverage"].items():
         cases = [case for case in content["cases"] if case["sm"] == int(sm)]

@@ -15,6 +15,9 @@ _TMA_LOAD = re.compile(r"cp\.async\.bulk\.tensor\.\S*shared::c\w+\.global")
 _TMA_STORE = re.compile(r"cp\.async\.bulk\.tensor\.\S*global\.shared::cta")
 _COPY = re.compile(r"cp\.async\.c[ag]\.")
 BARRIER_BYTES = 8
+# The bit of an address in shared memory that is the rank of the program in a pair. Loads of `cta_group::2` clear it, so
+# that the loads of both programs signal the first program's mbarrier.
+_RANK_IN_PAIR = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,8 @@ class Ptx:
         if register not in self._definitions:
             return register
         one = self._definitions[register]
-        if one.opcode.startswith(("cvt", "mov")):  # the same address, in 64 bits
+        # The same address in 64 bits, or the same mbarrier of the first program of a pair.
+        if one.opcode.startswith(("cvt", "mov")) or _clears_rank(one):
             return self._value(one.operands.split(",")[1].strip())
         operands = _REGISTER.sub(lambda found: self._value(found[0]), one.operands.split(",", 1)[1])
         return f"{one.opcode}({operands})"
@@ -164,10 +168,22 @@ class Ptx:
     def _offset(self, register: str) -> int:
         """The sum of the constants in an address: its offset in shared memory, at the first buffer of a ring."""
         one = self._definitions.get(register)
+        if one is not None and _clears_rank(one):
+            return self._offset(one.operands.split(",")[1].strip())
         if one is None or not one.opcode.startswith(("add", "mov", "cvt")):
             return 0
         operands = [operand.strip() for operand in one.operands.split(",")[1:]]
         return sum(int(each) if re.fullmatch(r"-?\d+", each) else self._offset(each) for each in operands)
+
+
+def _clears_rank(one: Instruction) -> bool:
+    """Whether an instruction clears the rank in an address, and at most low bits, which the compiler knows to be 0."""
+    mask = re.search(r",\s*(-\d+)$", one.operands)
+    if one.opcode != "and.b32" or mask is None:
+        return False
+    cleared = ~int(mask[1])
+    low = cleared & ~_RANK_IN_PAIR
+    return low != cleared and low & (low + 1) == 0
 
 
 _PURE = ("add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "mov", "cvt", "cvta", "selp", "min", "max")

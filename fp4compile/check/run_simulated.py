@@ -9,7 +9,7 @@ must lie within its error. Every case runs under several schedules of warps, cop
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from fp4compile.check.quantiser_table import (
 from fp4compile.check.run_experts import up_to
 from fp4compile.check.run_values import BF16, SEED, finite, not_finite, product_differences, same_bits
 from fp4compile.check.simulate.launch import Simulator
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import reference
 from fp4compile.formats.groups import Groups
 from fp4compile.formats.operand import Arguments, Operand
@@ -40,39 +40,50 @@ from fp4compile.templates.launch import Launch
 from fp4compile.templates.multiply import multiply, scaled_mm_group
 from fp4compile.templates.problem import problem_of
 
-# Whole tiles and partly filled ones, in rows, columns and blocks.
-QUANTIZE_SHAPE = (130, 400)
-LONG_ROWS = (3, 2**16 + 80)  # that do not fit a program's registers
+# Whole tiles, as in the table, whose launches have the same constants; then partly filled tiles, blocks and words.
+WHOLE, RAGGED = (256, 512), (130, 400)
+LONG_ROWS = 2**16  # elements, that do not fit a program's registers
 ENDS = (0, 3, 140, 140, 141, 150)  # groups without rows, of one row, of more rows than a tile; then rows of no group
 ROWS = 160
 
 Check = Callable[[Simulator], list[str]]  # returns what is wrong
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a case. multiprocessors: of the GPU, 0 for as many as it has."""
+
+    check: Check
+    multiprocessors: int = 0
+
+
 def cases(sm: int, schedules: int) -> list[Case]:
-    """Every case on a GPU of compute capability `sm`, each under so many schedules."""
-    found: list[tuple[str, Check]] = []
+    """Every case on a GPU of compute capability `sm`: so many schedules, which take turns with the case's variants."""
+    found: list[tuple[str, list[Variant]]] = []
     for one in CONFIGURATIONS:
-        shape = LONG_ROWS if one.shape[1] > 2**15 else QUANTIZE_SHAPE
-        found.append((f"quantise {one.label}, {one.format}", partial(quantized, one, shape)))
+        shapes = (WHOLE, RAGGED) if one.shape[1] < LONG_ROWS else ((3, LONG_ROWS), (3, LONG_ROWS + 80))
+        variants = [Variant(partial(quantized, one, shape)) for shape in shapes]
+        found.append((f"quantise {one.label}, {one.format}", variants))
     for one in GROUPED_CONFIGURATIONS:
-        found.append((f"quantise {one.label}, {one.format}", partial(quantized_groups, one)))
+        variants = [Variant(partial(quantized_groups, one, shape[1])) for shape in (WHOLE, RAGGED)]
+        found.append((f"quantise {one.label}, {one.format}", variants))
     for one in PROLOGUE_CONFIGURATIONS:
-        found.append((f"quantise {one.label}, {one.format}", partial(quantized_after_steps, one)))
-    for product in PRODUCTS:
-        found.append((f"product {product.label} {product.formats}", partial(multiplied, product, reduced(product))))
-    return [Case(name, partial(_on_schedules, sm, range(schedules), check)) for name, check in found]
+        variants = [Variant(partial(quantized_after_steps, one, shape)) for shape in (WHOLE, RAGGED)]
+        found.append((f"quantise {one.label}, {one.format}", variants))
+    found += [(f"product {one.label} {one.formats}", product_variants(one)) for one in PRODUCTS]
+    return [Case(name, partial(_on_schedules, sm, range(schedules), variants)) for name, variants in found]
 
 
-def _on_schedules(sm: int, seeds: Sequence[int], check: Check) -> dict[str, Any]:
-    """What a check finds under each schedule, and what the launches took."""
+def _on_schedules(sm: int, seeds: Sequence[int], variants: Sequence[Variant]) -> dict[str, Any]:
+    """What is wrong under each schedule, and what the launches took."""
     wrong: list[str] = []
     kernels: dict[str, None] = {}
     launches: set[str] = set()
     instructions, seconds, notes = 0, 0.0, Counter[str]()
     for seed in seeds:
-        simulator = Simulator(Target(sm), Schedule(seed))
-        wrong += [f"schedule {seed}: {what}" for what in check(simulator)]
+        variant = variants[seed % len(variants)]
+        simulator = Simulator(Target(sm, variant.multiprocessors), Schedule(seed))
+        wrong += [f"schedule {seed}: {what}" for what in variant.check(simulator)]
         kernels |= dict.fromkeys(launch.kernel.__name__ for launch in simulator.launches)
         launches |= set(map(launch_key, simulator.launches))
         instructions += simulator.tally.instructions
@@ -125,18 +136,18 @@ def quantized(configuration: Configuration, shape: tuple[int, int], simulator: S
     return wrong
 
 
-def quantized_groups(configuration: Configuration, simulator: Simulator) -> list[str]:
+def quantized_groups(configuration: Configuration, columns: int, simulator: Simulator) -> list[str]:
     """Differences between the kernels of groups and the reference; rows of no group are not compared."""
     layout = configuration.layout_on(simulator.target.sm)
     options: dict[str, Any] = {"layout": layout, "hadamard": configuration.hadamard}
     if configuration.seeded:
         options["seed"] = torch.tensor(SEED)
-    x, end = finite((ROWS, 400)).to(BF16), None
+    x, end = finite((ROWS, columns)).to(BF16), None
     if configuration.groups == "rows":
         options["offs"] = torch.tensor(ENDS, dtype=torch.int32)
         end = ENDS[-1] if configuration.dim[0] == -1 else None
     else:
-        x, options["each_matrix"] = finite((3, 40, 80)).to(BF16), True
+        x, options["each_matrix"] = finite((3, 128, columns)).to(BF16), True
     eight_bits = configuration.seeded and simulator.target.isa == 100
     with reference.eight_random_bits() if eight_bits else contextlib.nullcontext():
         expected = QUANTIZE(x, configuration.format, list(configuration.dim), **options)
@@ -148,17 +159,17 @@ def quantized_groups(configuration: Configuration, simulator: Simulator) -> list
             for what in same_bits(up_to(got[part], stop), up_to(expected[part], stop))]  # fmt: skip
 
 
-def quantized_after_steps(configuration: Configuration, simulator: Simulator) -> list[str]:
+def quantized_after_steps(configuration: Configuration, shape: tuple[int, int], simulator: Simulator) -> list[str]:
     """Differences of a quantiser with a prologue: in the value that it computes, and in its codes and scales."""
     steps = configuration.steps
     options: dict[str, Any] = {"layout": configuration.layout_on(simulator.target.sm)}
     if configuration.static:
         options["outer"] = torch.tensor(0.01)
-    shape, end = QUANTIZE_SHAPE, None
+    end = None
     if configuration.shape[1] != SIZE:  # rows whose length decides how many tiles hold them
-        shape = (3, configuration.shape[1])
+        shape = (3, configuration.shape[1] if shape == WHOLE else configuration.shape[1] - 48)
     if configuration.groups:
-        shape, end = (ROWS, 400), ENDS[-1]
+        shape, end = (ROWS, shape[1]), ENDS[-1]
         options["offs"] = torch.tensor(ENDS, dtype=torch.int32)
     wrong = []
     for name, made in (("finite", finite), ("not finite", not_finite)):
@@ -174,12 +185,25 @@ def quantized_after_steps(configuration: Configuration, simulator: Simulator) ->
 # ---------------------------------------------------------------- products
 
 
+def product_variants(product: Product) -> list[Variant]:
+    """Two ways to run a product.
+
+    On two multiprocessors, a launch has the tiles of the table, and programs walk over several of them. On all, it has
+    tiles for few rows and columns. The kernel that cuts K for few rows takes its tiles from the rows alone.
+    """
+    small = reduced(product)
+    if product.a is not None and product.m <= 64 and product.n <= SIZE:
+        return [Variant(partial(multiplied, product, small))]
+    as_in_table = replace(small, n=256, k=product.k) if product.a is None and product.m <= 8 else small
+    return [Variant(partial(multiplied, product, as_in_table), 2), Variant(partial(multiplied, product, small))]
+
+
 def multiplied(product: Product, small: Product, simulator: Simulator) -> list[str]:
     """Differences between the kernel that the gate's table names for a product and the reference.
 
     small: the same product in the sizes that are multiplied here.
     """
-    choice, _ = product.served(simulator.target)
+    choice, _ = product.served(Target(simulator.target.sm))
     if choice is None:
         return [f"no kernel on compute capability {simulator.target.sm}"]
     arguments = exact_arguments(small)

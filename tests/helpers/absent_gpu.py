@@ -5,12 +5,15 @@ from types import SimpleNamespace
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.source import ConstantSource
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses import FakeTensorMode
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from fp4compile.analysis.find import Input, find
 from fp4compile.analysis.plan import plan
@@ -75,6 +78,23 @@ class NoGpu:
 
     def get_current_target(self):
         return GPUTarget("cuda", self.sm, 32)
+
+
+def pretend(monkeypatch, sm):
+    """Let Triton, Inductor and this package find a GPU, as far as generating code asks."""
+    monkeypatch.setattr(driver, "_active", NoGpu(sm))
+    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(sm))
+    limits = {"multi_processor_count": 132, "major": sm // 10, "regs_per_multiprocessor": 65536, "warp_size": 32,
+              "max_threads_per_multi_processor": 2048}  # fmt: skip
+    hints = DeviceProperties(type="cuda", index=0, cc=sm, **limits)
+    monkeypatch.setattr(DeviceProperties, "create", lambda device: hints)
+    properties = SimpleNamespace(minor=0, name="none", total_memory=2**36, gcnArchName="", **limits)
+    monkeypatch.setattr(CudaInterface.Worker, "get_device_properties", lambda *device: properties)
+    monkeypatch.setattr(CudaInterface, "get_compute_capability", lambda *device: sm)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)
+    for name, value in (("is_available", True), ("device_count", 1), ("current_device", 0),
+                        ("get_device_capability", (sm // 10, 0)), ("get_device_properties", properties)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
 
 
 ANY = object()  # a symbolic size

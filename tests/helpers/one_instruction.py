@@ -36,7 +36,7 @@ def execute(text: str, inputs: dict[str, np.ndarray], running: np.ndarray | None
     for name, values in inputs.items():
         registers[name] = np.asarray(values).astype(registers[name].dtype)
 
-    def special(name: str, fragment: Fragment) -> np.ndarray:
+    def special(name: str, threads: slice | np.ndarray) -> np.ndarray:
         return {"%tid.x": np.arange(count, dtype=np.uint64), "%laneid": np.arange(count, dtype=np.uint64) % LANES}[name]
 
     fragment = Fragment(SimpleNamespace(registers=registers, special=special), np.arange(count // LANES),

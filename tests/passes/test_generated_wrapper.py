@@ -6,56 +6,32 @@ In a process of its own: torch remembers what it once found out about the GPU.
 import os
 import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.device_interface import CudaInterface
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import config
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
-from torch._subclasses import fake_tensor
-from triton.runtime import driver
 
 from fp4compile import _compat, _inductor_patches
-from fp4compile.hardware import Target
 from fp4compile.passes.fake_quantize import fake_quantize
 from fp4compile.passes.fuse_epilogue import fuse_epilogue
 from fp4compile.passes.fuse_horizontal import fuse_horizontal
 from fp4compile.passes.fuse_prologue import fuse_prologue
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
-from fp4compile.templates import launch
 from fp4compile.templates.choose import Choice
 from fp4compile.templates.quantize import prologue_cost
 from tests.helpers import in_interpreter, llama
-from tests.helpers.absent_gpu import ANY, NoGpu, fused_graph
+from tests.helpers.absent_gpu import ANY, fused_graph, pretend
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
 pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
-
-
-def pretend(monkeypatch, sm):
-    """Let Triton, Inductor and this package find a GPU, as far as generating code asks."""
-    monkeypatch.setattr(driver, "_active", NoGpu(sm))
-    monkeypatch.setattr(launch, "cuda_target", lambda index: Target(sm))
-    limits = {"multi_processor_count": 132, "major": sm // 10, "regs_per_multiprocessor": 65536, "warp_size": 32,
-              "max_threads_per_multi_processor": 2048}  # fmt: skip
-    hints = DeviceProperties(type="cuda", index=0, cc=sm, **limits)
-    monkeypatch.setattr(DeviceProperties, "create", lambda device: hints)
-    properties = SimpleNamespace(minor=0, name="none", total_memory=2**36, gcnArchName="", **limits)
-    monkeypatch.setattr(CudaInterface.Worker, "get_device_properties", lambda *device: properties)
-    monkeypatch.setattr(CudaInterface, "get_compute_capability", lambda *device: sm)
-    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)
-    for name, value in (("is_available", True), ("device_count", 1), ("current_device", 0),
-                        ("get_device_capability", (sm // 10, 0)), ("get_device_properties", properties)):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
 
 
 def wrapper_of(graph_module, mode):

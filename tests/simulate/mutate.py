@@ -19,7 +19,7 @@ from typing import Any
 
 from fp4compile.check import environment
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from fp4compile.hardware import Target
 from tests.simulate.equivalent_edits import reason
 from tests.simulate.ptx_edits import Edit, edits

@@ -6,7 +6,7 @@ import torch
 
 from fp4compile.check.simulate.descriptors import F16
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import to_swizzled
 from fp4compile.formats.operand import Operand

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from fp4compile.check.simulate.machine import LOCKSTEP, Kernel, Schedule, run
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.run import LOCKSTEP, Kernel, Schedule, run
 
 
 def module(body: str, threads: int, parameters: int, cluster: int = 1) -> str:

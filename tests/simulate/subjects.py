@@ -12,8 +12,8 @@ from fp4compile.check.product_table import PRODUCTS
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
 from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps
 from fp4compile.check.simulate.launch import Compiled, Simulator
-from fp4compile.check.simulate.machine import Kernel
 from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.run import Kernel
 from fp4compile.templates.launch import Launch
 
 SM = 100

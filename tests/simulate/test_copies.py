@@ -5,7 +5,7 @@ import pytest
 
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import UnknownForm
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from tests.simulate.ptx_text import edited, run_body
 
 SCHEDULES = [Schedule(seed) for seed in range(4)]
@@ -86,9 +86,19 @@ def test_a_copy_without_a_source_does_not_access_global_memory():
     [
         ("cp.async.wait_group 0;", "", "reads shared memory that (cp.async of warp|nothing wrote)"),
         ("cp.async.commit_group;", "", "reads shared memory that (cp.async of warp|nothing wrote)"),
+        (
+            "cp.async.wait_group 0;",
+            "and.b32 %r9, %r1, 31; setp.eq.u32 %p1, %r9, 0; @%p1 cp.async.wait_group 0;",
+            "reads shared memory that cp.async of warp",
+        ),
         ("bar.sync 0;", "", "reads shared memory that (cp.async of warp|nothing wrote)"),
+        (
+            "cp.async.wait_all;",
+            "ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r4]; cp.async.wait_all;",
+            "reads shared memory that cp.async of|overwrites .* may be reading",
+        ),
         ("bar.sync 1;", "", "overwrites shared memory that warp . may be reading"),
-        ("cp.async.wait_all;", "", "reads shared memory that (cp.async of warp|nothing wrote)|without a wait"),
+        ("cp.async.wait_all;", "", "reads shared memory that cp.async of|overwrites .* may be reading"),
         ("mov.b32 %r7, 16;", "mov.b32 %r7, 17;", "copies 17 bytes, more than 16"),
         ("shl.b32 %r3, %r1, 4;", "shl.b32 %r3, %r1, 3;", "no multiple of 16"),
         ("[%rd4], 16, %r7", "[%rd4+2048], 16, %r7", "outside of all tensors"),
@@ -248,8 +258,9 @@ def test_a_box_is_read_after_its_mbarrier(schedule):
     [
         ((4096,), 0, [256], 0, [1000]), ((4096,), 0, [256], 0, [4000]), ((4096,), 0, [256], 0, [-100]),
         ((70, 96), 0, [32, 64], 1, [16, 5]), ((40, 96), 0, [64, 32], 2, [48, 20]), ((40, 96), 0, [128, 16], 3, [0, 30]),
-        ((40, 96), 0, [64, 32], 0, [48, 20]), ((40, 96), BF16, [32, 32], 2, [-8, -3]), ((9, 80), 7, [32, 16], 3, [70, 1]),
-        ((5, 9, 96), BF16, [64, 4, 4], 3, [-5, 6, 3]), ((3, 4, 5, 64), 0, [64, 4, 2, 4], 0, [0, 3, -1, 1]),
+        ((40, 96), 0, [64, 32], 0, [48, 20]), ((40, 96), BF16, [32, 32], 2, [-8, -3]),
+        ((9, 80), 7, [32, 16], 3, [70, 1]), ((5, 9, 96), BF16, [64, 4, 4], 3, [-5, 6, 3]),
+        ((3, 4, 5, 64), 0, [64, 4, 2, 4], 0, [0, 3, -1, 1]),
         ((2, 3, 4, 5, 32), 6, [16, 4, 2, 2, 4], 1, [16, 2, 3, 2, -1]),
     ],
 )  # fmt: skip
@@ -282,13 +293,16 @@ def test_4_bit_elements_get_gaps_in_shared_memory():
     np.testing.assert_array_equal(got.reshape(128, 16)[:, :8], expected[:, :8])
 
 
+ACQUIRE = "    fence.proxy.tensormap::generic.acquire.gpu [%rd10], 128;\n"
 ADDRESS = "@%p2 tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r2], %rd11;"
 
 
 @pytest.mark.parametrize(
     "edits, what",
     [
-        ([("    fence.proxy.tensormap::generic.acquire.gpu [%rd10], 128;\n", "")], "no fence.proxy.tensormap acquired"),
+        ([(ACQUIRE, "")], "no fence.proxy.tensormap acquired"),
+        ([(ACQUIRE, ""), ("    bar.sync 1;\n", "    bar.sync 1;\n    @%p1 " + ACQUIRE.strip() + "\n")],
+         "no fence.proxy.tensormap acquired"),
         ([("release.gpu.sync.aligned [%rd10], [%r2]", "release.gpu.sync.aligned [%rd10+128], [%r2]")],
          "no tensor map was released"),
         ([("release.gpu.sync.aligned [%rd10], [%r2]", "release.gpu.sync.aligned [%rd10+64], [%r2]")], "no multiple of"),
@@ -305,7 +319,7 @@ ADDRESS = "@%p2 tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r2
         ([("@%p4 cp.async.bulk.tensor", "cp.async.bulk.tensor")], "a copy overwrites shared memory|nothing can go on"),
         ([(replaced("global_dim", 40, 1), replaced("global_dim", 4000, 1)), ("{8, 4}", "{8, 100}")],
          "outside of all tensors"),
-        ([(replaced("rank", 1), replaced("rank", 2))], r"box \(64, 16, 0\)"),
+        ([(replaced("rank", 1), replaced("rank", 2))], r"element strides \[1, 1, 0\]"),
         ([(replaced("rank", 1), replaced("rank", 5))], "rank 6"),
         ([(replaced("rank", 1), replaced("rank", 0))], "2 coordinates for a tensor map of rank 1"),
         ([(replaced("elemtype", 10), replaced("elemtype", 11))], "element type 11"),
@@ -333,8 +347,6 @@ def test_coordinates_are_as_many_as_the_opcode_says():
 
 
 def test_a_box_is_loaded_where_another_one_was_read():
-    again = READ.replace("%rd5", "%rd6") + "    add.u64 %rd6, %rd5, 0;\n"
-    body = edited(LOAD, (READ, again)).replace("ld.param.b64 %rd2", "mov.b64 %rd6, 0;\n    ld.param.b64 %rd2")
     body = (
         LOAD + "    bar.sync 2;" + loaded([0, 0], 2048) + WAIT.replace("WAIT", "MORE").replace("], 0;", "], 1;") + READ
     )
@@ -404,7 +416,8 @@ READING = "may be reading|reads shared memory that warp . wrote, without a wait"
         ([("{40, 30}], [%r13]", "{40, 30}], [%r13+64]")], "no multiple of 128"),
         ([(replaced("global_dim", 40, 1), replaced("global_dim", 4000, 1)), ("{40, 30}", "{40, 300}")],
          "outside of all tensors"),
-        ([(replaced("elemtype", 10), replaced("elemtype", 14)), (replaced("box_dim", 64, 0), replaced("box_dim", 128, 0)),
+        ([(replaced("elemtype", 10), replaced("elemtype", 14)),
+          (replaced("box_dim", 64, 0), replaced("box_dim", 128, 0)),
           (replaced("global_dim", 90, 0), replaced("global_dim", 128, 0)), ("{40, 30}", "{0, 30}")], "not simulated"),
     ],
 )  # fmt: skip
@@ -459,8 +472,10 @@ def test_finds_what_is_wrong_with_bulk_copies(old, new, what):
 
 
 def test_an_mbarrier_is_not_ended_before_the_copy():
-    body = edited(BULK, (WAIT, "    @%p4 mbarrier.inval.shared::cta.b64 [%r12];\n"), (READ, ""))
-    finds(body, [noise(4096), *OUT], "misses|missing|ended before the copy")
+    ended = edited(BULK, (WAIT, "    @%p4 mbarrier.inval.shared::cta.b64 [%r12];\n"), (READ, ""))
+    finds(ended, [noise(4096), *OUT], "bytes missing")
+    expects = "    @%p4 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r12], 2048;\n"
+    finds(edited(ended, (expects, "")), [noise(4096), *OUT], "bytes missing|ended before the copy")
 
 
 # ---------------------------------------------------------------- clusters
@@ -523,6 +538,10 @@ def test_a_copy_completes_on_the_mbarrier_of_the_other_program_of_a_pair(schedul
 def test_other_copies_complete_on_the_mbarrier_of_their_own_program():
     body = edited(OTHER, ("complete_tx::bytes.cta_group::2 ", "complete_tx::bytes "))
     finds(body, [MATRIX, np.zeros(4096, np.uint8), *MAP], "completes on the mbarrier of another one", **PAIR)
-    finds(body.replace("shared::cluster.global", "shared::cta.global").replace("[%r13], [%rd10", "[%r18], [%rd10").replace(
-        "    mov.b32 %r16, 0;", "    mov.b32 %r16, 0;\n    mapa.shared::cluster.u32 %r18, %r13, %r16;"),
-        [MATRIX, np.zeros(4096, np.uint8), *MAP], "an address of another program", **PAIR)  # fmt: skip
+    own = edited(
+        body,
+        ("shared::cluster.global", "shared::cta.global"),
+        ("[%r13], [%rd10", "[%r18], [%rd10"),
+        ("    mov.b32 %r16, 0;", "    mov.b32 %r16, 0;\n    mapa.shared::cluster.u32 %r18, %r13, %r16;"),
+    )
+    finds(own, [MATRIX, np.zeros(4096, np.uint8), *MAP], "an address of another program", **PAIR)

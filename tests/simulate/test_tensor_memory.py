@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.machine import Schedule
+from fp4compile.check.simulate.run import Schedule
 from tests.simulate.product_kernels import SCHEDULES, edited
 from tests.simulate.ptx_text import run_body
 

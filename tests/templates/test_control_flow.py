@@ -198,6 +198,28 @@ def test_buffers_of_another_partition_are_counted(change, expected):
     assert overlap.why == expected and overlap.overlapped == ("several" in expected)
 
 
+OF_A_PAIR = SPECIALIZED.replace(
+    "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r44], [%rd23, {%r45, %r46}], [%r22];",
+    """and.b32 	%r23, %r22, -16777224;
+	cp.async.bulk.tensor.2d.cta_group::2.shared::cluster.global.mbarrier::complete_tx::bytes [%r44], """
+    "[%rd23, {%r45, %r46}], [%r23];",
+)
+
+
+@pytest.mark.parametrize(("change", "expected"), [
+    (("", ""), "another partition loads, into several buffers"),
+    (("-16777224", "-16777232"), "another partition loads, into several buffers"),  # more bits are known to be 0
+    (("%r21, 16384", "%r21, 16408"), "another partition loads, into 1 buffer"),
+    (("-16777224", "-8"), "another partition loads, into 0 buffer"),  # another mask is another address
+    (("-16777224", "-16777480"), "another partition loads, into 0 buffer"),
+], ids=str)  # fmt: skip
+def test_buffers_of_a_pair_of_programs_are_counted(change, expected):
+    """Loads of `cta_group::2` signal the first program's barrier: they clear its rank, bit 24, in the address."""
+    assert OF_A_PAIR != SPECIALIZED
+    overlap = Ptx(OF_A_PAIR.replace(*change)).overlap
+    assert overlap.why == expected and overlap.overlapped == ("several" in expected)
+
+
 def test_loads_around_the_loop_are_of_the_same_partition():
     """One load for each tile, before the loop over K: nothing feeds that loop."""
     around = SPECIALIZED.replace(
@@ -221,6 +243,8 @@ LOADING = PTX.replace("	cvt.u64.u32 	%rd3, %r9;", """
 @pytest.mark.parametrize(("change", "expected"), [
     (("", ""), "loads and products of several steps are under way"),
     (("[%r50]", "[%r10]"), "each step waits for its own loads"),
+    (("	cp.async.bulk", "	and.b32 	%r50, %r10, -16777224;\n	cp.async.bulk"),
+     "each step waits for its own loads"),
     (("wait_group 	2", "wait_group 	0"), "each step waits until no load is under way"),
     (("	cp.async.wait_group 	2;", ""), "each step waits until no load is under way"),
     (("%rd3, %r51", "%rd3, %r10"), "each step waits for its own product"),

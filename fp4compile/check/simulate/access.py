@@ -21,7 +21,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import Fragment
-from fp4compile.check.simulate.parse import Address, Instruction, Program, Symbol
+from fp4compile.check.simulate.parse import Instruction, Program
 
 _WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")
 _VECTORS = ("", ".v2", ".v4")
@@ -43,12 +43,17 @@ def _shape(opcode: str) -> tuple[bool, str, int, int]:
 @form("ld.param.b32", "ld.param.b64", "ld.param.s32", "ld.param.u32", "ld.param.u64", "ld.param.b8", "ld.param.f32")
 def _load_parameter(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
-    source = instruction.operands[1]
-    if not isinstance(source, Address) or not isinstance(source.base, Symbol) or source.offset:
-        raise UnknownForm(f"not a whole parameter: {source}")
     kind = instruction.opcode.split(".")[-1]
-    read, write = reader(source.base, kind), writer(instruction.operands[0], kind)
-    return lambda fragment: write(fragment, read(fragment))
+    address, write = address_reader(instruction.operands[1], 64), writer(instruction.operands[0], kind)
+    dtype = forms.constant(0, kind).dtype
+
+    def step(fragment: Fragment) -> None:
+        parameters, at = fragment.machine.parameters, np.where(fragment.running, address(fragment), 0)
+        if (at % dtype.itemsize).any() or at.max() + dtype.itemsize > len(parameters):
+            raise Fault(f"a parameter at {int(at.max())}, of {len(parameters)} bytes")
+        write(fragment, parameters.view(dtype)[at // dtype.itemsize])
+
+    return step
 
 
 @form(*_opcodes("ld"))

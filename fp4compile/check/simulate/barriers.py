@@ -4,15 +4,12 @@ Sources: PTX ISA, "mbarrier" and "barrier"; confidence high.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fp4compile.check.simulate.clocks import KNOWN
 from fp4compile.check.simulate.fault import Fault
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.state import State
 
 
 @dataclass
@@ -45,10 +42,9 @@ class Mbarrier:
 class Mbarriers:
     """The mbarriers of all programs, by index into shared memory."""
 
-    def __init__(self, machine: "Machine") -> None:
+    def __init__(self, machine: State) -> None:
         self.machine = machine
         self.found: dict[int, Mbarrier] = {}
-        self.changed = False  # whether a phase was completed since the scheduler looked
 
     def create(self, at: int, count: int, cluster: int, warp: int) -> None:
         """Initialise an mbarrier at an index into shared memory."""
@@ -103,13 +99,13 @@ class Mbarriers:
             barrier.phase += 1
             barrier.pending = barrier.count
             barrier.done = barrier.rows.copy()
-            self.changed = True
+            self.machine.changed = True
 
 
 class ProgramBarriers:
     """`bar.sync` and its kin: for each program and name, the warps that have arrived."""
 
-    def __init__(self, machine: "Machine") -> None:
+    def __init__(self, machine: State) -> None:
         self.machine = machine
         self.arrived: dict[tuple[int, int], list[int]] = {}
 
@@ -136,7 +132,7 @@ class ProgramBarriers:
 class ClusterBarrier:
     """`barrier.cluster`: the warps of each cluster that have arrived in the current phase."""
 
-    def __init__(self, machine: "Machine") -> None:
+    def __init__(self, machine: State) -> None:
         self.machine = machine
         clusters = machine.clusters
         self.phase = [0] * clusters
@@ -157,7 +153,7 @@ class ClusterBarrier:
             self.phase[cluster] += 1
             self.arrived[cluster] = set()
             self.done[cluster] = self.rows[cluster]
-            machine.mbarriers.changed = True
+            machine.changed = True
         return phase
 
     def passed(self, cluster: int, phase: int) -> bool:

@@ -9,6 +9,7 @@ from fp4compile.check.simulate import (  # noqa: F401
     integer,
     moves,
     tensor,
+    tensor_map_forms,
     warp,
     warp_matrix,
     warpgroup,

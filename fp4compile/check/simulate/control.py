@@ -21,10 +21,10 @@ from fp4compile.check.simulate.forms import (
 )  # fmt: skip
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.parse import Instruction, Label, Program, Register
+from fp4compile.check.simulate.state import DONE
 
 # What a fragment executes although no thread's predicate holds.
 BRANCHES = frozenset({"bra", "bra.uni", "brx.idx", "ret", "exit"})
-_ENDED = np.iinfo(np.int32).max
 
 
 def _nobody(fragment: Fragment) -> Fragment:
@@ -44,9 +44,8 @@ def _bra(instruction: Instruction, program: Program) -> Step:
     target = program.labels[_label(instruction, 0)]
 
     def step(fragment: Fragment) -> Fragment:
-        machine = fragment.machine
-        machine.jump(fragment, fragment.running, target)
-        machine.jump(fragment, fragment.active & ~fragment.running, fragment.at + 1)
+        fragment.jump(fragment.running, target)
+        fragment.jump(fragment.active & ~fragment.running, fragment.at + 1)
         return _nobody(fragment)
 
     return step
@@ -60,12 +59,12 @@ def _brx(instruction: Instruction, program: Program) -> Step:
     index = reader(instruction.operands[0], "u32")
 
     def step(fragment: Fragment) -> Fragment:
-        machine, chosen = fragment.machine, np.broadcast_to(index(fragment), fragment.shape)
+        chosen = np.broadcast_to(index(fragment), fragment.shape)
         if (chosen[fragment.running] >= len(targets)).any():
             raise Fault(f"an index beyond the {len(targets)} labels of the table")
         for i, target in enumerate(targets):
-            machine.jump(fragment, fragment.running & (chosen == i), target)
-        machine.jump(fragment, fragment.active & ~fragment.running, fragment.at + 1)
+            fragment.jump(fragment.running & (chosen == i), target)
+        fragment.jump(fragment.active & ~fragment.running, fragment.at + 1)
         return _nobody(fragment)
 
     return step
@@ -76,9 +75,8 @@ def _ret(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
 
     def step(fragment: Fragment) -> Fragment:
-        machine = fragment.machine
-        machine.jump(fragment, fragment.running, _ENDED)
-        machine.jump(fragment, fragment.active & ~fragment.running, fragment.at + 1)
+        fragment.jump(fragment.running, DONE)
+        fragment.jump(fragment.active & ~fragment.running, fragment.at + 1)
         return _nobody(fragment)
 
     return step
@@ -106,9 +104,9 @@ def _dependent_launch(instruction: Instruction, program: Program) -> Step:
 def _arrive(fragment: Fragment, name: int, threads: int) -> Fragment:
     """Let all warps of a fragment arrive at a barrier, after which they stand at the next instruction."""
     machine = fragment.machine
-    machine.jump(fragment, fragment.active, fragment.at + 1)
+    fragment.jump(fragment.active, fragment.at + 1)
     for warp, active in zip(fragment.warps, fragment.by_warp(fragment.running), strict=True):
-        ended = machine.pc.reshape(-1, LANES)[warp] == _ENDED
+        ended = machine.pc.reshape(-1, LANES)[warp] == DONE
         if not (active | ended).all():
             raise Fault(f"barrier {name} reached by part of a warp")
         machine.block(int(warp))
@@ -169,7 +167,7 @@ def _cluster_wait(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> Fragment:
         machine, barrier = fragment.machine, fragment.machine.cluster_barrier
-        machine.jump(fragment, fragment.active, fragment.at + 1)
+        fragment.jump(fragment.active, fragment.at + 1)
         for warp in map(int, fragment.warps):
             if warp not in machine.cluster_tickets:
                 raise Fault("waits at the cluster's barrier without an arrival")
@@ -283,7 +281,7 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
                 waiting[i] = True
                 machine.block(warp, partial(barrier.passed, phase))
         if waiting.any():
-            machine.jump(fragment, fragment.active & np.repeat(waiting, LANES), fragment.at)
+            fragment.jump(fragment.active & np.repeat(waiting, LANES), fragment.at)
             left = fragment.without(waiting)
             left.at = fragment.at
             left.running = fragment.running.reshape(-1, LANES)[~waiting].ravel()

@@ -23,7 +23,6 @@ Sources and confidence:
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,12 +32,10 @@ from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import Read, Step, UnknownForm, address_reader, expect, form, immediate, reader
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.groups import Operation
+from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import Address, Instruction, Operand, Program
 from fp4compile.check.simulate.tensor_maps import Published, TensorMap
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.machine import Machine
-    from fp4compile.check.simulate.memory import GlobalMemory
 
 # ---------------------------------------------------------------- cp.async
 
@@ -81,13 +78,13 @@ def _copy(instruction: Instruction, program: Program) -> Step:
             if (data[places] != values).any():
                 raise Fault("several threads copy different values to one address of shared memory")
 
-        machine.copy_groups.issue(threads, Operation(fragment, int(clusters[0]), act))
+        machine.copy_groups.issue(threads, Operation(machine, fragment.instruction, int(clusters[0]), act))
 
     return step
 
 
 def _sources(
-    memory: "GlobalMemory", addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray
+    memory: GlobalMemory, addresses: np.ndarray, counts: np.ndarray, size: int, clusters: np.ndarray
 ) -> np.ndarray:
     """The bytes that threads copy, uint8 [threads, size]: the first `counts` from global memory, and zeros."""
     values = np.zeros((len(addresses), size), np.uint8)
@@ -104,14 +101,14 @@ def _sources(
 @form("cp.async.commit_group")
 def _commit(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
-    return lambda fragment: fragment.machine.copy_groups.commit(fragment)
+    return lambda fragment: fragment.machine.copy_groups.commit(fragment.running_threads())
 
 
 @form("cp.async.wait_group")
 def _wait(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 1)
     left = immediate(instruction.operands[0])
-    return lambda fragment: fragment.machine.copy_groups.wait(fragment, left)
+    return lambda fragment: fragment.machine.copy_groups.wait(fragment.running_threads(), left)
 
 
 @form("cp.async.wait_all")
@@ -120,8 +117,8 @@ def _wait_all(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
 
     def step(fragment: Fragment) -> None:
-        fragment.machine.copy_groups.commit(fragment)
-        fragment.machine.copy_groups.wait(fragment, 0)
+        fragment.machine.copy_groups.commit(fragment.running_threads())
+        fragment.machine.copy_groups.wait(fragment.running_threads(), 0)
 
     return step
 
@@ -154,11 +151,11 @@ def _load(
             complete[:, barrier.agent] = epoch
             machine.mbarriers.bytes_arrived(at, len(places), complete)
 
-    machine.later(fragment, cluster, act)
+    machine.later(fragment.instruction, cluster, act)
 
 
 def _targets(
-    machine: "Machine", cluster: int, into: int, barrier: int, nbytes: int, ranks: list[int] | None, pairs: bool
+    machine: Machine, cluster: int, into: int, barrier: int, nbytes: int, ranks: list[int] | None, pairs: bool
 ) -> list[tuple[int, int]]:
     """The first byte in shared memory and the mbarrier of each program that gets a copy, as indices.
 
@@ -176,7 +173,7 @@ def _targets(
     return found
 
 
-def _own(machine: "Machine", warp: int, address: int) -> None:
+def _own(machine: Machine, warp: int, address: int) -> None:
     """Raise Fault unless an address is of the program that a warp belongs to."""
     if address >> 24 != machine.program_of(warp) % machine.program.cluster:
         raise Fault("an address of another program as shared::cta")
@@ -206,7 +203,7 @@ def _bulk_load(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-def _global_bytes(machine: "Machine", cluster: int, addresses: np.ndarray) -> np.ndarray:
+def _global_bytes(machine: Machine, cluster: int, addresses: np.ndarray) -> np.ndarray:
     memory = machine.memory
     return memory.data[memory.bytes_at(addresses, False, cluster + machine.first_cluster)]
 
@@ -270,7 +267,7 @@ def _tensor_load(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-def _bytes_of_box(machine: "Machine", cluster: int, published: Published, corner: list[int]) -> np.ndarray:
+def _bytes_of_box(machine: Machine, cluster: int, published: Published, corner: list[int]) -> np.ndarray:
     """The bytes of a box of global memory, with zeros outside of the tensor."""
     published.under_way -= 1
     addresses, inside = published.map.bytes_of_box(corner)
@@ -300,7 +297,7 @@ def _tensor_store(instruction: Instruction, program: Program) -> Step:
             store = _Store(machine, cluster, published, corners[lane].tolist(), _places(first, address, published.map),
                            rows, machine.clocks.bulk_stores(machine.local_warp(warp)),
                            int(machine.bulk_groups.open(threads)[0]))  # fmt: skip
-            machine.bulk_groups.issue(threads, Operation(fragment, cluster, store))
+            machine.bulk_groups.issue(threads, Operation(machine, fragment.instruction, cluster, store))
 
     return step
 
@@ -312,7 +309,7 @@ class _Store:
     places: of the box's bytes, as indices into shared memory. rows: the clocks of the warp.
     """
 
-    machine: "Machine"
+    machine: Machine
     cluster: int
     published: Published
     corner: list[int]
@@ -336,17 +333,17 @@ class _Store:
 @form("cp.async.bulk.commit_group")
 def _bulk_commit(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 0)
-    return lambda fragment: fragment.machine.bulk_groups.commit(fragment)
+    return lambda fragment: fragment.machine.bulk_groups.commit(fragment.running_threads())
 
 
 @form("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
 def _bulk_wait(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 1)
     left = immediate(instruction.operands[0])
-    return lambda fragment: fragment.machine.bulk_groups.wait(fragment, left)
+    return lambda fragment: fragment.machine.bulk_groups.wait(fragment.running_threads(), left)
 
 
-def end(machine: "Machine") -> None:
+def end(machine: Machine) -> None:
     """Raise Fault for bulk copies from shared memory that their threads did not wait for."""
     late = machine.bulk_groups.unfinished()
     if late is not None:

@@ -5,10 +5,11 @@ for operands of another kind than the form has, so nothing is guessed.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.parse import (
     Address,
     Immediate,
@@ -22,16 +23,14 @@ from fp4compile.check.simulate.parse import (
     Unused,
     Vector,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.state import register_dtype
 
 # What executes an instruction for a fragment. It returns None where the fragment goes on with the next instruction,
 # and the fragment that goes on where some warps do not: they branched, ended or wait.
-Step = Callable[["Fragment"], "Fragment | None"]
+Step = Callable[[Fragment], Fragment | None]
 Builder = Callable[[Instruction, Program], Step]
-Read = Callable[["Fragment"], Any]
-Write = Callable[["Fragment", Any], None]
+Read = Callable[[Fragment], Any]
+Write = Callable[[Fragment, Any], None]
 
 
 class UnknownForm(ValueError):
@@ -88,11 +87,6 @@ _TYPES = {
 }  # fmt: skip
 
 
-def register_dtype(bits: int) -> np.dtype:
-    """The dtype of a register's values in the register file."""
-    return np.dtype(bool) if bits == 1 else np.dtype(f"u{bits // 8}")
-
-
 def constant(value: int, kind: str) -> Any:
     """A constant of a type, as an array without dimensions."""
     bits, dtype = _TYPES[kind]
@@ -115,7 +109,7 @@ def reader(operand: Operand, kind: str) -> Read:
     if isinstance(operand, (Special, Symbol)):
         name = operand.name
         unsigned = f"u{bits // 8}"
-        return lambda fragment: fragment.machine.special(name, fragment).astype(unsigned).view(dtype)
+        return lambda fragment: fragment.machine.special(name, fragment.threads).astype(unsigned).view(dtype)
     raise UnknownForm(f"an operand of another kind: {operand}")
 
 
@@ -168,7 +162,7 @@ def elementwise(signature: str, *opcodes: str) -> Callable[[Callable], Callable]
             write = writer(instruction.operands[0], into)
             reads = [reader(each, kind) for each, kind in zip(instruction.operands[1:], types, strict=True)]
 
-            def step(fragment: "Fragment") -> None:
+            def step(fragment: Fragment) -> None:
                 write(fragment, function(*[read(fragment) for read in reads]))
 
             return step

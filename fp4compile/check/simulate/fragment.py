@@ -1,15 +1,11 @@
 """The threads that execute one instruction together."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from fp4compile.check.simulate.fault import Fault
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.machine import Machine
-
-LANES = 32
+from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.parse import Instruction
+from fp4compile.check.simulate.state import LANES
 
 
 class Fragment:
@@ -20,7 +16,7 @@ class Fragment:
     machine sets `running` from the instruction's predicate. whole: whether all threads are running.
     """
 
-    def __init__(self, machine: "Machine", warps: np.ndarray, active: np.ndarray) -> None:
+    def __init__(self, machine: Machine, warps: np.ndarray, active: np.ndarray) -> None:
         self.machine = machine
         self.warps = warps
         first, count = int(warps[0]) if len(warps) else 0, len(warps)
@@ -39,6 +35,10 @@ class Fragment:
     def shape(self) -> tuple[int]:
         return self.active.shape
 
+    @property
+    def instruction(self) -> Instruction:
+        return self.machine.program.instructions[self.at]
+
     def get(self, name: str) -> np.ndarray:
         """A register's values, with an entry for each thread of the fragment. Not to be written to."""
         return self.machine.registers[name][self.threads]
@@ -52,6 +52,13 @@ class Fragment:
             np.copyto(register[self.threads], values, where=self.running)
         else:
             register[self.threads] = np.where(self.running, values, register[self.threads])
+
+    def jump(self, lanes: np.ndarray, index: int) -> None:
+        """Set the program counter of some threads. lanes: bool, with an entry for each thread of the fragment."""
+        if isinstance(self.threads, slice):
+            self.machine.pc[self.threads][lanes] = index
+        else:
+            self.machine.pc[self.threads[lanes]] = index
 
     def lanes(self) -> np.ndarray:
         """The indices of the running threads within the fragment."""

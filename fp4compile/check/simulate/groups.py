@@ -7,25 +7,21 @@ Sources: PTX ISA, "async-group mechanism", `cp.async.commit_group`, `cp.async.wa
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fp4compile.check.simulate.clocks import FENCED, KNOWN
-from fp4compile.check.simulate.fragment import LANES, Fragment
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.parse import Instruction
+from fp4compile.check.simulate.state import LANES, State
 
 
 class Operation:
     """An asynchronous operation: it happens at some time, at the latest when somebody has waited for it."""
 
-    def __init__(self, fragment: Fragment, cluster: int, action: Callable[[], None]) -> None:
-        self.machine, self.cluster, self.action = fragment.machine, cluster, action
-        self.instruction = fragment.machine.program.instructions[fragment.at]
+    def __init__(self, machine: State, instruction: Instruction, cluster: int, action: Callable[[], None]) -> None:
+        self.machine, self.instruction, self.cluster, self.action = machine, instruction, cluster, action
         self.done = False
-        self._entry = self.machine.later(fragment, cluster, self._act)
+        self._entry = self.machine.later(instruction, cluster, self._act)
 
     def _act(self) -> None:
         self.done = True
@@ -49,7 +45,7 @@ class Groups:
     which takes a `bar.warp.sync`, is not checked.
     """
 
-    def __init__(self, machine: "Machine", agent: Callable[[np.ndarray], np.ndarray], *, fences: bool) -> None:
+    def __init__(self, machine: State, agent: Callable[[np.ndarray], np.ndarray], *, fences: bool) -> None:
         self.machine, self.agent = machine, agent
         self.rows = (KNOWN, FENCED) if fences else (KNOWN,)
         threads = len(machine.pc)
@@ -72,13 +68,12 @@ class Groups:
         """The numbers of the open groups of some threads."""
         return self.committed[threads] + 1
 
-    def commit(self, fragment: Fragment) -> None:
-        """Close the open groups of the running threads."""
-        self.committed[fragment.running_threads()] += 1
+    def commit(self, threads: np.ndarray) -> None:
+        """Close the open groups of some threads."""
+        self.committed[threads] += 1
 
-    def wait(self, fragment: Fragment, left: int) -> None:
-        """Let the running threads wait for all groups but the latest `left`."""
-        threads = fragment.running_threads()
+    def wait(self, threads: np.ndarray, left: int) -> None:
+        """Let some threads wait for all groups but the latest `left`."""
         self.waited[threads] = np.maximum(self.waited[threads], self.committed[threads] - left)
         warps = np.unique(threads // LANES)
         issued, waited = self.issued.reshape(-1, LANES)[warps], self.waited.reshape(-1, LANES)[warps]

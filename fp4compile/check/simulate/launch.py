@@ -8,19 +8,19 @@ Every launch is executed at once, so later operations of the host see its result
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fp4compile import _compat
-from fp4compile.check.simulate.machine import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import Program, parse
+from fp4compile.check.simulate.run import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch, taken_by
 
@@ -49,19 +49,22 @@ class Simulator:
 
     def launch(self, launch: Launch) -> None:
         """Execute a launch. Raises Fault for a defect of the kernel, UnknownForm for an unknown instruction."""
+        self.launches.append(launch)
+        self.execute(self.compiled(launch), _passed(launch), max(int(launch.grid), 1))
+
+    def execute(self, compiled: "Compiled", values: Sequence[Any], grid: int | tuple[int, int, int]) -> None:
+        """Execute a compiled kernel. values: its parameters in order, tensors and numbers. grid: see `run.run`."""
         started = time.perf_counter()
-        compiled = self.compiled(launch)
         memory = GlobalMemory()
         placed: dict[int, tuple[int, np.ndarray]] = {}
-        arguments = [self._argument(value, memory, placed) for value in _passed(launch)]
-        grid = max(int(launch.grid), 1)
-        arguments += [compiled.scratch(memory, grid), 0]
-        tally = run(compiled.kernel, memory, arguments, grid * compiled.kernel.program.cluster, compiled.shared,
+        arguments = [self._argument(value, memory, placed) for value in values]
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else grid
+        arguments += [compiled.scratch(memory, x * y * z), 0]
+        tally = run(compiled.kernel, memory, arguments, (x * compiled.kernel.program.cluster, y, z), compiled.shared,
                     self.schedule)  # fmt: skip
         for key, (address, content) in placed.items():
             content[:] = memory.read(address, len(content))
             self._keep(key, memory.written_at(address, len(content)))
-        self.launches.append(launch)
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
         self.tally.notes += tally.notes
@@ -113,8 +116,11 @@ class _Unwritten(TorchDispatchMode):
                 value = given.get(one.name)
                 if one.alias_info is not None and one.alias_info.is_write and isinstance(value, torch.Tensor):
                     unwritten.pop(value.untyped_storage().data_ptr(), None)
-        elif isinstance(result, torch.Tensor) and not func.is_view:
-            unwritten.pop(result.untyped_storage().data_ptr(), None)  # memory that was used before
+        elif isinstance(result, torch.Tensor):
+            key = result.untyped_storage().data_ptr()
+            given_keys = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if key not in given_keys:  # a new tensor, maybe in memory that was used before
+                unwritten.pop(key, None)
         return result
 
 
@@ -181,6 +187,5 @@ def _passed(launch: Launch) -> list[Any]:
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a tensor's storage, which share its memory."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat.numpy()
+    with _disable_current_modes():  # `set_` writes nothing
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()

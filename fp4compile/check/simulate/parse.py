@@ -116,6 +116,23 @@ class Program:
 _ENDS_BLOCK = ("bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier")
 
 
+def operand_registers(one: Instruction) -> list[Register]:
+    """The registers that an instruction names, also in addresses, vectors and its guard."""
+    found: list[Register] = []
+    waiting: list[Operand] = [*one.operands, *([one.guard] if one.guard else [])]
+    while waiting:
+        match waiting.pop():
+            case Register() as register:
+                found.append(register)
+            case Vector(parts=parts):
+                waiting += parts
+            case Address(base=base, coordinates=coordinates):
+                waiting += [base, *([coordinates] if coordinates else [])]
+            case Pair(first=first, second=second):
+                waiting += [first, second]
+    return found
+
+
 def parse(text: str) -> Program:
     """Parse PTX with one entry function. Raises ValueError, naming the line, for what the grammar does not have."""
     found = re.search(r"\.entry (\w+)\(([^)]*)\)([^{]*)\{", text)

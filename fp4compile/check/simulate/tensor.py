@@ -30,7 +30,8 @@ from fp4compile.check.simulate.forms import (
 )  # fmt: skip
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.parse import Instruction, Program, Register
-from fp4compile.check.simulate.tensor_memory import QUARTER, TensorPipe, group_of, issue
+from fp4compile.check.simulate.tensor_issue import group_of, issue
+from fp4compile.check.simulate.tensor_memory import QUARTER, TensorPipe
 from fp4compile.check.simulate.tensor_products import column_of
 
 

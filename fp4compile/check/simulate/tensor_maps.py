@@ -1,4 +1,4 @@
-"""Tensor maps: how kernels build them, and where the bytes of a box are.
+"""Tensor maps: what their bytes mean, where the bytes of a box are, and who may use which map.
 
 A tensor map is an opaque object of 128 bytes, which kernels fill by `tensormap.replace` in shared memory and publish
 in global memory. Nobody else reads it, so its layout is this simulator's own:
@@ -23,33 +23,21 @@ Sources and confidence:
   because no kernel has them.
 - Gaps are not written, and a copy completes the bytes of global memory on the mbarrier, half of those in shared
   memory. Source: the bytes that Triton and DeepGEMM expect there. Medium-high.
-- `tensormap.replace` reads and writes the whole object by the generic proxy (PTX ISA: "a weak memory operation, on
-  the entire 1024-bit opaque tensor-map object"). High.
-- `tensormap.cp_fenceproxy` copies the object and releases it; a thread that uses it acquires it by
-  `fence.proxy.tensormap` first (PTX ISA, "membar / fence"). High for the need of both; medium that a barrier may
-  stand between a warp that acquires and another one that uses the map, which is how Triton compiles kernels.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fp4compile.check.simulate.clocks import KNOWN
-from fp4compile.check.simulate.control import one_lane
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.forms import Step, UnknownForm, address_reader, expect, form, immediate, reader
-from fp4compile.check.simulate.fragment import Fragment
-from fp4compile.check.simulate.parse import Instruction, Program
 from fp4compile.check.simulate.shared import swizzled
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.state import State
 
 NBYTES = 128
 # Of each field: its first byte, its bytes, and how many there are.
-_FIELDS = {
+FIELDS = {
     "global_address": (0, 8, 1), "rank": (8, 1, 1), "elemtype": (9, 1, 1), "swizzle_mode": (10, 1, 1),
     "interleave_layout": (11, 1, 1), "fill_mode": (12, 1, 1), "box_dim": (16, 4, 5), "global_dim": (36, 4, 5),
     "global_stride": (56, 8, 4), "element_stride": (88, 4, 5),
@@ -83,7 +71,7 @@ class TensorMap:
         """The map that 128 bytes hold. Raises Fault, naming the field, for what hardware does not take."""
         values = {
             name: [int(one) for one in raw[first : first + size * count].view(f"u{size}")]
-            for name, (first, size, count) in _FIELDS.items()
+            for name, (first, size, count) in FIELDS.items()
         }
         kind, mode = values["elemtype"][0], values["swizzle_mode"][0]
         rank = values["rank"][0] + 1
@@ -193,7 +181,7 @@ class Published:
 class TensorMaps:
     """The maps in global memory that programs of a machine released, by address."""
 
-    def __init__(self, machine: "Machine") -> None:
+    def __init__(self, machine: State) -> None:
         self.machine = machine
         self.found: dict[int, Published] = {}
 
@@ -236,78 +224,3 @@ class TensorMaps:
         if found.cluster != cluster:
             raise Fault("uses a tensor map of another program")
         return found
-
-
-# ---------------------------------------------------------------- instructions
-
-
-def _replaced(field_name: str) -> list[str]:
-    bits = "b64" if field_name in ("global_address", "global_stride") else "b32"
-    return [f"tensormap.replace.tile.{field_name}.shared::cta.b1024.{bits}"]
-
-
-@form(*[opcode for name in _FIELDS for opcode in _replaced(name)])
-def _replace(instruction: Instruction, program: Program) -> Step:
-    name = instruction.opcode.split(".")[3]
-    first, size, count = _FIELDS[name]
-    expect(instruction, 2 if count == 1 else 3)
-    ordinal = immediate(instruction.operands[1]) if count > 1 else 0
-    if ordinal >= count:
-        raise UnknownForm(f"{name} {ordinal}, of {count}")
-    address = address_reader(instruction.operands[0], 32)
-    value = reader(instruction.operands[-1], "u64" if size == 8 else "u32")
-    there = slice(first + size * ordinal, first + size * (ordinal + 1))
-
-    def step(fragment: Fragment) -> None:
-        machine, running = fragment.machine, fragment.running
-        threads = fragment.running_threads()
-        clusters, warps = machine.cluster_of[threads], machine.warp_of[threads]
-        at, values = address(fragment)[running], np.broadcast_to(value(fragment), fragment.shape)[running]
-        if (values >> np.uint64(8 * size - 1) >> np.uint64(1)).any():
-            raise Fault(f"a value of {int(values.max())} for {name}")
-        maps = machine.shared.load(at, NBYTES, clusters, warps).copy()
-        maps[:, there] = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)[:, :size]
-        machine.shared.store(at, maps, clusters, warps)
-
-    return step
-
-
-@form("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned")
-def _publish(instruction: Instruction, program: Program) -> Step:
-    """The threads of a warp copy the map together."""
-    expect(instruction, 3)
-    into, source = address_reader(instruction.operands[0], 64), address_reader(instruction.operands[1], 32)
-    if immediate(instruction.operands[2]) != NBYTES:
-        raise UnknownForm("a tensor map of another size")
-
-    def step(fragment: Fragment) -> None:
-        machine = fragment.machine
-        which = fragment.whole_warps()
-        targets, sources = fragment.by_warp(into(fragment))[which], fragment.by_warp(source(fragment))[which]
-        if (targets != targets[:, :1]).any() or (sources != sources[:, :1]).any():
-            raise Fault("the threads of a warp copy several tensor maps")
-        warps = fragment.warps[which]
-        clusters, local = np.divmod(warps, machine.warps_of_cluster)
-        maps = machine.shared.load(sources[:, 0], NBYTES, clusters, local)
-        machine.memory.store(targets[:, 0], maps, clusters + machine.first_cluster)
-        for target, raw, cluster, warp in zip(targets[:, 0].tolist(), maps, clusters.tolist(), local.tolist(),
-                                              strict=True):  # fmt: skip
-            machine.tensor_maps.publish(target, raw.copy(), cluster, warp)
-
-    return step
-
-
-@form("fence.proxy.tensormap::generic.acquire.gpu")
-def _acquire(instruction: Instruction, program: Program) -> Step:
-    expect(instruction, 2)
-    address = address_reader(instruction.operands[0], 64)
-    if immediate(instruction.operands[1]) != NBYTES:
-        raise UnknownForm("a tensor map of another size")
-
-    def step(fragment: Fragment) -> None:
-        machine, addresses = fragment.machine, address(fragment)
-        lanes = one_lane(fragment)
-        for at, warp, cluster in {(int(addresses[lane]), warp, cluster) for lane, warp, cluster in lanes}:
-            machine.tensor_maps.acquire(at, cluster, machine.local_warp(warp))
-
-    return step

@@ -15,19 +15,12 @@ TensorCore operations"; confidence high, except where a line below says less.
   and a dependent one; Triton emits none. Confidence medium.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from fp4compile.check.simulate.clocks import NOBODY, Shadow
 from fp4compile.check.simulate.descriptors import CHUNK, Matrix
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.parse import Instruction
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.fragment import Fragment
-    from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.state import State
 
 LANES, COLUMNS = 128, 512
 _UNIT = 32  # columns are allocated in multiples of it
@@ -42,14 +35,14 @@ class TensorMemory:
     of the clock agents of these operations.
     """
 
-    def __init__(self, machine: "Machine") -> None:
+    def __init__(self, machine: State) -> None:
         programs, warps = machine.clusters * machine.program.cluster, machine.clusters * machine.warps_of_cluster
         self.machine = machine
         self.allocated: list[dict[int, int]] = [{} for _ in range(programs)]  # columns from each first column on
         self.smallest = np.full(programs, COLUMNS)  # the smallest allocation of each program so far
         self.relinquished = np.zeros(programs, bool)
         self.loads, self.stores = np.zeros(warps, np.int32), np.zeros(warps, np.int32)
-        self.pipes = [TensorPipe(machine, cluster) for cluster in range(machine.clusters)]
+        self.pipes = [TensorPipe(machine, self, cluster) for cluster in range(machine.clusters)]
         self._words: np.ndarray | None = None  # None until a program allocates
         self._shadow: Shadow | None = None
 
@@ -157,8 +150,8 @@ class TensorPipe:
     rows: the clocks of all that issued an operation so far. epoch: the number of the operation that is executed.
     """
 
-    def __init__(self, machine: "Machine", cluster: int) -> None:
-        self.machine, self.cluster = machine, cluster
+    def __init__(self, machine: State, memory: TensorMemory, cluster: int) -> None:
+        self.machine, self.memory, self.cluster = machine, memory, cluster
         self.agent = machine.clocks.tensor_pipe
         self.rows = np.zeros_like(machine.clocks.of(cluster, 0))
         self.epoch = 0
@@ -188,45 +181,13 @@ class TensorPipe:
 
     def read(self, rank: int, lanes: int, column: int, columns: int) -> np.ndarray:
         """The words of the first lanes of some columns of tensor memory, uint32 [lanes, columns]."""
-        memory = self.machine.tensor_memory
+        memory = self.memory
         region = memory.region(self.program(rank), slice(0, lanes), column, columns)
         return memory.read(region, self.rows, self.agent, self.epoch)
 
     def write(self, rank: int, column: int, words: np.ndarray) -> None:
         """Write words uint32 [lanes, columns] to the first lanes of tensor memory, from a column on."""
-        memory = self.machine.tensor_memory
+        memory = self.memory
         lanes, columns = words.shape
         region = memory.region(self.program(rank), slice(0, lanes), column, columns)
         memory.write(region, words, self.rows, self.agent, self.epoch)
-
-
-def group_of(instruction: Instruction) -> int:
-    """How many programs take part in a `tcgen05` instruction: its `cta_group`."""
-    return int(instruction.opcode.split(".cta_group::")[1][0])
-
-
-Operation = Callable[[TensorPipe], None]
-
-
-def issue(fragment: "Fragment", pair: bool) -> Iterator[tuple[int, tuple[int, ...], Callable[[Operation], None]]]:
-    """(lane, ranks of the programs that take part, what puts an operation into the pipe) of every running thread.
-
-    pair: whether two programs take part.
-    """
-    machine = fragment.machine
-    for lane, warp in zip(map(int, fragment.lanes()), map(int, fragment.warp_of(fragment.lanes())), strict=True):
-        cluster, rank = machine.cluster_of_warp(warp), machine.program_of(warp) % machine.program.cluster
-        if pair and (rank % 2 or machine.program.cluster % 2):
-            raise Fault("an instruction for a pair of programs, from a program that is not the first of a pair")
-        rows = machine.clocks.of(cluster, machine.local_warp(warp))
-
-        def begin(operation: Operation, cluster: int = cluster, rows: np.ndarray = rows) -> None:
-            pipe = machine.tensor_memory.pipes[cluster]
-
-            def run() -> None:
-                pipe.begin(rows)
-                operation(pipe)
-
-            machine.in_pipe(fragment, cluster, run)
-
-        yield lane, (rank, rank + 1) if pair else (rank,), begin

@@ -25,7 +25,8 @@ from fp4compile.check.simulate.forms import Step, UnknownForm, address_reader, e
 from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.numbers import matrix_product
 from fp4compile.check.simulate.parse import Address, Instruction, Program
-from fp4compile.check.simulate.tensor_memory import LANES, QUARTER, TensorPipe, group_of, issue
+from fp4compile.check.simulate.tensor_issue import group_of, issue
+from fp4compile.check.simulate.tensor_memory import LANES, QUARTER, TensorPipe
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,8 @@ A product is computed when it is issued. That no kernel can tell: the clocks fin
 does not wait for the product, and `Products.check` every use of its registers. Sums are those of `warp_matrix`.
 """
 
-from collections import Counter, deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fp4compile.check.simulate.clocks import FENCED, KNOWN
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import (
     Read,
@@ -39,6 +34,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.machine import Machine
 from fp4compile.check.simulate.numbers import matrix_product
 from fp4compile.check.simulate.parse import Instruction, Operand, Pair, Program, Register, Vector
 from fp4compile.check.simulate.shared import START, swizzled
@@ -50,86 +46,13 @@ from fp4compile.check.simulate.warp_matrix import (
     stacked,
     sums_of,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from fp4compile.check.simulate.machine import Machine
+from fp4compile.check.simulate.warpgroup_products import OPCODE, Touched
 
 _SPANS = (0, 128, 64, 32)  # of swizzles by number
 _ROW = 32  # bytes of the contraction of an instruction
-_OPCODE = "wgmma.mma_async"
-_NONE: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class _Touched:
-    """The registers of a product. sums: of the result, in order. operands: of A."""
-
-    sums: tuple[str, ...]
-    operands: frozenset[str]
-
-    @property
-    def every(self) -> frozenset[str]:
-        return self.operands.union(self.sums)
-
-    def follows(self, other: "_Touched") -> bool:
-        """Whether this product may be issued while another one is under way."""
-        if self.operands & set(other.sums) or other.operands & set(self.sums):
-            return False
-        return self.sums == other.sums or not set(self.sums) & set(other.sums)
-
-
-class Products:
-    """The products under way of all warps of a machine.
-
-    committed: the groups that each warp has committed; a product's epoch is the number of its group, from 1 on.
-    registers: those of all products under way.
-    """
-
-    def __init__(self, machine: "Machine") -> None:
-        self.machine = machine
-        self.committed = np.zeros(len(machine.warp_pc), np.int32)
-        self.under_way: dict[int, deque[tuple[int, _Touched]]] = {}  # of each warp: (group, registers)
-        self.registers: frozenset[str] = frozenset()
-        self._count: Counter[_Touched] = Counter()
-
-    def issue(self, warps: np.ndarray, touched: _Touched) -> None:
-        """Some warps issue a product."""
-        for warp, group in zip(warps.tolist(), (self.committed[warps] + 1).tolist(), strict=True):
-            waiting = self.under_way.setdefault(warp, deque())
-            for _, other in waiting:
-                if other is not touched and not touched.follows(other):
-                    raise Fault("registers of a product under way, without wgmma.wait_group")
-            waiting.append((group, touched))
-        self._count[touched] += len(warps)
-        self.registers |= touched.every
-
-    def wait(self, warps: np.ndarray, left: int) -> None:
-        """Some warps wait for all groups but the latest `left`."""
-        machine, waited = self.machine, self.committed[warps] - left
-        for warp, group in zip(warps.tolist(), waited.tolist(), strict=True):
-            waiting = self.under_way.get(warp)
-            while waiting and waiting[0][0] <= group:
-                self._count[waiting.popleft()[1]] -= 1
-        self._count = +self._count
-        self.registers = _NONE.union(*(touched.every for touched in self._count))
-        clusters, local = np.divmod(warps, machine.warps_of_cluster)
-        agents = machine.clocks.products(local)
-        for row in (KNOWN, FENCED):
-            clocks = machine.clocks.rows[row]
-            clocks[clusters, local, agents] = np.maximum(clocks[clusters, local, agents], waited)
-
-    def check(self, fragment: Fragment, instruction: Instruction, names: frozenset[str]) -> None:
-        """Raise Fault where an instruction, other than a product, names registers of a product under way."""
-        if self.registers.isdisjoint(names) or instruction.opcode.startswith(_OPCODE):
-            return
-        for warp in fragment.warps.tolist():
-            for _, touched in self.under_way.get(warp, ()):
-                if not touched.every.isdisjoint(names):
-                    raise Fault(f"{self.machine.program.name}, {instruction}: uses {min(touched.every & names)} before "
-                                "wgmma.wait_group")  # fmt: skip
-
-
-def end(machine: "Machine") -> None:
+def end(machine: Machine) -> None:
     """Raise Fault for products that nobody waited for."""
     if machine.products.registers:
         raise Fault(f"{machine.program.name}: a program ends without wgmma.wait_group for its last products")
@@ -188,7 +111,7 @@ def _one_for_each_warp(fragment: Fragment, read: Read, which: np.ndarray) -> np.
     return values[:, 0]
 
 
-@form(*[f"{_OPCODE}.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in range(8, 257, 8) for kind in ("bf16", "f16")])
+@form(*[f"{OPCODE}.sync.aligned.m64n{n}k16.f32.{kind}.{kind}" for n in range(8, 257, 8) for kind in ("bf16", "f16")])
 def _product(instruction: Instruction, program: Program) -> Step:
     in_registers = isinstance(instruction.operands[1], Vector)
     expect(instruction, 7 if in_registers else 8)
@@ -199,7 +122,7 @@ def _product(instruction: Instruction, program: Program) -> Step:
     sums, writes = readers_of(into, "f32", n // 2), [writer(each, "f32") for each in registers_of(into)]
     left = readers_of(a, "b32", 4) if in_registers else [reader(a, "u64")]
     right, adding = reader(b, "u64"), reader(adds, "pred")
-    touched = _Touched(_names(into), frozenset(_names(a) if in_registers else ()))
+    touched = Touched(_names(into), frozenset(_names(a) if in_registers else ()))
     unfenced = _unfenced(instruction, program, touched)
 
     def step(fragment: Fragment) -> None:
@@ -223,9 +146,6 @@ def _product(instruction: Instruction, program: Program) -> Step:
             every = np.zeros((len(which), 32), np.float32)
             every[which] = values.reshape(-1, 32)
             write(fragment, every.ravel())
-        # What the warp does from here on is not ordered before the product.
-        clusters, local = np.divmod(warps, machine.warps_of_cluster)
-        machine.clocks.rows[KNOWN, clusters, local, local] += 1
 
     return step
 
@@ -234,7 +154,7 @@ def _names(operand: Operand) -> tuple[str, ...]:
     return tuple(one.name for one in registers_of(operand) if isinstance(one, Register))
 
 
-def _unfenced(instruction: Instruction, program: Program, touched: _Touched) -> str:
+def _unfenced(instruction: Instruction, program: Program, touched: Touched) -> str:
     """What is wrong with the `wgmma.fence` before a product; empty if nothing is."""
     index = program.instructions.index(instruction)
     while index not in program.leaders:
@@ -242,7 +162,7 @@ def _unfenced(instruction: Instruction, program: Program, touched: _Touched) -> 
         before = program.instructions[index]
         if before.opcode == "wgmma.fence.sync.aligned":
             return ""
-        if not before.opcode.startswith(_OPCODE):
+        if not before.opcode.startswith(OPCODE):
             written = touched.every.intersection(_written(before))
             if written:
                 return f"no wgmma.fence after {min(written)} was written"

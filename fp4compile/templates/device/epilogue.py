@@ -80,28 +80,50 @@ def rescale_mode(OUTER):
 
 
 @triton.jit
-def rescale(
-    acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
+def factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr):
+    """The factor that `rescale_columns` takes: the product of those outer scales that all columns share; 1.0 for none.
+
+    With A_OUTER == "row" it is float32 of the shape of `row`, else a scalar.
+    """
+    factor = 1.0
+    if A_OUTER == "tensor":
+        factor = tl.load(a_outer_ptr)
+    elif A_OUTER == "row":
+        factor = tl.load(a_outer_ptr + tl.cast(batch, tl.int64) * m + row, mask=row < m, other=1.0)
+    if B_OUTER == "tensor":
+        other = tl.load(b_outer_ptr)
+        factor = factor * other if A_OUTER != "none" else other
+    return factor
+
+
+@triton.jit
+def rescale_columns(
+    acc, factor, col, n, batch, b_outer_ptr, bias_ptr,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
 ):  # fmt: skip
-    """The float32 sums at (row, col), multiplied once by the product of the outer scales, plus the column's bias."""
-    if A_OUTER != "none":
-        if A_OUTER == "tensor":
-            factor = tl.load(a_outer_ptr)
-        else:
-            factor = tl.load(a_outer_ptr + tl.cast(batch, tl.int64) * m + row, mask=row < m, other=1.0)
-    if B_OUTER != "none":
-        if B_OUTER == "tensor":
-            other = tl.load(b_outer_ptr)
-        else:
-            b_rows = tl.cast(batch, tl.int64) * n if B_BATCHED else 0
-            other = tl.load(b_outer_ptr + b_rows + col, mask=col < n, other=1.0)
+    """The float32 sums at columns `col`, multiplied once by the product of the outer scales, plus the column's bias.
+
+    factor: from `factor_of_rows`.
+    """
+    if B_OUTER == "row":
+        b_rows = tl.cast(batch, tl.int64) * n if B_BATCHED else 0
+        other = tl.load(b_outer_ptr + b_rows + col, mask=col < n, other=1.0)
         factor = factor * other if A_OUTER != "none" else other
     if A_OUTER != "none" or B_OUTER != "none":
         acc = acc * factor
     if BIAS:
         acc = acc + tl.load(bias_ptr + col, mask=col < n, other=0.0).to(tl.float32)
     return acc
+
+
+@triton.jit
+def rescale(
+    acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
+    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+):  # fmt: skip
+    """The float32 sums at (row, col), multiplied once by the product of the outer scales, plus the column's bias."""
+    factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER, B_OUTER)
+    return rescale_columns(acc, factor, col, n, batch, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
 
 
 @triton.jit

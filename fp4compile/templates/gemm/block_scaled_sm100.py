@@ -30,7 +30,14 @@ from fp4compile.templates.device.block_scaled_tile import (
     multiply,
     scale_source,
 )
-from fp4compile.templates.device.epilogue import column_parts, epilogue, rescale, stored, stored_ptr
+from fp4compile.templates.device.epilogue import (
+    column_parts,
+    epilogue,
+    factor_of_rows,
+    rescale_columns,
+    stored,
+    stored_ptr,
+)
 from fp4compile.templates.device.persistent_grid import grouped_tile
 from fp4compile.templates.gemm.call import Call
 from fp4compile.templates.gemm.candidate import Candidate
@@ -73,6 +80,8 @@ def gemm_block_scaled_sm100(
     if TMA_STORE:
         target = tl.make_tensor_descriptor(out_ptr, [m, n], [n, 1], [BM, part_cols])
 
+    if TMA:
+        tl.assume(steps > 0)  # so that Triton makes no second epilogue, for tiles without steps
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     for tile in tl.range(tl.program_id(0), batches * tiles_m * tiles_n, tl.num_programs(0), flatten=WARP_SPECIALIZE,
@@ -84,6 +93,9 @@ def gemm_block_scaled_sm100(
         b_row = b_batch * n + tile_n * BN
         a_row_tile = batch * row_tiles_a + tile_m * (BM // 128)
         b_row_tile = b_batch * row_tiles_b + tile_n * (BN // 128)
+        # Loaded before the steps: they hide the latency, and all parts share the factor.
+        row = (tile_m * BM + tl.arange(0, BM))[:, None]
+        factor = factor_of_rows(row, m, batch, a_outer_ptr, b_outer_ptr, A_OUTER, B_OUTER)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
             a = load_codes(a_source, a_row, step * a_bytes, (batch + 1) * m, a_per_row, BM, a_bytes, TMA, EVEN_K)
@@ -95,15 +107,14 @@ def gemm_block_scaled_sm100(
                                   BN, scale_cols, TMA)  # fmt: skip
             acc = multiply(a, a_scale, b, b_scale, acc, A_ELEMENT, B_ELEMENT, SCALE, BLOCK)
 
-        row = (tile_m * BM + tl.arange(0, BM))[:, None]
         parts = column_parts(acc, PARTS)
         for i in tl.static_range(PARTS):
             col0 = tile_n * BN + i * part_cols
             col = (col0 + tl.arange(0, part_cols))[None, :]
             mask = (row < m) & (col < n)
             at = (batch.to(tl.int64) * m + row) * n + col
-            part = rescale(parts[i], row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr,
-                           A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
+            part = rescale_columns(parts[i], factor, col, n, batch, b_outer_ptr, bias_ptr,
+                                   A_OUTER, B_OUTER, BIAS, B_BATCHED)  # fmt: skip
             part = epilogue(part, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
             part = stored(part, out_ptr, ISA)
             if TMA_STORE:

@@ -328,10 +328,8 @@ def block_scaled_configs(p: Problem) -> tuple[BlockScaledConfig, ...]:
     if not tma:
         return (BlockScaledConfig(128, 128, step, stages=3, parts=2, tma=False, warp_specialize=False),)
     wide = BlockScaledConfig(128, 256, step, stages=4, parts=8)
-    return (
-        replace(wide, stages=_stages(p, wide)),
-        BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True),
-    )
+    narrow = BlockScaledConfig(128, 128, step, stages=5, parts=4, two_sums=True)
+    return _with_parts(p, replace(wide, stages=_stages(p, wide))), _with_parts(p, narrow)
 
 
 def _stages(p: Problem, config: BlockScaledConfig) -> int:
@@ -339,10 +337,28 @@ def _stages(p: Problem, config: BlockScaledConfig) -> int:
 
     The buffers hold a part of the result and, with pointwise operations, a part of their operand.
     """
-    rows, blocks = config.bm + config.bn, config.bk // p.a.format.block_cols
     element = p.out_dtype.itemsize + (4 if p.epilogue else 0)
     parts = config.bm * config.bn // config.parts * element
-    return min(config.stages, (p.target.shared_memory - parts - 2048) // (rows * (128 + blocks)))
+    return min(config.stages, (p.target.shared_memory - parts - 2048) // _stage_bytes(p, config))
+
+
+def _stage_bytes(p: Problem, config: BlockScaledConfig) -> int:
+    return (config.bm + config.bn) * (128 + config.bk // p.a.format.block_cols)
+
+
+def _with_parts(p: Problem, config: BlockScaledConfig) -> BlockScaledConfig:
+    """The configuration with as few parts as shared memory holds beside the stages, if TMA stores the result.
+
+    TMA stores all parts from one buffer, so each part waits until the one before has left it. Parts that threads store
+    need no buffer, and parts of an epilogue keep their width: their operands pass through shared memory too.
+    """
+    stored_by_tma = statically_true(p.batches == 1) and statically_true(p.n * p.out_dtype.itemsize % 16 == 0)
+    if p.epilogue or not stored_by_tma:
+        return config
+    free = p.target.shared_memory - 2048 - config.stages * _stage_bytes(p, config)
+    while config.parts > 1 and 2 * config.bm * config.bn // config.parts * p.out_dtype.itemsize <= free:
+        config = replace(config, parts=config.parts // 2)
+    return config
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,240 @@
+"""Compiled models on a GPU that is not there: Inductor's wrapper runs, and its launches run in the simulator.
+
+    with simulated(monkeypatch, 100) as gpu:
+        y = torch.compile(model, backend=fp4compile.backend("nvfp4"))(x)  # tensors of the CPU
+
+Dynamo, AOTAutograd and the caller see a model of the CPU. Before the first of this package's passes each graph is moved
+to the GPU: its values are on "cuda:0" from there on. So the passes, the partitioner and Inductor compile it for a GPU,
+and the wrapper that Inductor generates is called with tensors of the CPU:
+
+- its kernels, this package's and Inductor's own, are compiled ahead of time and executed by `Simulator`;
+- products of libraries are checked as cuBLASLt checks them (`library_checks`), and computed by the reference;
+- other operations are PyTorch's own on the CPU.
+
+Inductor would time several configurations of its own kernels; the first one is taken.
+"""
+
+import ctypes
+import importlib
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch._inductor.codecache
+import torch._inductor.compile_fx
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes import joint_graph
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import get_constexprs
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._triton import has_triton
+
+from fp4compile.check.simulate.launch import Simulator, compiled_of
+from fp4compile.formats import formats, reference
+from fp4compile.formats.operand import Operand
+from fp4compile.hardware import Target
+from fp4compile.ops.define import KERNELS
+from fp4compile.ops.matmul import (
+    SCALED_GROUPED_MM_LIBRARY,
+    SCALED_MM_LIBRARY,
+    scaled_grouped_mm_library_kernels,
+    scaled_mm_library_kernels,
+)
+from fp4compile.passes import hoist
+from tests.helpers.absent_gpu import pretend
+from tests.helpers.library_checks import FLOAT4, V1, V2, check, named
+
+GPU = torch.device("cuda:0")
+# What the package's ops do on a GPU.
+ON_GPU = {
+    **KERNELS,
+    SCALED_MM_LIBRARY: scaled_mm_library_kernels,
+    SCALED_GROUPED_MM_LIBRARY: scaled_grouped_mm_library_kernels,
+}
+LIBRARY = {V1: V1, V2: V2, torch.ops.aten._scaled_mm.out: V1, torch.ops.aten._scaled_mm_v2.out: V2}
+
+
+@contextmanager
+def simulated(monkeypatch, sm):
+    """While this lasts, `torch.compile` compiles for a GPU of compute capability `sm`; yields the `Gpu` that runs it."""
+    gpu = Gpu(Simulator(Target(sm)))
+    with monkeypatch.context() as patch:
+        pretend(patch, sm)
+        for name in ("_exchange_device", "_maybe_exchange_device"):
+            patch.setattr(torch.cuda, name, lambda index: 0)
+        for name in ("set_device", "get_rng_state", "set_rng_state"):
+            patch.setattr(torch.cuda, name, lambda *args: torch.empty(0))
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+        patch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
+        patch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
+        patch.setattr(joint_graph, "lazy_init", lambda *args: None)  # traces patterns of Inductor's on the GPU
+        folder = joint_graph.UniformValueConstantFolder
+        for name in ("run", "_add_peephole_patterns"):
+            patch.setattr(folder, name, _on_cpu(getattr(folder, name)))
+        patch.setattr(AsyncCompile, "triton", lambda self, name, source, *rest, **more: gpu.kernel(name, source))
+        patch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx_inner", gpu.compile_inner)
+        patch.setattr(hoist, "packed_weight", gpu.during(hoist.packed_weight))
+        settings = {"joint_custom_pre_pass": MoveToGpu(), "force_disable_caches": True, "compile_threads": 1,
+                    "use_static_cuda_launcher": False}  # fmt: skip
+        has_triton.cache_clear()  # torch may have asked before
+        with config.patch(settings), _device_guard():
+            yield gpu
+    has_triton.cache_clear()
+
+
+@contextmanager
+def _device_guard():
+    """While this lasts, PyTorch built for CPUs sets "the current CUDA device" by doing nothing, as it does for "meta".
+
+    PyTorch built for CUDA does so by itself where there is no GPU (`c10::impl::ensureCUDADeviceGuardSet`).
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA]
+    guards[_CUDA] = before or guards[_META]
+    try:
+        yield
+    finally:
+        guards[_CUDA] = before
+
+
+_CUDA, _META, _DEVICE_TYPES = 1, 14, 15  # c10::DeviceType
+
+
+def _empty_strided(size, stride, dtype):
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class MoveToGpu(CustomGraphPass):
+    """Let all values of a graph be on the GPU."""
+
+    def __call__(self, graph):
+        for node in graph.nodes:
+            for value in pytree.tree_leaves(node.meta.get("val")):
+                if isinstance(value, FakeTensor):
+                    value.fake_device = GPU  # in place: values that share memory go on sharing it
+            node.args, node.kwargs = pytree.tree_map(_moved, (node.args, node.kwargs))
+
+    def uuid(self):
+        return "MoveToGpu"
+
+
+def _moved(argument):
+    return GPU if argument == torch.device("cpu") else argument
+
+
+class _Constants(TorchDispatchMode):
+    """Tensors that Inductor would make on the GPU are made on the CPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **_on_host(kwargs or {}))
+
+
+def _on_host(kwargs):
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") == GPU else kwargs
+
+
+def _on_cpu(function):
+    def run(*args):
+        with _Constants():
+            return function(*args)
+
+    return run
+
+
+@dataclass(eq=False)
+class Gpu:
+    """What compiled models took. launches: the kernels and library calls that ran, by name, in order."""
+
+    simulator: Simulator
+    launches: list[str] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def compile_inner(self, gm, example_inputs, **kwargs):
+        """`compile_fx_inner` of a graph that `MoveToGpu` has moved."""
+        values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+        compiled = self.during(torch._inductor.compile_fx.compile_fx_inner(gm, values, **kwargs))
+        compiled._boxed_call = True
+        return compiled
+
+    def during(self, function):
+        """A function whose launches and operations run on this GPU."""
+
+        def run(*args, **kwargs):
+            with self.simulator.running(), _Operations(self):
+                return function(*args, **kwargs)
+
+        return run
+
+    def kernel(self, name, source):
+        """What stands for a kernel in the wrapper."""
+        return Kernel(self, name, source)
+
+
+class Kernel:
+    """A kernel of a wrapper, compiled for the GPU that is not there."""
+
+    def __init__(self, gpu, name, source):
+        self.gpu, self.name = gpu, name
+        gpu.sources[name] = source
+        tuner = getattr(PyCodeCache.load(source), name)
+        result = tuner._precompile_config(tuner.configs[0])
+        self.compiled = compiled_of(result.kernel.asm["ptx"], result.kernel.metadata)
+        function, signature = tuner.fn, result.compile_meta["signature"]
+        passed, parameters, _ = result._get_arg_lists(function.arg_names, get_constexprs(function))
+        values = [each for name, each in zip(function.arg_names, passed, strict=True)
+                  if signature.get(name, "constexpr") != "constexpr"]  # fmt: skip
+        scope = {"runner": self._launch, "grid_meta": result.config.kwargs}
+        self.launcher = result._gen_launcher_code(scope, parameters, ["grid_0", "grid_1", "grid_2", *values])
+
+    def run(self, *args, stream):
+        """The call in the wrapper."""
+        self.launcher(*args, stream=stream)
+
+    def _launch(self, x, y, z, *values):
+        self.gpu.launches.append(self.name)
+        self.gpu.simulator.execute(self.compiled, values, (x, y, z))
+
+
+class _Operations(TorchDispatchMode):
+    """Ops of this package run their kernels, and products of libraries the reference."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = _on_host(kwargs or {})
+        if func in ON_GPU:
+            with self:
+                return ON_GPU[func](*args, **kwargs)
+        if func in LIBRARY:
+            self.gpu.launches.append(func._opname)
+            given = named(LIBRARY[func], args, {name: value for name, value in kwargs.items() if name != "out"})
+            check(LIBRARY[func], given, self.gpu.simulator.target.sm)
+            result = library_product(LIBRARY[func], given)
+            return kwargs["out"].copy_(result) if "out" in kwargs else result
+        return func(*args, **kwargs)
+
+
+def library_product(op, given):
+    """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
+    a, b = given["self"], given["mat2"]
+    if op is V1:
+        scales = [(given["scale_a"], None), (given["scale_b"], None)]
+    else:
+        scales = [given["scale_a"], given["scale_b"]]
+    fmt = formats.get("nvfp4" if a.dtype == FLOAT4 else "mxfp8")
+    left, right = (
+        Operand(data.view(fmt.data_dtype), block.view(fmt.scale_dtype).view(-1), outer, fmt)
+        for data, (block, outer) in zip((a, b.t()), scales, strict=True)
+    )
+    return reference.scaled_mm(left, right, given["bias"], given["out_dtype"])

@@ -1,0 +1,124 @@
+"""Launches of this package in the simulator of their PTX: a kernel of each kind, at the smallest shapes with all paths.
+
+`python -m fp4compile check-sm100 --simulate` runs every launch of the gate's table.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4compile.check import run_simulated
+from fp4compile.check.product_table import Product
+from fp4compile.check.quantiser_table import BF16, CONFIGURATIONS, GROUPED_CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
+from fp4compile.check.run_simulated import multiplied, quantized, quantized_after_steps, quantized_groups, reduced
+from fp4compile.check.simulate.fault import Fault
+from fp4compile.check.simulate.launch import Simulator
+from fp4compile.check.simulate.run import Schedule
+from fp4compile.cli.main import main
+from fp4compile.hardware import Target
+from fp4compile.ops.quantize import QUANTIZE, quantize_kernels
+
+SEEDS = (0, 1)
+
+
+def on(sm=100, seed=0):
+    return Simulator(Target(sm), Schedule(seed))
+
+
+def entry(table, label, format):
+    (found,) = (one for one in table if (one.label, one.format) == (label, format))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("label", "format"), [
+    ("rows", "nvfp4"), ("scaled rows", "nvfp4_rowwise"), ("stochastic rows", "nvfp4_te"), ("columns", "mxfp4"),
+    ("square", "nvfp4_16x16"),
+])  # fmt: skip
+def test_quantisers(label, format, seed):
+    assert quantized(entry(CONFIGURATIONS, label, format), (130, 80), on(seed=seed)) == []
+
+
+@pytest.mark.parametrize(("sm", "stochastic"), [(103, True), (90, False)])
+def test_other_gpus(sm, stochastic):
+    """Compute capability 9.0 has none of the conversions, and rounds by the portable form."""
+    simulator = on(sm)
+    assert quantized(entry(CONFIGURATIONS, "stochastic rows", "nvfp4_te"), (130, 80), simulator) == []
+    assert any(opcode.startswith("cvt.rs") for opcode in simulator.tally.opcodes) == stochastic
+
+
+def test_groups_and_steps():
+    """Groups without rows, and rows of no group; a norm whose statistics are computed on the chip."""
+    assert quantized_groups(entry(GROUPED_CONFIGURATIONS, "grouped rows", "nvfp4"), 80, on()) == []
+    norm = replace(entry(PROLOGUE_CONFIGURATIONS, "a norm", "mxfp8"), shape=(8192, 1024))
+    assert quantized_after_steps(norm, run_simulated.WHOLE, on(seed=1)) == []
+
+
+PRODUCTS = {
+    "dense": Product("nvfp4", "nvfp4", epilogue="bias"),
+    "rows of codes that are no multiples of 16 bytes": Product("nvfp4", "nvfp4", k=8192 - 16),
+    "few rows, sums in parts": Product("mxfp8", "mxfp8", 16),
+    "groups": Product("nvfp4", "nvfp4", 8192, 2048, 4096, groups=64),
+    "dequantised": Product(None, "nvfp4", 16),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    """On a GPU with two multiprocessors, so that programs walk over several tiles."""
+    product = PRODUCTS[name]
+    small = replace(reduced(product), k=min(reduced(product).k, 768 - product.k % 32))
+    simulator = Simulator(Target(100, 2), Schedule(1))
+    assert multiplied(product, small, simulator) == []
+    assert simulator.tally.instructions
+
+
+# ---------------------------------------------------------------- what the launches are given
+
+
+def test_unwritten_memory_is_known():
+    """Results of `torch.empty` hold nothing until a kernel or PyTorch writes them; the kernel writes all of them."""
+    simulator = on()
+    with simulator.running():
+        data, *_ = quantize_kernels(torch.randn(4, 64).to(BF16), "mxfp8", [-1])
+        assert data.untyped_storage().data_ptr() not in simulator.unwritten
+        x = torch.empty(4, 64, dtype=BF16)
+        assert x.untyped_storage().data_ptr() in simulator.unwritten
+        with pytest.raises(Fault, match="reads global memory that nothing wrote"):
+            quantize_kernels(x, "mxfp8", [-1])
+        x.zero_()
+        quantize_kernels(x, "mxfp8", [-1])
+
+
+def test_slices_are_read_where_they_lie():
+    """A launch gets the address of a slice's first element, and finds nothing beyond the storage."""
+    x = torch.randn(6, 128).to(BF16)
+    half = x[:, 64:]
+    with on().running():
+        found = quantize_kernels(half, "mxfp8", [-1])
+    for one, other in zip(found, QUANTIZE(half, "mxfp8", [-1]), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    only = "quantise rows, mxfp4"
+    assert main(["check-sm100", "--simulate", "--only", only, "--schedules", "1", "--json", str(file)]) == 0
+    assert only in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    (case,) = content["cases"]
+    assert (case["wrong"], case["kernels"], case["sm"]) == ([], "quantize_rows", 100)
+    assert content["coverage"]["100"]["simulated"] >= 1
+
+
+def test_what_is_wrong_is_said(monkeypatch):
+    right = run_simulated.quantize_kernels
+    grouped = entry(GROUPED_CONFIGURATIONS, "grouped rows", "mxfp8")
+    monkeypatch.setattr(run_simulated, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
+    (what,) = quantized_groups(grouped, 80, on())
+    assert what.startswith("codes: ")
