@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fp4compile import _compat
 from fp4compile.check.simulate.memory import GlobalMemory
-from fp4compile.check.simulate.parse import Program, parse
+from fp4compile.check.simulate.parse import parse
 from fp4compile.check.simulate.run import LOCKSTEP, Kernel, Schedule, Tally, run
 from fp4compile.hardware import Target
 from fp4compile.templates.launch import Launch, taken_by
@@ -29,7 +29,7 @@ from fp4compile.templates.launch import Launch, taken_by
 class Simulator:
     """What the launches of a block took. schedule: of all launches. launches: all of them, in order.
 
-    executed: of each kernel's program, the indices of the instructions that a thread executed.
+    executed: for the PTX of each kernel, the indices of the instructions that a thread executed.
     unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a value.
     """
 
@@ -38,7 +38,7 @@ class Simulator:
     launches: list[Launch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
-    executed: dict[Program, set[int]] = field(default_factory=dict)
+    executed: dict[str, set[int]] = field(default_factory=dict)
     unwritten: dict[int, np.ndarray] = field(default_factory=dict)
 
     @contextmanager
@@ -68,7 +68,7 @@ class Simulator:
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
         self.tally.notes += tally.notes
-        self.executed.setdefault(compiled.kernel.program, set()).update(tally.executed)
+        self.executed.setdefault(compiled.ptx, set()).update(tally.executed)
         self.seconds += time.perf_counter() - started
 
     def compiled(self, launch: Launch) -> "Compiled":

@@ -92,7 +92,7 @@ class Instruction:
         return f"line {self.line}: {self.text}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Program:
     """A kernel.
 
