@@ -1,13 +1,14 @@
 """Edits of compiled PTX, made mechanically: each changes one thing that a compiler or an author could get wrong.
 
-Of statements that a kernel has dozens of, a fixed random sample is edited. Left alone are instructions whose effect the
-simulator does not model: `griddepcontrol` (launches run one after the other) and `setmaxnreg` (ptxas gives registers).
+Of statements that a kernel has dozens of, a fixed random sample is edited. Left alone are statements that do not run,
+and instructions whose effect the simulator does not model: `griddepcontrol` (launches run one after the other) and
+`setmaxnreg` (ptxas gives registers).
 """
 
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,11 +51,12 @@ class Edit:
 
 
 class Code:
-    """A kernel's PTX and its statements."""
+    """A kernel's PTX and its statements. executed: the indices of those that run."""
 
-    def __init__(self, ptx: str) -> None:
-        self.instructions = parse(ptx).instructions
-        self.name = parse(ptx).name
+    def __init__(self, ptx: str, executed: Collection[int]) -> None:
+        program = parse(ptx)
+        self.name, self.instructions = program.name, program.instructions
+        self.executed = [self.instructions[i] for i in sorted(executed)]
 
     @cached_property
     def _nth(self) -> dict[int, int]:
@@ -76,8 +78,13 @@ class Code:
         return found
 
     def find(self, *prefixes: str) -> list[Instruction]:
-        """The statements whose opcode begins with one of these."""
-        return [one for one in self.instructions if one.opcode.startswith(prefixes)]
+        """The statements that run and whose opcode begins with one of these."""
+        return [one for one in self.executed if one.opcode.startswith(prefixes)]
+
+    def is_sign(self, register: str) -> bool:
+        """Whether a register is a number's sign, by which a division rounds negative numbers up: sizes have none."""
+        return any(one.opcode.startswith("shr.s") and operands_of(one)[2] in ("31", "63")
+                   for one in self.writers.get(register, []))  # fmt: skip
 
     def replaced(self, name: str, *pairs: tuple[Instruction, str]) -> Edit:
         """An edit that puts texts in the place of statements; "" removes one."""
@@ -177,13 +184,16 @@ def _generator(function: Callable[[Code], Edits]) -> Callable[[Code], Edits]:
     return function
 
 
-def edits(ptx: str) -> list[Edit]:
-    """All edits of a kernel."""
-    code = Code(ptx)
-    found = [edit for generator in _GENERATORS for edit in generator(code)]
+def edits(ptx: str, executed: Collection[int], most: int) -> list[Edit]:
+    """The edits of a kernel. executed: the indices of the statements that run. most: how many edits of each kind."""
+    code, found = Code(ptx, executed), []
+    for generator in _GENERATORS:
+        made = [edit for edit in generator(code) if edit.applied(ptx) != ptx]
+        seed = f"{code.name} {generator.__name__} {len(made)}"
+        found += made if len(made) <= most else random.Random(seed).sample(made, most)
     names = Counter(edit.name for edit in found)
-    assert not [name for name in names if names[name] > 1], names.most_common(3)
-    return [edit for edit in found if edit.applied(ptx) != ptx]
+    assert len(names) == len(found), names.most_common(3)
+    return found
 
 
 def _removed(code: Code, what: str, most: int, *prefixes: str) -> Edits:
@@ -483,7 +493,7 @@ def _exchanges(code: Code) -> Edits:
 @_generator
 def _floats(code: Code) -> Edits:
     """Constants by which numbers are scaled and rounded."""
-    having = [one for one in code.instructions if re.search(r"\b0f(?!00000000)[0-9A-F]{8}", one.text)]
+    having = [one for one in code.executed if re.search(r"\b0f(?!00000000)[0-9A-F]{8}", one.text)]
     for which, one in _sample(having, 8):
         constants = re.findall(r"\b0f(?!00000000)[0-9A-F]{8}", one.text)
         value = int(constants[0][2:], 16)
@@ -547,11 +557,18 @@ def _wraps(code: Code) -> list[Instruction]:
 def _whole_numbers(code: Code) -> Edits:
     having = [one for one in code.find("add.s32", "add.s64", "shl.b32", "shr.u32", "bfe.u32", "and.b32", "or.b32",
                                        "mad.lo.s32", "mul.lo.s32", "mul.wide", "mad.wide", "xor.b32")
-              if re.fullmatch(r"-?\d+", operands_of(one)[2])]  # fmt: skip
+              if re.fullmatch(r"-?\d+", operands_of(one)[2]) and not code.is_sign(operands_of(one)[1])]  # fmt: skip
     for which, one in _sample(having, 8):
         value = int(operands_of(one)[2])
-        lowest = value & -value if one.opcode.startswith(("and", "or", "xor")) and value > 0 else 1
-        if one.opcode.startswith("add") and value % 16 == 0:
-            lowest = 16
-        new = with_operands(one, {2: str(value + lowest)})
-        yield code.replaced(f"whole number {which}: {one.opcode} by {value} -> {value + lowest}", (one, new))
+        new = value + _other(one.opcode, value)
+        edited = with_operands(one, {2: str(new)})
+        yield code.replaced(f"whole number {which}: {one.opcode} by {value} -> {new}", (one, edited))
+
+
+def _other(opcode: str, value: int) -> int:
+    """What is added to a constant: the least that matters, for the instruction that has it."""
+    if opcode.startswith("add") and value > 0 and value & (value + 1) == 0:
+        return -value  # it rounds a size up
+    if opcode.startswith("add") and value % 16 == 0:
+        return 16
+    return value & -value if opcode.startswith(("and", "or", "xor")) and value > 0 else 1
