@@ -88,9 +88,7 @@ def _load(instruction: Instruction, program: Program) -> Step:
         if not fragment.whole:
             addresses, clusters = addresses[running], clusters[running]
         if shared:
-            warps = machine.warp_of[fragment.threads]
-            warps = warps if fragment.whole else warps[running]
-            found = machine.shared.load(addresses, nbytes * count, clusters, warps)
+            found = machine.shared.load(addresses, nbytes * count, clusters, *_threads(fragment))
         else:
             found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster)
         values = found.view(dtype)  # [threads, count]
@@ -124,12 +122,19 @@ def _store(instruction: Instruction, program: Program) -> Step:
             addresses, clusters, columns = addresses[running], clusters[running], columns[running]
         rows = np.ascontiguousarray(columns).view(np.uint8)
         if shared:
-            warps = machine.warp_of[fragment.threads]
-            machine.shared.store(addresses, rows, clusters, warps if fragment.whole else warps[running])
+            machine.shared.store(addresses, rows, clusters, *_threads(fragment))
         else:
             machine.memory.store(addresses, rows, clusters + machine.first_cluster)
 
     return step
+
+
+def _threads(fragment: Fragment) -> tuple[np.ndarray, np.ndarray]:
+    """(warps, lanes) of the running threads."""
+    machine, threads = fragment.machine, fragment.threads
+    if fragment.whole:
+        return machine.warp_of[threads], machine.lane_of[threads]
+    return machine.warp_of[threads][fragment.running], machine.lane_of[threads][fragment.running]
 
 
 _ATOMIC: dict[str, Callable[[int, int], int]] = {"max": max, "min": min, "add": lambda a, b: a + b}
