@@ -180,11 +180,6 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
 # ---------------------------------------------------------------- local memory
 
 
-def _threads(fragment: Fragment) -> np.ndarray:
-    """The machine's indices of the running threads."""
-    return np.arange(len(fragment.machine.pc))[fragment.threads][fragment.running]
-
-
 @form(*[f"ld.local.{kind}" for kind in ("b32", "b64")])
 def _load_local(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
@@ -194,7 +189,8 @@ def _load_local(instruction: Instruction, program: Program) -> Step:
     dtype = forms.constant(0, kind).dtype
 
     def step(fragment: Fragment) -> None:
-        found = fragment.machine.local.load(_threads(fragment), address(fragment)[fragment.running], dtype.itemsize)
+        local, addresses = fragment.machine.local, address(fragment)[fragment.running]
+        found = local.load(fragment.running_threads(), addresses, dtype.itemsize)
         values = np.zeros(fragment.shape, dtype)
         values[fragment.running] = found.view(dtype)[:, 0]
         write(fragment, values)
@@ -212,6 +208,6 @@ def _store_local(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
         rows = values.reshape(-1, 1).view(np.uint8)
-        fragment.machine.local.store(_threads(fragment), address(fragment)[fragment.running], rows)
+        fragment.machine.local.store(fragment.running_threads(), address(fragment)[fragment.running], rows)
 
     return step
