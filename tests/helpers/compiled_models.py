@@ -9,9 +9,9 @@
 How far simulated and reference may be apart:
 
 - In float32 both compute the same operations, in sums of another order. At most `ROUNDINGS` numbers are added, one
-  after the other, on the way from the inputs to a result; their rounding errors add up as a random walk. The bound is four of
-  its standard deviations, relative to a tensor's largest element. One other code of a quantised tensor would make a
-  hundred times as much.
+  after the other, on the way from the inputs to a result; their rounding errors add up as a random walk. The bound is
+  four of its standard deviations, relative to a tensor's largest element. One other code of a quantised tensor would
+  make a hundred times as much.
 - In bfloat16 Inductor's kernels, and prologues and epilogues, round where they write to memory, and the reference after
   every operation. Codes differ where a value lies near the boundary of two. What rounds at some of the places only is
   as far from exact as what rounds at all of them, or nearer. So simulated and reference are at most twice as far apart,
