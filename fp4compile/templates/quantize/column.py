@@ -78,9 +78,6 @@ def outers_of(
         first, last = (View.flat(amax.tensor.narrow(0, i, 1), 1) for i in (0, 1))
         return Outer("amax", empty(1), first), Outer("amax", empty(1), last, (launch,))
     both = outer_of(source, fmt, static, each_matrix)
-    if with_rows and both.mode == "amax":
-        # The kernel stores the scale for each direction. If both were one tensor, Inductor would copy it before.
-        return Outer("amax", empty(1), both.amax), both
     return both, both
 
 
