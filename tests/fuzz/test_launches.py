@@ -25,8 +25,8 @@ def fuzz(*arguments: str) -> str:
 @pytest.mark.slow
 def test_random_launches():
     """More programs: `python -m tests.fuzz --launches --seed 100 --count 500`."""
-    told = fuzz("--launches", "--seed", "0", "--count", "100")
-    assert told.startswith("100 runs") and "0 findings" in told
+    told = fuzz("--launches", "--seed", "50", "--count", "50")
+    assert told.startswith("50 runs") and "0 findings" in told
     # Every kind of op that the interpreter can run is met.
     for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
                  "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_horizontal",

@@ -41,8 +41,9 @@ def execute(text: str, inputs: dict[str, np.ndarray], running: np.ndarray | None
     def special(name: str, threads: slice | np.ndarray) -> np.ndarray:
         return {"%tid.x": np.arange(count, dtype=np.uint64), "%laneid": np.arange(count, dtype=np.uint64) % LANES}[name]
 
-    fragment = Fragment(SimpleNamespace(registers=registers, special=special), np.arange(count // LANES),
-                        np.ones(count, bool))  # fmt: skip
+    machine = SimpleNamespace(registers=registers, special=special, warps_of_cluster=count // LANES,
+                              meet=lambda clusters, warps: None)  # fmt: skip
+    fragment = Fragment(machine, np.arange(count // LANES), np.ones(count, bool))
     if running is not None:
         fragment.running, fragment.whole = running, bool(running.all())
     with np.errstate(all="ignore"):

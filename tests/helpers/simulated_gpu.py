@@ -63,7 +63,7 @@ LIBRARY = {V1: V1, V2: V2, torch.ops.aten._scaled_mm.out: V1, torch.ops.aten._sc
 
 @contextmanager
 def simulated(monkeypatch, sm):
-    """While this lasts, `torch.compile` compiles for a GPU of compute capability `sm`. Yields the `Gpu` that runs."""
+    """While this lasts, `torch.compile` compiles for compute capability `sm`. Yields the `Gpu` that runs the code."""
     gpu = Gpu(Simulator(Target(sm)))
     with monkeypatch.context() as patch:
         pretend(patch, sm)

@@ -88,9 +88,7 @@ def _load(instruction: Instruction, program: Program) -> Step:
         if not fragment.whole:
             addresses, clusters = addresses[running], clusters[running]
         if shared:
-            warps = machine.warp_of[fragment.threads]
-            warps = warps if fragment.whole else warps[running]
-            found = machine.shared.load(addresses, nbytes * count, clusters, warps)
+            found = machine.shared.load(addresses, nbytes * count, clusters, *_threads(fragment))
         else:
             found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster)
         values = found.view(dtype)  # [threads, count]
@@ -124,12 +122,19 @@ def _store(instruction: Instruction, program: Program) -> Step:
             addresses, clusters, columns = addresses[running], clusters[running], columns[running]
         rows = np.ascontiguousarray(columns).view(np.uint8)
         if shared:
-            warps = machine.warp_of[fragment.threads]
-            machine.shared.store(addresses, rows, clusters, warps if fragment.whole else warps[running])
+            machine.shared.store(addresses, rows, clusters, *_threads(fragment))
         else:
             machine.memory.store(addresses, rows, clusters + machine.first_cluster)
 
     return step
+
+
+def _threads(fragment: Fragment) -> tuple[np.ndarray, np.ndarray]:
+    """(warps, lanes) of the running threads."""
+    machine, threads = fragment.machine, fragment.threads
+    if fragment.whole:
+        return machine.warp_of[threads], machine.lane_of[threads]
+    return machine.warp_of[threads][fragment.running], machine.lane_of[threads][fragment.running]
 
 
 _ATOMIC: dict[str, Callable[[int, int], int]] = {"max": max, "min": min, "add": lambda a, b: a + b}
@@ -175,11 +180,6 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
 # ---------------------------------------------------------------- local memory
 
 
-def _threads(fragment: Fragment) -> np.ndarray:
-    """The machine's indices of the running threads."""
-    return np.arange(len(fragment.machine.pc))[fragment.threads][fragment.running]
-
-
 @form(*[f"ld.local.{kind}" for kind in ("b32", "b64")])
 def _load_local(instruction: Instruction, program: Program) -> Step:
     expect(instruction, 2)
@@ -189,7 +189,8 @@ def _load_local(instruction: Instruction, program: Program) -> Step:
     dtype = forms.constant(0, kind).dtype
 
     def step(fragment: Fragment) -> None:
-        found = fragment.machine.local.load(_threads(fragment), address(fragment)[fragment.running], dtype.itemsize)
+        local, addresses = fragment.machine.local, address(fragment)[fragment.running]
+        found = local.load(fragment.running_threads(), addresses, dtype.itemsize)
         values = np.zeros(fragment.shape, dtype)
         values[fragment.running] = found.view(dtype)[:, 0]
         write(fragment, values)
@@ -207,6 +208,6 @@ def _store_local(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
         rows = values.reshape(-1, 1).view(np.uint8)
-        fragment.machine.local.store(_threads(fragment), address(fragment)[fragment.running], rows)
+        fragment.machine.local.store(fragment.running_threads(), address(fragment)[fragment.running], rows)
 
     return step

@@ -123,7 +123,9 @@ class ProgramBarriers:
         del self.arrived[program, name]
         machine = self.machine
         cluster = program // machine.program.cluster
-        machine.clocks.meet(cluster, [machine.local_warp(each) for each in waiting])
+        warps = [machine.local_warp(each) for each in waiting]
+        machine.clocks.meet(cluster, warps)
+        machine.meet(cluster, warps)
         for each in waiting:
             machine.wake(each)
         return True

@@ -32,7 +32,7 @@ class Clocks:
     """
 
     def __init__(self, clusters: int, warps: int) -> None:
-        self.warps = warps
+        self.clusters, self.warps = clusters, warps
         self.tensor_pipe = 6 * warps
         self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 1), np.int32)
         own = np.arange(warps)

@@ -178,6 +178,7 @@ def _cluster_wait(instruction: Instruction, program: Program) -> Step:
                 if rows is None or not barrier.passed(cluster, phase):
                     return False
                 machine.clocks.acquire(cluster, machine.local_warp(warp), rows)
+                machine.meet(cluster, [machine.local_warp(warp)])
                 return True
 
             if not passed():
@@ -277,6 +278,7 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             phase = int(parities[lane]) & 1
             if barrier.passed(phase):
                 machine.clocks.acquire(cluster, local, barrier.done)
+                machine.meet(cluster, [local])
             else:
                 waiting[i] = True
                 machine.block(warp, partial(barrier.passed, phase))

@@ -66,6 +66,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
         rows = machine.clocks.rows[KNOWN, of_warps[0], of_warps[1]]
         machine.clocks.rows[KNOWN, of_warps[0], of_warps[1], of_warps[1]] += 1
         epochs = machine.copy_groups.open(threads)
+        issued, lanes = machine.shared.lanes.meetings[clusters, warps], machine.lane_of[threads]
 
         def act() -> None:
             values = _sources(machine.memory, sources, counts, size, clusters + machine.first_cluster)
@@ -74,6 +75,7 @@ def _copy(instruction: Instruction, program: Program) -> Step:
             data, places = shared.data.reshape(-1, size), there // size
             changes = (data[places] != values).reshape(len(places), -1, shared.granule).any(2)
             shared.shadow.generic_writes(cells, rows[index], machine.clocks.copies(warps), epochs, changes)
+            shared.lanes.copies(cells, warps, lanes, issued)
             data[places] = values
             if (data[places] != values).any():
                 raise Fault("several threads copy different values to one address of shared memory")

@@ -29,6 +29,7 @@ from fp4compile.templates.launch import Launch, taken_by
 class Simulator:
     """What the launches of a block took. schedule: of all launches. launches: all of them, in order.
 
+    executed: for the PTX of each kernel, the indices of the instructions that a thread executed.
     unwritten: for tensors' storages (by their address) that nothing wrote whole, which of their bytes hold a value.
     """
 
@@ -37,6 +38,7 @@ class Simulator:
     launches: list[Launch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
+    executed: dict[str, set[int]] = field(default_factory=dict)
     unwritten: dict[int, np.ndarray] = field(default_factory=dict)
 
     @contextmanager
@@ -66,6 +68,7 @@ class Simulator:
         self.tally.instructions += tally.instructions
         self.tally.opcodes += tally.opcodes
         self.tally.notes += tally.notes
+        self.executed.setdefault(compiled.ptx, set()).update(tally.executed)
         self.seconds += time.perf_counter() - started
 
     def compiled(self, launch: Launch) -> "Compiled":

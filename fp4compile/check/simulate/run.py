@@ -62,11 +62,13 @@ LOCKSTEP = Schedule()
 class Tally:
     """What a run took. instructions: executed by warps. opcodes: the number of executions of each.
 
-    notes: what is no fault, but worth knowing, and how often it happened.
+    executed: the indices of the instructions that at least one thread executed. notes: what is no fault, but worth
+    knowing, and how often it happened.
     """
 
     instructions: int = 0
     opcodes: Counter[str] = field(default_factory=Counter)
+    executed: set[int] = field(default_factory=set)
     notes: Counter[str] = field(default_factory=Counter)
 
 
@@ -192,7 +194,10 @@ class _Turns:
             fragment.at = index
             tally.instructions += len(fragment.warps)
             tally.opcodes[one.opcode] += len(fragment.warps)
-            if one.guard is None or fragment.whole or one.opcode in control.BRANCHES or fragment.running.any():
+            runs = one.guard is None or fragment.whole or bool(fragment.running.any())
+            if runs:
+                tally.executed.add(index)
+            if runs or one.opcode in control.BRANCHES:
                 try:
                     left = kernel.steps[index](fragment)
                 except Fault as fault:

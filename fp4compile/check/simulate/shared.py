@@ -4,6 +4,7 @@ import numpy as np
 
 from fp4compile.check.simulate.clocks import Clocks, Shadow
 from fp4compile.check.simulate.fault import Fault
+from fp4compile.check.simulate.lanes import Lanes
 
 START = 1024  # the first byte that a program may use; the system has those before it
 _RANK = 24  # addresses of programs in a cluster differ in the bits from here on
@@ -31,7 +32,9 @@ class SharedMemory:
         self.end = START + nbytes
         self.cluster, self.granule = cluster, granule
         self.data = np.full(programs * self.stride, 0xEE, np.uint8)
+        self.clocks = clocks
         self.shadow = Shadow(len(self.data) // granule, clocks, "shared memory")
+        self.lanes = Lanes(len(self.data) // granule, clocks.clusters, clocks.warps)
 
     def address(self, rank: np.ndarray, offset: int | np.ndarray) -> np.ndarray:
         """The address of an offset in the program of a rank."""
@@ -51,19 +54,30 @@ class SharedMemory:
         """The index into `data` of the first of some bytes at an address."""
         return int(self.flat(np.array(address), np.array(cluster), nbytes))
 
-    def load(self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray) -> np.ndarray:
+    def load(
+        self, addresses: np.ndarray, size: int, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
+    ) -> np.ndarray:  # fmt: skip
         """The bytes at aligned addresses [threads] that threads read: uint8 [threads, size]."""
         rows = self._rows(addresses, clusters, size)
-        self.shadow.reads_of_warps(self._cells(rows, size), clusters, warps)
+        cells = self._cells(rows, size)
+        self.shadow.reads_of_warps(cells, clusters, warps)
+        writer, own = self.shadow.writer[cells], warps[:, None]
+        is_own = (writer == own) | (writer == self.clocks.copies(own))
+        self.lanes.reads(cells, clusters, warps, lanes, is_own, self.shadow.written[cells])
         return self.data.reshape(-1, size)[rows]
 
-    def store(self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, warps: np.ndarray) -> None:
+    def store(
+        self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, warps: np.ndarray, lanes: np.ndarray
+    ) -> None:  # fmt: skip
         """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
         size = values.shape[1]
         rows = self._rows(addresses, clusters, size)
         data = self.data.reshape(-1, size)
         changes = (data[rows] != values).reshape(len(rows), -1, self.granule).any(2)
-        self.shadow.writes_of_warps(self._cells(rows, size), clusters, warps, changes)
+        cells = self._cells(rows, size)
+        is_own = self.shadow.writer[cells] == warps[:, None]
+        self.shadow.writes_of_warps(cells, clusters, warps, changes)
+        self.lanes.writes(cells, clusters, warps, lanes, is_own, changes)
         data[rows] = values
         if (data[rows] != values).any():
             raise Fault("several threads write different values to one address of shared memory")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fp4compile.check.simulate.clocks import AnyInt, Clocks
+from fp4compile.check.simulate.clocks import KNOWN, AnyInt, Clocks
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.local import LocalMemory
 from fp4compile.check.simulate.memory import GlobalMemory
@@ -54,6 +54,7 @@ class State:
         self.tensor_pipe: list[deque[Callable[[], None]]] = [deque() for _ in range(clusters)]
         self.cluster_of = np.arange(threads) // (self.warps_of_cluster * LANES)
         self.warp_of = np.arange(threads) // LANES % self.warps_of_cluster  # within the cluster
+        self.lane_of = np.arange(threads) % LANES
         self.parameters = np.zeros(8 * len(program.parameters), np.uint8)  # a parameter has at most 8 bytes
         self._specials = self._special_registers(arguments, grid, threads)
 
@@ -124,6 +125,11 @@ class State:
     def cluster_of_warp(self, warp: int) -> int:
         """The index in the machine of a warp's cluster."""
         return warp // self.warps_of_cluster
+
+    def meet(self, cluster: np.ndarray | int, warps: np.ndarray | list[int]) -> None:
+        """Let the threads of each of some warps know what the others of their warp did. warps: within the cluster."""
+        own = self.clocks.rows[KNOWN, cluster, warps, self.clocks.copies(np.asarray(warps))]
+        self.shared.lanes.meet(cluster, warps, own)
 
     # ------------------------------------------------------------ waiting
 

@@ -29,6 +29,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )  # fmt: skip
 from fp4compile.check.simulate.fragment import LANES, Fragment
+from fp4compile.check.simulate.lanes import COLLECTIVE
 from fp4compile.check.simulate.parse import Instruction, Program, Register
 from fp4compile.check.simulate.tensor_issue import group_of, issue
 from fp4compile.check.simulate.tensor_memory import QUARTER, TensorPipe
@@ -70,7 +71,7 @@ def _alloc(instruction: Instruction, program: Program) -> Step:
             column = machine.tensor_memory.allocate(machine.program_of(warp), count)
             where, cluster = np.array([_same(addresses, first)]), np.array([machine.cluster_of_warp(warp)])
             content = np.array([[column]], np.uint32).view(np.uint8)
-            machine.shared.store(where, content, cluster, np.array([machine.local_warp(warp)]))
+            machine.shared.store(where, content, cluster, np.array([machine.local_warp(warp)]), np.array([COLLECTIVE]))
 
     return step
 

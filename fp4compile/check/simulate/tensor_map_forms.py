@@ -14,6 +14,7 @@ from fp4compile.check.simulate.control import one_lane
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.forms import Step, UnknownForm, address_reader, expect, form, immediate, reader
 from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.lanes import COLLECTIVE
 from fp4compile.check.simulate.parse import Instruction, Program
 from fp4compile.check.simulate.tensor_maps import FIELDS, NBYTES
 
@@ -38,13 +39,13 @@ def _replace(instruction: Instruction, program: Program) -> Step:
     def step(fragment: Fragment) -> None:
         machine, running = fragment.machine, fragment.running
         threads = fragment.running_threads()
-        clusters, warps = machine.cluster_of[threads], machine.warp_of[threads]
+        clusters, warps, lanes = machine.cluster_of[threads], machine.warp_of[threads], machine.lane_of[threads]
         at, values = address(fragment)[running], np.broadcast_to(value(fragment), fragment.shape)[running]
         if (values >> np.uint64(8 * size - 1) >> np.uint64(1)).any():
             raise Fault(f"a value of {int(values.max())} for {name}")
-        maps = machine.shared.load(at, NBYTES, clusters, warps).copy()
+        maps = machine.shared.load(at, NBYTES, clusters, warps, lanes).copy()
         maps[:, there] = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)[:, :size]
-        machine.shared.store(at, maps, clusters, warps)
+        machine.shared.store(at, maps, clusters, warps, lanes)
 
     return step
 
@@ -65,7 +66,7 @@ def _publish(instruction: Instruction, program: Program) -> Step:
             raise Fault("the threads of a warp copy several tensor maps")
         warps = fragment.warps[which]
         clusters, local = np.divmod(warps, machine.warps_of_cluster)
-        maps = machine.shared.load(sources[:, 0], NBYTES, clusters, local)
+        maps = machine.shared.load(sources[:, 0], NBYTES, clusters, local, np.full(len(local), COLLECTIVE))
         machine.memory.store(targets[:, 0], maps, clusters + machine.first_cluster)
         for target, raw, cluster, warp in zip(targets[:, 0].tolist(), maps, clusters.tolist(), local.tolist(),
                                               strict=True):  # fmt: skip

@@ -32,6 +32,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import LANES, Fragment
+from fp4compile.check.simulate.lanes import COLLECTIVE
 from fp4compile.check.simulate.numbers import matrix_product
 from fp4compile.check.simulate.parse import Instruction, Operand, Program
 
@@ -90,14 +91,14 @@ _MATRICES = [f"m8n8.x{count}{trans}.{space}.b16" for count in (1, 2, 4) for tran
              for space in ("shared", "shared::cta")]  # fmt: skip
 
 
-def _rows(fragment: Fragment, addresses: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(addresses, clusters, warps) of the rows of `count` matrices, for each warp that runs."""
+def _rows(fragment: Fragment, addresses: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
+    """(addresses, clusters, warps, lanes) of the rows of `count` matrices, for each warp that runs."""
     which = fragment.whole_warps()
     rows = fragment.by_warp(addresses)[which, : 8 * count].ravel()
     if (rows % 16).any():
         raise Fault("a row of a matrix at an address that is no multiple of 16")
     clusters, warps = np.divmod(np.repeat(fragment.warps[which], 8 * count), fragment.machine.warps_of_cluster)
-    return rows, clusters, warps
+    return rows, clusters, warps, np.full(len(rows), COLLECTIVE)
 
 
 @form(*[f"ldmatrix.sync.aligned.{each}" for each in _MATRICES])

@@ -1,0 +1,121 @@
+"""Edits of Triton source: one fault each, planted in a copy of the package, whose kernels then run in the simulator."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fuzz.plant import ROOT, Plant
+
+
+@dataclass(frozen=True)
+class SourceEdit:
+    """subject: the name of the subject of `subjects` that uses the code."""
+
+    subject: str
+    plant: Plant
+
+
+def _edit(subject: str, name: str, path: str, old: str, new: str) -> SourceEdit:
+    return SourceEdit(subject, Plant(name, f"templates/{path}.py", old, new))
+
+
+_DENSE, _MX, _POINTERS = "dense NVFP4", "dense MXFP8", "dense NVFP4 without TMA"
+_FEW, _ROWS, _ALONG = "few rows, split K", "groups of rows", "groups along K"
+_BOTH = "both directions, transform, seed"
+SOURCE_EDITS = (
+    # dense products
+    _edit(_DENSE, "rows of B by the height of A's tiles", "gemm/block_scaled_sm100",
+          "b_row = b_batch * n + tile_n * BN", "b_row = b_batch * n + tile_n * BM"),
+    _edit(_DENSE, "scales of another step", "gemm/block_scaled_sm100",
+          "col_tile = step * (scale_cols // 4)\n", "col_tile = step\n"),
+    _edit(_MX, "scales of B by one tile of 128 rows", "gemm/block_scaled_sm100",
+          "b_row_tile = b_batch * row_tiles_b + tile_n * (BN // 128)", "b_row_tile = b_batch * row_tiles_b + tile_n"),
+    _edit(_DENSE, "the columns of a part stored over the part before", "gemm/block_scaled_sm100",
+          "target.store([tile_m * BM, col0], part)", "target.store([tile_m * BM, tile_n * BN + i], part)"),
+    _edit(_MX, "the rows of the last tiles not masked", "gemm/block_scaled_sm100",
+          "tl.make_tensor_descriptor(out_ptr, [m, n], [n, 1], [BM, part_cols])",
+          "tl.make_tensor_descriptor(out_ptr, [tl.cdiv(m, BM) * BM, n], [n, 1], [BM, part_cols])"),
+    _edit(_DENSE, "a group of row tiles taken for full", "device/persistent_grid",
+          "return group * GROUP_M + tile % in_group, tile // in_group",
+          "return group * GROUP_M + tile % in_group, tile // GROUP_M"),
+    _edit(_DENSE, "the outer scale of A twice", "device/epilogue",
+          "        factor = factor * other if A_OUTER != \"none\" else other\n    return factor",
+          "        factor = factor * factor if A_OUTER != \"none\" else other\n    return factor"),
+    _edit(_POINTERS, "codes of the next row behind a row's end", "device/block_scaled_tile",
+          "mask = mask & (col < per_row)", "mask = mask & (col < per_row + 8)"),
+    _edit(_POINTERS, "order of scale bytes: rows and columns of a word", "device/block_scaled_tile",
+          "tl.permute(tiles, (0, 3, 2, 1, 4))", "tl.permute(tiles, (0, 2, 3, 1, 4))"),
+    # few rows
+    _edit(_FEW, "parts of K that overlap", "gemm/skinny_block_scaled_sm100",
+          "steps * (split + 1) // split_k, num_stages", "steps * (split + 1) // split_k + 1, num_stages"),
+    _edit(_FEW, "sums of parts over each other", "gemm/skinny_block_scaled_sm100",
+          "at = ((split * batches + batch) * m + row) * n + col", "at = ((split + batch) * (m - 1) + row) * n + col"),
+    _edit(_FEW, "the last part of K not added", "gemm/dequant_tiles",
+          "for split in tl.static_range(SPLIT):", "for split in tl.static_range(SPLIT - 1):"),
+    # experts
+    _edit(_ROWS, "the outer scale of the first expert for all", "gemm/grouped_block_scaled_sm100",
+          "b_outer = b_outer_ptr + group * b_outer_each", "b_outer = b_outer_ptr"),
+    _edit(_ROWS, "a group's tile stores rows of the next group", "gemm/grouped_block_scaled_sm100",
+          "of_group(before, group) + tile_m * BM, of_group(ends, group))",
+          "of_group(before, group) + tile_m * BM, of_group(ends, group) + 1)"),
+    _edit(_ROWS, "the first row of a group counted with the padding", "gemm/grouped_block_scaled_sm100",
+          "before = starts - (padded_ends - padded) * 128", "before = starts"),
+    _edit(_ROWS, "a table read before it is complete", "gemm/grouped_block_scaled_sm100",
+          "    tl.debug_barrier()  # the table is complete\n", ""),
+    _edit(_ALONG, "a group along K begins at the group before", "gemm/grouped_block_scaled_sm100",
+          "starts_k = ends_k - of_group(padded, group)", "starts_k = ends_k - tl.maximum(of_group(padded, group), 1)"),
+    _edit(_ALONG, "results of groups without rows not cleared", "gemm/grouped_block_scaled_sm100",
+          "part = tl.where(empty, 0.0, parts[i]) if ALONG_K else parts[i]", "part = parts[i]"),
+    # one row, dequantised tiles
+    _edit("one row", "codes read before they have arrived", "gemm/gemv",
+          'token = do_ptx(wait_ptx(0), "r", (token,))', 'token = do_ptx(wait_ptx(1), "r", (token,))'),
+    _edit("one row", "a buffer filled while other lanes read it", "gemm/gemv",
+          'token = do_ptx(WARP_BARRIER, "r", (token,))  # every', "token = token  # every"),
+    _edit("one row", "sums overwritten while other warps read them", "gemm/gemv",
+          '        token = do_ptx(BARRIER, "r", (token,))  # the sums have been read and may be overwritten\n', ""),
+    _edit("one row", "buffers of warps that overlap", "gemm/gemv_pipeline",
+          "BUFFER_BYTES = tl.constexpr(2304)", "BUFFER_BYTES = tl.constexpr(2288)"),
+    _edit("dequantised tiles", "a part of K that begins too early", "gemm/dequant_tiles",
+          "    start = split * per_split\n", "    start = split * per_split - tl.minimum(split, 1)\n"),
+    # quantisers
+    _edit("rows", "order of swizzled scale bytes", "device/memory",
+          "tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + col % 4",
+          "tile * 512 + (row % 32) * 16 + (row % 4) * 4 + col % 4"),
+    _edit("rows", "codes stored a block too far", "quantize/row",
+          "    matrix_row = batch.to(tl.int64) * rows + row\n",
+          "    matrix_row = batch.to(tl.int64) * rows + row\n    block0 += 1\n"),
+    _edit(_BOTH, "the signs of the Hadamard transform shifted", "device/column_tile",
+          "'minus' if HADAMARD_SIGNS.value >> i & 1 else 'plus'",
+          "'minus' if HADAMARD_SIGNS.value >> i + 1 & 1 else 'plus'"),
+    _edit(_BOTH, "random words used twice", "quantize/column",
+          "first_words = philox(first_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)",
+          "first_words = philox(first_call, tl.load(seed_ptr), STREAM, ISA)"),
+    _edit(_BOTH, "rows behind the last one read down the columns", "device/column_tile",
+          "mask=(row < rows - i) & inside", "mask=(row < rows) & inside"),
+    _edit("a norm", "a mean over the columns of whole tiles", "device/row_prologue",
+          "    length = PIECES * width if WHOLE else cols\n", "    length = PIECES * width\n"),
+)  # fmt: skip
+
+
+def tried(edit: SourceEdit) -> dict[str, object]:
+    """What the simulator finds of an edit, run in a process of its own: "found" and "schedule", or neither."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        for name in ("fp4compile", "tests"):
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        path = root / "fp4compile" / edit.plant.path
+        text = path.read_text()
+        if text.count(edit.plant.old) != 1:
+            raise ValueError(f"{edit.plant.name}: {edit.plant.path} has {text.count(edit.plant.old)} such places")
+        path.write_text(text.replace(edit.plant.old, edit.plant.new))
+        command = [sys.executable, "-m", "tests.simulate.mutate", "--subject", edit.subject]
+        process = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": directory}, text=True,
+                                 capture_output=True)  # fmt: skip
+    if process.returncode:
+        raise RuntimeError(f"{edit.plant.name}: {process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])

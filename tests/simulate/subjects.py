@@ -1,0 +1,101 @@
+"""Kernels that edits are planted in: small cases that use as much of each kernel as a large one would.
+
+GPUs have few multiprocessors, so that programs of persistent kernels take several tiles and buffers and phases go
+round. Sizes leave parts of tiles empty in every direction, and a walk over tiles has more rows of tiles than it takes
+together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from fp4compile.check.product_table import PRODUCTS
+from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
+from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps
+from fp4compile.check.simulate.launch import Compiled, Simulator
+from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.run import Kernel, Schedule
+from fp4compile.hardware import Target
+from fp4compile.templates.launch import Launch
+
+SM = 100
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A case of the simulator.
+
+    check: returns what is wrong. multiprocessors: of the GPU, 0 for as many as it has. most: how many edits of each
+    kind are planted in each of its kernels.
+    """
+
+    name: str
+    check: Callable[[Simulator], list[str]]
+    multiprocessors: int = 0
+    most: int = 6
+
+    def simulator(self, schedule: Schedule, edited: tuple[str, str] | None = None) -> "Planted":
+        """A simulator for the check; `edited` as of `Planted`."""
+        return Planted(Target(SM, self.multiprocessors), schedule, edited=edited)
+
+
+@dataclass
+class Planted(Simulator):
+    """A simulator in which one kernel has other code than Triton gave it.
+
+    code: the texts of all kernels that were launched, by name; of a kernel with several specialisations, the first one.
+    edited: the kernel's name and its PTX, or None.
+    """
+
+    code: dict[str, str] = field(default_factory=dict)
+    edited: tuple[str, str] | None = None
+    _kernel: Kernel | None = None
+
+    def compiled(self, launch: Launch) -> Compiled:
+        made, name = super().compiled(launch), launch.kernel.__name__
+        first = self.code.setdefault(name, made.ptx)
+        if self.edited is None or name != self.edited[0] or made.ptx != first:
+            return made
+        if self._kernel is None:
+            self._kernel = Kernel.of(parse(self.edited[1]))
+        return replace(made, ptx=self.edited[1], kernel=self._kernel)
+
+
+def _product(name: str, label: str, multiprocessors: int = 0, *sizes: dict[str, int]) -> Subject:
+    """A product of the gate's table, in several sizes that share their code."""
+    (of_gate,) = (one for one in PRODUCTS if f"{one.label} {one.formats}" == label)
+    smaller = [replace(of_gate, **each) for each in sizes]
+
+    def check(simulator: Simulator) -> list[str]:
+        return [what for each in smaller for what in multiplied(of_gate, each, simulator)]
+
+    return Subject(name, check, multiprocessors)
+
+
+def _quantised(name: str, label: str, rows: int, columns: int) -> Subject:
+    (of_gate,) = (one for one in CONFIGURATIONS if f"{one.label}, {one.format}" == label)
+    return Subject(name, partial(quantized, of_gate, (rows, columns)))
+
+
+def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
+    (of_gate,) = (one for one in PROLOGUE_CONFIGURATIONS if f"{one.label}, {one.format}" == label)
+    return Subject(name, partial(quantized_after_steps, of_gate, (rows, columns)))
+
+
+_EVERY = 1000  # edits
+_GROUPS = {"groups": len(ENDS)}
+SUBJECTS = (
+    replace(_product("dense NVFP4", "512x8192x8192 nvfp4 x nvfp4", 2, {"m": 1040, "n": 272, "k": 416}), most=_EVERY),
+    _product("dense MXFP8", "512x8192x8192 mxfp8 x mxfp8", 2, {"m": 1040, "n": 272, "k": 224}),
+    _product("dense NVFP4 without TMA", "512x8192x8176 nvfp4 x nvfp4", 2, {"m": 144, "n": 272, "k": 1520}),
+    _product("few rows, split K", "16x8192x8192 nvfp4 x nvfp4", 6, {"n": 272, "k": 2560}),
+    _product("groups of rows", "8192x2048x4096, 64 groups nvfp4 x nvfp4", 2, _GROUPS | {"m": ROWS, "n": 272, "k": 640}),
+    _product(
+        "groups along K", "256x512x8192, 64 groups along K nvfp4 x nvfp4", 2, _GROUPS | {"m": 144, "n": 272, "k": ROWS}
+    ),
+    _product("one row", "1x8192x8192 bf16 x nvfp4", 1, {"n": 824, "k": 5888}, {"n": 24, "k": 5888}),
+    _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}),
+    _quantised("rows", "rows, nvfp4", 130, 400),
+    _quantised("both directions, transform, seed", "both, transform, seed, nvfp4_te", 130, 400),
+    _after_steps("a norm", "a norm, nvfp4_rowwise", 130, 400),
+)
