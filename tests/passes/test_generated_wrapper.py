@@ -309,18 +309,6 @@ def test_few_rows_of_a_group_on_sm100(monkeypatch):
 
 
 @pretending
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_both_directions_copy_nothing(dtype, monkeypatch):
-    """Neither where one kernel reads the tensor once, nor where it stores the outer scale for each direction."""
-    pretend(monkeypatch, 100)
-    found = fused_graph(lambda x: torch.ops.fp4compile.quantize(x, "nvfp4", [-1, -2]), (40, 200), dtype=dtype,
-                        paper=nullcontext, fuse=False)  # fmt: skip
-    text = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")[1]
-    assert [re.sub(r"_\d+$", "", name) for name in re.findall(r"^ *(\w+)\.run\(", text, re.M)] == [
-        "tensor_amax", "quantize_both" if dtype == torch.bfloat16 else "quantize_columns"]  # fmt: skip
-
-
-@pretending
 @pytest.mark.parametrize("recipe", ["float8_rowwise", "nvfp4"])
 def test_a_gradient_over_the_product(recipe, monkeypatch):
     """Two gradients of what one product leaves behind: one kernel, which reads the product and writes over it."""

@@ -3,8 +3,6 @@
 The tile is read twice: as a column tile and, for the rows, as blocks of a row. The second read comes from the cache.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -97,9 +95,6 @@ def columns_launch(
 ) -> Launch:
     """The launch of the kernel for columns and, if `rows` is given, rows. outers: see `outers_of`."""
     along, down = outers
-    if rows is not None and along is down and down.mode == "amax":
-        # The kernel stores the scale for each direction. If both were one tensor, Inductor would copy it before.
-        along = replace(along, scale=View.flat(source.tensor.new_empty(1, dtype=torch.float32), 1))
     constants = format_constants(fmt)
     config = column_config(fmt.element, constants["BLOCK"], rows is not None)
     height, width = config.row_tiles * constants["BLOCK"], 2 * config.words
