@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch._inductor.codecache
 import torch._inductor.compile_fx
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._triton import has_triton
 
+from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.launch import Simulator, compiled_of
 from fp4compile.formats import formats, reference
 from fp4compile.formats.operand import Operand
@@ -211,7 +213,36 @@ class Kernel:
     def _launch(self, x, y, z, *values):
         self.gpu.launches.append((self.kind, self.name))
         with _disable_current_modes():  # the simulator multiplies by torch
-            self.gpu.simulator.execute(self.compiled, values, (x, y, z))
+            try:
+                self.gpu.simulator.execute(self.compiled, values, (x, y, z))
+            except Fault as fault:
+                if self.kind == "package" or "that nothing wrote" not in str(fault):
+                    raise
+                self._launch_on_unwritten(values, (x, y, z))
+
+    def _launch_on_unwritten(self, values, grid):
+        """A launch that reads memory which nothing wrote: Inductor copies a tensor of `torch.empty` for a kernel that
+        has it as two results. What it stores from such memory is not written, either.
+
+        Two executions find those bytes: they begin with other bytes in that memory, and end with other ones there.
+        """
+        simulator, contents = self.gpu.simulator, {}
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                contents[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        before = {key: content.copy() for key, content in contents.items()}
+        written = {key: simulator.unwritten.pop(key) for key in contents if key in simulator.unwritten}
+        ends = []
+        for fill, executing in ((0x55, Simulator(simulator.target, simulator.schedule)), (0xAA, simulator)):
+            for key, content in contents.items():
+                content[:] = np.where(written.get(key, True), before[key], fill)
+            executing.execute(self.compiled, values, grid)
+            ends.append({key: content.copy() for key, content in contents.items()})
+        for key in contents:
+            same = ends[0][key] == ends[1][key]
+            if not same.all():
+                simulator.unwritten[key] = same
 
 
 class _Operations(TorchDispatchMode):
