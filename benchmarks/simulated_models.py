@@ -55,8 +55,8 @@ def figures(found: Compared) -> dict[str, Any]:
         **{f"{kind} launches": found.launches[kind].total() for kind in ("package", "Inductor", "library")},
         "PyTorch operations": found.launches["PyTorch"].total(), "kernels": dict(kernels),
         "PyTorch": dict(found.launches["PyTorch"]), "warp instructions": found.instructions,
-        "simulating": round(found.simulating, 1), "seconds": round(found.seconds, 1), "tensors": len(found.differences),
-        "largest difference": worst.found, "bound": worst.bound, "of": worst.name,
+        "CPU seconds": round(found.seconds, 1), "tensors": len(found.differences), "largest difference": worst.found,
+        "bound": worst.bound, "of": worst.name,
     }  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 `compared(case)` runs a model three times from the same weights, inputs and seeds:
 
 - *simulated*: the wrapper that Inductor generates for SM100 (`simulated_gpu`);
-- *reference*: the graph of this package's ops on the CPU, whose every op rounds its result to the model's dtype;
-- *exact* (for bfloat16): the reference in float32.
+- *reference*: the graph on the CPU, op by op; every op rounds its result to the model's dtype. In float32 it is the
+  graph of the plain ops, so that the fusing passes are proven as well. In bfloat16 it is the graph that SM100 gets,
+  with prologues and epilogues fused: a prologue and its quantiser are one op, which rounds where the kernel does;
+- *exact* (for bfloat16): the graph of the plain ops in float32.
 
 How far simulated and reference may be apart:
 
@@ -12,11 +14,11 @@ How far simulated and reference may be apart:
   way from the inputs to a result; their rounding errors add up as a random walk. The bound is four of its standard
   deviations, relative to a tensor's largest element. One other code of a quantised tensor would make a hundred times
   as much.
-- In bfloat16 Inductor's kernels, and prologues and epilogues, round where they write to memory, and the reference after
-  every operation. Codes differ where a value lies near the boundary of two. What rounds at some of the places only is
-  as far from exact as what rounds at all of them, or nearer. So simulated and reference are at most twice as far apart,
-  in the norm of a tensor, as reference and exact. The loss is one number, which may be exact by chance: its bound is
-  one rounding of bfloat16.
+- In bfloat16 Inductor's own kernels round where they write to memory, and the reference after every operation. Codes
+  differ where a value lies near the boundary of two. What rounds at some of the places only is as far from exact as
+  what rounds at all of them, or nearer. So simulated and reference are at most twice as far apart, in the norm of a
+  tensor, as reference and exact. The loss is one number, which may be exact by chance: its bound is one rounding of
+  bfloat16.
 """
 
 import copy
@@ -31,7 +33,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp4compile
+from fp4compile import config
 from fp4compile.formats import reference
+from fp4compile.hardware import Target
+from fp4compile.templates.launch import dry_run
 from tests.helpers import without_codegen
 from tests.helpers.llama import llama_norm
 from tests.helpers.simulated_gpu import simulated
@@ -145,13 +150,12 @@ class Difference:
 class Compared:
     """launches: how many there were of each kind ("package", "Inductor", "library", "PyTorch"), by name.
 
-    instructions: of warps. seconds: of the simulator, and of the whole.
+    instructions: of warps. seconds: of a CPU, for all of it.
     """
 
     case: Case
     launches: dict[str, Counter]
     instructions: int
-    simulating: float
     seconds: float
     differences: list[Difference]
 
@@ -163,23 +167,27 @@ class Compared:
 
 def compared(case: Case) -> Compared:
     """Run a case, and compare."""
-    started = time.perf_counter()
+    started = time.process_time()
     model, x, target = case.made()
     with pytest.MonkeyPatch.context() as patch, simulated(patch, 100) as gpu:
         found = results(case, model, x, target)
-    expected = expected_of(case, model, x, target)
-    exact = None if case.dtype == torch.float32 else expected_of(case, model.float(), x.float(), target)
+    plain = case.dtype == torch.float32
+    expected = expected_of(case, model, x, target, fused=not plain)
+    exact = None if plain else expected_of(case, model.float(), x.float(), target)
     differences = [
         difference(name, found[name], expected[name], None if exact is None else exact[name]) for name in expected
     ]
-    return Compared(case, gpu.counted(), gpu.simulator.tally.instructions, gpu.simulator.seconds,
-                    time.perf_counter() - started, differences)  # fmt: skip
+    return Compared(case, gpu.counted(), gpu.simulator.tally.instructions, time.process_time() - started, differences)
 
 
-def expected_of(case, model, x, target) -> dict[str, torch.Tensor]:
-    """What the reference gives, by name."""
+def expected_of(case, model, x, target, fused=False) -> dict[str, torch.Tensor]:
+    """What the reference gives, by name. fused: of the graph with the prologues and epilogues that SM100 gets."""
     with pytest.MonkeyPatch.context() as patch, reference.eight_random_bits():
-        without_codegen.install(patch, _Seeds)
+        if fused:
+            without_codegen.install(patch, _Seeds, deciding=lambda: dry_run(Target(100)))
+            patch.setattr(config, "disabled_passes", ("inplace", "lower"))
+        else:
+            without_codegen.install(patch, _Seeds)
         return results(case, model, x, target)
 
 

@@ -14,34 +14,36 @@ from torch._inductor.decomposition import select_decomp_table
 from fp4compile.report.explain import _boxed
 
 
-def install(monkeypatch, running=nullcontext) -> list[dict]:
+def install(monkeypatch, running=nullcontext, deciding=nullcontext) -> list[dict]:
     """The list grows by one configuration, all of Inductor's settings by name, a compilation.
 
-    running: makes the context in which a captured graph runs.
+    running, deciding: make the contexts in which a captured graph runs, and in which this package's passes run.
     """
     seen: list[dict] = []
 
     def compile_fx(gm, example_inputs, inner_compile=None, config_patches=None):
         with config.patch(config_patches):
             seen.append(config.get_config_copy())
-        return _compile(gm, example_inputs, config_patches, running)
+        return _compile(gm, example_inputs, config_patches, running, deciding)
 
     monkeypatch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx", compile_fx)
     return seen
 
 
-def _compile(gm, example_inputs, patches, running):
+def _compile(gm, example_inputs, patches, running, deciding):
     if not patches.get("use_joint_graph_passes", True):
         return gm.forward
     rewrite, lower = patches["joint_custom_pre_pass"], patches["post_grad_custom_post_pass"]
 
     def partition(joint, joint_inputs, **kwargs):
-        rewrite(joint.graph)
+        with deciding():
+            rewrite(joint.graph)
         joint.recompile()
         return min_cut_rematerialization_partition(joint, joint_inputs, compiler="inductor", **kwargs)
 
     def finish(module, _):
-        lower(module.graph)
+        with deciding():
+            lower(module.graph)
         module.recompile()
 
         def run(*args):
@@ -51,7 +53,8 @@ def _compile(gm, example_inputs, patches, running):
         return _boxed(run)
 
     def infer(module, inputs):
-        rewrite(module.graph)
+        with deciding():
+            rewrite(module.graph)
         return finish(module, inputs)
 
     compiler = aot_autograd(
