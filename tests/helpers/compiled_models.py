@@ -12,8 +12,8 @@ How far simulated and reference may be apart:
 
 - In float32 both compute the same operations, in sums of another order. At most `ROUNDINGS` numbers are added on the
   way from the inputs to a result; their rounding errors add up as a random walk. The bound is four of its standard
-  deviations, relative to a tensor's largest element. One other code of a quantised tensor would make a hundred times
-  as much.
+  deviations, relative to a tensor's largest element: an error is evenly distributed up to 2^-24 of a partial sum, whose
+  square is on average half of the result's. One other code of one weight makes more than twice the bound.
 - In bfloat16 Inductor's own kernels round where they write to memory, and the reference after every operation. Codes
   differ where a value lies near the boundary of two. What rounds at some of the places only is as far from exact as
   what rounds at all of them, or nearer. So simulated and reference are at most twice as far apart, in the norm of a
@@ -42,7 +42,7 @@ from tests.helpers.llama import llama_norm
 from tests.helpers.simulated_gpu import simulated
 
 ROUNDINGS = 16 * 400  # products in a row, forward and backward, times terms of a sum
-BOUND = 4 * ROUNDINGS**0.5 * 2.0**-24
+BOUND = 4 * (ROUNDINGS / 3 / 2) ** 0.5 * 2.0**-24
 SEED = 5  # of the seeds of stochastic rounding
 
 

@@ -185,6 +185,41 @@ class Gpu:
 
         return run
 
+    def execute(self, kind, compiled, values, grid):
+        """Execute a launch of this package or of Inductor, which may copy what nothing wrote.
+
+        Inductor does that where one tensor of `torch.empty` is two results of a kernel.
+        """
+        try:
+            self.simulator.execute(compiled, values, grid)
+        except Fault as fault:  # before tensors have changed
+            if kind == "package" or "that nothing wrote" not in str(fault):
+                raise
+            self._execute_on_unwritten(compiled, values, grid)
+
+    def _execute_on_unwritten(self, compiled, values, grid):
+        """Execute a launch that reads memory which nothing wrote: what it makes from such bytes is unwritten, too.
+
+        Two executions begin with other bytes in that memory, and end with other bytes in what depends on them.
+        """
+        simulator, contents = self.simulator, {}
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                contents[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        before = {key: content.copy() for key, content in contents.items()}
+        written = {key: simulator.unwritten.pop(key, True) for key in contents}
+        ends = []
+        for fill, executing in ((0x55, Simulator(simulator.target, simulator.schedule)), (0xAA, simulator)):
+            for key, content in contents.items():
+                content[:] = np.where(written[key], before[key], fill)
+            executing.execute(compiled, values, grid)
+            ends.append({key: content.copy() for key, content in contents.items()})
+        for key in contents:
+            same = ends[0][key] == ends[1][key]
+            if not same.all():
+                simulator.unwritten[key] = same
+
     def kernel(self, name, source):
         """What stands for a kernel in the wrapper."""
         return Kernel(self, name, source)
@@ -213,36 +248,7 @@ class Kernel:
     def _launch(self, x, y, z, *values):
         self.gpu.launches.append((self.kind, self.name))
         with _disable_current_modes():  # the simulator multiplies by torch
-            try:
-                self.gpu.simulator.execute(self.compiled, values, (x, y, z))
-            except Fault as fault:
-                if self.kind == "package" or "that nothing wrote" not in str(fault):
-                    raise
-                self._launch_on_unwritten(values, (x, y, z))
-
-    def _launch_on_unwritten(self, values, grid):
-        """A launch that reads memory which nothing wrote: Inductor copies a tensor of `torch.empty` for a kernel that
-        has it as two results. What it stores from such memory is not written, either.
-
-        Two executions find those bytes: they begin with other bytes in that memory, and end with other ones there.
-        """
-        simulator, contents = self.gpu.simulator, {}
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                contents[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        before = {key: content.copy() for key, content in contents.items()}
-        written = {key: simulator.unwritten.pop(key) for key in contents if key in simulator.unwritten}
-        ends = []
-        for fill, executing in ((0x55, Simulator(simulator.target, simulator.schedule)), (0xAA, simulator)):
-            for key, content in contents.items():
-                content[:] = np.where(written.get(key, True), before[key], fill)
-            executing.execute(self.compiled, values, grid)
-            ends.append({key: content.copy() for key, content in contents.items()})
-        for key in contents:
-            same = ends[0][key] == ends[1][key]
-            if not same.all():
-                simulator.unwritten[key] = same
+            self.gpu.execute(self.kind, self.compiled, values, (x, y, z))
 
 
 class _Operations(TorchDispatchMode):
