@@ -509,12 +509,16 @@ PyTorch's own on the CPU. **None of it is a time on a GPU.**
     python -m benchmarks.simulated_models --out benchmarks/results/simulated_models.json
 
 "largest difference" is between the results (in training the loss and all gradients) and those of the reference, which
-runs this package's ops one by one on the CPU, with the same seeds. The tensor that is nearest to its bound is shown. In
-float32 it is relative to the tensor's largest element, and the bound is what sums of another order may make: no code of
-a quantised tensor differs. In bfloat16 it is relative to the tensor's norm. There Inductor's kernels round where they
-write to memory, the reference rounds after every operation, and codes near the boundary of two differ. The bound is
-twice the difference between the reference and the same graph in float32. `tests/helpers/compiled_models.py` has the
-reasons.
+runs the ops one by one on the CPU, with the same seeds. The tensor that is nearest to its bound is shown.
+
+- In float32 the difference is relative to the tensor's largest element, and the bound is what sums of another order may
+  make: no code of a quantised tensor differs.
+- In bfloat16 it is relative to the tensor's norm. Where Inductor has no kernel of its own beside this package's, it is 0
+  or a sum of another order. Inductor's kernels round where they write to memory, and the reference after every
+  operation, so that codes near the boundary of two differ. The bound is twice the difference between the reference and
+  the same model with plain ops in float32.
+
+`tests/helpers/compiled_models.py` has the reasons.
 """,
     table("simulated_models.json", simulation_tables.models, how="Executed in the simulator on"),
     """
