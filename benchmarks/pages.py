@@ -513,10 +513,10 @@ runs the ops one by one on the CPU, with the same seeds. The tensor that is near
 
 - In float32 the difference is relative to the tensor's largest element, and the bound is what sums of another order may
   make: no code of a quantised tensor differs.
-- In bfloat16 it is relative to the tensor's norm. Where Inductor has no kernel of its own beside this package's, it is 0
-  or a sum of another order. Inductor's kernels round where they write to memory, and the reference after every
-  operation, so that codes near the boundary of two differ. The bound is twice the difference between the reference and
-  the same model with plain ops in float32.
+- In bfloat16 it is relative to the tensor's norm. Inductor's own kernels round where they write to memory, and the
+  reference rounds after every operation, so that codes near the boundary of two differ. Where Inductor has no kernel of
+  its own, the difference is 0. The bound is twice the difference between the reference and the same model with plain
+  ops in float32.
 
 `tests/helpers/compiled_models.py` has the reasons.
 """,
