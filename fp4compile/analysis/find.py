@@ -36,7 +36,7 @@ from fp4compile.analysis.selection import feeds_selection
 from fp4compile.analysis.views import View, is_cast, source_of, swaps_last_two, view_of
 from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.ops.quantize import EXPERT_WEIGHTS
+from fp4compile.ops.quantize import DEQUANTIZE, EXPERT_WEIGHTS
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ _FUSED_LAYER = "torch's fast path of a transformer layer: its products lie insid
 _FAST_PATHS = (aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default)
 _BATCHED_WEIGHT = "batched product with a parameter"
 _GROUPED = "grouped product without a parameter"
-_PACKED_GRADIENT = "gradient x packed weights: they are dequantised"
+_PACKED_GRADIENT = "gradient x packed weight: the weight is dequantised"
 _COMPUTED_WEIGHT = "its weight is computed from parameters and is none itself"
 _INNER_GRADIENT = "part of a gradient that is taken inside of the graph (torch.func.grad)"
 _BOTH_ORIENTATIONS = (
@@ -224,6 +224,8 @@ class _Scan:
     def _wgrad(self, product: Product) -> Gemm:
         """Gradient x activation."""
         a, b = product.a, product.b
+        if any(side.view.root.target is DEQUANTIZE for side in (a, b)):
+            return _left_alone(product, _PACKED_GRADIENT)
         if a.is_gradient and b.is_gradient:
             return _left_alone(product, "gradient x gradient")
         # Both dY^T @ X and X^T @ dY may be the gradient of a weight or of the weight's transpose.

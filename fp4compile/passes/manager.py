@@ -37,6 +37,7 @@ from fp4compile.passes.hoist import HOIST
 from fp4compile.passes.inplace import inplace
 from fp4compile.passes.lower import lower
 from fp4compile.passes.merge_quantize import merge_quantize
+from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
 from fp4compile.recipe import Recipe
@@ -48,7 +49,7 @@ log = logging.getLogger("fp4compile")
 # Predicts (seconds in bf16, seconds as decided) of products, by their nodes.
 Times = Callable[[list[Decision]], dict[Node, tuple[float, float]]]
 
-JOINT = (Pass("rewrite", rewrite),)
+JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
 FUSING = (
     Pass("merge_quantize", merge_quantize),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves

@@ -1,5 +1,7 @@
 """A block-scaled weight as the buffers of a module: the base class of packed layers and packed experts."""
 
+import json
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from torch import nn
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.ops.quantize import QUANTIZE
+from fp4compile.weights.dequantized import sqnr
 from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
 
@@ -22,17 +25,21 @@ class LayerFormat:
 
     weight: name of the weight's format. activation: name of the activation's format; None leaves it unquantised.
     activation_outer: the static outer scale of the activation; None computes the scale.
+    scale_rule: how the weight's block scales are chosen when a weight is stored, see `reference_scales`.
 
-    Raises ValueError for formats that do not exist or that cannot be multiplied, and for an outer scale that is no
-    positive normal float32 number or that the activation's format does not have.
+    Raises ValueError for formats that do not exist or that cannot be multiplied, for an outer scale that is no
+    positive normal float32 number or that the activation's format does not have, and for an unknown scale rule or one
+    that the weight's format does not take.
     """
 
     weight: str
     activation: str | None
     activation_outer: float | None = None
+    scale_rule: str = "amax"
 
     def __post_init__(self) -> None:
         weight = formats.get(self.weight)
+        formats.check_scale_rule("scale_rule", self.scale_rule, weight)
         if self.activation is not None and not formats.compatible(formats.get(self.activation), weight):
             raise ValueError(f"formats {self.activation} and {self.weight} cannot be multiplied")
         if self.activation_outer is not None:
@@ -62,14 +69,14 @@ class PackedWeight(nn.Module):
         self, experts: int | None, in_features: int, out_features: int, layer_format: LayerFormat,
         weight_dtype: torch.dtype, in_first: bool,
     ):  # fmt: skip
-        super().__init__()
+        nn.Module.__init__(self)  # the next class may be `nn.Linear`, which would make a weight
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.layer_format, self.weight_dtype, self.in_first = layer_format, weight_dtype, in_first
         for name in BUFFERS:
             self.register_buffer(name, None)
 
-    def store(self, weight: torch.Tensor, scale_rule: str) -> None:
-        """Quantise a weight along the in features, each expert separately.
+    def store(self, weight: torch.Tensor) -> None:
+        """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
 
         Under autocast, the weight is cast first, as autocast does before a product.
         """
@@ -80,11 +87,35 @@ class PackedWeight(nn.Module):
         layout = self.scale_layout_on(weight.device)
         each = self.experts is not None
         data, scales, outer = QUANTIZE(
-            weight, fmt.name, dim, layout=layout, scale_rule=scale_rule, each_matrix=each
+            weight, fmt.name, dim, layout=layout, scale_rule=self.layer_format.scale_rule, each_matrix=each
         )  # fmt: skip
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight's values, in weight_dtype."""
+        raise NotImplementedError
+
+    def store_again(self, values: torch.Tensor) -> None:
+        """Quantise other values by the layer's own format and rule, and warn of what it costs.
+
+        Raises ValueError where `values` have another shape than `dequantised` returns.
+        """
+        shape = tuple(self.dequantised().shape)
+        if tuple(values.shape) != shape:
+            raise ValueError(f"weight: expected shape {shape}, got {tuple(values.shape)}")
+        self.store(self._as_packed(values))
+        # Whole decibels, because Python gives a warning of one text once: a merged model has hundreds of layers.
+        warnings.warn(
+            "a packed layer was given other weights, as by the merging of an adapter, and packed them again in "
+            f"{self.layer_format.weight}: SQNR {sqnr(values, self.dequantised()):.0f} dB",
+            stacklevel=3,
+        )
+
+    def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the shape of `dequantised`, in the shape that `store` takes."""
+        return values
 
     @property
     def scale_layout(self) -> str:
@@ -166,21 +197,43 @@ class PackedWeight(nn.Module):
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Why a state does not fit this layer; None where it does. `nn.Module` itself checks shapes."""
-        state = state_dict.get(f"{prefix}_extra_state", self.get_extra_state())
-        if state != self.get_extra_state():
-            return f"the state is of {state}, the layer is {self.get_extra_state()}"
+        state, mine = described(state_dict.get(f"{prefix}_extra_state")), self.description
+        if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
+            return f"the state is of {state}, the layer is {mine}"
         for name in BUFFERS:
-            mine, given = self._buffers[name], state_dict.get(prefix + name)
-            if mine is not None and given is not None and mine.dtype != given.dtype:
-                return f"{name} is {given.dtype} in the state, the layer has {mine.dtype}"
+            buffer, given = self._buffers[name], state_dict.get(prefix + name)
+            if buffer is not None and given is not None and buffer.dtype != given.dtype:
+                return f"{name} is {given.dtype} in the state, the layer has {buffer.dtype}"
         return None
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """The layer's format and sizes, which state dicts and files of `save_packed` hold."""
+    @property
+    def description(self) -> dict[str, Any]:
+        """The layer's format and sizes, which files of packed models hold."""
         return asdict(self.layer_format) | {"in_features": self.in_features, "out_features": self.out_features}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def get_extra_state(self) -> torch.Tensor:
+        """The description as a tensor of JSON's bytes, because programs that save state dicts expect tensors."""
+        return torch.tensor(
+            list(json.dumps(self.description, sort_keys=True, separators=(",", ":")).encode()), dtype=torch.uint8
+        )
+
+    def set_extra_state(self, state: torch.Tensor | dict[str, Any]) -> None:
         """Does nothing: `_misfit` has checked that the state equals this layer's."""
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether a state dict's key is that of a module's extra state."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
+def described(state: torch.Tensor | dict[str, Any] | None) -> dict[str, Any] | None:
+    """The description in an extra state: JSON's bytes, or the dictionary that it was in version 0.1."""
+    if not isinstance(state, torch.Tensor):
+        return state
+    try:
+        return json.loads(bytes(state.tolist()))
+    except ValueError:
+        return {"unreadable": True}
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

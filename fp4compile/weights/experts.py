@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.dequantized import DequantizedWeight
 
 # The parameters of experts that the functions of transformers read, depending on `is_transposed`.
 _DECLARED = ("gate_up_proj", "up_proj", "down_proj")
@@ -34,23 +35,24 @@ _REFUSED_HOOKS = (
 
 
 class PackedExperts(PackedWeight):
-    """Block-scaled weights of experts for inference; see `PackedWeight` for the buffers.
+    """Block-scaled, frozen weights of experts; see `PackedWeight` for the buffers.
 
     Calling it returns the dequantised weights in the original parameter's shape, [experts, out, in], or
     [experts, in, out] where `in_first` is set, in `weight_dtype`.
     """
 
     def forward(self) -> torch.Tensor:
-        """The contiguous weights, dequantised anew at each call.
+        """The contiguous weights, dequantised anew at each call; see `DequantizedWeight` for writes to them.
 
-        In eager mode they are an inference tensor, so that a write, which would not change the weights, raises.
+        In eager mode, autograd keeps weights that a product reads until the backward pass.
         """
         if torch.compiler.is_compiling():
-            return self._dequantised()
-        with torch.inference_mode():
-            return self._dequantised()
+            return self.dequantised()
+        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
+            return DequantizedWeight.of(self, self.dequantised())
 
-    def _dequantised(self) -> torch.Tensor:
+    def dequantised(self) -> torch.Tensor:
+        """The contiguous weights in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         weights = torch.ops.fp4compile.expert_weights(
             self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features, dtype,
@@ -58,9 +60,10 @@ class PackedExperts(PackedWeight):
         ).to(self.weight_dtype)  # fmt: skip
         return weights.transpose(1, 2).contiguous() if self.in_first else weights
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """The format and sizes, which state dicts and files of `save_packed` hold."""
-        return super().get_extra_state() | {"experts": self.experts, "in_first": self.in_first}
+    @property
+    def description(self) -> dict[str, Any]:
+        """The format and sizes, which files of packed models hold."""
+        return super().description | {"experts": self.experts, "in_first": self.in_first}
 
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"
@@ -84,13 +87,10 @@ class Place:
         return self.module._parameters[self.child]
 
 
-def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool, scale_rule: str = "amax") -> None:
-    """Replace a parameter by its packed form. Each expert's weights are quantised separately.
-
-    scale_rule: how the block scales are chosen, see `reference_scales`.
-    """
+def pack_parameter(place: Place, layer_format: LayerFormat, in_first: bool) -> None:
+    """Replace a parameter by its packed form. Each expert's weights are quantised separately."""
     packed = empty(tuple(place.parameter.shape), layer_format, in_first, place.parameter.dtype)
-    packed.store(place.parameter, scale_rule)
+    packed.store(place.parameter)
     insert(place, packed)
 
 

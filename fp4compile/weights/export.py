@@ -13,7 +13,7 @@ from torch import nn
 from fp4compile.analysis.module_names import parameter_name
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
-from fp4compile.weights.buffers import PackedWeight
+from fp4compile.weights.buffers import PackedWeight, is_extra_state
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, LAYOUTS, Layout, divisor_of
@@ -141,7 +141,8 @@ def _scheme(name: str, layer: PackedWeight, layout: str) -> Scheme:
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a model. Raises ValueError where one has no values."""
-    state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    found = model.state_dict(keep_vars=True).items()
+    state = {name: t for name, t in found if isinstance(t, torch.Tensor) and not is_extra_state(name)}
     for name, tensor in state.items():
         if tensor.is_meta:
             raise ValueError(f"model: {name!r} is on the meta device and has no values to write")

@@ -17,7 +17,7 @@ from torch import nn
 from fp4compile.analysis.module_names import parameter_name
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.weights.buffers import BUFFERS, PackedWeight, buffer_shapes
+from fp4compile.weights.buffers import BUFFERS, PackedWeight, buffer_shapes, is_extra_state
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names, save_as_packed
 from fp4compile.weights.linear import leave_fast_paths
@@ -48,7 +48,6 @@ from fp4compile.weights.sharing import (
 States = tuple[dict[str, dict], dict[str, dict]]  # of packed layers, and of packed experts, by name
 
 _METADATA = "fp4compile"  # the key of `save_packed`'s entry in a file's metadata
-_EXTRA_STATE = "_extra_state"
 
 
 # ---------------------------------------------------------------- saving
@@ -69,8 +68,8 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = list(model.named_modules(remove_duplicate=False))
     packed = {name: module for name, module in modules if isinstance(module, PackedWeight)}
-    layers = {name: one.get_extra_state() for name, one in packed.items() if not isinstance(one, PackedExperts)}
-    experts = {parameter_name(name): one.get_extra_state() for name, one in packed.items() if name not in layers}
+    layers = {name: one.description for name, one in packed.items() if not isinstance(one, PackedExperts)}
+    experts = {parameter_name(name): one.description for name, one in packed.items() if name not in layers}
     if not packed:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
     state = _tensors(model)
@@ -80,7 +79,7 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
             raise ValueError(f"model: {name!r} is on the meta device and has no values to write")
     for key in model.state_dict():
         name = key.rpartition(".")[0]
-        if _is_extra_state(key) and name not in packed:
+        if is_extra_state(key) and name not in packed:
             warnings.warn(f"{path}: the extra state of {name!r} is not written", stacklevel=2)
     check_model(packed, state)
     tensors, sharing = arrange(state)
@@ -91,7 +90,7 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers of a model by name: the objects, not detached copies."""
     state = model.state_dict(keep_vars=True)
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra_state(key)}
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)}
 
 
 def _shared_scales(packed: dict[str, PackedWeight], state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -109,10 +108,6 @@ def _place(layer: PackedWeight) -> tuple:
     """A key that is equal for layers whose block scales have the same memory, shape and dtype."""
     scales = layer.weight_scales
     return scales.untyped_storage()._cdata, scales.storage_offset(), buffer_shapes(layer)["weight_scales"]
-
-
-def _is_extra_state(key: str) -> bool:
-    return key.rpartition(".")[2] == _EXTRA_STATE
 
 
 # ---------------------------------------------------------------- loading
@@ -264,7 +259,7 @@ def _check_tensors(stored: dict[str, torch.Tensor], expected: dict[str, tuple]) 
             raise ValueError(
                 f"tensor {name!r} is {found.dtype} {tuple(found.shape)}, the model needs {dtype} {tuple(shape)}"
             )
-    unknown = sorted(name for name in set(stored) - set(expected) if not _is_extra_state(name))
+    unknown = sorted(name for name in set(stored) - set(expected) if not is_extra_state(name))
     if unknown:
         raise ValueError(f"the model has no {unknown[0]!r}")
 

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp4compile.formats import formats
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
 from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight, autocast_dtype
+from fp4compile.weights.dequantized import DequantizedWeight
+from fp4compile.weights.packed_product import packed_product
 
 _KEPT_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 # The hooks that a packed layer cannot keep. A forward pre-hook may change the weight, as weight_norm's does.
@@ -23,15 +24,19 @@ _REFUSED_HOOKS = {
 }
 
 
-class PackedLinear(PackedWeight):
-    """A linear layer for inference whose weight is block-scaled: y = x @ W^T + bias.
+class PackedLinear(PackedWeight, nn.Linear):
+    """A linear layer whose weight is block-scaled and frozen: y = x @ W^T + bias.
+
+    It is an `nn.Linear`, so that libraries of adapters wrap it as they wrap one. Its gradients are those of the input,
+    dX = dY @ W with the dequantised W, and of the bias; the weight has none. The quantising of the input counts as the
+    identity in the backward pass.
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
         move between devices and are never cast. The block scales have the layout of the device, see
         `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
     bias: a parameter [out_features], or None. It is cast as in every module.
     weight_dtype: the dtype of `weight`: first the dtype of the layer that was packed; casts such as `.half()` set it.
-    in_first: whether `weight` is [in, out], as in the Conv1D of transformers, and not [out, in].
+    in_first: whether the layer that was packed held its weight as [in, out], as the Conv1D of transformers does.
     """
 
     def __init__(
@@ -44,19 +49,17 @@ class PackedLinear(PackedWeight):
         weight_dtype: torch.dtype = torch.float32,
         in_first: bool = False,
     ):
-        super().__init__(None, in_features, out_features, layer_format, weight_dtype, in_first)
+        PackedWeight.__init__(self, None, in_features, out_features, layer_format, weight_dtype, in_first)
         self.bias = bias
 
     @classmethod
-    def pack(cls, linear: nn.Module, layer_format: LayerFormat, scale_rule: str = "amax") -> "PackedLinear":
+    def pack(cls, linear: nn.Module, layer_format: LayerFormat) -> "PackedLinear":
         """The packed form of a linear layer. The weight is quantised along the in features.
-
-        scale_rule: how the block scales are chosen, see `reference_scales`.
 
         Under autocast, the weight is cast first, as autocast does before a product.
         """
         packed = cls.in_place_of(linear, layer_format)
-        packed.store(linear.weight, scale_rule)
+        packed.store(linear.weight)
         return packed
 
     @classmethod
@@ -75,40 +78,41 @@ class PackedLinear(PackedWeight):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, dequantised anew at each access, in weight_dtype and in the original weight's shape.
+        """The weight [out_features, in_features], dequantised anew at each access, in weight_dtype.
 
-        It is an inference tensor, so that writing to it, which would not change the layer, raises (writing through
-        `.data` does not).
+        A write to it raises RuntimeError, except that assigning `weight.data` packs the assigned values.
         """
+        if torch.compiler.is_compiling():
+            return self.dequantised()
+        with torch.no_grad() if torch.is_grad_enabled() else torch.inference_mode():
+            return DequantizedWeight.of(self, self.dequantised())
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight [out_features, in_features] in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
-        with torch.inference_mode():
-            weight = torch.ops.fp4compile.dequantize(
-                self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features,
-                dtype,
-            ).to(self.weight_dtype)  # fmt: skip
-            return weight.t() if self.in_first else weight
+        return torch.ops.fp4compile.dequantize(
+            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features, dtype
+        ).to(self.weight_dtype)  # fmt: skip
+
+    def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
+        return values.t() if self.in_first else values
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            raise AttributeError("weight: that of a packed layer cannot be assigned; assign it before packing")
+            raise AttributeError("weight: a packed layer's cannot be assigned; assign weight.data, or before packing")
         super().__setattr__(name, value)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: [..., in_features], bf16, fp16 or fp32. Returns [..., out_features] in its dtype, or autocast's.
 
-        Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension,
-        RuntimeError where gradients are enabled and the input or the bias requires one.
+        Raises TypeError for another dtype or if `input` is no dense tensor, ValueError for another last dimension.
         """
         self._check(input)
-        if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            raise RuntimeError("a packed layer has no gradient: run it under torch.no_grad() or torch.inference_mode()")
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        return torch.ops.fp4compile.scaled_mm(
-            *self._activation(input), self.layer_format.activation,
-            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, bias, input.dtype,
-        ).view(*input.shape[:-1], self.out_features)  # fmt: skip
+        weight = self.weight_data, self.weight_scales, self.weight_outer
+        return packed_product(input, bias, *weight, self.layer_format, self.scale_layout)
 
     def _check(self, input: torch.Tensor) -> None:
         if not isinstance(input, torch.Tensor):
@@ -120,18 +124,6 @@ class PackedLinear(PackedWeight):
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: expected shape (..., {self.in_features}), got {tuple(input.shape)}")
 
-    def _activation(self, x: torch.Tensor) -> tuple:
-        x = x.reshape(-1, self.in_features)
-        if self.layer_format.activation is None:
-            return x, None, None
-        fmt, outer = formats.get(self.layer_format.activation), None
-        if self.layer_format.activation_outer is not None:
-            outer = torch.full((), self.layer_format.activation_outer, device=x.device)
-        # Both operands have one layout: the matrix units read swizzled scales of both.
-        layout = self.scale_layout
-        data, scales, computed = torch.ops.fp4compile.quantize(x, fmt.name, outer=outer, layout=layout)
-        return data, scales if fmt.scale else None, outer if outer is not None else computed if fmt.outer else None
-
     def extra_repr(self) -> str:
         activation = self.layer_format.activation or "as it comes"
         return f"{self.in_features}, {self.out_features}, weight={self.layer_format.weight}, activation={activation}"
@@ -141,8 +133,8 @@ class PackedLinear(PackedWeight):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is an `nn.Linear`, a layer of a subclass, or the Conv1D of transformers."""
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
+    """Whether the module is an `nn.Linear` with a weight of its own, one of a subclass, or transformers' Conv1D."""
+    return (isinstance(module, nn.Linear) and not isinstance(module, PackedLinear)) or _is_conv1d(module)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -72,7 +72,7 @@ def pack_(
         linear = model.get_submodule(names[0])
         layer_format, note = choice.layer_format(names, linear)
         if isinstance(layer_format, LayerFormat):
-            packed = PackedLinear.pack(linear, layer_format, chosen.scale_rule(layer_format.weight))
+            packed = PackedLinear.pack(linear, layer_format)
             for name in names:
                 replace(model, name, packed)
         report.add([_row(names[0], linear, layer_format, chosen, note)], {})
@@ -81,8 +81,7 @@ def pack_(
         layer_format, note = choice.experts_format(one)
         row = _experts_row(one, layer_format, chosen, note)
         if isinstance(layer_format, LayerFormat):
-            rule = chosen.scale_rule(layer_format.weight)
-            pack_parameter(one.place, layer_format, bool(one.in_first), rule)
+            pack_parameter(one.place, layer_format, bool(one.in_first))
         report.add([row] if row else [], {})
     leave_fast_paths(model)
     save_as_packed(model)
@@ -175,11 +174,12 @@ class _Choice:
             return str(reason), None  # without a recipe there is always a reason
         if layer_recipe.fprop_w is None:
             return f"recipe {layer_recipe.name} leaves weights in high precision", None
+        rule = self.recipe.scale_rule(layer_recipe.fprop_w)
         if layer_recipe.activation_scale == "dynamic":
-            return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x), None
+            return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, scale_rule=rule), None
         outer = next((scale for layer in layers if (scale := self.recipe.static_scale(layer.name)) is not None), None)
         note = NOT_CALIBRATED if outer is None else None
-        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer), note
+        return LayerFormat(layer_recipe.fprop_w, layer_recipe.fprop_x, outer, rule), note
 
     def _decide(self, layers: list[Layer], names: Sequence[str]) -> tuple[Recipe | None, str | None]:
         """(the layer's recipe or None, why it is left alone or None), decided as the backend decides."""
@@ -226,7 +226,7 @@ def _row_of(
         left, right, reason = None, None if dtype is None else str(dtype).removeprefix("torch."), packed
     else:
         left, right, reason = packed.activation, packed.weight, None
-        rule = recipe.scale_rule(packed.weight)
+        rule = packed.scale_rule
     return Row(
         name, "fprop", None, outer, inner, left=left, right=right, tier=None, reason=reason, flops=None,
         weight_scales=None if rule == "amax" else rule, note=note,

@@ -111,7 +111,7 @@ def check_states(layers: Any, weights: Any) -> None:
         if not isinstance(states, dict):
             raise ValueError(f"expected the states of layers by name, got {type(states).__name__}")
         for name, state in states.items():
-            if not isinstance(state, dict) or set(state) != keys:
+            if not isinstance(state, dict) or {"scale_rule", *state} != keys:
                 raise ValueError(f"layer {name!r}: expected a state of {', '.join(sorted(keys))}")
             sizes = [state[key] for key in sorted(keys - _FORMAT - {"in_first"})]
             whole = not any(isinstance(size, bool) or not isinstance(size, int) or size < 0 for size in sizes)
@@ -122,7 +122,9 @@ def check_states(layers: Any, weights: Any) -> None:
 def _format_of(name: str, state: dict[str, Any]) -> LayerFormat:
     """The format in a packed layer's state. Raises ValueError, which has the layer's name, where it is none."""
     try:
-        return LayerFormat(state["weight"], state["activation"], state["activation_outer"])
+        # Files of version 0.1 and other libraries' checkpoints have no rule.
+        rule = state.get("scale_rule", "amax")
+        return LayerFormat(state["weight"], state["activation"], state["activation_outer"], rule)
     except (ValueError, TypeError) as error:
         raise ValueError(f"layer {name!r}: {error}") from error
 

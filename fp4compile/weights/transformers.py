@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name, parameter_name
-from fp4compile.weights.buffers import PackedWeight, buffer_shapes
+from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.replacements import LinearPlace, Place, check_states, places_of
@@ -27,7 +27,7 @@ METHOD = "fp4compile"
 class Fp4CompileConfig(QuantizationConfigMixin):
     """The quantization_config of a packed model.
 
-    layers, experts: the extra states of the packed layers and experts, by name.
+    layers, experts: the descriptions of the packed layers and experts, by name.
     """
 
     def __init__(self, layers: dict[str, dict], experts: dict[str, dict], quant_method: str = METHOD):
@@ -86,15 +86,16 @@ class Fp4CompileQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
         """The tensors as files hold them. Also updates the configuration, which is saved afterwards."""
         self.quantization_config.__dict__.update(vars(config_of(model)))
-        state = model.state_dict().items()
-        return {name: storable(tensor.detach()) for name, tensor in state if isinstance(tensor, torch.Tensor)}, {}
+        state = {name: tensor for name, tensor in model.state_dict().items() if not is_extra_state(name)}
+        return {name: storable(tensor.detach()) for name, tensor in state.items()}, {}
 
     def is_serializable(self) -> bool:
         return True
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters on the packed weights can be trained; the weights themselves are frozen."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
@@ -143,8 +144,8 @@ def config_of(model: nn.Module) -> Fp4CompileConfig:
     """The quantization_config of a packed model."""
     named = model.named_modules(remove_duplicate=False)
     packed = {name: module for name, module in named if isinstance(module, PackedWeight)}
-    of_experts = {parameter_name(n): m.get_extra_state() for n, m in packed.items() if isinstance(m, PackedExperts)}
-    layers = {name: m.get_extra_state() for name, m in packed.items() if not isinstance(m, PackedExperts)}
+    of_experts = {parameter_name(n): m.description for n, m in packed.items() if isinstance(m, PackedExperts)}
+    layers = {name: m.description for name, m in packed.items() if not isinstance(m, PackedExperts)}
     return Fp4CompileConfig(layers, of_experts)
 
 

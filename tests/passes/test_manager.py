@@ -20,10 +20,10 @@ from tests.helpers import without_codegen
 from tests.helpers.graphs import compile_recorded
 
 SWITCHABLE = [
-    "rewrite", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "fuse_prologue",
+    "rewrite", "recompute", "hoist", "merge_quantize", "fake_quantize", "fuse_epilogue", "fuse_prologue",
     "fuse_horizontal", "inplace", "lower",
 ]  # fmt: skip
-POST_GRAD = SWITCHABLE[2:]
+POST_GRAD = SWITCHABLE[3:]
 VARIABLE = "FP4COMPILE_DISABLE_PASSES"
 
 
@@ -64,7 +64,7 @@ def infer(model, x):
 
 def test_order():
     assert [one.name for one in manager.ALL] == SWITCHABLE
-    assert [one.name for one in (*manager.JOINT, *manager.POST_GRAD)] == ["rewrite", *POST_GRAD]
+    assert [one.name for one in (*manager.JOINT, *manager.POST_GRAD)] == ["rewrite", "recompute", *POST_GRAD]
     for one in manager.ALL:
         assert one.function.__name__ == one.name, "a pass is called as its function and its file are"
         assert one.function.__module__ == f"fp4compile.passes.{one.name}"
@@ -88,8 +88,8 @@ def test_passes_run_in_order_on_one_graph():
 
 def test_counts_and_times_of_inference_reach_the_report():
     _, report = infer(SharedInput(), torch.randn(4, 64))
-    assert list(report.passes) == ["find", "rewrite", "hoist", *POST_GRAD]
-    assert report.counts == {"find": 2, "rewrite": 2, "hoist": 2, **dict.fromkeys(POST_GRAD, 0)}
+    assert list(report.passes) == ["find", "rewrite", "recompute", "hoist", *POST_GRAD]
+    assert report.counts == {"find": 2, "rewrite": 2, "recompute": 0, "hoist": 2, **dict.fromkeys(POST_GRAD, 0)}
     assert all(run.seconds > 0 for run in report.passes.values())
     assert report.passes["hoist"] == PassRun(2, report.seconds["hoist"])
     told = report.to_dict()
@@ -141,7 +141,7 @@ def test_counts_come_back_from_the_cache_without_times():
 def test_the_setting_switches_a_pass_off(disable, captured):
     model, x = SharedInput(), torch.randn(4, 64)
     expected, report = infer(model, x)
-    assert list(report.counts) == ["find", "rewrite", *POST_GRAD]
+    assert list(report.counts) == ["find", "rewrite", "recompute", *POST_GRAD]
     for names in (*((name,) for name in POST_GRAD), POST_GRAD):
         disable(*names)
         y, without = infer(model, x)
@@ -189,7 +189,7 @@ def test_the_environment_switches_passes_off_too(disable, captured, monkeypatch)
     disable("hoist")
     assert manager.switched_off_passes() == {"hoist", "inplace", "lower"}
     _, report = infer(SharedInput(), torch.randn(4, 64))
-    assert list(report.counts) == ["find", "rewrite", *POST_GRAD[:-2]]
+    assert list(report.counts) == ["find", "rewrite", "recompute", *POST_GRAD[:-2]]
     monkeypatch.setenv(VARIABLE, "")
     disable()
     assert manager.switched_off_passes() == frozenset()
@@ -305,7 +305,7 @@ def test_dumps_show_every_pass_before_and_after(disable, monkeypatch, tmp_path):
     infer(SharedInput(), torch.randn(4, 64))
     files = sorted(directory.iterdir(), key=lambda file: int(file.name.split("_")[1]))
     found = [re.fullmatch(r"\d+_\d{3,}_(\w+)_(before|after)\.py", file.name).groups() for file in files]
-    ran = ["rewrite", "hoist", *POST_GRAD]
+    ran = ["rewrite", "recompute", "hoist", *POST_GRAD]
     ran.remove("inplace")
     assert len(set(found)) == len(found) == 2 * len(ran)
     assert [name for name, _ in found[::2]] == [name for name, _ in found[1::2]] == ran

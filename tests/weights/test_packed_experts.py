@@ -104,7 +104,7 @@ def test_gradients_pass_through_dequantised_weights():
     torch._dynamo.reset()
     run, decisions = rewritten(lambda x: model(x)[0], recipe_of("nvfp4"))
     run(x).sum().backward()
-    assert [d.reason for d in decisions] == [None, "gradient x packed weights: they are dequantised"]
+    assert [d.reason for d in decisions] == [None, "gradient x packed weight: the weight is dequantised"]
     ones = torch.ones(20, N, dtype=BF16)
     assert torch.equal(x.grad[:20], F.grouped_mm(ones, model.experts.up_proj.clone(), offs=OFFS))
 
@@ -272,7 +272,7 @@ def test_the_module_stays(name, is_transposed):
     plain.up_proj.data.copy_(exact)
     with torch.no_grad():
         assert all(map(torch.equal, model(tokens()), plain(tokens())))
-    with pytest.raises(RuntimeError, match="[Ii]nference tensor"):
+    with pytest.raises(RuntimeError, match="a write to it is lost"):
         model.up_proj.zero_()
     for value in (torch.zeros(1), nn.Parameter(torch.zeros(1))):
         with pytest.raises((AttributeError, KeyError), match="up_proj"):

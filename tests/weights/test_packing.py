@@ -66,7 +66,7 @@ def test_report_and_memory():
     reasons = {row.module: row.reason for row in report.rows}
     assert reasons == {"layers.0": None, "layers.1": None, "lm_head": "output head"}
     assert all(isinstance(layer, PackedLinear) for layer in model.layers)
-    after = sum(t.numel() * t.element_size() for t in model.layers.state_dict().values() if isinstance(t, torch.Tensor))
+    after = sum(t.numel() * t.element_size() for t in (*model.layers.buffers(), *model.layers.parameters()))
     assert after < 0.3 * before
     assert model.lm_head.weight is model.embed.weight
 
@@ -77,13 +77,6 @@ def test_rules_apply():
     report = fp4compile.pack_(model, recipe)
     assert [(r.left, r.right) for r in report.quantised] == [(None, "nvfp4")]
     assert report.rows[1].reason == "block 1 is among the first 2"
-
-
-def test_no_gradient_passes_silently():
-    layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    fp4compile.pack_(layer, "mxfp8")
-    with pytest.raises(RuntimeError, match="no_grad"):
-        layer(torch.randn(2, 64, requires_grad=True))
 
 
 def test_a_bare_layer_cannot_be_replaced():
@@ -209,10 +202,10 @@ def test_conv1d(name, autocast):
     assert [(row.module, row.n, row.k, row.right) for row in report.rows] == [
         ("0", 72, 40, recipe.fprop_w), ("2", 33, 72, recipe.fprop_w),
     ]  # fmt: skip
-    assert (model[0].nf, model[0].nx, model[0].weight.shape) == (72, 40, weight.shape)
+    assert (model[0].nf, model[0].nx, model[0].weight.shape) == (72, 40, (72, 40))
     multiplied = weight.bfloat16() if autocast else weight
     expanded = fp4compile.quantize(multiplied, recipe.fprop_w, dim=0).dequantize()
-    assert torch.equal(model[0].weight, expanded.t())
+    assert torch.equal(model[0].weight, expanded)
 
 
 def test_only_the_conv1d_of_transformers():

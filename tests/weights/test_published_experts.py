@@ -57,7 +57,7 @@ def dequantised(folder, tmp_path):
 
 def weights_of(model):
     """All weights of a model, packed or not, under the names that they have where they are not packed."""
-    found = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor) and "weight_" not in name}
+    found = {name: t for name, t in model.state_dict().items() if "weight_" not in name and "_extra_state" not in name}
     packed = [(name, m) for name, m in model.named_modules() if isinstance(m, (PackedExperts, PackedLinear))]
     return found | {
         name.removesuffix("_packed") if isinstance(m, PackedExperts) else f"{name}.weight":

@@ -43,7 +43,7 @@ class Checkpoint:
 class Contents:
     """The contents of a checkpoint in the form of a `save_packed` file.
 
-    layers, experts: the results of `get_extra_state` for packed linear layers by name, and for packed experts by the
+    layers, experts: the descriptions of packed linear layers by name, and for packed experts by the
     name of their parameter. tensors: all tensors, under the names of a packed model.
     """
 

@@ -1,0 +1,69 @@
+"""The tensor that reading a packed weight returns: dequantised values, to which nobody writes without being told."""
+
+import math
+from typing import Any, Protocol
+
+import torch
+
+# Operators that write to their first argument and whose names do not end in one underscore.
+_WRITES = {"__setitem__", *(f"__i{name}__" for name in (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+))}  # fmt: skip
+
+
+class Packed(Protocol):
+    """A packed layer, as this file needs it."""
+
+    def store_again(self, values: torch.Tensor) -> None:
+        """Pack other values by the layer's own format and rule."""
+
+
+class DequantizedWeight(torch.Tensor):
+    """A packed weight's dequantised values, which are a copy.
+
+    A write to the copy would be lost, and raises RuntimeError. `weight.data = values` packs the values, as libraries of
+    adapters merge. Results of operations are plain tensors.
+    """
+
+    _layer: Packed
+
+    @staticmethod
+    def of(layer: Packed, values: torch.Tensor) -> "DequantizedWeight":
+        weight = values.as_subclass(DequantizedWeight)
+        weight._layer = layer
+        return weight
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values; `weight.data += x` and `weight.data = x` pack the sum, or x."""
+        return self
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._layer.store_again(values)
+
+    def __iadd__(self, other: Any) -> torch.Tensor:
+        return self + other
+
+    def __isub__(self, other: Any) -> torch.Tensor:
+        return self - other
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        written = args[:1] if in_place else ((kwargs or {}).get("out"),)
+        if any(isinstance(tensor, cls) for tensor in written):
+            raise RuntimeError(
+                "weight: a packed layer's weight is dequantised at each access, and a write to it is lost; "
+                "assign weight.data to pack other values"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def sqnr(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """The ratio of signal to quantisation noise in dB: 10 log10(sum wanted^2 / sum (wanted - got)^2)."""
+    wanted, got = wanted.detach().float(), got.detach().float()
+    noise = float((wanted - got).square().sum())
+    return math.inf if noise == 0 else 10 * math.log10(float(wanted.square().sum()) / noise)

@@ -1,0 +1,216 @@
+"""Adapters on packed weights: gradients, peft, the Trainer, and merging."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp4compile
+from fp4compile.recipe import named
+from fp4compile.weights.linear import PackedLinear
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+FORMATS = ("nvfp4", "nvfp4_weight_only", "mxfp8", "float8_rowwise")
+
+
+def packed(recipe: str, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> PackedLinear:
+    model = nn.Sequential(nn.Linear(96, 64, bias=bias)).to(dtype)
+    fp4compile.pack_(model, recipe)
+    return model[0].requires_grad_(True)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("shape", ((7, 96), (2, 3, 96), (96,), (0, 96)), ids=str)
+def test_gradients_are_products_with_the_dequantised_weight(recipe, dtype, shape):
+    layer = packed(recipe, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(*shape[:-1], 64, dtype=dtype)
+    y = layer(x)
+    y.backward(gradient)
+    assert torch.equal(x.grad, gradient @ layer.weight)
+    assert torch.equal(layer.bias.grad, gradient.reshape(-1, 64).sum(0))
+    with torch.no_grad():
+        assert torch.equal(y, layer(x))  # the product's bits do not depend on gradients
+
+
+def test_only_the_bias_needs_a_gradient():
+    layer = packed("nvfp4")
+    layer(torch.randn(5, 96)).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((64,), 5.0))
+
+
+@pytest.mark.parametrize("recipe", ("nvfp4", "mxfp8"))
+def test_a_compiled_step_is_the_eager_one_and_keeps_no_weight(recipe):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 64, bias=False))
+    fp4compile.pack_(model, recipe)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    backend = fp4compile.backend(recipe)
+    compiled = torch.compile(copy.deepcopy(model), backend=backend)
+    inputs = [torch.randn(32, 96, requires_grad=True) for _ in range(2)]
+    inputs[1].data.copy_(inputs[0].data)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = compiled(inputs[1])
+    y.square().sum().backward()
+    expected = model(inputs[0])
+    expected.square().sum().backward()
+    assert torch.equal(y, expected)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    assert not {(128, 96), (64, 128)} & {tuple(t.shape) for t in saved if t.dtype == torch.float32}
+    assert backend.report.counts["recompute"] == 2
+    reasons = [row.reason for row in backend.report.rows if not row.quantised]
+    assert reasons == ["gradient x packed weight: the weight is dequantised"] * 2
+
+
+@pytest.mark.parametrize("how", ("eager", "compiled"))
+def test_checkpointed(how):
+    layer = packed("nvfp4")
+    plain, x = layer, torch.randn(4, 96)
+    inputs = [x.clone().requires_grad_(True) for _ in range(2)]
+
+    def step(x):
+        return checkpoint(lambda x: plain(x).relu(), x, use_reentrant=False)
+
+    run = torch.compile(step, backend=fp4compile.backend("nvfp4")) if how == "compiled" else step
+    run(inputs[0]).sum().backward()
+    plain(inputs[1]).relu().sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+
+
+# ---------------------------------------------------------------- writes
+
+
+def test_assigned_data_is_packed_by_the_layers_own_rule():
+    model = nn.Sequential(nn.Linear(96, 64))
+    other = torch.randn(64, 96)
+    recipe = named("nvfp4_weight_only").replace(weight_scales="mse")
+    fp4compile.pack_(model, recipe)
+    layer, expected = model[0], nn.Sequential(nn.Linear(96, 64))
+    expected[0].weight.data.copy_(other)
+    fp4compile.pack_(expected, recipe)
+    with pytest.warns(UserWarning, match=r"packed them again in nvfp4\S*: SQNR 2\d dB"):
+        layer.weight.data = other
+    assert torch.equal(layer.weight_data, expected[0].weight_data)
+    assert torch.equal(layer.weight_scales.view(torch.uint8), expected[0].weight_scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize("grad", (True, False))
+def test_no_write_is_lost(grad):
+    layer = packed("mxfp8")
+    before, ones = layer.weight.clone(), torch.ones(64, 96)
+    with torch.set_grad_enabled(grad):
+        for write in (
+            lambda: layer.weight.add_(1), lambda: layer.weight.data.mul_(2), lambda: layer.weight.data.copy_(ones),
+            lambda: layer.weight.__setitem__(0, 1.0), lambda: nn.init.zeros_(layer.weight),
+            lambda: torch.add(ones, 1, out=layer.weight),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="weight|nference"):
+                write()
+        with pytest.warns(UserWarning, match="packed them again"):
+            layer.weight.data += ones
+        assert float((layer.weight - before).mean()) == pytest.approx(1, abs=0.01)
+    with pytest.raises(ValueError, match=r"expected shape \(64, 96\), got \(96, 64\)"):
+        layer.weight.data = ones.t()
+
+
+# ---------------------------------------------------------------- peft
+
+
+def llama(recipe: str | None = "nvfp4") -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    if recipe:
+        fp4compile.pack_(model, recipe)
+    return model
+
+
+def adapted(model: nn.Module, **options) -> nn.Module:
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", **options))
+
+
+def steps(model: nn.Module, run=None, count: int = 3) -> list[float]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, 1e-2), []
+    tokens = torch.randint(0, 100, (2, 16), generator=torch.Generator().manual_seed(3))
+    for _ in range(count):
+        loss = (model if run is None else run)(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "options", ({}, {"use_dora": True, "lora_dropout": 0.1}, {"use_rslora": True}), ids=("lora", "dora", "rslora")
+)
+def test_adapters_train(options):
+    losses = steps(adapted(llama(), **options))
+    assert losses[-1] < losses[0]
+
+
+def test_a_compiled_step_of_adapters_is_the_eager_one():
+    eager, model = adapted(llama()), adapted(llama())
+    run = torch.compile(model, backend=fp4compile.backend("nvfp4"))
+    assert steps(model, run) == pytest.approx(steps(eager), rel=1e-4)
+
+
+def test_packed_before_or_after_the_adapter_is_the_same():
+    after = adapted(llama(None))
+    fp4compile.pack_(after, "nvfp4")
+    assert steps(after) == steps(adapted(llama()))
+
+
+def test_saved_adapters_are_loaded_onto_a_packed_model(tmp_path):
+    model = adapted(llama())
+    steps(model)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("safe", (True, False))
+def test_a_merged_adapter_is_in_the_codes(safe):
+    model = adapted(llama())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    name = "base_model.model.model.layers.0.mlp.up_proj"
+    wrapped = model.get_submodule(name)
+    expected = nn.Sequential(nn.Linear(wrapped.in_features, wrapped.out_features, bias=False))
+    expected[0].weight.data = wrapped.get_base_layer().weight.clone() + wrapped.get_delta_weight("default").detach()
+    fp4compile.pack_(expected, "nvfp4")
+    with pytest.warns(UserWarning, match="packed them again in nvfp4: SQNR"):
+        merged = model.merge_and_unload(safe_merge=safe)
+    layer = merged.get_submodule("model.layers.0.mlp.up_proj")
+    assert type(layer) is PackedLinear
+    assert torch.equal(layer.weight_data, expected[0].weight_data)
+
+
+def test_the_trainer_takes_adapters_on_a_packed_model(tmp_path):
+    folder = tmp_path / "packed"
+    llama().save_pretrained(folder)
+    fp4compile.register_with_transformers()
+    base = type(llama(None)).from_pretrained(folder)
+    model = adapted(base)
+    tokens = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    arguments = transformers.TrainingArguments(
+        tmp_path / "out", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    assert transformers.Trainer(model, arguments, train_dataset=tokens).train().global_step == 2
