@@ -1,10 +1,10 @@
 """A HuggingFace `Trainer` script that knows nothing of fp4compile: flags alone bring it in.
 
-    python -m fp4compile run examples/train_hf_trainer.py --output_dir out --max_steps 20 \
+    python examples/train_hf_trainer.py --output_dir out --max_steps 20 \
         --torch_compile --torch_compile_backend fp4compile_mxfp8
 
-It trains a small Llama with random weights on its own source text. `python -m fp4compile run` tells accelerate the
-names of the backends; a script may call `fp4compile.register_with_accelerate()` itself instead.
+It trains a small Llama with random weights on its own source text. `python -m fp4compile run` before the script's name
+makes it say at the end what was quantised.
 """
 
 from pathlib import Path

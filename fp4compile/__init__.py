@@ -8,13 +8,12 @@ from fp4compile.calibration.sensitivity import Sensitivity, sensitivity
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.ops.functional import BlockScaled, quantize, scaled_grouped_mm, scaled_mm
 from fp4compile.recipe import Recipe, add_arguments, recipes
-from fp4compile.registration import register_with_accelerate
+from fp4compile.registration import register_with_accelerate, register_with_transformers
 from fp4compile.report.explain import explain
 from fp4compile.report.report import Report
 from fp4compile.weights.cache import refresh
 from fp4compile.weights.export import export_packed
 from fp4compile.weights.files import load_packed, save_packed
-from fp4compile.weights.integration import register_with_transformers
 from fp4compile.weights.pack import pack_
 
 __version__ = "0.1.0"  # pyproject.toml reads it here

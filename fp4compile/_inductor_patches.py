@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -223,26 +223,3 @@ def _innermost(compiler_fn: Any) -> Any:
     """The backend that `torch.compile` was given, inside Dynamo's wrappers."""
     backend = torch._dynamo.eval_frame.innermost_backend(compiler_fn)
     return getattr(backend, "compiler_fn", backend)
-
-
-def accept_in_accelerate(names: Iterable[str]) -> None:
-    """Make accelerate accept these names of Dynamo backends, beside the members of its enumeration `DynamoBackend`.
-
-    Sets `DynamoBackend._missing_`, which Python calls for a value that is no member; tried with accelerate 1.15.
-    accelerate and HuggingFace's `Trainer` only pass a member's name on to `torch.compile`.
-
-    Raises ImportError where accelerate is not installed.
-    """
-    from accelerate.utils import DynamoBackend
-
-    accepted = frozenset(names)
-
-    def missing(cls: type[DynamoBackend], value: str) -> DynamoBackend | None:
-        # accelerate upper-cases the name that it gets, and lower-cases the name that it passes to torch.compile.
-        if value.lower() not in accepted:
-            return None
-        member = str.__new__(cls, value)
-        member._name_ = member._value_ = value
-        return cls._value2member_map_.setdefault(value, member)
-
-    DynamoBackend._missing_ = classmethod(missing)

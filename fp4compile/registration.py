@@ -1,10 +1,11 @@
 """Backends by name, in the registries of other tools.
 
 Dynamo: `backend="fp4compile_<recipe>"`, or `backend="fp4compile"` for the recipe that the environment variable
-FP4COMPILE_RECIPE names; accelerate and HuggingFace's `Trainer` once `register_with_accelerate` was called.
+FP4COMPILE_RECIPE names. `fp4compile_autoload` gives accelerate, and with it HuggingFace's `Trainer`, the same names.
 """
 
 import atexit
+import importlib
 import logging
 import os
 import sys
@@ -13,13 +14,17 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fp4compile import _compat, _inductor_patches
+import fp4compile_autoload
+from fp4compile import _compat
 from fp4compile.backend import Backend, backend
 from fp4compile.passes.manager import switched_off_passes
 from fp4compile.recipe import DEFAULT, ENVIRONMENT, Recipe, recipes
 from fp4compile.report.report import Report
+from fp4compile.weights.integration import check_version
 
 log = logging.getLogger("fp4compile")
+
+fp4compile_autoload.watch()  # `import torch` has done so, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbade it
 
 # The functions that stand for backends in Dynamo's registry.
 _named: dict[Backend, Callable] = {}
@@ -39,9 +44,26 @@ def _given_reports() -> list[Report]:
 def register_with_accelerate() -> None:
     """Make accelerate, and HuggingFace's `Trainer`, accept this package's backends by name.
 
+    Importing torch or this package does so too, see `fp4compile_autoload`.
+
     Raises ImportError where accelerate is not installed.
     """
-    _inductor_patches.accept_in_accelerate(("fp4compile", *(f"fp4compile_{name}" for name in recipes())))
+    importlib.import_module("accelerate.utils")
+    fp4compile_autoload.watch()
+
+
+def register_with_transformers() -> None:
+    """Make `from_pretrained` of transformers read packed models that `save_pretrained` wrote.
+
+    Importing torch or this package does so too, see `fp4compile_autoload`. `save_pretrained` of a packed model needs no
+    call.
+
+    Raises ImportError where transformers 5 or later is not installed.
+    """
+    check_version()
+    from fp4compile.weights.pack_on_load import register
+
+    register()
 
 
 def say_what_compiled_nothing() -> None:

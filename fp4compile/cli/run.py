@@ -1,7 +1,7 @@
 """Run an unchanged script: `python -m fp4compile run train.py --torch_compile_backend fp4compile_mxfp8`.
 
-A framework that passes the name of a backend on to `torch.compile` needs no change. HuggingFace's accelerate, and with
-it the `Trainer`, first checks the name against its own enumeration; `register_with_accelerate` adds the names.
+It prints what was quantised. The names of backends need no such run: `torch.compile`, and accelerate's and the
+`Trainer`'s flags take them wherever this package is installed.
 """
 
 import argparse

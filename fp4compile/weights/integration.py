@@ -7,25 +7,12 @@ from torch import nn
 from fp4compile.weights.published.expert_names import PublishedNames, names_of_transformers
 
 
-def register_with_transformers() -> None:
-    """Make `from_pretrained` of transformers read packed models that `save_pretrained` wrote.
-
-    `save_pretrained` of a packed model needs no call.
-
-    Raises ImportError where transformers 5 or later is not installed.
-    """
-    _check_version()
-    from fp4compile.weights.transformers import register
-
-    register()
-
-
 def save_as_packed(model: nn.Module) -> None:
     """Let `save_pretrained` write the packed form of a packed transformers model."""
     if "transformers" not in sys.modules:
         return
     try:
-        _check_version()
+        check_version()
     except ImportError:  # models of older versions can be packed; `save_packed` writes them
         return
     from fp4compile.weights.transformers import attach
@@ -39,13 +26,14 @@ def published_names(model: nn.Module) -> PublishedNames:
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return PublishedNames()
     try:
-        _check_version()
+        check_version()
     except ImportError:  # before version 5, models store experts as checkpoints do
         return PublishedNames()
     return names_of_transformers(model)
 
 
-def _check_version() -> None:
+def check_version() -> None:
+    """Raises ImportError where transformers 5 or later is not installed."""
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < 5:

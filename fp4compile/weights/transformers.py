@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp4compile.analysis.module_names import packed_name, parameter_name
@@ -25,14 +24,23 @@ METHOD = "fp4compile"
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):
-    """The quantization_config of a packed model.
+    """The quantization_config of a packed model, or the order to pack a model when it has been loaded.
 
-    layers, experts: the descriptions of the packed layers and experts, by name.
+    layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
+    checkpoints that are not packed: `from_pretrained(..., quantization_config={"quant_method": "fp4compile",
+    "recipe": "nvfp4"})`.
     """
 
-    def __init__(self, layers: dict[str, dict], experts: dict[str, dict], quant_method: str = METHOD):
+    def __init__(
+        self,
+        layers: dict[str, dict] | None = None,
+        experts: dict[str, dict] | None = None,
+        quant_method: str = METHOD,
+        recipe: str | dict | None = None,
+    ):
         self.quant_method = quant_method  # type: ignore[assignment]  # which is no member of transformers' enum
-        self.layers, self.experts = layers, experts
+        self.layers, self.experts = {} if layers is None else layers, {} if experts is None else experts
+        self.recipe = recipe
 
 
 class Fp4CompileQuantizer(HfQuantizer):
@@ -47,10 +55,14 @@ class Fp4CompileQuantizer(HfQuantizer):
     # ------------------------------------------------------------ loading
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError where the checkpoint is not packed."""
-        if not self.pre_quantized:
-            raise ValueError("quantization_config: the checkpoint is not packed; load it without, and call "
-                             "fp4compile.pack_")  # fmt: skip
+        """Raises ValueError where the checkpoint is not packed and no recipe says how to pack it."""
+        if not self.pre_quantized and self.quantization_config.recipe is None:
+            raise ValueError(
+                "quantization_config: the checkpoint is not packed; name a recipe to pack it by, as in "
+                '{"quant_method": "fp4compile", "recipe": "nvfp4"}'
+            )
+        if self.pre_quantized and self.quantization_config.recipe is not None:
+            raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
@@ -154,13 +166,5 @@ def attach(model: nn.Module) -> None:
     config = config_of(model)
     if not isinstance(model, PreTrainedModel) or not (config.layers or config.experts):
         return
-    register()
     model.hf_quantizer = Fp4CompileQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
-
-
-def register() -> None:
-    """Make `from_pretrained` read checkpoints of this quantiser. Does nothing the second time."""
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(METHOD)(Fp4CompileConfig)
-        register_quantizer(METHOD)(Fp4CompileQuantizer)

@@ -350,7 +350,7 @@ def test_reasons_are_found():
     [
         "convolution", "no matrix product found", "switches off those passes of Inductor that quantise",
         "freezing makes parameters constants", "compiled nothing", "no graph of it was captured",
-        "decides for no layer", "a packed layer has no gradient", "from Inductor's cache are gone",
+        "decides for no layer", "a write to it is lost", "from Inductor's cache are gone",
         "leaves blocks alone by their number, and no name in this graph has one",
     ],
 )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What makes accelerate and transformers know fp4compile in every process that imports torch.
+
+`import torch` loads the entry points of the group "torch.backends" and calls them; pyproject.toml names `watch` there.
+Both libraries check names against enumerations of their own, before a script can import fp4compile: accelerate's
+launcher checks the backend, `from_pretrained` the `quant_method` of a checkpoint. So this file waits for the modules
+that hold the enumerations, and adds this package's names after they are imported.
+
+It lies beside the package because importing the package takes seconds, which no process should spend that does not use
+it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches it off.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+
+def watch() -> None:
+    """Add this package's names to the libraries' enumerations, now or when they have been imported. Never raises."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _add_to_imported()
+
+
+def backends() -> list[str]:
+    """The names of this package's backends in Dynamo's registry."""
+    return sorted(
+        entry.name for entry in entry_points(group="torch_dynamo_backends") if entry.value.startswith("fp4compile.")
+    )
+
+
+def _accept_backends(module: ModuleType) -> None:
+    """Make accelerate's enumeration `DynamoBackend` take the names; tried with accelerate 1.15.
+
+    Python calls `_missing_` for a value that is no member. accelerate upper-cases a name before it looks it up, and
+    lower-cases it before it passes it to `torch.compile`.
+    """
+    accepted = frozenset(backends())
+
+    def missing(cls: Any, value: str) -> Any:
+        if value.lower() not in accepted:
+            return None
+        member: Any = str.__new__(cls, value)
+        member._name_ = member._value_ = value
+        return cls._value2member_map_.setdefault(value, member)
+
+    module.DynamoBackend._missing_ = classmethod(missing)
+
+
+def _offer_backends(module: ModuleType) -> None:
+    """Add the names to the choices of `accelerate launch --dynamo_backend`."""
+    module.DYNAMO_BACKENDS.extend(name.upper() for name in backends() if name.upper() not in module.DYNAMO_BACKENDS)
+
+
+def _read_packed(module: ModuleType) -> None:
+    """Let `from_pretrained` load packed models, and pack models while it loads them."""
+    module.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault("fp4compile", _Configuration)
+
+
+class _Configuration:
+    """Stands for the package's quantization_config in transformers' registry until one is read."""
+
+    @staticmethod
+    def from_dict(values: dict, **options: object) -> object:
+        from fp4compile.weights.pack_on_load import register
+        from fp4compile.weights.transformers import Fp4CompileConfig
+
+        register()
+        return Fp4CompileConfig.from_dict(values, **options)
+
+
+_WATCHED: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.utils.dataclasses": _accept_backends,
+    "accelerate.commands.config.config_utils": _offer_backends,
+    "transformers.quantizers.auto": _read_packed,
+}
+
+
+# The watched modules to which nothing was added yet.
+_waiting = dict(_WATCHED)
+
+
+def _add_to_imported() -> None:
+    """Add the names to every watched module that Python has executed to its end."""
+    for name in list(_waiting):
+        module = sys.modules.get(name)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _waiting.pop(name)(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the watched modules as Python does, and adds the names after they have been executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        _add_to_imported()  # a module that itself imported torch was under way when `watch` was called
+        if fullname not in _waiting:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, fullname)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, followed by what is added to the module."""
+
+    def __init__(self, own: importlib.abc.Loader, name: str):
+        self.own, self.name = own, name
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.own.exec_module(module)
+        if self.name in _waiting:
+            _waiting.pop(self.name)(module)

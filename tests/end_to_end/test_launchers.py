@@ -1,0 +1,123 @@
+"""The lines of docs/launchers.md that start a script which does not know of this package."""
+
+import importlib.machinery
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import fp4compile
+import fp4compile_autoload
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+SCRIPT = """
+import sys, torch, accelerate, transformers
+assert "fp4compile" not in sys.modules
+packed = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+with torch.no_grad():
+    assert torch.equal(packed(torch.arange(8)[None]).logits, torch.load(sys.argv[2]))
+accelerator = accelerate.Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)))
+accelerator.backward(model(torch.randn(4, 64)).sum())
+from fp4compile.registration import named_reports
+print([report.summary() for report in named_reports()])
+"""
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(8)[None]).logits
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The command line of a script that loads a packed model and prepares one with accelerate."""
+    model = llama()
+    fp4compile.pack_(model, "nvfp4")
+    model.save_pretrained(tmp_path / "packed")
+    torch.save(logits(model), tmp_path / "logits.pt")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return [str(tmp_path / name) for name in ("train.py", "packed", "logits.pt")]
+
+
+def printed(command, **environment):
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env={**os.environ, **environment}, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_accelerates_flag(script):
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--mixed_precision", "no"]
+    assert "recipe nvfp4: 5 of 5" in printed([*launch, "--dynamo_backend", "fp4compile_nvfp4", *script])
+
+
+def test_accelerates_variable(script):
+    assert "recipe mxfp8: 5 of 5" in printed(script, ACCELERATE_DYNAMO_BACKEND="fp4compile_mxfp8")
+
+
+def test_accelerates_file(tmp_path):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    (tmp_path / "config.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
+        "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n"
+        "dynamo_config:\n  dynamo_backend: FP4COMPILE_NVFP4\n"
+    )
+    arguments = launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), "train.py"])
+    chosen, *_ = _validate_launch_command(arguments)
+    assert chosen.dynamo_backend == "FP4COMPILE_NVFP4"
+
+
+def test_a_checkpoint_is_packed_as_it_is_loaded(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = llama()
+    model.save_pretrained(tmp_path / "plain")
+    order = {"quant_method": "fp4compile", "recipe": "nvfp4"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=order)
+    fp4compile.pack_(model, "nvfp4")
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "packed")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(ValueError, match="name a recipe to pack it by"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "plain", quantization_config={"quant_method": "fp4compile"}
+        )
+    with pytest.raises(ValueError, match="packed already; expected no recipe"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path / "packed")
+        config.quantization_config["recipe"] = "nvfp4"
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
+
+
+def test_names_are_added_to_a_module_that_is_under_way(monkeypatch):
+    """accelerate's own import of torch calls `watch`, and only later makes the enumeration."""
+    module, added = types.ModuleType("half"), []
+    module.__spec__ = importlib.machinery.ModuleSpec("half", None)
+    module.__spec__._initializing = True
+    monkeypatch.setitem(sys.modules, "half", module)
+    monkeypatch.setattr(fp4compile_autoload, "_waiting", {"half": added.append})
+    fp4compile_autoload.watch()
+    assert added == []
+    module.__spec__._initializing = False
+    importlib.util.find_spec("another_module_that_does_not_exist")
+    assert added == [module]
+
+
+def test_importing_torch_imports_no_more_of_this_package():
+    code = "import sys, torch; print([name for name in sys.modules if name.startswith('fp4compile')])"
+    assert printed(["-c", code]).strip() == "['fp4compile_autoload']"
