@@ -175,7 +175,8 @@ class Backend:
         )
         compiled = compile_fx(gm, example_inputs, inner_compile, config_patches=config_patches)
         if _trains(example_inputs):
-            compiled = marking(compiled, [i for i, entry in enumerate(known.inputs) if entry.parameter is not None])
+            trained = [i for i, entry in enumerate(known.inputs) if entry.parameter is not None and not entry.frozen]
+            compiled = marking(compiled, trained)
         if told.rows is not None:
             stored_rows.store(key, [told.outcome])
             self._record(known, [told.outcome], seconds=_seconds(told.runs))

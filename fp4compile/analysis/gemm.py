@@ -11,9 +11,14 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Input:
-    """A graph input: the fully qualified name of a parameter, None for anything else."""
+    """A graph input.
+
+    parameter: the fully qualified name of a parameter, None for anything else. frozen: whether the input needs no
+    gradient, so that no step of an optimiser changes a parameter.
+    """
 
     parameter: str | None = None
+    frozen: bool = False
 
 
 @dataclass(frozen=True)

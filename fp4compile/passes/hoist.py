@@ -1,7 +1,7 @@
-"""Take the quantising of weights out of inference graphs.
+"""Take the quantising of weights out of inference graphs, and of frozen weights out of training graphs.
 
-An inference graph would quantise its parameters again at each call, although they rarely change. `hoisting` wraps
-Inductor's `inner_compile`. Every quantise that depends on one parameter and nothing else leaves the graph, and its
+A graph would quantise its parameters again at each call, although most of them rarely change. `hoisting` wraps
+Inductor's `inner_compile`. Every quantise that depends on one such parameter and nothing else leaves the graph, and its
 results become additional static inputs. The compiled function is called with the packed weights from `weights.cache`.
 
 Graphs that are compiled under torch.distributed stay as they are: FSDP refills a parameter's storage without a change
@@ -60,22 +60,24 @@ def hoisting(
     sink: Callable[[dict[str, PassRun]], None] = lambda runs: None,
     disabled: Collection[str] = (),
 ) -> Callable:
-    """An `inner_compile` that takes the quantising of weights out of inference graphs.
+    """An `inner_compile` that takes the quantising of lasting weights out of graphs, see above.
 
     inputs: one entry for each argument of the compiled function. cache: the recipe's `weight_cache`; "off" leaves all
     graphs as they are, "check" compares the weights' contents at each call. sink: takes the pass's run for each
-    inference graph. disabled: names of the passes that are switched off.
+    graph with such weights. disabled: names of the passes that are switched off.
     """
     if cache == "off" or HOIST.name in disabled:
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        if not kwargs.get("is_inference") or not changes_are_seen():
+        # A weight that an optimiser changes at every step is quantised in the graph of the step.
+        lasting = inputs if kwargs.get("is_inference") else tuple(one if one.frozen else Input() for one in inputs)
+        if not any(one.parameter for one in lasting) or not changes_are_seen():
             return inner_compile(gm, example_inputs, **kwargs)
         hoisted = Hoisted()
-        runs = run_passes([HOIST], gm.graph, inputs, hoisted)
+        runs = run_passes([HOIST], gm.graph, lasting, hoisted)
         gm.recompile()
-        log.info("inference graph: %s", summary(runs))
+        log.info("graph with lasting weights: %s", summary(runs))
         sink(runs)
         if not hoisted.recipients:
             return inner_compile(gm, example_inputs, **kwargs)

@@ -95,8 +95,8 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
     places = [_place(node, value) for node, value in zip(nodes, values, strict=True)]
     names = _names(places)
     inputs = tuple(
-        Input(name if place is not None and place.parameter else None)
-        for name, place in zip(names, places, strict=True)
+        Input(name if place is not None and place.parameter else None, not getattr(value, "requires_grad", False))
+        for name, place, value in zip(names, places, values, strict=True)
     )
     return _in_model(inputs, tuple(names), values, root)
 

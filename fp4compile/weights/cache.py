@@ -1,6 +1,7 @@
-"""The packed weights of inference graphs: quantised once, and quantised again when the weight changes.
+"""Packed weights beside the parameters of compiled graphs: quantised once, and again when the weight changes.
 
-`passes/hoist.py` takes the quantising of weights out of the graphs; `packed_weight` below quantises them instead.
+`passes/hoist.py` takes the quantising of weights out of inference graphs, and of frozen weights out of training graphs;
+`packed_weight` below quantises them instead.
 
 The packed tensors are an attribute of the parameter itself. So they are freed with the parameter, without a weak
 reference to the parameter, which would forbid `torch.utils.swap_tensors`.
@@ -11,9 +12,9 @@ address of that memory.
 
 Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
 the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
-this backend, because any code may update the parameters after it; and the beginning and the end of torch.distributed's
-default process group, because collectives raise no counter. While there is such a group, weights are quantised at every
-call. The user calls `refresh` to mark storages after a write that cannot be detected.
+this backend, for the parameters that it trains, because any code may update them after it; and the beginning and the end
+of torch.distributed's default process group, because collectives raise no counter. While there is such a group, weights
+are quantised at every call. The user calls `refresh` to mark storages after a write that cannot be detected.
 """
 
 import functools
@@ -178,7 +179,8 @@ def packed_weight(weight: torch.Tensor, form: Form, check: str | None = None) ->
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         # Nothing runs during capture, so nothing can be kept. Each replay of the user's CUDA graph quantises anew.
         return _quantize(weight, form)
-    with _lock:
+    # Tensors that inference mode makes could be neither refilled nor saved for a backward pass outside of it.
+    with _lock, torch.inference_mode(False), torch.no_grad():
         return _pack(weight, form, check)
 
 
