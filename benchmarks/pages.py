@@ -34,7 +34,7 @@ def _machine_code(cells_of: cells.CellsOf) -> Table:
 
 
 def _simulated(cells_of: cells.CellsOf) -> Table:
-    return table("simulation.json", cells_of, how="Executed in the simulator on a CPU, compiled by")
+    return table("simulation.json", cells_of, how="Executed in the simulator, with")
 
 
 def _predicted(cells_of: cells.CellsOf) -> Table:

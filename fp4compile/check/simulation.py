@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +30,33 @@ def run(file: Path | None, only: str, sms: Sequence[int], schedules: int) -> int
     findings: list[dict[str, Any]] = []
     ran: dict[int, set[str]] = {sm: set() for sm in sms}
     failed = 0
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(os.cpu_count(), maxtasksperchild=40) as pool:
-        for sm, finding in pool.imap(_run, wanted):
-            ran[sm] |= set(finding.values.pop("launches", ()))
-            findings.append({"sm": sm, **finding.to_dict()})
-            failed += finding.failed
-            print(f"{sm}  {line(finding)}", flush=True)
+    for sm, finding in _each(wanted):
+        ran[sm] |= set(finding.values.pop("launches", ()))
+        findings.append({"sm": sm, **finding.to_dict()})
+        failed += finding.failed
+        print(f"{sm}  {line(finding)}", flush=True)
     coverage = {}
-    for sm in sms:
+    for sm in [] if only else sms:
         table = table_keys(sm)
         coverage[sm] = {"launches": len(table), "simulated": len(table.keys() & ran[sm]),
                         "not simulated": sorted({table[key] for key in table.keys() - ran[sm]})}  # fmt: skip
-        if not only:
-            print(f"\n{sm}: {coverage[sm]['simulated']} of the {len(table)} launches of the table ran with the same "
-                  "constants; not", coverage[sm]["not simulated"])  # fmt: skip
+        print(f"\n{sm}: {coverage[sm]['simulated']} of the {len(table)} launches of the table ran with the same "
+              "constants; not", coverage[sm]["not simulated"])  # fmt: skip
     print(f"\n{failed} of {len(findings)} cases failed, {time.perf_counter() - started:.0f} seconds")
     if file:
         content = {"environment": environment.of_compiler(), "schedules": schedules, "coverage": coverage,
                    "seconds": round(time.perf_counter() - started), "cases": findings}  # fmt: skip
         file.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if failed else 0
+
+
+def _each(wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Finding]]:
+    """The findings in order: of one case from this process, of several from a process for each core."""
+    if len(wanted) < 2:
+        yield from map(_run, wanted)
+        return
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), maxtasksperchild=40) as pool:
+        yield from pool.imap(_run, wanted)
 
 
 def _run(task: tuple[int, int, int]) -> tuple[int, Finding]:

@@ -97,9 +97,6 @@ def _spec(
 ) -> tuple[QuantizeSpec, torch.Tensor]:  # fmt: skip
     """(the spec of a call, x with the dimension last or last but one). Raises what `QuantizeSpec` raises."""
     dims, rank = tuple(dim) if isinstance(dim, Sequence) else (dim,), x.dim()
-    for argument, value in (("operands", operands), ("dtype", dtype), ("stored", stored)):
-        if value and not prologue:
-            raise ValueError(f"{argument}: goes with a prologue, which this call has not")
     if any(not -rank <= d < rank for d in dims):
         raise ValueError(f"dim={list(dims)}: x has {rank} dimensions")
     dims = tuple(d - rank if d >= 0 else d for d in dims)
@@ -111,6 +108,9 @@ def _spec(
     )  # fmt: skip
     spec.check_tensors(x, offs, outer, seed)
     spec.check_operands((x, *(operands or ())))
+    for argument, value in (("dtype", dtype), ("stored", stored)):
+        if value and not prologue:
+            raise ValueError(f"{argument}: goes with a prologue, which this call has not")
     return spec, x
 
 

@@ -23,10 +23,10 @@ def fuzz(*arguments: str) -> str:
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 100])
-def test_random_launches(first):
-    told = fuzz("--launches", "--seed", str(first), "--count", "100")
-    assert told.startswith("100 runs") and "0 findings" in told
+def test_random_launches():
+    """More programs: `python -m tests.fuzz --launches --seed 100 --count 500`."""
+    told = fuzz("--launches", "--seed", "50", "--count", "50")
+    assert told.startswith("50 runs") and "0 findings" in told
     # Every kind of op that the interpreter can run is met.
     for name in ("quantize prologue", "quantize both", "quantize columns", "quantize values", "quantize offs",
                  "quantize each_matrix", "scaled_mm epilogue", "scaled_mm_horizontal",

@@ -7,6 +7,7 @@ import numpy as np
 from fp4compile.check.simulate.forms import decode
 from fp4compile.check.simulate.fragment import LANES, Fragment
 from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.state import CARRY
 
 _BITS = {"%p": 1, "%b": 8, "%h": 16, "%r": 32, "%d": 64}
 _DECLARED = " ".join(f".reg .{'pred' if bits == 1 else f'b{bits}'} {name}<16>;" for name, bits in _BITS.items())
@@ -33,14 +34,16 @@ def execute(text: str, inputs: dict[str, np.ndarray], running: np.ndarray | None
         f"{name}{i}": np.zeros(count, bool if bits == 1 else f"u{bits // 8}")
         for name, bits in _BITS.items() for i in range(16)
     }  # fmt: skip
+    registers[CARRY] = np.zeros(count, bool)
     for name, values in inputs.items():
         registers[name] = np.asarray(values).astype(registers[name].dtype)
 
     def special(name: str, threads: slice | np.ndarray) -> np.ndarray:
         return {"%tid.x": np.arange(count, dtype=np.uint64), "%laneid": np.arange(count, dtype=np.uint64) % LANES}[name]
 
-    fragment = Fragment(SimpleNamespace(registers=registers, special=special), np.arange(count // LANES),
-                        np.ones(count, bool))  # fmt: skip
+    machine = SimpleNamespace(registers=registers, special=special, warps_of_cluster=count // LANES,
+                              meet=lambda clusters, warps: None)  # fmt: skip
+    fragment = Fragment(machine, np.arange(count // LANES), np.ones(count, bool))
     if running is not None:
         fragment.running, fragment.whole = running, bool(running.all())
     with np.errstate(all="ignore"):

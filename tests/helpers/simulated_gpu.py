@@ -17,7 +17,7 @@ Inductor would time several configurations of its own kernels; the first one is 
 import ctypes
 import importlib
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import get_constexprs
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._triton import has_triton
 
 from fp4compile.check.simulate.launch import Simulator, compiled_of
@@ -63,7 +63,7 @@ LIBRARY = {V1: V1, V2: V2, torch.ops.aten._scaled_mm.out: V1, torch.ops.aten._sc
 
 @contextmanager
 def simulated(monkeypatch, sm):
-    """While this lasts, `torch.compile` compiles for a GPU of compute capability `sm`; yields the `Gpu` that runs it."""
+    """While this lasts, `torch.compile` compiles for compute capability `sm`. Yields the `Gpu` that runs the code."""
     gpu = Gpu(Simulator(Target(sm)))
     with monkeypatch.context() as patch:
         pretend(patch, sm)
@@ -152,11 +152,20 @@ def _on_cpu(function):
 
 @dataclass(eq=False)
 class Gpu:
-    """What compiled models took. launches: the kernels and library calls that ran, by name, in order."""
+    """What compiled models took. launches: (kind, name) in order, of what the wrapper called; see `counted`."""
 
     simulator: Simulator
-    launches: list[str] = field(default_factory=list)
-    sources: dict[str, str] = field(default_factory=dict)
+    launches: list[tuple[str, str]] = field(default_factory=list)
+
+    def counted(self):
+        """How often each kernel, library call or operation ran, by kind: "package", "Inductor", "library", "PyTorch".
+
+        Launches of weights that an inference graph finds quantised count as launches of the package.
+        """
+        found = {kind: Counter() for kind in ("package", "Inductor", "library", "PyTorch")}
+        for kind, name in [*(("package", one.kernel.__name__) for one in self.simulator.launches), *self.launches]:
+            found[kind][name] += 1
+        return found
 
     def compile_inner(self, gm, example_inputs, **kwargs):
         """`compile_fx_inner` of a graph that `MoveToGpu` has moved."""
@@ -184,7 +193,7 @@ class Kernel:
 
     def __init__(self, gpu, name, source):
         self.gpu, self.name = gpu, name
-        gpu.sources[name] = source
+        self.kind = "Inductor" if name.startswith("triton_") else "package"
         tuner = getattr(PyCodeCache.load(source), name)
         result = tuner._precompile_config(tuner.configs[0])
         self.compiled = compiled_of(result.kernel.asm["ptx"], result.kernel.metadata)
@@ -200,8 +209,9 @@ class Kernel:
         self.launcher(*args, stream=stream)
 
     def _launch(self, x, y, z, *values):
-        self.gpu.launches.append(self.name)
-        self.gpu.simulator.execute(self.compiled, values, (x, y, z))
+        self.gpu.launches.append((self.kind, self.name))
+        with _disable_current_modes():  # the simulator multiplies by torch
+            self.gpu.simulator.execute(self.compiled, values, (x, y, z))
 
 
 class _Operations(TorchDispatchMode):
@@ -217,21 +227,22 @@ class _Operations(TorchDispatchMode):
             with self:
                 return ON_GPU[func](*args, **kwargs)
         if func in LIBRARY:
-            self.gpu.launches.append(func._opname)
+            self.gpu.launches.append(("library", func._opname))
             given = named(LIBRARY[func], args, {name: value for name, value in kwargs.items() if name != "out"})
             check(LIBRARY[func], given, self.gpu.simulator.target.sm)
             result = library_product(LIBRARY[func], given)
             return kwargs["out"].copy_(result) if "out" in kwargs else result
+        if not (func.is_view or "empty" in func._opname):
+            self.gpu.launches.append(("PyTorch", func._opname))
         return func(*args, **kwargs)
 
 
 def library_product(op, given):
     """What cuBLASLt computes: alpha * (A B) + bias with float32 sums, and one rounding."""
     a, b = given["self"], given["mat2"]
-    if op is V1:
-        scales = [(given["scale_a"], None), (given["scale_b"], None)]
-    else:
-        scales = [given["scale_a"], given["scale_b"]]
+    scales = [given["scale_a"], given["scale_b"]]
+    if op is V1:  # no outer scales
+        scales = [(each, None) for each in scales]
     fmt = formats.get("nvfp4" if a.dtype == FLOAT4 else "mxfp8")
     left, right = (
         Operand(data.view(fmt.data_dtype), block.view(fmt.scale_dtype).view(-1), outer, fmt)

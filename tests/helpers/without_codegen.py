@@ -4,6 +4,7 @@
 """
 
 import importlib
+from contextlib import nullcontext
 
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -13,20 +14,23 @@ from torch._inductor.decomposition import select_decomp_table
 from fp4compile.report.explain import _boxed
 
 
-def install(monkeypatch) -> list[dict]:
-    """The list grows by one configuration, all of Inductor's settings by name, a compilation."""
+def install(monkeypatch, running=nullcontext) -> list[dict]:
+    """The list grows by one configuration, all of Inductor's settings by name, a compilation.
+
+    running: makes the context in which a captured graph runs.
+    """
     seen: list[dict] = []
 
     def compile_fx(gm, example_inputs, inner_compile=None, config_patches=None):
         with config.patch(config_patches):
             seen.append(config.get_config_copy())
-        return _compile(gm, example_inputs, config_patches)
+        return _compile(gm, example_inputs, config_patches, running)
 
     monkeypatch.setattr(importlib.import_module("fp4compile.backend"), "compile_fx", compile_fx)
     return seen
 
 
-def _compile(gm, example_inputs, patches):
+def _compile(gm, example_inputs, patches, running):
     if not patches.get("use_joint_graph_passes", True):
         return gm.forward
     rewrite, lower = patches["joint_custom_pre_pass"], patches["post_grad_custom_post_pass"]
@@ -39,7 +43,12 @@ def _compile(gm, example_inputs, patches):
     def finish(module, _):
         lower(module.graph)
         module.recompile()
-        return _boxed(module.forward)
+
+        def run(*args):
+            with running():
+                return module.forward(*args)
+
+        return _boxed(run)
 
     def infer(module, inputs):
         rewrite(module.graph)

@@ -259,6 +259,16 @@ def reciprocal_root(a):
         return 0 if value == inf else F32.encode(Fraction(1 / Decimal(value).sqrt()))
 
 
+def wide(bits: int) -> int:
+    """A bf16 number as float32."""
+    return bits << 16
+
+
+check("f32 bf16 f32", "add.f32.bf16", "add.rn.f32.bf16")(lambda a, b: add(F32)(wide(a), b))
+check("f32 bf16 bf16 f32", "fma.rn.f32.bf16")(lambda a, b, c: fma(F32)(wide(a), wide(b), c))
+check("bf16 bf16 bf16", "add.bf16", "add.rn.bf16")(add(BF16))
+check("bf16x2 bf16x2 bf16x2", "add.bf16x2", "add.rn.bf16x2")(pairs(add(BF16), 16))
+
 check("f32 f32", "ex2.approx.ftz.f32")(flushing(power_of_two))
 check("f32 f32", "rcp.approx.ftz.f32")(flushing(reciprocal))
 
@@ -305,6 +315,7 @@ for _name in ("min", "max"):
                     pairs(_function(FLOATS[_kind], _name == "max", bool(_nan)), 16))  # fmt: skip
 
 check("f32 f32", "abs.f32")(lambda a: a & 2**31 - 1)
+check("f32 f32", "abs.ftz.f32")(lambda a: flushed(a & 2**31 - 1))
 check("f32 f32", "neg.f32")(lambda a: a ^ 2**31)
 for _kind in ("f16", "bf16"):
     check(f"{_kind}x2 {_kind}x2", f"abs.{_kind}x2")(pairs(lambda a: a & 2**15 - 1, 16))
@@ -327,6 +338,23 @@ def converted(into: Format, source: Format):
 
 for _from in ("s32", "u32", "s64", "u64"):
     check(f"f32 {_from}", f"cvt.rn.f32.{_from}")(lambda a: F32.encode(Fraction(a)))
+    check(f"f64 {_from}", f"cvt.rn.f64.{_from}")(lambda a: F64.encode(Fraction(a)))
+
+
+def whole(rounded):
+    """An s32 from float32; saturated, and 0 for NaN."""
+
+    def of_bits(bits):
+        value = F32.decode(bits)
+        if isnan(value):
+            return 0
+        return max(min(rounded(value), 2**31 - 1), -(2**31)) if abs(value) < inf else int(copysign(2**32, value))
+
+    return lambda bits: max(min(of_bits(bits), 2**31 - 1), -(2**31))
+
+
+check("s32 f32", "cvt.rni.s32.f32", "cvt.rni.ftz.s32.f32")(whole(round))  # round and int are exact, ties to even
+check("s32 f32", "cvt.rzi.s32.f32", "cvt.rzi.ftz.s32.f32")(whole(int))
 check("f32 bf16", "cvt.f32.bf16")(lambda a: a << 16)
 check("f32 f16", "cvt.f32.f16")(converted(F32, F16))
 check("bf16 f16", "cvt.rn.bf16.f16")(converted(BF16, F16))
@@ -484,9 +512,9 @@ def operand(kind: str, count: int, random: np.random.Generator) -> list[int]:
 OTHERS = {  # what other test files check, by the first word: memory, control flow, barriers, copies, products, warps
     "ld", "st", "red", "atom", "bra", "brx", "ret", "exit", "bar", "barrier", "mbarrier", "fence", "griddepcontrol",
     "setmaxnreg", "cp", "tensormap", "tcgen05", "mma", "wgmma", "ldmatrix", "stmatrix", "mapa", "shfl", "redux",
-    "elect",
+    "elect", "createpolicy",
 }  # fmt: skip
-OWN_TEST = {"lop3.b32", "cvt.rs.satfinite.e2m1x4.f32"}
+OWN_TEST = {"lop3.b32", "cvt.rs.satfinite.e2m1x4.f32", "mad.lo.cc.u32", "madc.hi.u32"}
 
 
 def test_every_form_has_a_check():
@@ -553,6 +581,29 @@ def test_lop3():
             assert int(found[lane]) == sum((table >> bit & 1) << i for i, bit in enumerate(bits))
     found = execute("lop3.b32 %r0, %r1, 0xF0F0F0F0, 0xAAAA5555, 0xCA", inputs)["%r0"]  # a ? b : c
     np.testing.assert_array_equal(found, values[0] & 0xF0F0F0F0 | ~values[0] & 0xAAAA5555)
+
+
+@pytest.mark.parametrize("name", ["min", "max", "min.NaN", "max.NaN"])
+def test_three_operands(name):
+    opcode = f"{name}.f32"
+    random = np.random.default_rng(0)
+    values = [operand("f32", LANES, random) for _ in range(3)]
+    inputs = {f"%r{i + 1}": np.array(each, np.uint64) for i, each in enumerate(values)}
+    found = execute(f"{opcode} %r0, %r1, %r2, %r3", inputs)["%r0"]
+    of_two = CHECKS[opcode][1]
+    assert [int(x) for x in found] == [of_two(of_two(a, b), c) for a, b, c in zip(*values, strict=True)]
+
+
+def test_carries():
+    """Numbers of 32 bits times numbers of 64 bits, by two instructions."""
+    random = np.random.default_rng(0)
+    a, b, c, d = (operand("u32", LANES, random) for _ in range(4))
+    inputs = {f"%r{i + 1}": np.array(each, np.uint64) for i, each in enumerate((a, b, c, d))}
+    low = execute("mad.lo.cc.u32 %r5, %r1, %r2, %r3", inputs)
+    high = execute("madc.hi.u32 %r6, %r1, %r2, %r4", low)
+    for lane in range(LANES):
+        total = a[lane] * b[lane] + c[lane] + (d[lane] << 32)
+        assert int(high["%r5"][lane]) + (int(high["%r6"][lane]) << 32) == total % 2**64
 
 
 def test_constant_selectors_of_prmt():

@@ -26,10 +26,12 @@ from fp4compile.check.simulate.parse import Instruction, Program
 _WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")
 _VECTORS = ("", ".v2", ".v4")
 _SPACES = ("global", "shared", "shared::cta")
+_EVICTIONS = ("evict_first", "evict_last")
+_HINTED = tuple(f"global.L1::{eviction}.L2::cache_hint" for eviction in _EVICTIONS)
 
 
-def _opcodes(base: str) -> list[str]:
-    return [f"{base}.{space}{vector}.{width}" for space in _SPACES for vector in _VECTORS for width in _WIDTHS]
+def _opcodes(base: str, spaces: tuple[str, ...] = _SPACES) -> list[str]:
+    return [f"{base}.{space}{vector}.{width}" for space in spaces for vector in _VECTORS for width in _WIDTHS]
 
 
 def _shape(opcode: str) -> tuple[bool, str, int, int]:
@@ -56,9 +58,21 @@ def _load_parameter(instruction: Instruction, program: Program) -> Step:
     return step
 
 
-@form(*_opcodes("ld"))
-def _load(instruction: Instruction, program: Program) -> Step:
+@form(*[f"createpolicy.fractional.L2::{eviction}.b64" for eviction in _EVICTIONS])
+def _create_policy(instruction: Instruction, program: Program) -> Step:
+    """A policy is opaque, and changes no value; the fraction is not read."""
     expect(instruction, 2)
+    write = writer(instruction.operands[0], "b64")
+    return lambda fragment: write(fragment, np.full(fragment.shape, _POLICY))
+
+
+_POLICY = np.uint64(0xCACE)
+
+
+@form(*_opcodes("ld"), *_opcodes("ld", ("global.nc", *_HINTED)))
+def _load(instruction: Instruction, program: Program) -> Step:
+    """Memory that is read by `.nc` must not be written during the launch, which is not checked within a program."""
+    expect(instruction, 3 if "cache_hint" in instruction.opcode else 2)
     shared, kind, nbytes, count = _shape(instruction.opcode)
     into = registers_of(instruction.operands[0])
     if len(into) != count:
@@ -159,5 +173,41 @@ def _prefetch(instruction: Instruction, program: Program) -> Step:
             if int(addresses[lane]) % 16 or int(counts[lane]) % 16:
                 raise Fault("a prefetch that is not aligned to 16 bytes")
             memory.bytes_at(addresses[lane] + np.arange(int(counts[lane])), False, fragment.machine.first_cluster)
+
+    return step
+
+
+# ---------------------------------------------------------------- local memory
+
+
+@form(*[f"ld.local.{kind}" for kind in ("b32", "b64")])
+def _load_local(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    kind = instruction.opcode.split(".")[-1]
+    (into,) = registers_of(instruction.operands[0])
+    write, address = writer(into, kind), address_reader(instruction.operands[1], 32)
+    dtype = forms.constant(0, kind).dtype
+
+    def step(fragment: Fragment) -> None:
+        local, addresses = fragment.machine.local, address(fragment)[fragment.running]
+        found = local.load(fragment.running_threads(), addresses, dtype.itemsize)
+        values = np.zeros(fragment.shape, dtype)
+        values[fragment.running] = found.view(dtype)[:, 0]
+        write(fragment, values)
+
+    return step
+
+
+@form(*[f"st.local.{kind}" for kind in ("b32", "b64")])
+def _store_local(instruction: Instruction, program: Program) -> Step:
+    expect(instruction, 2)
+    kind = instruction.opcode.split(".")[-1]
+    (value,) = registers_of(instruction.operands[1])
+    read, address = reader(value, kind), address_reader(instruction.operands[0], 32)
+
+    def step(fragment: Fragment) -> None:
+        values = np.ascontiguousarray(np.broadcast_to(read(fragment), fragment.shape)[fragment.running])
+        rows = values.reshape(-1, 1).view(np.uint8)
+        fragment.machine.local.store(fragment.running_threads(), address(fragment)[fragment.running], rows)
 
     return step

@@ -52,6 +52,19 @@ for _from in ("s32", "u32", "s64", "u64"):
     def _f32_of_integer(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float32)
 
+    @elementwise(f"f64 {_from}", f"cvt.rn.f64.{_from}")
+    def _f64_of_integer(x: np.ndarray) -> np.ndarray:
+        return x.astype(F64)
+
+
+for _name, _round in (("rni", np.rint), ("rzi", np.trunc)):
+    for _flush in ("", ".ftz"):  # the flush changes nothing: a subnormal number rounds to 0 anyway
+
+        @elementwise("s32 f32", f"cvt.{_name}{_flush}.s32.f32")
+        def _s32_of_f32(values: np.ndarray, rounded: np.ufunc = _round) -> np.ndarray:
+            """Saturated; NaN gives 0."""
+            return np.nan_to_num(np.clip(rounded(values.astype(F64)), -(2.0**31), 2.0**31 - 1)).astype(np.int32)
+
 
 @elementwise("f64 f32", "cvt.f64.f32")
 def _f64_of_f32(values: np.ndarray) -> np.ndarray:

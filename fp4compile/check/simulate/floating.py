@@ -5,13 +5,15 @@ except for what an approximation gives on a GPU: here it is rounded from the exa
 without a rounding are not contracted: ptxas contracts no more than Triton asks for, and Triton wrote the fma then.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from fp4compile.check.simulate import numbers
-from fp4compile.check.simulate.forms import elementwise
+from fp4compile.check.simulate.forms import Step, elementwise, expect, form, reader, writer
 from fp4compile.check.simulate.numbers import F32, U16, U32, canonical, flush, halves, joined
+from fp4compile.check.simulate.parse import Instruction, Program
 
 _Function = Callable[..., np.ndarray]
 
@@ -82,6 +84,19 @@ elementwise("f32 f32", "rsqrt.approx.ftz.f32")(_flushed(numbers.rsqrt))
 elementwise("f32 f32 f32", "div.approx.f32")(numbers.div_approx)
 
 
+# ---------------------------------------------------------------- float32 with operands in bf16
+
+
+@elementwise("f32 bf16 f32", "add.f32.bf16", "add.rn.f32.bf16")
+def _add_wide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return canonical(numbers.bf16_values(a) + b)
+
+
+@elementwise("f32 bf16 bf16 f32", "fma.rn.f32.bf16")
+def _fma_wide(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    return numbers.fma32(numbers.bf16_values(a), numbers.bf16_values(b), c)
+
+
 # ---------------------------------------------------------------- float64: its NaN is NumPy's
 
 elementwise("f64 f64 f64", "add.f64", "add.rn.f64")(np.add)
@@ -111,6 +126,14 @@ def _halves(function: _Function) -> _Function:
     return of_pairs
 
 
+def _add_bf16(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of uint16 bits. Rounding to 24 bits first changes no sum of numbers with 8 bits."""
+    return numbers.to_bf16(numbers.bf16_values(a) + numbers.bf16_values(b))
+
+
+elementwise("bf16 bf16 bf16", "add.bf16", "add.rn.bf16")(_add_bf16)
+elementwise("bf16x2 bf16x2 bf16x2", "add.bf16x2", "add.rn.bf16x2")(_halves(_add_bf16))
+
 for _kind, _product, _fma in (
     ("f16", _multiply_f16, _fma_f16), ("bf16", numbers.multiply_bf16, numbers.fma_bf16),
 ):  # fmt: skip
@@ -135,6 +158,12 @@ for _opcode, _kind, _ufunc, _mask in (
         return ufunc(bits, mask)
 
 
+@elementwise("b32 b32", "abs.ftz.f32")
+def _flushed_magnitude(bits: np.ndarray) -> np.ndarray:
+    magnitude = bits & U32(0x7FFFFFFF)
+    return np.where(magnitude < 0x00800000, U32(0), magnitude)
+
+
 def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np.ndarray, nan: bool) -> _Function:
     """The minimum or maximum of floats, where -0 < +0.
 
@@ -156,6 +185,17 @@ def _extreme(select: np.ufunc, join: np.ufunc, unsigned: type, canonical_nan: np
     return extreme
 
 
+def _of_two_or_three(opcode: str, function: _Function) -> None:
+    """Register a minimum or maximum of two float32 numbers, or of three (PTX ISA 8.8)."""
+
+    @form(opcode)
+    def build(instruction: Instruction, program: Program) -> Step:
+        expect(instruction, 3, 4)
+        write = writer(instruction.operands[0], "f32")
+        reads = [reader(each, "f32") for each in instruction.operands[1:]]
+        return lambda fragment: write(fragment, functools.reduce(function, [read(fragment) for read in reads]))
+
+
 def _of_f16(function: _Function) -> _Function:
     return lambda a, b: numbers.to_f16(function(numbers.f16_values(a), numbers.f16_values(b)))
 
@@ -168,7 +208,7 @@ for _name, _join, _select in (("min", np.bitwise_or, np.minimum), ("max", np.bit
     elementwise("f64 f64 f64", f"{_name}.f64")(_extreme(_select, _join, np.uint64, np.array(np.nan), False))
     for _suffix in ("", ".NaN"):
         _opcode, _function = f"{_name}{_suffix}", _extreme(_select, _join, U32, numbers.NAN, bool(_suffix))
-        elementwise("f32 f32 f32", f"{_opcode}.f32")(_function)
+        _of_two_or_three(f"{_opcode}.f32", _function)
         elementwise("f16x2 f16x2 f16x2", f"{_opcode}.f16x2")(_halves(_of_f16(_function)))
         elementwise("bf16x2 bf16x2 bf16x2", f"{_opcode}.bf16x2")(_halves(_of_bf16(_function)))
 

@@ -12,6 +12,7 @@ from fp4compile.check.simulate import numbers
 from fp4compile.check.simulate.forms import Step, elementwise, expect, form, immediate, reader, writer
 from fp4compile.check.simulate.fragment import Fragment
 from fp4compile.check.simulate.parse import Immediate, Instruction, Program
+from fp4compile.check.simulate.state import CARRY
 
 _WIDTHS = (16, 32, 64)
 _INTEGERS = tuple(f"{sign}{bits}" for bits in _WIDTHS for sign in "su")
@@ -60,6 +61,37 @@ for _kind, _wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u6
     elementwise(f"{_wide} {_kind} {_kind}", f"mul.wide.{_kind}")(_wide_product)
     elementwise(f"{_wide} {_kind} {_kind} {_wide}", f"mad.wide.{_kind}")(_wide_multiply_add)
     elementwise(f"{_kind} {_kind} {_kind}", f"mul.hi.{_kind}")(_high_product)
+
+
+@form("mad.lo.cc.u32")
+def _multiply_add_carry_out(instruction: Instruction, program: Program) -> Step:
+    """The low halves of the products, plus c; the carry of the sum is kept."""
+    expect(instruction, 4)
+    into, *operands = instruction.operands
+    write, reads = writer(into, "u32"), [reader(each, "u32") for each in operands]
+
+    def step(fragment: Fragment) -> None:
+        a, b, c = (read(fragment) for read in reads)
+        total = np.broadcast_to(a * b + c, fragment.shape)
+        write(fragment, total)
+        fragment.put(CARRY, total < c)
+
+    return step
+
+
+@form("madc.hi.u32")
+def _multiply_add_carry_in(instruction: Instruction, program: Program) -> Step:
+    """The high halves of the products, plus c and the carry."""
+    expect(instruction, 4)
+    into, *operands = instruction.operands
+    write, reads = writer(into, "u32"), [reader(each, "u32") for each in operands]
+
+    def step(fragment: Fragment) -> None:
+        a, b, c = (read(fragment) for read in reads)
+        high = (np.multiply(a, b, dtype=np.uint64) >> 32).astype(np.uint32)
+        write(fragment, high + c + fragment.get(CARRY))
+
+    return step
 
 
 @elementwise("s16x2 s16x2 s16x2", "add.s16x2")

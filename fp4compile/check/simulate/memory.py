@@ -22,6 +22,7 @@ class GlobalMemory:
         self.written = np.zeros(size, bool)
         self.writer = np.zeros(size, np.int32)
         self._top = _GUARD
+        self._constants: dict[bytes, int] = {}
 
     def allocate(self, nbytes: int, content: np.ndarray | None = None, offset: int = 0) -> int:
         """The address of new memory, aligned to 256 bytes plus `offset`. content: uint8; None leaves it unwritten."""
@@ -37,6 +38,12 @@ class GlobalMemory:
             self.data[start : start + nbytes] = content
             self.written[start : start + nbytes] = True
         return BASE + start
+
+    def constant(self, content: bytes) -> int:
+        """The address of bytes that a kernel brings along."""
+        if content not in self._constants:
+            self._constants[content] = self.allocate(len(content), np.frombuffer(content, np.uint8))
+        return self._constants[content]
 
     def read(self, address: int, nbytes: int) -> np.ndarray:
         """A copy of bytes, uint8, written or not."""

@@ -34,7 +34,7 @@ class Special:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A parameter of the kernel, or an array in shared memory."""
+    """A parameter of the kernel, or the address of an array."""
 
     name: str
 
@@ -96,9 +96,10 @@ class Instruction:
 class Program:
     """A kernel.
 
-    parameters: (name, bytes) in order. threads: threads of a program. cluster: programs of a cluster. static_shared:
-    the arrays in shared memory that the code declares, by name, in bytes. labels: indices into `instructions`.
-    tables: the labels of each branch table. leaders: the indices at which basic blocks begin.
+    parameters: (name, bytes) in order. threads: threads of a program. cluster: programs of a cluster. static_shared,
+    local: the arrays in shared memory, and in every thread's own memory, that the code declares: by name, in bytes.
+    constants: the contents of arrays in global memory that the module brings along, by name. labels: indices into
+    `instructions`. tables: the labels of each branch table. leaders: the indices at which basic blocks begin.
     """
 
     name: str
@@ -106,6 +107,8 @@ class Program:
     threads: int
     cluster: int
     static_shared: dict[str, int]
+    local: dict[str, int]
+    constants: dict[str, bytes]
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
     tables: dict[str, tuple[str, ...]]
@@ -148,7 +151,11 @@ def parse(text: str) -> Program:
     cluster = re.search(r"\.reqnctapercluster (\d+)", found[3])
     if threads is None:
         raise ValueError(f"{found[1]} has no .reqntid")
-    body = _Body(text, found.end(), {name for name, _ in parameters})
+    constants = {
+        name: bytes(map(int, values.split(","))).ljust(int(count), b"\0")
+        for name, count, values in _CONSTANT.findall(text, 0, found.start())
+    }
+    body = _Body(text, found.end(), {name for name, _ in parameters} | constants.keys())
     targets = {one.operands[0] for one in body.instructions if one.opcode in ("bra", "bra.uni")}
     named = {target.name for target in targets if isinstance(target, Label)}.union(*body.tables.values())
     leaders = {0, *(body.labels[name] for name in named)}
@@ -156,7 +163,8 @@ def parse(text: str) -> Program:
         if one.opcode.split(".")[0] in _ENDS_BLOCK:
             leaders |= {index, index + 1} if one.opcode.startswith("mbarrier.try_wait") else {index + 1}
     return Program(found[1], tuple(parameters), int(threads[1]), int(cluster[1]) if cluster else 1,
-                   body.shared, tuple(body.instructions), body.labels, body.tables, frozenset(leaders))  # fmt: skip
+                   body.shared, body.local, constants, tuple(body.instructions), body.labels, body.tables,
+                   frozenset(leaders))  # fmt: skip
 
 
 _WIDTH = re.compile(r"\.(?:[busf](\d+)(x2)?|bf16(x2)?|(pred))$")
@@ -175,12 +183,13 @@ def _bits(kind: str) -> int:
 class _Body:
     """The statements of the function whose text begins at `start`, behind its opening brace."""
 
-    def __init__(self, text: str, start: int, parameters: set[str]) -> None:
+    def __init__(self, text: str, start: int, symbols: set[str]) -> None:
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.tables: dict[str, tuple[str, ...]] = {}
         self.shared: dict[str, int] = {}
-        self.parameters = parameters
+        self.local: dict[str, int] = {}
+        self.symbols = symbols | {"global_smem"}
         # Of each open brace: the registers and the labels that it declares, by the name in the text.
         self.scopes: list[dict[str, Register]] = [{}]
         self.local_labels: list[dict[str, str]] = [{}]
@@ -249,11 +258,9 @@ class _Body:
                     unique = one if len(self.scopes) == 1 else f"{one}.{self.opened}"
                     self.scopes[-1][one] = Register(unique, _bits(kind))
             return
-        if statement.startswith(".shared"):
-            found = re.fullmatch(r"\.shared (?:\.align \d+ )?\.b8 (\w+)\[(\d+)\]", statement)
-            if found is None:
-                raise ValueError("a declaration of shared memory of another form")
-            self.shared[found[1]] = int(found[2])
+        if array := _ARRAY.fullmatch(statement):
+            (self.shared if array[1] == "shared" else self.local)[array[2]] = int(array[3])
+            self.symbols.add(array[2])
             return
         if statement.startswith("."):
             raise ValueError("an unknown directive")
@@ -305,12 +312,14 @@ class _Body:
                 return scope[text]
         if text[0] == "%":
             return Special(text)
-        if text in self.parameters or text in self.shared or text == "global_smem":
+        if text in self.symbols:
             return Symbol(text)
         return Label(text)
 
 
-_COMMENT = re.compile(r"//[^\n]*|^\s*\.loc[^\n]*$", re.M)
+_COMMENT = re.compile(r"//[^\n]*|^\s*\.loc\s[^\n]*$", re.M)
+_ARRAY = re.compile(r"\.(shared|local) (?:\.align \d+ )?\.b8 (\w+)\[(\d+)\]")
+_CONSTANT = re.compile(r"^\.global (?:\.align \d+ )?\.b8 ([$\w]+)\[(\d+)\] = \{([\d, ]+)\};", re.M)
 _BLANK = re.compile(r"(?:\s+|//[^\n]*|\.loc\s[^\n]*|\.pragma[^\n]*)*")
 _SCOPE_TOKEN = re.compile(r"//[^\n]*|[{}]|\b([A-Za-z_]\w*):(?!:)")
 _LABEL = re.compile(r"(\$?[A-Za-z_]\w*):(?!:)")

@@ -7,11 +7,13 @@ import numpy as np
 
 from fp4compile.check.simulate.clocks import KNOWN, AnyInt, Clocks
 from fp4compile.check.simulate.fault import Fault
+from fp4compile.check.simulate.local import LocalMemory
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import Instruction, Program, operand_registers
 from fp4compile.check.simulate.shared import START, SharedMemory
 
 LANES = 32
+CARRY = "CC.CF"  # the register that holds the carry of extended arithmetic
 DONE = np.iinfo(np.int32).max  # the program counter of a thread that has ended
 Ready = Callable[[], bool]
 
@@ -46,6 +48,7 @@ class State:
         self.changed = False  # whether a phase of a barrier, for which conditions wait, has been completed
         self.clocks = Clocks(clusters, self.warps_of_cluster)
         self.shared = SharedMemory(clusters * program.cluster, shared_bytes, program.cluster, self.clocks, granule)
+        self.local = LocalMemory(threads, program.local)
         # Of each cluster: operations in any order, and those of the tensor pipe, which are in order.
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(clusters)]
         self.tensor_pipe: list[deque[Callable[[], None]]] = [deque() for _ in range(clusters)]
@@ -57,7 +60,7 @@ class State:
 
     def _new_registers(self, threads: int) -> dict[str, np.ndarray]:
         """Registers with contents that no kernel means."""
-        made: dict[str, np.ndarray] = {}
+        made: dict[str, np.ndarray] = {CARRY: np.zeros(threads, bool)}
         widths = {r.name: r.bits for one in self.program.instructions for r in operand_registers(one)}
         for name, bits in widths.items():
             dtype = register_dtype(bits)
@@ -89,7 +92,8 @@ class State:
             found[name] = self.shared.address(rank, offset)
             offset += -(-nbytes // 16) * 16
         found["global_smem"] = self.shared.address(rank, offset)
-        for name, at in self._place_parameters(arguments).items():
+        constants = {name: self.memory.constant(content) for name, content in program.constants.items()}
+        for name, at in (self._place_parameters(arguments) | self.local.addresses | constants).items():
             found[name] = np.full(threads, at)
         return {name: values.astype(np.uint64) for name, values in found.items()}
 
@@ -105,7 +109,7 @@ class State:
         return found
 
     def special(self, name: str, threads: slice | np.ndarray) -> np.ndarray:
-        """A special register, or the address of a parameter or of shared memory, of some threads, as uint64."""
+        """A special register, or the address of a parameter or of an array, of some threads, as uint64."""
         if name not in self._specials:
             raise Fault(f"the special register {name} is unknown")
         return self._specials[name][threads]

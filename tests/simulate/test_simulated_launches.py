@@ -67,10 +67,10 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name):
-    """On a GPU with two multiprocessors, so that programs walk over several tiles."""
+    """On a GPU with two multiprocessors, so that programs walk over several tiles; sums in parts need more of them."""
     product = PRODUCTS[name]
     small = replace(reduced(product), k=min(reduced(product).k, 768 - product.k % 32))
-    simulator = Simulator(Target(100, 2), Schedule(1))
+    simulator = Simulator(Target(100, 0 if name.startswith("few") else 2), Schedule(1))
     assert multiplied(product, small, simulator) == []
     assert simulator.tally.instructions
 
@@ -113,7 +113,15 @@ def test_the_command(tmp_path, capsys):
     content = json.loads(file.read_text())
     (case,) = content["cases"]
     assert (case["wrong"], case["kernels"], case["sm"]) == ([], "quantize_rows", 100)
-    assert content["coverage"]["100"]["simulated"] >= 1
+
+
+def test_every_launch_of_the_table_has_a_key():
+    keys = run_simulated.table_keys(100)
+    one = run_simulated.launch_key(entry(CONFIGURATIONS, "rows", "mxfp8").launches(100)[0])
+    assert keys[one] == "quantize_rows of rows mxfp8"
+    simulator = on()
+    assert quantized(entry(CONFIGURATIONS, "rows", "mxfp8"), run_simulated.WHOLE, simulator) == []
+    assert one in set(map(run_simulated.launch_key, simulator.launches))
 
 
 def test_what_is_wrong_is_said(monkeypatch):

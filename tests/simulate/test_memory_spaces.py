@@ -1,0 +1,98 @@
+"""Local memory, constants that a module brings along, loads with hints: what Inductor's own kernels use."""
+
+import numpy as np
+import pytest
+
+from fp4compile.check.simulate.fault import Fault
+from fp4compile.check.simulate.memory import GlobalMemory
+from fp4compile.check.simulate.parse import parse
+from fp4compile.check.simulate.run import Kernel, run
+from tests.simulate.ptx_text import module, run_body
+
+# Each thread writes its number and twice its number, and reads one of the two, by a computed address.
+LOCAL = """
+\t.local .align 4 .b8 depot[8];
+\t.reg .b32 %SPL;
+\tld.param.b64 %rd1, [p0];
+\tmov.u32 %r1, %tid.x;
+\tmov.b32 %SPL, depot;
+\tst.local.b32 [%SPL], %r1;
+\tadd.s32 %r2, %r1, %r1;
+\tst.local.b32 [%SPL+4], %r2;
+\tand.b32 %r3, %r1, 1;
+\tshl.b32 %r3, %r3, 2;
+\tadd.s32 %r4, %SPL, %r3;
+\tld.local.b32 %r5, [%r4];
+\tmul.wide.u32 %rd2, %r1, 4;
+\tadd.s64 %rd3, %rd1, %rd2;
+\tst.global.b32 [%rd3], %r5;
+"""
+
+
+def test_local_memory_is_each_threads_own():
+    (found,) = run_body(LOCAL, [np.zeros(64, np.int32)], threads=64)
+    thread = np.arange(64)
+    np.testing.assert_array_equal(found, np.where(thread % 2, 2 * thread, thread))
+
+
+@pytest.mark.parametrize(("edit", "says"), [
+    (("st.local.b32 [%SPL+4], %r2;", ""), "has not written"), (("[%SPL+4], %r2", "[%SPL+8], %r2"), "outside"),
+    (("[%SPL+4], %r2", "[%SPL+2], %r2"), "not aligned"),
+])  # fmt: skip
+def test_faults_of_local_memory(edit, says):
+    with pytest.raises(Fault, match=says):
+        run_body(LOCAL.replace(*edit), [np.zeros(64, np.int32)], threads=64)
+
+
+def test_constants_of_the_module():
+    """Bytes beyond the listed ones are zero."""
+    body = """
+\tld.param.b64 %rd1, [p0];
+\tmov.b64 %rd2, _$_table;
+\tld.global.nc.b32 %r1, [%rd2];
+\tld.global.nc.b32 %r2, [%rd2+4];
+\tst.global.v2.b32 [%rd1], {%r1, %r2};
+"""
+    table = ".global .align 4 .b8 _$_table[8] = {1, 2, 0, 128, 7};\n"
+    memory = GlobalMemory()
+    address = memory.allocate(8)
+    kernel = Kernel.of(parse(module(body, 32, 1).replace(".visible", f"{table}.visible")))
+    run(kernel, memory, [address], 1, 0)
+    assert memory.read(address, 8).tolist() == [1, 2, 0, 128, 7, 0, 0, 0]
+
+
+@pytest.mark.parametrize("eviction", ["evict_first", "evict_last"])
+def test_hints_change_nothing(eviction):
+    body = f"""
+\tld.param.b64 %rd1, [p0];
+\tcreatepolicy.fractional.L2::{eviction}.b64 %rd2, 1.0;
+\tld.global.L1::{eviction}.L2::cache_hint.v2.b32 {{%r1, %r2}}, [%rd1+8], %rd2;
+\tst.global.v2.b32 [%rd1], {{%r2, %r1}};
+"""
+    (found,) = run_body(body, [np.array([0, 0, 5, 9], np.int32)], threads=32)
+    assert found.tolist() == [9, 5, 5, 9]
+
+
+def test_grids_of_three_dimensions():
+    body = """
+\tld.param.b64 %rd1, [p0];
+\tmov.u32 %r1, %ctaid.x;
+\tmov.u32 %r2, %ctaid.y;
+\tmov.u32 %r3, %ctaid.z;
+\tmov.u32 %r4, %nctaid.x;
+\tmov.u32 %r5, %nctaid.y;
+\tmad.lo.s32 %r6, %r3, %r5, %r2;
+\tmad.lo.s32 %r6, %r6, %r4, %r1;
+\tshl.b32 %r7, %r3, 16;
+\tshl.b32 %r8, %r2, 8;
+\tor.b32 %r7, %r7, %r8;
+\tor.b32 %r7, %r7, %r1;
+\tmul.wide.u32 %rd2, %r6, 4;
+\tadd.s64 %rd3, %rd1, %rd2;
+\tst.global.b32 [%rd3], %r7;
+"""
+    memory = GlobalMemory()
+    address = memory.allocate(4 * 30)
+    run(Kernel.of(parse(module(body, 32, 1))), memory, [address], (5, 3, 2), 0)
+    expected = [z << 16 | y << 8 | x for z in range(2) for y in range(3) for x in range(5)]
+    assert memory.read(address, 120).view(np.int32).tolist() == expected
