@@ -573,4 +573,7 @@ def _other(opcode: str, value: int) -> int:
         return -value  # it rounds a size up
     if opcode.startswith("add") and value % 16 == 0:
         return 16
-    return value & -value if opcode.startswith(("and", "or", "xor")) and value > 0 else 1
+    lowest = value & -value
+    if opcode.startswith(("and", "or", "xor")) and value:
+        return lowest if value > 0 else -lowest  # -128 keeps all but 7 bits, -256 all but 8
+    return 1

@@ -11,7 +11,7 @@ from functools import partial
 
 from fp4compile.check.product_table import PRODUCTS
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps
+from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps, quantized_few_rows
 from fp4compile.check.simulate.launch import Compiled, Simulator
 from fp4compile.check.simulate.parse import parse
 from fp4compile.check.simulate.run import Kernel, Schedule
@@ -74,7 +74,11 @@ def _product(name: str, label: str, multiprocessors: int = 0, *sizes: dict[str, 
 
 def _quantised(name: str, label: str, rows: int, columns: int) -> Subject:
     (of_gate,) = (one for one in CONFIGURATIONS if f"{one.label}, {one.format}" == label)
-    return Subject(name, partial(quantized, of_gate, (rows, columns)))
+
+    def check(simulator: Simulator) -> list[str]:
+        return quantized(of_gate, (rows, columns), simulator) + quantized_few_rows(of_gate, simulator)
+
+    return Subject(name, check)
 
 
 def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
