@@ -68,7 +68,7 @@ def tried(task: tuple[int, int]) -> Entry:
     subject, (most, found) = SUBJECTS[task[0]], planted(task[0])
     kernel, ptx, edit = found[task[1]]
     entry = {"subject": subject.name, "kernel": kernel, "kind": edit.kind, "edit": edit.name,
-             "statement": edit.statement[:120]}  # fmt: skip
+             "line": edit.changes[0].line, "statement": edit.statement[:120]}  # fmt: skip
     return _explained(entry | outcome(subject, most, (kernel, edit.applied(ptx))))
 
 

@@ -91,8 +91,20 @@ _GROUPS = {"groups": len(ENDS)}
 SUBJECTS = (
     replace(_product("dense NVFP4", "512x8192x8192 nvfp4 x nvfp4", 2, {"m": 1040, "n": 272, "k": 416}), most=_EVERY),
     _product("dense MXFP8", "512x8192x8192 mxfp8 x mxfp8", 2, {"m": 1040, "n": 272, "k": 224}),
-    _product("dense NVFP4 without TMA", "512x8192x8176 nvfp4 x nvfp4", 2, {"m": 144, "n": 272, "k": 1520}),
-    _product("few rows, split K", "16x8192x8192 nvfp4 x nvfp4", 6, {"n": 272, "k": 2560}),
+    _product(
+        "dense NVFP4 without TMA",
+        "512x8192x8176 nvfp4 x nvfp4",
+        2,
+        {"m": 144, "n": 272, "k": 1520},
+        {"m": 1136, "n": 240, "k": 1520},
+    ),
+    _product(
+        "few rows, split K",
+        "16x8192x8192 nvfp4 x nvfp4",
+        6,
+        {"m": 13, "n": 272, "k": 2560},
+        {"m": 5, "n": 816, "k": 2560},
+    ),
     _product("groups of rows", "8192x2048x4096, 64 groups nvfp4 x nvfp4", 2, _GROUPS | {"m": ROWS, "n": 272, "k": 640}),
     _product(
         "groups along K", "256x512x8192, 64 groups along K nvfp4 x nvfp4", 2, _GROUPS | {"m": 144, "n": 272, "k": ROWS}
