@@ -20,9 +20,10 @@ from typing import Any
 from fp4compile.check import environment
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.run import Schedule
+from tests.simulate.checks import check_of, without_statement
 from tests.simulate.explained_edits import explanation
 from tests.simulate.ptx_edits import Edit, edits
-from tests.simulate.source_edits import SOURCE_EDITS, SourceEdit
+from tests.simulate.source_edits import SOURCE_EDITS, SourceEdit, line_of
 from tests.simulate.source_edits import tried as run_planted
 from tests.simulate.subjects import SUBJECTS, Subject
 
@@ -46,7 +47,7 @@ def outcome(subject: Subject, most: int, edited: tuple[str, str] | None = None) 
         except Exception as error:  # the simulator or Triton fails, which finds nothing
             return {"error": f"{type(error).__name__}: {error}"[:300]}
         if wrong:
-            return {"found": wrong[0].splitlines()[0][:160], "schedule": seed}
+            return {"found": " ".join(wrong[0].split())[:1500], "schedule": seed}
     return {}
 
 
@@ -69,17 +70,20 @@ def tried(task: tuple[int, int]) -> Entry:
     kernel, ptx, edit = found[task[1]]
     entry = {"subject": subject.name, "kernel": kernel, "kind": edit.kind, "edit": edit.name,
              "line": edit.changes[0].line, "statement": edit.statement[:120]}  # fmt: skip
-    return _explained(entry | outcome(subject, most, (kernel, edit.applied(ptx))))
+    return judged(entry | outcome(subject, most, (kernel, edit.applied(ptx))))
 
 
 def tried_source(edit: SourceEdit) -> Entry:
     """The entry of an edit of Triton source."""
-    entry = {"subject": edit.subject, "kernel": edit.plant.path, "edit": edit.plant.name}
-    return _explained(entry | run_planted(edit))
+    entry = {"subject": edit.subject, "kernel": edit.plant.path, "edit": edit.plant.name, "line": line_of(edit)}
+    return judged(entry | run_planted(edit))
 
 
-def _explained(entry: Entry) -> Entry:
-    why = None if "found" in entry else explanation(entry["subject"], entry["kernel"], entry["edit"])
+def judged(entry: Entry) -> Entry:
+    """An entry with the check that found the edit ("by"), or with why it is not found ("equivalent" or "why")."""
+    if "found" in entry:
+        return entry | {"found": without_statement(entry["found"]), "by": check_of(entry["found"])}
+    why = explanation(entry["subject"], entry["kernel"], entry["edit"])
     return entry if why is None else entry | {"equivalent" if why.equivalent else "why": why.reason}
 
 

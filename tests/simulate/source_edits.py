@@ -112,6 +112,12 @@ def changed(edit: SourceEdit) -> tuple[Path, str]:
     return path, text.replace(edit.plant.old, edit.plant.new)
 
 
+def line_of(edit: SourceEdit) -> int:
+    """The line of the file at which an edit begins."""
+    path, _ = changed(edit)
+    return path.read_text().split(edit.plant.old)[0].count("\n") + 1
+
+
 def tried(edit: SourceEdit) -> dict[str, Any]:
     """What the simulator finds of an edit, run in a process of its own: see `mutate.outcome`."""
     path, text = changed(edit)
