@@ -231,8 +231,11 @@ def multiplied(product: Product, small: Product, simulator: Simulator) -> list[s
             got = scaled_mm_group(arguments.a, members, BF16)
         return [f"weight {i}: {what}" for i, (one, (b, _)) in enumerate(zip(got, members, strict=True))
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
+    before = len(simulator.launches)
     with simulator.running():
         got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
+    if len(simulator.launches) == before:
+        return [f"no kernel of {choice.kernel} for {small.label}"]
     return _differences(got, arguments)
 
 
