@@ -379,7 +379,7 @@ _MAP_CHANGES: dict[str, tuple[tuple[str, str, int], ...]] = {
 
 @_generator
 def _tensor_copies(code: Code) -> Edits:
-    loads = [one for one in code.find("cp.async.bulk.tensor") if ".complete_tx" in one.opcode]
+    loads = [one for one in code.find("cp.async.bulk.tensor") if "complete_tx" in one.opcode]
     for which, one in _sample(loads, 3):
         yield code.replaced(f"tensor copy {which} removed", (one, ""))
         for rows in (16, 1):

@@ -110,7 +110,7 @@ SUBJECTS = (
         "groups along K", "256x512x8192, 64 groups along K nvfp4 x nvfp4", 2, _GROUPS | {"m": 144, "n": 272, "k": ROWS}
     ),
     _product("one row", "1x8192x8192 bf16 x nvfp4", 1, {"n": 824, "k": 5888}, {"n": 24, "k": 5888}),
-    _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}),
+    _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}, {"n": 560, "k": 2560}),
     _quantised("rows", "rows, nvfp4", 130, 400),
     _quantised("both directions, transform, seed", "both, transform, seed, nvfp4_te", 130, 400),
     _after_steps("a norm", "a norm, nvfp4_rowwise", 130, 400),

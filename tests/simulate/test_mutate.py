@@ -50,3 +50,4 @@ def test_the_table_explains_what_was_not_found():
     changing = [entry for entry in entries if "equivalent" not in entry]
     assert sum("found" in entry for entry in changing) >= 0.95 * len(changing)
     assert len(content["source"]) >= 20
+    assert len({entry["kernel"] for entry in content["ptx"]}) >= 6
