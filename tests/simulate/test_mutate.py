@@ -6,28 +6,37 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulate.checks import check_of
 from tests.simulate.explained_edits import EXPLAINED, explanation
 from tests.simulate.mutate import outcome, planted
 from tests.simulate.source_edits import SOURCE_EDITS, changed
 from tests.simulate.subjects import SUBJECTS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "simulated_mutations.json"
-DENSE = (
-    r"product 1 of \d+: scales of A and B swapped", r"arrival 1 of \d+: \+2048 bytes",
-    r"tensor maps' swizzle_mode 1 of \d+: none", r"fence.proxy.async 3 of \d+ removed",
-)  # fmt: skip
-ROWS = (r"float constant 1 of \d+: doubled", r"mask \d+ of \d+: inverted", r"st.global 1 of \d+ removed")
+# Edits by the pattern of their name, and the check that finds them.
+DENSE = {
+    r"product 1 of \d+: scales of A and B swapped": "wrong values",
+    r"arrival 1 of \d+: \+2048 bytes": "deadlock",
+    r"tensor copy 2 of \d+: to 128 bytes later": "unwritten read",
+    r"fence.proxy.async 3 of \d+ removed": "proxy fence",
+}
+ROWS = {
+    r"barrier 1 of \d+ removed": "race",
+    r"mask 11 of \d+: inverted": "outside or unaligned",
+    r"float constant 1 of \d+: one bit up": "wrong values",
+}
 
 
 @pytest.mark.parametrize("name, patterns", [("dense NVFP4", DENSE), ("rows", ROWS)])
 def test_planted_edits_are_found(name, patterns):
+    """`planted` raises where the kernels are wrong without an edit."""
     index = next(i for i, subject in enumerate(SUBJECTS) if subject.name == name)
     most, found = planted(index)
-    for pattern in patterns:
+    for pattern, check in patterns.items():
         kernel, ptx, edit = next(each for each in found if re.fullmatch(pattern, each[2].name))
         text = edit.applied(ptx)
         assert text.count("\n") == ptx.count("\n")
-        assert "found" in outcome(SUBJECTS[index], most, (kernel, text)), edit.name
+        assert check_of(outcome(SUBJECTS[index], most, (kernel, text))["found"]) == check, edit.name
 
 
 def test_edits_of_source_have_their_places():
