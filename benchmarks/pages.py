@@ -5,7 +5,7 @@ Texts say what was measured, how, and what a column means. They hold no figure t
 One file, because it is a list: a page's entry is read without the others.
 """
 
-from benchmarks import cells, machine_code_tables, simulation_tables
+from benchmarks import cells, machine_code_tables, mutation_tables, simulation_tables
 from benchmarks.markdown import Table, table
 
 _NOTICE = """
@@ -35,6 +35,10 @@ def _machine_code(cells_of: cells.CellsOf) -> Table:
 
 def _simulated(cells_of: cells.CellsOf) -> Table:
     return table("simulation.json", cells_of, how="Executed in the simulator, with")
+
+
+def _mutated(cells_of: cells.CellsOf) -> Table:
+    return table("simulated_mutations.json", cells_of, how="Executed in the simulator, with")
 
 
 def _predicted(cells_of: cells.CellsOf) -> Table:
@@ -529,6 +533,43 @@ How often the models of each recipe launched each kernel.
     table("simulated_models.json", simulation_tables.kernels_of_models, how="Executed in the simulator on"),
 )
 
+_MUTATIONS = _page(
+    "Faults planted in kernels for SM100, and what the simulator finds of them",
+    """
+Each edit changes one thing in the PTX of a kernel, or in the Triton source that it is compiled from. The simulator then
+runs the kernel at small shapes, in up to three schedules. An edit counts as found if a schedule ends with a fault or
+with wrong values. Without an edit, every kernel here runs clean. [How SM100 is proven](../../docs/sm100_proof.md)
+describes the simulator.
+
+    python -m tests.simulate.mutate --json benchmarks/results/simulated_mutations.json
+
+Edits of PTX are made mechanically (`tests/simulate/ptx_edits.py`): of one kind of statement, at most six edits of a
+kernel, drawn at random, and all of the dense NVFP4 kernel. Edits of Triton source are written by hand
+(`tests/simulate/source_edits.py`). An edit that changes nothing that anybody could see does not count in the shares.
+""",
+    _mutated(mutation_tables.kernels),
+    _mutated(mutation_tables.kinds),
+    """
+The check that found an edit is the one that spoke first. "Unsupported" are descriptors, tensor maps and forms that no
+kernel has and that the simulator therefore refuses.
+""",
+    _mutated(mutation_tables.checks),
+    """
+## Edits that are not found
+
+These change what the kernel does, though not in the cases that ran.
+""",
+    _mutated(mutation_tables.not_found),
+    """
+## Edits that change nothing
+""",
+    _mutated(mutation_tables.change_nothing),
+    """
+## Edits that are found
+""",
+    _mutated(mutation_tables.found),
+)
+
 # The generated pages, by name of their file.
 _REACH = _page(
     "What models reach",
@@ -577,5 +618,6 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "machine_code.md": _MACHINE_CODE,
     "simulation.md": _SIMULATION,
     "simulated_models.md": _SIMULATED_MODELS,
+    "simulated_mutations.md": _MUTATIONS,
     "reach.md": _REACH,
 }

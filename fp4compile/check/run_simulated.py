@@ -43,6 +43,8 @@ from fp4compile.templates.problem import problem_of
 # Whole tiles, as in the table, whose launches have the same constants; then partly filled tiles, blocks and words.
 WHOLE, RAGGED = (256, 512), (130, 400)
 LONG_ROWS = 2**16  # elements, that do not fit a program's registers
+# Each kernel that finds an amax: threads, lanes and words that it leaves out show where only one element is large.
+FEW_ROWS = (("rows", "nvfp4"), ("both, transform, seed", "nvfp4_te"))
 ENDS = (0, 3, 140, 140, 141, 150)  # groups without rows, of one row, of more rows than a tile; then rows of no group
 ROWS = 160
 
@@ -64,6 +66,8 @@ def cases(sm: int, schedules: int) -> list[Case]:
         shapes = (WHOLE, RAGGED) if one.shape[1] < LONG_ROWS else ((3, LONG_ROWS), (3, LONG_ROWS + 80))
         variants = [Variant(partial(quantized, one, shape)) for shape in shapes]
         found.append((f"quantise {one.label}, {one.format}", variants))
+    found += [(f"few rows, {one.label}, {one.format}", [Variant(partial(quantized_few_rows, one))])
+              for one in CONFIGURATIONS if (one.label, one.format) in FEW_ROWS]  # fmt: skip
     for one in GROUPED_CONFIGURATIONS:
         variants = [Variant(partial(quantized_groups, one, shape[1])) for shape in (WHOLE, RAGGED)]
         found.append((f"quantise {one.label}, {one.format}", variants))
@@ -123,17 +127,31 @@ def table_keys(sm: int) -> dict[str, str]:
 
 def quantized(configuration: Configuration, shape: tuple[int, int], simulator: Simulator) -> list[str]:
     """Differences between the kernels and the reference, of finite values and of others."""
+    inputs = (("finite", finite), ("not finite", not_finite))
+    return [f"{name}: {what}" for name, made in inputs for what in _of_input(configuration, made(shape), simulator)]
+
+
+def quantized_few_rows(configuration: Configuration, simulator: Simulator) -> list[str]:
+    """Like `quantized`, for 2 to 15 rows, each with one large element in another place; and extreme outer scales."""
+    x = finite(RAGGED)
+    inputs = {"zeros": 0 * x, "tiny": x * 2.0**-90, "huge": x * 2.0**90}
+    for rows in range(2, 16):
+        x = finite((rows, RAGGED[1])).clamp(-1, 1)
+        row, column = rows // 2, (93 * rows + 7) % RAGGED[1]
+        x[row, column] = 100
+        inputs[f"{rows} rows"] = x
+    return [f"{name}: {what}" for name, x in inputs.items() for what in _of_input(configuration, x, simulator)]
+
+
+def _of_input(configuration: Configuration, x: torch.Tensor, simulator: Simulator) -> list[str]:
     layout = configuration.layout_on(simulator.target.sm)
+    x = x.to(configuration.dtype)
     eight_bits = configuration.seeded and simulator.target.isa == 100
-    wrong = []
-    for name, made in (("finite", finite), ("not finite", not_finite)):
-        x = made(shape).to(configuration.dtype)
-        with reference.eight_random_bits() if eight_bits else contextlib.nullcontext():
-            expected = configuration.call(x, layout)
-        with simulator.running():
-            got = configuration.call_kernels(x, layout)
-        wrong += [f"{name}: {what}" for what in same_bits(got, expected)]
-    return wrong
+    with reference.eight_random_bits() if eight_bits else contextlib.nullcontext():
+        expected = configuration.call(x, layout)
+    with simulator.running():
+        got = configuration.call_kernels(x, layout)
+    return same_bits(got, expected)
 
 
 def quantized_groups(configuration: Configuration, columns: int, simulator: Simulator) -> list[str]:
@@ -213,8 +231,11 @@ def multiplied(product: Product, small: Product, simulator: Simulator) -> list[s
             got = scaled_mm_group(arguments.a, members, BF16)
         return [f"weight {i}: {what}" for i, (one, (b, _)) in enumerate(zip(got, members, strict=True))
                 for what in _differences(one, replace(arguments, b=b))]  # fmt: skip
+    before = len(simulator.launches)
     with simulator.running():
         got = multiply(arguments, choose(problem_of(arguments, simulator.target), choice.kernel))
+    if len(simulator.launches) == before:
+        return [f"no kernel of {choice.kernel} for {small.label}"]
     return _differences(got, arguments)
 
 

@@ -4,7 +4,7 @@
 
 Faults are edits of compiled PTX (`ptx_edits`) and of Triton source (`source_edits`), in the kernels of `subjects`. An
 edit counts as found if a schedule of warps, copies and matrix units gives a fault or wrong values. The last line has
-the share of the edits found, without those that change nothing (`equivalent_edits` says why).
+the share of the edits found, without those that change nothing (`explained_edits` says why).
 """
 
 import argparse
@@ -20,9 +20,10 @@ from typing import Any
 from fp4compile.check import environment
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.run import Schedule
-from tests.simulate.equivalent_edits import reason
+from tests.simulate.checks import check_of, without_statement
+from tests.simulate.explained_edits import explanation
 from tests.simulate.ptx_edits import Edit, edits
-from tests.simulate.source_edits import SOURCE_EDITS, SourceEdit
+from tests.simulate.source_edits import SOURCE_EDITS, SourceEdit, line_of
 from tests.simulate.source_edits import tried as run_planted
 from tests.simulate.subjects import SUBJECTS, Subject
 
@@ -46,7 +47,7 @@ def outcome(subject: Subject, most: int, edited: tuple[str, str] | None = None) 
         except Exception as error:  # the simulator or Triton fails, which finds nothing
             return {"error": f"{type(error).__name__}: {error}"[:300]}
         if wrong:
-            return {"found": wrong[0].splitlines()[0][:300], "schedule": seed}
+            return {"found": " ".join(wrong[0].split())[:1500], "schedule": seed}
     return {}
 
 
@@ -67,19 +68,23 @@ def tried(task: tuple[int, int]) -> Entry:
     """The entry of an edit of PTX, by the subject's index and its own."""
     subject, (most, found) = SUBJECTS[task[0]], planted(task[0])
     kernel, ptx, edit = found[task[1]]
-    entry = {"subject": subject.name, "kernel": kernel, "edit": edit.name, "statement": edit.statement}
-    return _with_reason(entry | outcome(subject, most, (kernel, edit.applied(ptx))))
+    entry = {"subject": subject.name, "kernel": kernel, "kind": edit.kind, "edit": edit.name,
+             "line": edit.changes[0].line, "statement": edit.statement[:120]}  # fmt: skip
+    return judged(entry | outcome(subject, most, (kernel, edit.applied(ptx))))
 
 
 def tried_source(edit: SourceEdit) -> Entry:
     """The entry of an edit of Triton source."""
-    entry = {"subject": edit.subject, "kernel": edit.plant.path, "edit": edit.plant.name, "statement": edit.plant.new}
-    return _with_reason(entry | run_planted(edit))
+    entry = {"subject": edit.subject, "kernel": edit.plant.path, "edit": edit.plant.name, "line": line_of(edit)}
+    return judged(entry | run_planted(edit))
 
 
-def _with_reason(entry: Entry) -> Entry:
-    why = reason(entry["subject"], entry["kernel"], entry["edit"])
-    return entry if why is None else entry | {"equivalent": why}
+def judged(entry: Entry) -> Entry:
+    """An entry with the check that found the edit ("by"), or with why it is not found ("equivalent" or "why")."""
+    if "found" in entry:
+        return entry | {"found": without_statement(entry["found"]), "by": check_of(entry["found"])}
+    why = explanation(entry["subject"], entry["kernel"], entry["edit"])
+    return entry if why is None else entry | {"equivalent" if why.equivalent else "why": why.reason}
 
 
 def wanted(only: str) -> list[tuple[int, int]]:
@@ -96,8 +101,8 @@ def line(entry: Entry) -> str:
         if "found" in entry
         else f"NOT FOUND {entry.get('error', '')}"
     )
-    why = f" (changes nothing: {entry['equivalent']})" if "equivalent" in entry else ""
-    return f"{entry['subject']}: {entry['kernel']}: {entry['edit']}: {found}{why}"
+    why = f" ({entry.get('equivalent') or entry.get('why') or ''})"
+    return f"{entry['subject']}: {entry['kernel']}: {entry['edit']}: {found}{why.removesuffix(' ()')}"
 
 
 def share(entries: Sequence[Entry]) -> str:

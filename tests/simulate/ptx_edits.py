@@ -9,7 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp4compile.check.simulate.descriptors import KINDS
@@ -33,10 +33,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit of a kernel's PTX. name: unique among the kernel's edits."""
+    """An edit of a kernel's PTX. name: unique among the kernel's edits. kind: what it is an edit of."""
 
     name: str
     changes: tuple[Change, ...]
+    kind: str = ""
 
     @property
     def statement(self) -> str:
@@ -188,8 +189,9 @@ def edits(ptx: str, executed: Collection[int], most: int) -> list[Edit]:
     """The edits of a kernel. executed: the indices of the statements that run. most: how many edits of each kind."""
     code, found = Code(ptx, executed), []
     for generator in _GENERATORS:
-        made = [edit for edit in generator(code) if edit.applied(ptx) != ptx]
-        seed = f"{code.name} {generator.__name__} {len(made)}"
+        kind = generator.__name__.strip("_").replace("_", " ")
+        made = [replace(edit, kind=kind) for edit in generator(code) if edit.applied(ptx) != ptx]
+        seed = f"{code.name} {kind} {len(made)}"
         found += made if len(made) <= most else random.Random(seed).sample(made, most)
     names = Counter(edit.name for edit in found)
     assert len(names) == len(found), names.most_common(3)
@@ -377,7 +379,7 @@ _MAP_CHANGES: dict[str, tuple[tuple[str, str, int], ...]] = {
 
 @_generator
 def _tensor_copies(code: Code) -> Edits:
-    loads = [one for one in code.find("cp.async.bulk.tensor") if ".complete_tx" in one.opcode]
+    loads = [one for one in code.find("cp.async.bulk.tensor") if "complete_tx" in one.opcode]
     for which, one in _sample(loads, 3):
         yield code.replaced(f"tensor copy {which} removed", (one, ""))
         for rows in (16, 1):
@@ -491,7 +493,7 @@ def _exchanges(code: Code) -> Edits:
 
 
 @_generator
-def _floats(code: Code) -> Edits:
+def _arithmetic(code: Code) -> Edits:
     """Constants by which numbers are scaled and rounded."""
     having = [one for one in code.executed if re.search(r"\b0f(?!00000000)[0-9A-F]{8}", one.text)]
     for which, one in _sample(having, 8):
@@ -571,4 +573,7 @@ def _other(opcode: str, value: int) -> int:
         return -value  # it rounds a size up
     if opcode.startswith("add") and value % 16 == 0:
         return 16
-    return value & -value if opcode.startswith(("and", "or", "xor")) and value > 0 else 1
+    lowest = value & -value
+    if opcode.startswith(("and", "or", "xor")) and value:
+        return lowest if value > 0 else -lowest  # -128 keeps all but 7 bits, -256 all but 8
+    return 1

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.fuzz.plant import ROOT, Plant
 
@@ -93,8 +94,8 @@ SOURCE_EDITS = (
           "'minus' if HADAMARD_SIGNS.value >> i & 1 else 'plus'",
           "'minus' if HADAMARD_SIGNS.value >> i + 1 & 1 else 'plus'"),
     _edit(_BOTH, "random words used twice", "quantize/column",
-          "first_words = philox(first_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)",
-          "first_words = philox(first_call, tl.load(seed_ptr), STREAM, ISA)"),
+          "second_words = philox(second_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)",
+          "second_words = philox(first_call + i // (count * runs), tl.load(seed_ptr), STREAM, ISA)"),
     _edit(_BOTH, "rows behind the last one read down the columns", "device/column_tile",
           "mask=(row < rows - i) & inside", "mask=(row < rows) & inside"),
     _edit("a norm", "a mean over the columns of whole tiles", "device/row_prologue",
@@ -102,20 +103,33 @@ SOURCE_EDITS = (
 )  # fmt: skip
 
 
-def tried(edit: SourceEdit) -> dict[str, object]:
-    """What the simulator finds of an edit, run in a process of its own: "found" and "schedule", or neither."""
+def changed(edit: SourceEdit) -> tuple[Path, str]:
+    """(the file, its text with the edit)."""
+    path = ROOT / "fp4compile" / edit.plant.path
+    text = path.read_text()
+    if text.count(edit.plant.old) != 1:
+        raise ValueError(f"{edit.plant.name}: {edit.plant.path} has {text.count(edit.plant.old)} such places")
+    return path, text.replace(edit.plant.old, edit.plant.new)
+
+
+def line_of(edit: SourceEdit) -> int:
+    """The line of the file at which an edit begins."""
+    path, _ = changed(edit)
+    return path.read_text().split(edit.plant.old)[0].count("\n") + 1
+
+
+def tried(edit: SourceEdit) -> dict[str, Any]:
+    """What the simulator finds of an edit, run in a process of its own: see `mutate.outcome`."""
+    path, text = changed(edit)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         for name in ("fp4compile", "tests"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-        path = root / "fp4compile" / edit.plant.path
-        text = path.read_text()
-        if text.count(edit.plant.old) != 1:
-            raise ValueError(f"{edit.plant.name}: {edit.plant.path} has {text.count(edit.plant.old)} such places")
-        path.write_text(text.replace(edit.plant.old, edit.plant.new))
+        (root / path.relative_to(ROOT)).write_text(text)
         command = [sys.executable, "-m", "tests.simulate.mutate", "--subject", edit.subject]
         process = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": directory}, text=True,
                                  capture_output=True)  # fmt: skip
     if process.returncode:
         raise RuntimeError(f"{edit.plant.name}: {process.stderr[-2000:]}")
-    return json.loads(process.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return found

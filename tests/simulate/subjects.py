@@ -11,7 +11,7 @@ from functools import partial
 
 from fp4compile.check.product_table import PRODUCTS
 from fp4compile.check.quantiser_table import CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
-from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps
+from fp4compile.check.run_simulated import ENDS, ROWS, multiplied, quantized, quantized_after_steps, quantized_few_rows
 from fp4compile.check.simulate.launch import Compiled, Simulator
 from fp4compile.check.simulate.parse import parse
 from fp4compile.check.simulate.run import Kernel, Schedule
@@ -74,7 +74,11 @@ def _product(name: str, label: str, multiprocessors: int = 0, *sizes: dict[str, 
 
 def _quantised(name: str, label: str, rows: int, columns: int) -> Subject:
     (of_gate,) = (one for one in CONFIGURATIONS if f"{one.label}, {one.format}" == label)
-    return Subject(name, partial(quantized, of_gate, (rows, columns)))
+
+    def check(simulator: Simulator) -> list[str]:
+        return quantized(of_gate, (rows, columns), simulator) + quantized_few_rows(of_gate, simulator)
+
+    return Subject(name, check)
 
 
 def _after_steps(name: str, label: str, rows: int, columns: int) -> Subject:
@@ -87,14 +91,26 @@ _GROUPS = {"groups": len(ENDS)}
 SUBJECTS = (
     replace(_product("dense NVFP4", "512x8192x8192 nvfp4 x nvfp4", 2, {"m": 1040, "n": 272, "k": 416}), most=_EVERY),
     _product("dense MXFP8", "512x8192x8192 mxfp8 x mxfp8", 2, {"m": 1040, "n": 272, "k": 224}),
-    _product("dense NVFP4 without TMA", "512x8192x8176 nvfp4 x nvfp4", 2, {"m": 144, "n": 272, "k": 1520}),
-    _product("few rows, split K", "16x8192x8192 nvfp4 x nvfp4", 6, {"n": 272, "k": 2560}),
+    _product(
+        "dense NVFP4 without TMA",
+        "512x8192x8176 nvfp4 x nvfp4",
+        2,
+        {"m": 144, "n": 272, "k": 1520},
+        {"m": 1136, "n": 240, "k": 1520},
+    ),
+    _product(
+        "few rows, split K",
+        "16x8192x8192 nvfp4 x nvfp4",
+        6,
+        {"m": 13, "n": 272, "k": 2560},
+        {"m": 5, "n": 560, "k": 2560},
+    ),
     _product("groups of rows", "8192x2048x4096, 64 groups nvfp4 x nvfp4", 2, _GROUPS | {"m": ROWS, "n": 272, "k": 640}),
     _product(
         "groups along K", "256x512x8192, 64 groups along K nvfp4 x nvfp4", 2, _GROUPS | {"m": 144, "n": 272, "k": ROWS}
     ),
     _product("one row", "1x8192x8192 bf16 x nvfp4", 1, {"n": 824, "k": 5888}, {"n": 24, "k": 5888}),
-    _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}),
+    _product("dequantised tiles", "64x8192x8192 bf16 x nvfp4", 6, {"n": 272, "k": 1280}, {"n": 560, "k": 2560}),
     _quantised("rows", "rows, nvfp4", 130, 400),
     _quantised("both directions, transform, seed", "both, transform, seed, nvfp4_te", 130, 400),
     _after_steps("a norm", "a norm, nvfp4_rowwise", 130, 400),

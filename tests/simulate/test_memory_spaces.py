@@ -6,7 +6,7 @@ import pytest
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.memory import GlobalMemory
 from fp4compile.check.simulate.parse import parse
-from fp4compile.check.simulate.run import Kernel, run
+from fp4compile.check.simulate.run import Kernel, Schedule, run
 from tests.simulate.ptx_text import module, run_body
 
 # Each thread writes its number and twice its number, and reads one of the two, by a computed address.
@@ -96,3 +96,34 @@ def test_grids_of_three_dimensions():
     run(Kernel.of(parse(module(body, 32, 1))), memory, [address], (5, 3, 2), 0)
     expected = [z << 16 | y << 8 | x for z in range(2) for y in range(3) for x in range(5)]
     assert memory.read(address, 120).view(np.int32).tolist() == expected
+
+
+# Every thread writes its number; then it reads the number of the same lane of the next warp, or overwrites it.
+HANDED_OVER = """
+\tld.param.b64 %rd1, [p0];
+\tmov.u32 %r1, %tid.x;
+\tmul.wide.u32 %rd2, %r1, 4;
+\tadd.s64 %rd3, %rd1, %rd2;
+\tst.global.b32 [%rd3], %r1;
+\tbar.sync 0;
+\tadd.s32 %r2, %r1, 32;
+\tand.b32 %r2, %r2, 63;
+\tmul.wide.u32 %rd4, %r2, 4;
+\tadd.s64 %rd5, %rd1, %rd4;
+\tld.global.b32 %r3, [%rd5];
+\tbar.sync 0;
+\tst.global.b32 [%rd5], %r1;
+"""
+
+
+def test_warps_that_wait_hand_global_memory_over():
+    (found,) = run_body(HANDED_OVER, [np.zeros(64, np.int32)], threads=64)
+    np.testing.assert_array_equal(found, (np.arange(64) + 32) % 64)
+
+
+@pytest.mark.parametrize(("load", "says"), [("ld.global.b32 %r3, [%rd5];", "reads"), ("", "overwrites")])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_warps_that_do_not_wait_for_global_memory(load, says, seed):
+    body = HANDED_OVER.replace("ld.global.b32 %r3, [%rd5];", load).replace("bar.sync 0;", "")
+    with pytest.raises(Fault, match=f"{says} global memory that warp [01] of its program wrote, without a wait"):
+        run_body(body, [np.zeros(64, np.int32)], threads=64, schedule=Schedule(seed))

@@ -14,7 +14,7 @@ from fp4compile.check.product_table import Product
 from fp4compile.check.quantiser_table import BF16, CONFIGURATIONS, GROUPED_CONFIGURATIONS, PROLOGUE_CONFIGURATIONS
 from fp4compile.check.run_simulated import multiplied, quantized, quantized_after_steps, quantized_groups, reduced
 from fp4compile.check.simulate.fault import Fault
-from fp4compile.check.simulate.launch import Simulator
+from fp4compile.check.simulate.launch import UNWRITTEN, Simulator
 from fp4compile.check.simulate.run import Schedule
 from fp4compile.cli.main import main
 from fp4compile.hardware import Target
@@ -85,6 +85,7 @@ def test_unwritten_memory_is_known():
         data, *_ = quantize_kernels(torch.randn(4, 64).to(BF16), "mxfp8", [-1])
         assert data.untyped_storage().data_ptr() not in simulator.unwritten
         x = torch.empty(4, 64, dtype=BF16)
+        assert (x.view(torch.uint8) == UNWRITTEN).all()  # what an earlier tensor left there is gone
         assert x.untyped_storage().data_ptr() in simulator.unwritten
         with pytest.raises(Fault, match="reads global memory that nothing wrote"):
             quantize_kernels(x, "mxfp8", [-1])
@@ -130,3 +131,11 @@ def test_what_is_wrong_is_said(monkeypatch):
     monkeypatch.setattr(run_simulated, "quantize_kernels", lambda x, *args, **more: right(-x, *args, **more))
     (what,) = quantized_groups(grouped, 80, on())
     assert what.startswith("codes: ")
+
+
+def test_a_product_that_runs_no_kernel_is_wrong():
+    """Six programs of the tile's columns: nothing is left to cut K for, and the kernel of few rows refuses."""
+    product = Product("nvfp4", "nvfp4", 16)
+    small = replace(product, n=816, k=2560)
+    (what,) = multiplied(product, small, Simulator(Target(100, 6)))
+    assert what.startswith("no kernel of skinny_block_scaled_sm100")

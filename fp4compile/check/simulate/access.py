@@ -21,6 +21,7 @@ from fp4compile.check.simulate.forms import (
     writer,
 )
 from fp4compile.check.simulate.fragment import Fragment
+from fp4compile.check.simulate.memory import Threads
 from fp4compile.check.simulate.parse import Instruction, Program
 
 _WIDTHS = ("b8", "u8", "s8", "b16", "u16", "b32", "u32", "s32", "f32", "b64", "u64", "f64")
@@ -90,7 +91,8 @@ def _load(instruction: Instruction, program: Program) -> Step:
         if shared:
             found = machine.shared.load(addresses, nbytes * count, clusters, *_threads(fragment))
         else:
-            found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster)
+            threads = Threads(machine.clocks, clusters, _threads(fragment)[0])
+            found = machine.memory.load(addresses, nbytes * count, clusters + machine.first_cluster, threads)
         values = found.view(dtype)  # [threads, count]
         for i, write in enumerate(writes):
             column = values[:, i]
@@ -124,7 +126,8 @@ def _store(instruction: Instruction, program: Program) -> Step:
         if shared:
             machine.shared.store(addresses, rows, clusters, *_threads(fragment))
         else:
-            machine.memory.store(addresses, rows, clusters + machine.first_cluster)
+            threads = Threads(machine.clocks, clusters, _threads(fragment)[0])
+            machine.memory.store(addresses, rows, clusters + machine.first_cluster, threads)
 
     return step
 

@@ -11,13 +11,17 @@ from fp4compile.check.simulate.clocks import KNOWN
 from fp4compile.check.simulate.fault import Fault
 from fp4compile.check.simulate.state import State
 
+_NBYTES = 8
+_OPAQUE = 0xBD  # bytes that no kernel means
+
 
 @dataclass
 class Mbarrier:
     """An mbarrier object. count: arrivals of a phase; pending: those that are missing; tx: bytes that are missing.
 
     agent: the clock agent of the copies that complete here. rows: clocks of everything that arrived. done: those of the
-    completed phases. created: (warp, epoch) of the initialisation.
+    completed phases. created: (warp, epoch) of the initialisation. used: the last epoch of each clock agent that
+    arrived or waited. commits: how many `tcgen05.commit` will still arrive.
     """
 
     where: str
@@ -28,6 +32,8 @@ class Mbarrier:
     phase: int = 0
     pending: int = field(init=False)
     tx: int = 0
+    commits: int = 0
+    used: dict[int, int] = field(default_factory=dict)
     done: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,15 +61,39 @@ class Mbarriers:
         clocks = self.machine.clocks
         rows = np.zeros_like(clocks.of(cluster, warp))
         created = (warp, int(clocks.rows[KNOWN, cluster, warp, warp]))
+        self.machine.shared.shadow.begin_mbarrier(self._cells(at), cluster, warp)
+        self.machine.shared.data[at : at + _NBYTES] = _OPAQUE
         self.found[at] = Mbarrier(f"{at % self.machine.shared.stride}", count, clocks.new_barrier(cluster), rows,
                                   created)  # fmt: skip
 
-    def remove(self, at: int) -> None:
-        """Invalidate an mbarrier."""
-        barrier = self._at(at)
+    def remove(self, at: int, rows: np.ndarray) -> None:
+        """Invalidate an mbarrier. rows: the clocks of the warp that does, which must know of the end of all uses."""
+        barrier = self.seen(at, rows)
         if barrier.tx:
             raise Fault(f"the mbarrier at {barrier.where} ends with {barrier.tx} bytes missing")
+        if barrier.commits or any(rows[KNOWN][agent] < epoch for agent, epoch in barrier.used.items()):
+            raise Fault(f"the mbarrier at {barrier.where} ends while something may arrive or wait there")
+        self.machine.shared.shadow.end_mbarrier(self._cells(at))
         del self.found[at]
+
+    def _cells(self, at: int) -> np.ndarray:
+        return self.machine.shared.cells(at + np.arange(_NBYTES))
+
+    def waited(self, barrier: Mbarrier, cluster: int, warp: int) -> None:
+        """A warp waits at an mbarrier, or has found a phase complete."""
+        barrier.used[warp] = int(self.machine.clocks.rows[KNOWN, cluster, warp, warp])
+
+    def will_commit(self, at: int) -> None:
+        """A `tcgen05.commit` was issued that arrives at an mbarrier."""
+        self._at(at).commits += 1
+
+    def committed(self, at: int, rows: np.ndarray, agent: int, epoch: int) -> None:
+        """The tensor pipe's `tcgen05.commit` of an epoch arrives; rows: the clocks with all operations before it."""
+        barrier = self.seen(at, rows)
+        barrier.commits -= 1
+        rows = rows.copy()
+        rows[:, agent] = epoch
+        self.arrive(barrier, rows, agent)
 
     def seen(self, at: int, rows: np.ndarray) -> Mbarrier:
         """The mbarrier at an index, for an access with these clocks."""
@@ -78,8 +108,9 @@ class Mbarriers:
             raise Fault(f"there is no mbarrier at {at % self.machine.shared.stride}")
         return self.found[at]
 
-    def arrive(self, barrier: Mbarrier, rows: np.ndarray, count: int = 1, expected: int = 0) -> None:
-        """Arrivals that bring clocks; `expected` bytes are to come in this phase."""
+    def arrive(self, barrier: Mbarrier, rows: np.ndarray, agent: int, count: int = 1, expected: int = 0) -> None:
+        """Arrivals of an agent that bring clocks; `expected` bytes are to come in this phase."""
+        barrier.used[agent] = int(rows[KNOWN][agent])
         np.maximum(barrier.rows, rows, out=barrier.rows)
         barrier.pending -= count
         barrier.tx += expected

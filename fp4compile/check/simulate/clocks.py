@@ -21,6 +21,7 @@ AnyInt = TypeVar("AnyInt", int, np.ndarray)
 Index = np.ndarray | tuple[int | slice, ...]  # of cells of a memory
 _BARRIERS = 96  # agents for mbarriers: the copies that complete on one
 NOBODY = -1
+MBARRIER = -2  # the writer of cells that are an mbarrier: no clock knows of its end
 
 
 class Clocks:
@@ -34,7 +35,7 @@ class Clocks:
     def __init__(self, clusters: int, warps: int) -> None:
         self.clusters, self.warps = clusters, warps
         self.tensor_pipe = 6 * warps
-        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 1), np.int32)
+        self.rows = np.zeros((2, clusters, warps, self.tensor_pipe + 1 + _BARRIERS + 2), np.int32)
         own = np.arange(warps)
         self.rows[KNOWN, :, own, own] = 1
         self.rows[..., NOBODY] = np.iinfo(np.int32).max
@@ -63,7 +64,7 @@ class Clocks:
     def new_barrier(self, cluster: int) -> int:
         """The agent of the copies that complete on an mbarrier that was just initialised."""
         agent = int(self._barriers[cluster])
-        if agent >= self.rows.shape[-1] - 1:
+        if agent >= self.rows.shape[-1] - 2:
             raise Fault(f"more than {_BARRIERS} initialisations of mbarriers, which the simulator does not tell apart")
         self._barriers[cluster] += 1
         return agent
@@ -209,7 +210,19 @@ class Shadow:
         self.writer[cells] = agent
         self.written[cells] = epoch
 
+    def begin_mbarrier(self, cells: np.ndarray, cluster: int, warp: int) -> None:
+        """A warp makes an mbarrier of cells [n], as a generic write."""
+        row = cells[None, :]
+        self.writes_of_warps(row, np.array([cluster]), np.array([warp]), np.ones(row.shape, bool))
+        self.writer[cells], self.written[cells] = MBARRIER, 1
+
+    def end_mbarrier(self, cells: np.ndarray) -> None:
+        """Cells are no mbarrier any more, and hold nothing."""
+        self.writer[cells], self.written[cells] = NOBODY, 0
+
     def _agent(self, agent: int) -> str:
+        if agent == MBARRIER:
+            return "mbarrier.init"
         warps = self.clocks.warps
         if agent < warps:
             return f"warp {agent}"

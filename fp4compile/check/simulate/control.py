@@ -220,8 +220,9 @@ def _inval(instruction: Instruction, program: Program) -> Step:
 
     def step(fragment: Fragment) -> None:
         machine, addresses = fragment.machine, address(fragment)
-        for lane, _, cluster in one_lane(fragment):
-            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8))
+        for lane, warp, cluster in one_lane(fragment):
+            rows = machine.clocks.of(cluster, machine.local_warp(warp))
+            machine.mbarriers.remove(machine.shared.index(int(addresses[lane]), cluster, 8), rows)
 
     return step
 
@@ -245,7 +246,7 @@ def _mbarrier_arrive(instruction: Instruction, program: Program) -> Step:
             rows = machine.clocks.release(cluster, machine.local_warp(warp))
             barrier = machine.mbarriers.seen(at, rows)
             count, expected = (1, int(numbers[lane])) if expects else (int(numbers[lane]), 0)
-            machine.mbarriers.arrive(barrier, rows, count, expected)
+            machine.mbarriers.arrive(barrier, rows, machine.local_warp(warp), count, expected)
 
     return step
 
@@ -275,6 +276,7 @@ def _try_wait(instruction: Instruction, program: Program) -> Step:
             cluster, local = machine.cluster_of_warp(warp), machine.local_warp(warp)
             at = machine.shared.index(int(addresses[lane]), cluster, 8)
             barrier = machine.mbarriers.seen(at, machine.clocks.of(cluster, local))
+            machine.mbarriers.waited(barrier, cluster, local)
             phase = int(parities[lane]) & 1
             if barrier.passed(phase):
                 machine.clocks.acquire(cluster, local, barrier.done)

@@ -95,6 +95,9 @@ class Simulator:
             self.unwritten[key] = written
 
 
+UNWRITTEN = 0xEE  # every byte of new memory
+
+
 class _Unwritten(TorchDispatchMode):
     """Notes which tensors `torch.empty` and its kin make, and which of them PyTorch writes afterwards."""
 
@@ -109,6 +112,7 @@ class _Unwritten(TorchDispatchMode):
             storage = result.untyped_storage()
             if storage.nbytes():
                 unwritten[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
+                _bytes(result)[:] = UNWRITTEN  # an earlier tensor may have left the right values there
             return result
         if func._schema.is_mutable:
             given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})

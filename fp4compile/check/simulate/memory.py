@@ -1,7 +1,15 @@
-"""Global memory: tensors between guards, what of them was written, and races between programs."""
+"""Global memory: tensors between guards, what of them was written, and races.
+
+What another program of a launch wrote must not be accessed. What another warp of the same program wrote may be accessed
+after a wait for it. Not checked: that a warp overwrites what another one of its program may be reading, the order of
+threads within a warp, and accesses by copies within a program.
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 
+from fp4compile.check.simulate.clocks import KNOWN, NOBODY, Clocks
 from fp4compile.check.simulate.fault import Fault
 
 BASE = 1 << 33  # the first address: no 32-bit number is one
@@ -9,11 +17,30 @@ _GUARD = 4096  # bytes between tensors
 ATOMIC = -1
 
 
+@dataclass(frozen=True)
+class Threads:
+    """Who accesses memory: the clusters of threads in their machine, their warps in the cluster, and the clocks."""
+
+    clocks: Clocks
+    clusters: np.ndarray
+    warps: np.ndarray
+
+    def known(self, warps: np.ndarray) -> np.ndarray:
+        """The epochs of warps [threads, n] that each thread knows to be complete."""
+        return self.clocks.rows[KNOWN][self.clusters[:, None], self.warps[:, None], warps]
+
+    @property
+    def epochs(self) -> np.ndarray:
+        """The present epoch of each thread's warp, [threads, 1]."""
+        return self.known(self.warps[:, None])
+
+
 class GlobalMemory:
     """Bytes of global memory. Addresses are int64.
 
     data: uint8. allocated, written: which bytes belong to a tensor, and which of those hold a value. writer: the
-    cluster that wrote a byte in the launch that runs, from 1 on; `ATOMIC` for atomic operations; 0 for none.
+    cluster that wrote a byte in the launch that runs, from 1 on; `ATOMIC` for atomic operations; 0 for none. warp,
+    epoch: which warp of the cluster did, and in which of its epochs.
     """
 
     def __init__(self, size: int = 1 << 22) -> None:
@@ -21,6 +48,8 @@ class GlobalMemory:
         self.allocated = np.zeros(size, bool)
         self.written = np.zeros(size, bool)
         self.writer = np.zeros(size, np.int32)
+        self.warp = np.zeros(size, np.int16)
+        self.epoch = np.zeros(size, np.int32)
         self._top = _GUARD
         self._constants: dict[bytes, int] = {}
 
@@ -29,7 +58,7 @@ class GlobalMemory:
         start = -(-self._top // 256) * 256 + offset
         self._top = start + nbytes + _GUARD
         while self._top > len(self.data):
-            for name in ("data", "allocated", "written", "writer"):
+            for name in ("data", "allocated", "written", "writer", "warp", "epoch"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate((old, np.zeros_like(old))))
         self.allocated[start : start + nbytes] = True
@@ -64,26 +93,51 @@ class GlobalMemory:
 
     # ------------------------------------------------------------ accesses of threads
 
-    def load(self, addresses: np.ndarray, size: int, clusters: np.ndarray) -> np.ndarray:
-        """The bytes at aligned addresses [threads]: uint8 [threads, size]. clusters: [threads], from 0 on."""
+    def load(
+        self, addresses: np.ndarray, size: int, clusters: np.ndarray, threads: Threads | None = None
+    ) -> np.ndarray:  # fmt: skip
+        """The bytes at aligned addresses [threads]: uint8 [threads, size]. clusters: [threads], from 0 on.
+
+        threads: who accesses them; None for copies.
+        """
         rows = self._rows(addresses, size)
         if not self.written.reshape(-1, size)[rows].all():
             raise Fault("reads global memory that nothing wrote")
-        self._in_order(self.writer.reshape(-1, size)[rows], clusters[:, None] + 1, "reads")
+        writer = self.writer.reshape(-1, size)[rows]
+        self._in_order(writer, clusters[:, None] + 1, "reads")
+        if threads is not None and writer.any() and (late := self._late(rows, size, threads) & (writer > 0)).any():
+            raise Fault(f"reads global memory that warp {self._warp_at(rows, size, late)} of its program wrote, "
+                        "without a wait for it")  # fmt: skip
         return self.data.reshape(-1, size)[rows]
 
-    def store(self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray) -> None:
-        """Write bytes uint8 [threads, size] at aligned addresses [threads]."""
+    def store(
+        self, addresses: np.ndarray, values: np.ndarray, clusters: np.ndarray, threads: Threads | None = None
+    ) -> None:  # fmt: skip
+        """Write bytes uint8 [threads, size] at aligned addresses [threads]; the other arguments as of `load`."""
         size = values.shape[1]
         rows = self._rows(addresses, size)
-        mine = clusters[:, None] + 1
-        self._in_order(self.writer.reshape(-1, size)[rows], mine, "overwrites")
+        mine, writer = clusters[:, None] + 1, self.writer.reshape(-1, size)[rows]
+        self._in_order(writer, mine, "overwrites")
         data = self.data.reshape(-1, size)
+        if threads is not None and writer.any():
+            late = self._late(rows, size, threads) & (writer > 0) & (data[rows] != values)
+            if late.any():
+                raise Fault(f"overwrites global memory that warp {self._warp_at(rows, size, late)} of its program "
+                            "wrote, without a wait for it")  # fmt: skip
         data[rows] = values
         if (data[rows] != values).any():
             raise Fault("several threads write different values to one address of global memory")
         self.written.reshape(-1, size)[rows] = True
         self.writer.reshape(-1, size)[rows] = mine
+        self.warp.reshape(-1, size)[rows] = NOBODY if threads is None else threads.warps[:, None]
+        self.epoch.reshape(-1, size)[rows] = 0 if threads is None else threads.epochs
+
+    def _late(self, rows: np.ndarray, size: int, threads: Threads) -> np.ndarray:
+        """Whether threads do not know of the end of the last write by a warp of their cluster: bool [threads, size]."""
+        return self.epoch.reshape(-1, size)[rows] > threads.known(self.warp.reshape(-1, size)[rows])
+
+    def _warp_at(self, rows: np.ndarray, size: int, which: np.ndarray) -> int:
+        return int(self.warp.reshape(-1, size)[rows][which][0])
 
     def _rows(self, addresses: np.ndarray, size: int) -> np.ndarray:
         start = addresses - BASE
@@ -113,7 +167,7 @@ class GlobalMemory:
         self._in_order(self.writer[at], np.int32(cluster + 1), "a copy overwrites" if writes else "a copy reads")
         if writes:
             self.written[at] = True
-            self.writer[at] = cluster + 1
+            self.writer[at], self.warp[at], self.epoch[at] = cluster + 1, NOBODY, 0
         return at
 
     def update(self, address: int, size: int) -> slice:

@@ -222,13 +222,18 @@ def _commit(instruction: Instruction, program: Program) -> Step:
         masks = np.broadcast_to(0 if mask is None else mask(fragment), fragment.shape)
         for lane, _, begin in issue(fragment, pair=False):
             where = addresses[lane : lane + 1]
+            cluster = machine.cluster_of_warp(int(fragment.warp_of(np.array([lane]))[0]))
             if cast:
                 ranks = np.flatnonzero(int(masks[lane]) >> np.arange(16) & 1)
                 where = machine.shared.address(ranks, int(where[0]) & 0xFFFFFF)
 
-            def arrive(pipe: TensorPipe, where: np.ndarray = where) -> None:
-                for at in machine.shared.flat(where, np.full(where.shape, pipe.cluster), 8):
-                    machine.mbarriers.arrive(machine.mbarriers.seen(int(at), pipe.rows), pipe.rows)
+            places = machine.shared.flat(where, np.full(where.shape, cluster), 8).tolist()
+            for at in places:
+                machine.mbarriers.will_commit(at)
+
+            def arrive(pipe: TensorPipe, places: list[int] = places) -> None:
+                for at in places:
+                    machine.mbarriers.committed(at, pipe.rows, pipe.agent, pipe.epoch)
 
             begin(arrive)
 

@@ -83,6 +83,10 @@ class TensorMap:
             raise Fault(f"a tensor map of element type {kind} and swizzle mode {mode}, which are not simulated")
         if values["interleave_layout"][0] or values["fill_mode"][0]:
             raise Fault("a tensor map with an interleaved layout or a fill mode, which are not simulated")
+        beyond = {name: values[name][rank:] for name in ("box_dim", "global_dim", "element_stride")}
+        beyond["global_stride"] = values["global_stride"][rank - 1 :]
+        if any(map(any, beyond.values())):
+            raise Fault(f"a tensor map of rank {rank} with fields {beyond} beyond it: it was not cleared")
         if any(one != 1 for one in values["element_stride"][:rank]):
             raise Fault(f"a tensor map of element strides {values['element_stride'][:rank]}, which are not simulated")
         made = cls(values["global_address"][0], _ELEMENT_BYTES[kind], kind == _WITH_GAPS, _SPANS[mode],
