@@ -11,9 +11,15 @@ from torch.fx import Node
 
 @dataclass(frozen=True)
 class Input:
-    """A graph input: the fully qualified name of a parameter, None for anything else."""
+    """A graph input.
+
+    parameter: the fully qualified name of a parameter; None for anything else.
+    in_block: whether the parameter lies in a numbered block of the model. It may, although `parameter` has no number:
+        where a block is compiled by itself, names begin below the block.
+    """
 
     parameter: str | None = None
+    in_block: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class Recipe:
     skip_first_blocks, skip_last_blocks: how many transformer blocks are left alone at either end of the model.
     num_blocks: how many blocks the model has; needed for models whose broken graphs do not show the number.
     skip_lm_head: whether output heads are left alone. Heads are layers named lm_head, classifier, proj_out and the
-        like, layers whose weight is an embedding's, and a last layer that is wider than all others.
+        like, and a last layer that is wider than all others, unless they lie in a numbered block; and layers whose
+        weight is an embedding's.
     activation_scale: "dynamic" computes the outer scale of fprop_x; "static" reads it from static_scales.
     static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them. The factors
         are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is
