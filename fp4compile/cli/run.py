@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp4compile.registration import named_reports, register_with_accelerate, say_what_compiled_nothing
+from fp4compile.registration import named_reports, register_with_accelerate, warn_at_exit
 
 
 def add_command(commands: Any) -> None:
@@ -38,7 +38,7 @@ def run(script: Path, arguments: list[str]) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
-        atexit.unregister(say_what_compiled_nothing)  # the lines below report it
+        atexit.unregister(warn_at_exit)  # the lines below report it
         reports = named_reports()
         for report in reports:
             print(report.summary(), file=sys.stderr)

@@ -14,7 +14,7 @@ from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
+from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of, unmatched
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
@@ -375,14 +375,7 @@ def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
     names: the names of all layers of a model, as in reports, from all of its graphs: a rule that decides about no layer
         in one graph may decide in another.
     """
-    left = list(names)
-    idle = []
-    for rule in recipe.rules:
-        remaining = [name for name in left if not rule.matches(name)]
-        if len(remaining) == len(left):
-            idle.append(rule)
-        left = remaining
-    return tuple(idle)
+    return unmatched(recipe.rules, names)
 
 
 def recipes() -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from fp4compile import hardware
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.hardware import Gpu
 from fp4compile.passes.manager import analyse, describe
-from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names
 from fp4compile.report.report import NOTHING_CAPTURED, Report, Row
 from fp4compile.roofline.gains import predicted
@@ -55,7 +55,7 @@ def explain(
     """
     chosen = resolve(recipe)
     target = hardware.present() if gpu is None else hardware.named(gpu)
-    report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name)
+    report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name, rules=chosen.rules)
     made: dict[int, list[Row]] = {}
     shown: list[tuple] = []
 
@@ -79,7 +79,7 @@ def explain(
     if report.graphs == 0:
         raise ValueError(f"model: no graph of it was captured. {NOTHING_CAPTURED}")
     print(report.table(all=all))
-    for rule in unmatched_rules(chosen, {row.name or row.module for row in report.rows}):
+    for rule in report.unmatched_rules():
         warnings.warn(f"rule {rule.pattern!r} of recipe {chosen.name!r} decides for no layer", stacklevel=2)
     return report
 
