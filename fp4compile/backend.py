@@ -284,7 +284,8 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
     """The backend of a recipe, for `torch.compile(model, backend=...)`.
 
     recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML file. None takes the recipe
-        that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set.
+        that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set; the log of "fp4compile"
+        says which, at level INFO.
     strict: raise RuntimeError, instead of giving one warning, where nothing of a model was quantised, where a rule of
         the recipe matches no layer of a model, and where a limit of Dynamo's leaves a function uncompiled.
     overrides: fields of the recipe to replace.

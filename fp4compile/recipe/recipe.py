@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from fp4compile.formats.formats import unknown_name
 from fp4compile.recipe import sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
 from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of, unmatched
+
+log = logging.getLogger("fp4compile")
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
@@ -396,13 +399,17 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
     """The recipe that the user means.
 
     recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml or .json file. None takes the
-        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set.
+        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set; the log of
+        "fp4compile" says which, at level INFO.
     overrides: fields to replace.
 
     Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that does not exist.
     """
     if recipe is None:
-        chosen = Recipe.from_env() or named(sources.DEFAULT)
+        given = Recipe.from_env()
+        chosen = given or named(sources.DEFAULT)
+        source = "the default" if given is None else f"from {sources.ENVIRONMENT}"
+        log.info("no recipe was named: recipe %r, %s", chosen.name, source)
     elif isinstance(recipe, Recipe):
         chosen = recipe
     elif isinstance(recipe, dict):

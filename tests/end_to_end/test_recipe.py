@@ -77,6 +77,28 @@ def test_training_recipe_and_its_switches():
     assert not high_wgrad.quantizes("wgrad")
 
 
+@pytest.mark.parametrize(
+    "name, nearest", [("NVFP4", "nvfp4"), ("MXFP8_Flor", "mxfp8_floor"), ("Float8-RowWise", "float8_rowwise")]
+)
+def test_an_unknown_recipe_suggests_the_nearest_in_any_case(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown recipe '{name}'. Did you mean '{nearest}'?"):
+        fp4compile.backend(name)
+
+
+@pytest.mark.parametrize(
+    "value, said", [(None, "recipe 'nvfp4', the default"), ("mxfp8", "recipe 'mxfp8', from FP4COMPILE_RECIPE")]
+)
+def test_the_log_says_which_recipe_none_takes(value, said, monkeypatch, caplog):
+    monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FP4COMPILE_RECIPE", value)
+    with caplog.at_level("INFO", "fp4compile"):
+        fp4compile.backend("mxfp4")
+        assert caplog.messages == []
+        fp4compile.backend()
+    assert caplog.messages == [f"no recipe was named: {said}"]
+
+
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(ValueError, match="unknown recipe 'mxpf8'.*'mxfp8'"):
         named("mxpf8")
