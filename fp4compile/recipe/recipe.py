@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
-from fp4compile.recipe import sources
+from fp4compile.recipe import shown, sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
 from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of, unmatched
 
@@ -27,7 +27,7 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """The user's decisions about precision.
 
@@ -199,6 +199,17 @@ class Recipe:
     def static_scale(self, module: str) -> float | None:
         """The decode factor of the activation that enters a layer; None where none was measured."""
         return dict(self.static_scales).get(module)
+
+    def __repr__(self) -> str:
+        return shown.line(self._changed())
+
+    def _repr_html_(self) -> str:
+        return shown.table(self._changed())
+
+    def _changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, and the name."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: value for field, value in values.items() if field.name == "name" or value != field.default}
 
     @functools.cached_property
     def digest(self) -> str:

@@ -46,11 +46,12 @@ _HEADER: tuple[str, ...] = (
 _OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain")
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
 
-    `print(report)` shows the `table` of the rows, with equal layers on one line, and the line of `summary`.
+    `print(report)` shows the `table` of the rows, with equal layers on one line, and the line of `summary`. A notebook
+    shows the same as HTML.
 
     recipe: the name of the recipe.
     rows: one for each matrix product.
@@ -208,8 +209,16 @@ class Report:
             "gains": self.gains(),
         }
 
+    def __repr__(self) -> str:
+        quantised = f"{len(self.quantised)} of {len(self.rows)} matrix products quantised"
+        return f"<Report: recipe {one_line(self.recipe)}, {quantised}; print it for the table>"
+
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        header, cells = self._lines(all=False)
+        return page.groups_fragment(self._title(), groups(self.rows), header, cells, "\n".join(self._notes()))
 
     def table(self, *, all: bool = False) -> str:
         """The rows and the summary as text. Layers whose names differ only in numbers are one line, largest first.
@@ -234,9 +243,10 @@ class Report:
 
     def to_html(self) -> str:
         """The table as one HTML page that needs no other file; with bars where times are predicted."""
-        title = one_line(f"fp4compile, recipe {self.recipe}") + (f", predicted on {self.gpu}" if self.gpu else "")
-        header, cells = self._lines(all=False)
-        return page.to_html(title, groups(self.rows), header, cells, "\n".join(self._notes()))
+        return page.to_html(self._title(), self._repr_html_())
+
+    def _title(self) -> str:
+        return one_line(f"fp4compile, recipe {self.recipe}") + (f", predicted on {self.gpu}" if self.gpu else "")
 
     def gains(self) -> dict[str, float]:
         """The predicted speed-up over bf16 of each quantised layer, all its products together.

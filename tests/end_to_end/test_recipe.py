@@ -319,3 +319,15 @@ def test_static_scales_of_the_layers_whose_rule_is_static():
 def test_a_product_may_keep_one_operand_in_high_precision():
     assert Recipe(fprop_w="mxfp8").quantizes("fprop")
     assert Recipe(fprop_x="mxfp8", fprop_w="mxfp4").quantizes("fprop")
+
+
+def test_reprs_have_what_differs_from_the_defaults():
+    recipe = Recipe(name="<mine>", fprop_w="nvfp4", rules=[("lm_head", "quantize")])
+    assert repr(recipe) == (
+        "Recipe(name='<mine>', fprop_w='nvfp4', rules=(Rule(pattern='lm_head', action='quantize'),))"
+    )
+    assert eval(repr(recipe)) == recipe and repr(Recipe()) == "Recipe(name='custom')"
+    shown = recipe._repr_html_()
+    assert "<td>fprop_w</td><td><code>&#x27;nvfp4&#x27;</code></td>" in shown and "&lt;mine&gt;" in shown
+    calibrated = named("nvfp4_static").replace(static_scales={f"layers.{i}": 1.0 for i in range(224)})
+    assert "static_scales=<224 entries>" in repr(calibrated) and len(repr(fp4compile.backend(calibrated))) < 400
