@@ -12,3 +12,10 @@ def recipe(name: str | Path | None) -> Recipe:
         return resolve(name)
     except (ValueError, TypeError, OSError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(value: str) -> int:
+    """A positive whole number. Raises ArgumentTypeError for any other text."""
+    if not value.isdecimal() or int(value) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {value!r}")
+    return int(value)

@@ -286,7 +286,7 @@ def add_command(commands: Any) -> None:
         "--recipe", type=arguments.recipe, help="a named recipe, or a .toml or .json file (FP4COMPILE_RECIPE, or nvfp4)"
     )
     parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
-    parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")
+    parser.add_argument("--steps", type=arguments.positive, default=100, help="training steps (100)")
     parser.set_defaults(run=lambda args: run(args.recipe or arguments.recipe(None),
                                           args.device or _device(None), args.steps))  # fmt: skip
 
@@ -297,9 +297,3 @@ def _device(name: str | None) -> torch.device:
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise argparse.ArgumentTypeError(f"{name!r} is not available here; allowed are cpu and, with a GPU, cuda")
     return torch.device(name)
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {value!r}")
-    return int(value)
