@@ -30,6 +30,7 @@ from fp4compile.passes.saved import Saved
 from fp4compile.recipe import Recipe, recipes, resolve
 from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row
+from fp4compile.report.rule_names import without_layer
 from fp4compile.weights.cache import marking
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -43,11 +44,13 @@ class _Shared:
 
     quantised: the models of which a product was quantised. warned: the models that the user was warned about because
     no product was quantised. A compiled function has no model; its backend's `_Identity` stands for it in both.
+    rules_checked: the models whose layers' names were compared with the recipe's rules.
     """
 
     report: Report
     quantised: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     warned: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    rules_checked: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
 
 _shared: WeakValueDictionary[tuple[Recipe, bool, frozenset[str]], _Shared] = WeakValueDictionary()
@@ -113,8 +116,8 @@ class Backend:
     Backends of equal fields are equal, so that Dynamo reuses their graphs. Until `torch.compiler.reset()`, equal
     backends have one report in common.
 
-    recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, or where Dynamo's limit
-    of recompilations leaves a function uncompiled, instead of a warning.
+    recipe: what is quantised, and how. strict: raise RuntimeError where nothing was quantised, where a rule matches no
+    layer of the model, or where Dynamo's limit of recompilations leaves a function uncompiled, instead of a warning.
     disabled_passes: the passes that `fp4compile.config` switches off when the backend is made.
     """
 
@@ -126,7 +129,8 @@ class Backend:
 
     def __post_init__(self) -> None:
         _watch_dynamo()
-        object.__setattr__(self, "_own", self._join(_Shared(Report(self.recipe.name, graphs=0))))
+        report = Report(self.recipe.name, graphs=0, rules=self.recipe.rules)
+        object.__setattr__(self, "_own", self._join(_Shared(report)))
 
     def _join(self, shared: _Shared) -> _Shared:
         """The state that equal backends share; `shared` becomes that state where no equal backend is alive."""
@@ -154,9 +158,11 @@ class Backend:
 
         mode, options: arguments of `torch.compile`, as for Inductor.
 
-        Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model.
+        Raises RuntimeError under strict=True if no product was quantised, in this graph or an earlier one of the model,
+        and if a rule matches no layer of the model.
         """
         known = names.record(gm, example_inputs)
+        self._check_rules(known)
         config_patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
         before_joint, before_lowering = (
             as_passes(config_patches.get(slot, getattr(inductor_config, slot))) for slot in (_JOINT_SLOT, _LOWER_SLOT)
@@ -247,6 +253,25 @@ class Backend:
         if not told:
             warnings.warn(message, stacklevel=3)
 
+    def _check_rules(self, known: names.Names) -> None:
+        """Warn or raise, once for each model, if rules match no layer of the whole model.
+
+        The report names rules that match a layer and still decide about no product: only all graphs together show them.
+        """
+        if not self.recipe.rules or known.root is None or known.root in self._own.rules_checked:
+            return
+        idle = without_layer(self.recipe.rules, known)
+        if idle:
+            message = (
+                f"fp4compile recipe {self.recipe.name!r}: no layer of the model ({type(known.root).__name__}) matches "
+                f"the rule {', '.join(repr(rule.pattern) for rule in idle)}"
+            )
+            if self.strict:
+                raise RuntimeError(message)
+            warnings.warn(message, stacklevel=3)
+        if idle is not None:
+            self._own.rules_checked[known.root] = True
+
     def _nothing_matched(self, model: Any, why: str) -> None:
         message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why}"
         if self.strict:
@@ -260,9 +285,10 @@ def backend(recipe: str | dict | Recipe | Path | None = None, *, strict: bool = 
     """The backend of a recipe, for `torch.compile(model, backend=...)`.
 
     recipe: a name (see `recipes()`), a dict of fields, a `Recipe`, or the path of a TOML file. None takes the recipe
-        that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set.
-    strict: raise RuntimeError, instead of giving one warning, where nothing of a model was quantised, and where a limit
-        of Dynamo's leaves a function uncompiled.
+        that the environment variable FP4COMPILE_RECIPE names, or "nvfp4" where it is not set; the log of "fp4compile"
+        says which, at level INFO.
+    strict: raise RuntimeError, instead of giving one warning, where nothing of a model was quantised, where a rule of
+        the recipe matches no layer of a model, and where a limit of Dynamo's leaves a function uncompiled.
     overrides: fields of the recipe to replace.
 
     Raises ValueError or TypeError for an unknown recipe or field, a contradictory recipe, a `strict` that is no bool,

@@ -66,16 +66,16 @@ def register_with_transformers() -> None:
     register()
 
 
-def say_what_compiled_nothing() -> None:
-    """At exit, warn of backends that compiled nothing: a backend that is never called cannot warn earlier."""
+def warn_at_exit() -> None:
+    """Warn of backends that compiled nothing, and of rules that decided about no product: only the end shows both."""
     if hasattr(sys, "last_value"):  # the program ends with an exception, which says more
         return
     for report in named_reports():
-        if report.graphs == 0:
+        if report.graphs == 0 or report.unmatched_rules():
             log.warning("fp4compile %s", report.summary())
 
 
-atexit.register(say_what_compiled_nothing)
+atexit.register(warn_at_exit)
 
 
 def _by_name(name: str | Recipe) -> Any:

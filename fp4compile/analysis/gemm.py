@@ -13,11 +13,14 @@ from torch.fx import Node
 class Input:
     """A graph input.
 
-    parameter: the fully qualified name of a parameter, None for anything else. frozen: whether the input needs no
-    gradient, so that no step of an optimiser changes a parameter.
+    parameter: the fully qualified name of a parameter; None for anything else.
+    in_block: whether the parameter lies in a numbered block of the model. It may, although `parameter` has no number:
+        where a block is compiled by itself, names begin below the block.
+    frozen: whether the input needs no gradient, so that no step of an optimiser changes it.
     """
 
     parameter: str | None = None
+    in_block: bool = False
     frozen: bool = False
 
 

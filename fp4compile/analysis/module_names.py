@@ -1,4 +1,8 @@
-"""Conversions between the names of modules, parameters and packed submodules."""
+"""Conversions between the names of modules, parameters and packed submodules; blocks by their numbers."""
+
+import re
+
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def packed_name(parameter: str) -> str:
@@ -14,6 +18,12 @@ def parameter_name(packed: str) -> str:
 def module_name(parameter: str) -> str:
     """The layer that a parameter belongs to: its name without `.weight`."""
     return parameter.removesuffix(".weight") if parameter != "weight" else ""
+
+
+def block_of(module: str) -> tuple[str, int] | None:
+    """("model.layers", 3) of "model.layers.3.mlp.up_proj"; None outside a numbered list."""
+    match = _BLOCK.search(module)
+    return None if match is None else (module[: match.start()], int(match.group(1)))
 
 
 def clean_name(path: str) -> str:

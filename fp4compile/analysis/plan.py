@@ -12,6 +12,7 @@ from fp4compile._compat import statically_true
 from fp4compile.analysis.gemm import Gemm, Input, Operand
 from fp4compile.analysis.gradients import tangent_dependent
 from fp4compile.analysis.graph import expert_weights_of, scaled_mm_of
+from fp4compile.analysis.module_names import block_of, module_name
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import scale_layout
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
@@ -29,7 +30,6 @@ _HEADS = (
 )  # fmt: skip
 _ROUTERS = ("router", "gating", "shared_expert_gate")
 _DEVICES = ("cpu", "cuda")
-_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _EXPERTS = re.compile(r"(?:^|(.*)\.)experts(?:\.|$)")
 
 
@@ -89,9 +89,10 @@ def plan(
     Warns where the recipe skips blocks by number and the graph's parameters have no numbers in their names.
     """
     names = [entry.parameter for entry in inputs if entry.parameter]
+    in_blocks = frozenset(module_name(entry.parameter) for entry in inputs if entry.parameter and entry.in_block)
     names += [gemm.module for gemm in gemms if _EXPERTS.search(gemm.module)]  # packed experts are no parameters
     layers = [_layer(gemm) for gemm in gemms if gemm.product == "fprop" and gemm.layer]
-    model = Model.of(recipe, names, layers)
+    model = Model.of(recipe, names, layers, in_blocks)
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
             f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
@@ -145,20 +146,25 @@ class Model:
     """What the recipe's defaults depend on in the model around a layer.
 
     blocks: the number of blocks of each numbered list, by the list's name. with_experts: names of the modules that have
-    experts. widest_last: name of the last layer if it is also the widest; None if it is not.
+    experts. widest_last: name of the last layer if it is also the widest; None if it is not. in_blocks: names of layers
+    that lie in a numbered block of the model, and whose names here begin below the block.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
     with_experts: frozenset[str] = frozenset()
     widest_last: str | None = None
+    in_blocks: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer]) -> "Model":
+    def of(
+        cls, recipe: Recipe, names: Iterable[str], layers: Sequence[Layer], in_blocks: frozenset[str] = frozenset()
+    ) -> "Model":  # fmt: skip
         """names: all parameters' or modules' names. layers: in execution order, as far as that is known."""
         names = list(names)
         experts = (match for match in map(_EXPERTS.search, names) if match is not None)
         return cls(
-            _count_blocks(recipe, names), frozenset(match.group(1) or "" for match in experts), _widest_last(layers)
+            _count_blocks(recipe, names), frozenset(match.group(1) or "" for match in experts), _widest_last(layers),
+            in_blocks,
         )  # fmt: skip
 
 
@@ -287,7 +293,7 @@ def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
         return "LoRA adapter"
     if layer.selects or _is_router(layer.name, model):
         return "router: its outputs choose among experts"
-    place = _block_index(layer.name)
+    place = block_of(layer.name)
     if place is None:
         return None
     container, index = place
@@ -299,8 +305,12 @@ def _excluded_place(layer: Layer, recipe: Recipe, model: Model) -> str | None:
 
 
 def _is_head(layer: Layer, model: Model) -> bool:
+    if layer.tied_to_embedding:
+        return True
+    if layer.name in model.in_blocks or block_of(layer.name) is not None:
+        return False  # such as Flux' single_transformer_blocks.0.proj_out: blocks follow, and then the head
     named_so = layer.name == "output" or layer.name.split(".")[-1] in _HEADS
-    return layer.tied_to_embedding or named_so or (layer.name == model.widest_last and layer.name != "")
+    return named_so or (layer.name == model.widest_last and layer.name != "")
 
 
 def _is_router(name: str, model: Model) -> bool:
@@ -310,25 +320,19 @@ def _is_router(name: str, model: Model) -> bool:
 
 
 def _widest_last(layers: Sequence[Layer]) -> str | None:
-    """The last layer's name if the layer is the widest, is in no numbered block, of no experts, and has one product."""
-    if len(layers) < 2 or layers[-1].experts or _block_index(layers[-1].name) is not None:
+    """The last layer's name if the layer is the widest, of no experts, and has one product."""
+    if len(layers) < 2 or layers[-1].experts:
         return None
     *others, last = layers
     wider = all(other.name != last.name and statically_true(last.dims[1] > other.dims[1]) for other in others)
     return last.name if wider else None
 
 
-def _block_index(module: str) -> tuple[str, int] | None:
-    """("model.layers", 3) of "model.layers.3.mlp.up_proj"; None outside a numbered list."""
-    match = _BLOCK.search(module)
-    return None if match is None else (module[: match.start()], int(match.group(1)))
-
-
 def _count_blocks(recipe: Recipe, names: Iterable[str]) -> dict[str, int]:
     """How many blocks each numbered list has; the recipe's number overrides the count."""
     counts: dict[str, int] = {}
     for name in names:
-        place = _block_index(name)
+        place = block_of(name)
         if place is not None:
             container, index = place
             counts[container] = max(counts.get(container, 0), index + 1)

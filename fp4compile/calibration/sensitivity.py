@@ -22,9 +22,11 @@ from fp4compile.formats.groups import Groups
 from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
-from fp4compile.report import names
+from fp4compile.report import names, page
 from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
+
+_HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class LayerSensitivity:
     model_db: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sensitivity:
     """The layers that a recipe quantises, ordered by their effect on the model's output, largest first.
 
-    `print(sensitivity)` shows a table. `Recipe.with_budget` makes rules of it.
+    `print(sensitivity)` shows a table, and so does a notebook. `Recipe.with_budget` makes rules of it.
 
     recipe: the name of the recipe.
     layers: one entry for each layer.
@@ -135,19 +137,35 @@ class Sensitivity:
         axes.legend()
         figure.savefig(path)
 
+    def __repr__(self) -> str:
+        worst = f", the worst {one_line(self.layers[0].layer) or '(top)'!r}" if self.layers else ""
+        return (
+            f"<Sensitivity: recipe {one_line(self.recipe)}, {len(self.layers)} layers{worst}; print it for the table>"
+        )
+
     def __str__(self) -> str:
-        header = ("layer", "weights", "its output, dB", "model's output, dB")
-        rows = [(one_line(one.layer) or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
-                for one in self.layers]  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
         lines = [
-            "  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in (header, *rows)
+            "  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in (_HEADER, *rows)
         ]
         rule = "-" * len(lines[0])
-        together = (
+        return "\n".join((lines[0], rule, *lines[1:], rule, self._summary()))
+
+    def _repr_html_(self) -> str:
+        title = f"fp4compile, sensitivity to recipe {one_line(self.recipe)}"
+        return page.fragment(title, _HEADER, self._rows(), self._summary())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The cells of the table, a line for each layer."""
+        return [(one_line(one.layer) or "(top)", str(one.weights), f"{one.output_db:.1f}", f"{one.model_db:.1f}")
+                for one in self.layers]  # fmt: skip
+
+    def _summary(self) -> str:
+        """The line below the table."""
+        return (
             f"recipe {one_line(self.recipe)}: all together about {self._together():.1f} dB, if errors are independent"
         )
-        return "\n".join((lines[0], rule, *lines[1:], rule, together))
 
 
 def sensitivity(

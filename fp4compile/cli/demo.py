@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from fp4compile.backend import Backend, backend
 from fp4compile.calibration.calibrate import calibrate
-from fp4compile.recipe import Recipe, resolve
+from fp4compile.cli import arguments
+from fp4compile.recipe import Recipe
 
 BATCH, LENGTH = 8, 64
 LEARNING_RATE = 5e-3
@@ -282,18 +283,12 @@ def add_command(commands: Any) -> None:
     """Add `demo` to the subcommands of `python -m fp4compile`."""
     parser = commands.add_parser("demo", help="compare training in bf16 and under a recipe")
     parser.add_argument(
-        "--recipe", type=_recipe, help="a named recipe, or a .toml or .json file (FP4COMPILE_RECIPE, or nvfp4)"
+        "--recipe", type=arguments.recipe, help="a named recipe, or a .toml or .json file (FP4COMPILE_RECIPE, or nvfp4)"
     )
     parser.add_argument("--device", type=_device, help="cpu or cuda (cuda where there is one)")
-    parser.add_argument("--steps", type=_positive, default=100, help="training steps (100)")
-    parser.set_defaults(run=lambda args: run(args.recipe or _recipe(None), args.device or _device(None), args.steps))
-
-
-def _recipe(name: str | None) -> Recipe:
-    try:
-        return resolve(name)
-    except (ValueError, TypeError, OSError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    parser.add_argument("--steps", type=arguments.positive, default=100, help="training steps (100)")
+    parser.set_defaults(run=lambda args: run(args.recipe or arguments.recipe(None),
+                                          args.device or _device(None), args.steps))  # fmt: skip
 
 
 def _device(name: str | None) -> torch.device:
@@ -302,9 +297,3 @@ def _device(name: str | None) -> torch.device:
     if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise argparse.ArgumentTypeError(f"{name!r} is not available here; allowed are cpu and, with a GPU, cuda")
     return torch.device(name)
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {value!r}")
-    return int(value)

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from fp4compile import __version__
-from fp4compile.cli import check_sm100, demo, recipes, roofline, run
+from fp4compile.cli import check_sm100, demo, explain, recipes, roofline, run
+from fp4compile.formats.formats import unknown_name
 
-_COMMANDS = (demo, run, recipes, roofline, check_sm100)
+_COMMANDS = (demo, run, recipes, explain, roofline, check_sm100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Exits with status 2 for missing or wrong arguments.
     """
     parser = _parser()
-    chosen = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and not given[0].startswith("-") and given[0] not in _names():
+        parser.error(unknown_name("command", given[0], _names()))
+    chosen = parser.parse_args(given)
     if chosen.command is None:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
@@ -28,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return chosen.run(chosen) or 0
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
+
+
+def _names() -> list[str]:
+    """The names of the commands: those of their modules, with hyphens."""
+    return [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
 
 
 def _parser() -> argparse.ArgumentParser:

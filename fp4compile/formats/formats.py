@@ -26,10 +26,14 @@ SCALE_RULES = ("amax", "mse", "four_over_six")
 
 
 def unknown_name(what: str, name: object, allowed: Iterable[str]) -> str:
-    """The message for a name that is not in `allowed`: the name, the nearest match, and the allowed names."""
+    """The message for a name that is not in `allowed`: the name, the nearest match, and the allowed names.
+
+    Names that differ in nothing but upper and lower case match.
+    """
     allowed = sorted(allowed)
-    near = difflib.get_close_matches(str(name), allowed, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    lower = {one.casefold(): one for one in allowed}
+    near = difflib.get_close_matches(str(name).casefold(), lower, n=1)
+    hint = f" Did you mean {lower[near[0]]!r}?" if near else ""
     return f"unknown {what} {name!r}.{hint} Allowed: {', '.join(allowed)}"
 
 

@@ -210,8 +210,8 @@ def _operand_format(operand: Operand | None, treatment: Treatment | None) -> str
 
 
 def names_digest(inputs: tuple[Input, ...]) -> str:
-    """Hash of the parameters' names and their positions among the inputs."""
-    return hashlib.sha256(repr([entry.parameter for entry in inputs]).encode()).hexdigest()
+    """Hash of the parameters' names, their positions among the inputs, and whether they lie in numbered blocks."""
+    return hashlib.sha256(repr([(entry.parameter, entry.in_block) for entry in inputs]).encode()).hexdigest()
 
 
 def device_key() -> str:

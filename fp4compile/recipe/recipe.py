@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from typing import Any
 
 from fp4compile.formats import formats
 from fp4compile.formats.formats import unknown_name
-from fp4compile.recipe import sources
+from fp4compile.recipe import shown, sources
 from fp4compile.recipe.named_recipes import FIELDS, OPERANDS, PRODUCTS, ROLES
-from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of
+from fp4compile.recipe.rules import Ranking, Rule, fallback_rules, rule_of, unmatched
+
+log = logging.getLogger("fp4compile")
 
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
@@ -24,7 +27,7 @@ _PLAIN_FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """The user's decisions about precision.
 
@@ -41,7 +44,8 @@ class Recipe:
     skip_first_blocks, skip_last_blocks: how many transformer blocks are left alone at either end of the model.
     num_blocks: how many blocks the model has; needed for models whose broken graphs do not show the number.
     skip_lm_head: whether output heads are left alone. Heads are layers named lm_head, classifier, proj_out and the
-        like, layers whose weight is an embedding's, and a last layer that is wider than all others.
+        like, and a last layer that is wider than all others, unless they lie in a numbered block; and layers whose
+        weight is an embedding's.
     activation_scale: "dynamic" computes the outer scale of fprop_x; "static" reads it from static_scales.
     static_scales: (module name, decode factor) pairs or a dict, as `fp4compile.calibrate` measures them. The factors
         are positive normal float32 numbers. Allowed only where activation_scale, or the recipe that a rule names, is
@@ -195,6 +199,17 @@ class Recipe:
     def static_scale(self, module: str) -> float | None:
         """The decode factor of the activation that enters a layer; None where none was measured."""
         return dict(self.static_scales).get(module)
+
+    def __repr__(self) -> str:
+        return shown.line(self._changed())
+
+    def _repr_html_(self) -> str:
+        return shown.table(self._changed())
+
+    def _changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, and the name."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: value for field, value in values.items() if field.name == "name" or value != field.default}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -374,14 +389,7 @@ def unmatched_rules(recipe: Recipe, names: Iterable[str]) -> tuple[Rule, ...]:
     names: the names of all layers of a model, as in reports, from all of its graphs: a rule that decides about no layer
         in one graph may decide in another.
     """
-    left = list(names)
-    idle = []
-    for rule in recipe.rules:
-        remaining = [name for name in left if not rule.matches(name)]
-        if len(remaining) == len(left):
-            idle.append(rule)
-        left = remaining
-    return tuple(idle)
+    return unmatched(recipe.rules, names)
 
 
 def recipes() -> tuple[str, ...]:
@@ -402,13 +410,17 @@ def resolve(recipe: str | dict | Recipe | Path | None = None, **overrides: Any) 
     """The recipe that the user means.
 
     recipe: a `Recipe`, a dict (see `Recipe.from_dict`), a name, or the path of a .toml or .json file. None takes the
-        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set.
+        environment variable FP4COMPILE_RECIPE (a name or a path), or "nvfp4" where that is not set; the log of
+        "fp4compile" says which, at level INFO.
     overrides: fields to replace.
 
     Raises ValueError for an unknown name or field, TypeError for anything else, OSError for a file that does not exist.
     """
     if recipe is None:
-        chosen = Recipe.from_env() or named(sources.DEFAULT)
+        given = Recipe.from_env()
+        chosen = given or named(sources.DEFAULT)
+        source = "the default" if given is None else f"from {sources.ENVIRONMENT}"
+        log.info("no recipe was named: recipe %r, %s", chosen.name, source)
     elif isinstance(recipe, Recipe):
         chosen = recipe
     elif isinstance(recipe, dict):

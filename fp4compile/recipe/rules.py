@@ -63,6 +63,18 @@ def fallback_rules(layers: Iterable[str], fallback: str | None) -> tuple[Rule, .
     return tuple(Rule(escape(name), fallback or "skip") for name in layers)
 
 
+def unmatched(rules: Iterable[Rule], names: Iterable[str]) -> tuple[Rule, ...]:
+    """The rules that decide about none of the named layers: earlier rules match all names that they match."""
+    left = list(dict.fromkeys(names))
+    idle = []
+    for rule in rules:
+        remaining = [name for name in left if not rule.matches(name)]
+        if len(remaining) == len(left):
+            idle.append(rule)
+        left = remaining
+    return tuple(idle)
+
+
 def rule_of(entry: Any) -> Rule:
     """The rule of an entry of `Recipe.rules`: a Rule, a dict of its two fields, or a (pattern, action) pair.
 

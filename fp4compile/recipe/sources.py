@@ -86,7 +86,7 @@ def read_json(path: str | Path) -> Any:
 
 def write(path: str | Path, fields: dict[str, Any]) -> None:
     """Write recipe fields to a .toml or .json file. See `Recipe.save`."""
-    writers = {".toml": _toml, ".json": lambda fields: json.dumps(fields, indent=1) + "\n"}
+    writers = {".toml": _whole_toml, ".json": lambda fields: json.dumps(fields, indent=1) + "\n"}
     ending = Path(path).suffix
     if ending not in writers:
         raise ValueError(f"path={str(path)!r}: expected a name that ends in .toml or .json")
@@ -94,22 +94,27 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
     write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
-def _toml(fields: dict[str, Any]) -> str:
-    """TOML of JSON-compatible fields, between the keys that distinguish a whole file from a truncated one.
+def _whole_toml(fields: dict[str, Any]) -> str:
+    """TOML of JSON-compatible fields, between the keys that distinguish a whole file from a truncated one."""
+    return (
+        "# Written by Recipe.save of fp4compile. It is refused without its last line.\n"
+        f'{_OPENING} = "fp4compile"\n{to_toml(fields)}{_CLOSING} = true\n'
+    )
+
+
+def to_toml(fields: dict[str, Any]) -> str:
+    """TOML of JSON-compatible fields, which reads as a recipe file.
 
     TOML has no null: None, the default of all fields that allow it, is absent. The entries of a dict are dotted keys,
-    because all lines below a table's header, the last line too, would belong to the table.
+    because all lines below a table's header, later fields too, would belong to the table.
     """
-    lines = [
-        "# Written by Recipe.save of fp4compile. It is refused without its last line.",
-        f'{_OPENING} = "fp4compile"',
-    ]
+    lines = []
     for name, value in fields.items():
         if isinstance(value, dict):
             lines += [f"{name}.{_toml_value(key)} = {_toml_value(one)}" for key, one in value.items()]
         elif value is not None:
             lines.append(f"{name} = {_toml_value(value)}")
-    return "\n".join((*lines, f"{_CLOSING} = true")) + "\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _toml_value(value: Any) -> str:

@@ -25,7 +25,7 @@ from fp4compile import hardware
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.hardware import Gpu
 from fp4compile.passes.manager import analyse, describe
-from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names
 from fp4compile.report.report import NOTHING_CAPTURED, Report, Row
 from fp4compile.roofline.gains import predicted
@@ -43,7 +43,8 @@ def explain(
     Where gradients are enabled and a tensor requires them, the report has the products of the backward pass too.
     Gives a warning for each rule of the recipe that decides for no layer.
 
-    A model on the meta device takes no memory and computes nothing: its tensors stand for tensors on the GPU `gpu`.
+    A model on the meta device takes no memory and computes nothing: its tensors stand for tensors on the GPU `gpu`. The
+    key-value cache of a model of transformers is off there, unless the call passes `use_cache=True`.
 
     model: a module or another callable, compiled or not. recipe: as for `fp4compile.backend`.
     gpu: the GPU for which times are predicted, a name of `roofline.GPUS` or a `roofline.Gpu`; by default the GPU of
@@ -55,7 +56,7 @@ def explain(
     """
     chosen = resolve(recipe)
     target = hardware.present() if gpu is None else hardware.named(gpu)
-    report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name)
+    report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name, rules=chosen.rules)
     made: dict[int, list[Row]] = {}
     shown: list[tuple] = []
 
@@ -74,12 +75,12 @@ def explain(
             shown.append(entry)
             report.add(now.in_full(made.get(id(known), [])), {})
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _without_cache_on_meta(model):
         run_captured(model, look, enter)(*args, **kwargs)
     if report.graphs == 0:
         raise ValueError(f"model: no graph of it was captured. {NOTHING_CAPTURED}")
     print(report.table(all=all))
-    for rule in unmatched_rules(chosen, {row.name or row.module for row in report.rows}):
+    for rule in report.unmatched_rules():
         warnings.warn(f"rule {rule.pattern!r} of recipe {chosen.name!r} decides for no layer", stacklevel=2)
     return report
 
@@ -166,6 +167,27 @@ def _as_written(model: torch.nn.Module | None) -> Iterator[None]:
     finally:
         for attributes, name, value in changed:
             attributes[name] = value
+
+
+@contextmanager
+def _without_cache_on_meta(model: Any) -> Iterator[None]:
+    """A context in which configurations of transformers inside a model on the meta device say `use_cache=False`.
+
+    Their cache begins as an empty tensor that is made inside the graph, which Dynamo cannot do on the meta device.
+    """
+    parts = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    on_meta = any(
+        parameter.is_meta for part in parts for parameter in part._parameters.values() if parameter is not None
+    )
+    configs: Iterator[Any] = (getattr(part, "config", None) for part in (parts if on_meta else ()))
+    changed = {id(one): one for one in configs if getattr(one, "use_cache", None) is True}
+    for config in changed.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in changed.values():
+            config.use_cache = True
 
 
 @contextmanager

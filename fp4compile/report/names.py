@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4compile.analysis.gemm import Input
-from fp4compile.analysis.module_names import clean_name, module_name
+from fp4compile.analysis.module_names import block_of, clean_name, module_name
 from fp4compile.report.report import Row, is_below
 
 _ROOT = re.compile(r"([LG])\['([^']+)'\]")
@@ -95,7 +95,9 @@ def record(gm: GraphModule, example_inputs: Sequence[Any], root: torch.nn.Module
     places = [_place(node, value) for node, value in zip(nodes, values, strict=True)]
     names = _names(places)
     inputs = tuple(
-        Input(name if place is not None and place.parameter else None, not getattr(value, "requires_grad", False))
+        Input(
+            name if place is not None and place.parameter else None, frozen=not getattr(value, "requires_grad", False)
+        )
         for name, place, value in zip(names, places, values, strict=True)
     )
     return _in_model(inputs, tuple(names), values, root)
@@ -122,6 +124,10 @@ def _in_model(
     prefixes = {path.removesuffix(name) for name, path in full.items() if is_below(name, path)}
     if not full and stack:  # no tensor identifies the module: take the innermost one that is being called
         prefixes = {_path_of(stack[-1], stack)}
+    inputs = tuple(
+        replace(entry, in_block=block_of(full.get(entry.parameter, "")) is not None) if entry.parameter else entry
+        for entry in inputs
+    )
     modules = {module_name(name): module_name(path) for name, path in full.items() if name != path}
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     return Names(inputs, names, modules, prefix, owner or next(iter(stack), None))

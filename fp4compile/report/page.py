@@ -1,4 +1,4 @@
-"""A report as a file: CSV of its rows, and one self-contained HTML page."""
+"""A report as a file: CSV of its rows, and one self-contained HTML page; its table as HTML for notebooks."""
 
 import csv
 import html
@@ -11,14 +11,15 @@ from typing import Any
 from fp4compile.report.product_row import Row
 from fp4compile.report.row_classes import Group
 
+# Every selector begins with the class of the fragment: in a notebook, the rules hold for the whole page.
 _STYLE = """
-body { font: 14px sans-serif; margin: 2em; }
-table { border-collapse: collapse; }
-td, th { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; }
-.bar { height: 8px; margin: 1px 0; min-width: 1px; }
-.plain { background: #999; }
-.planned { background: #4a7; }
-.slower { background: #c54; }
+.fp4compile { font: 14px sans-serif; }
+.fp4compile table { border-collapse: collapse; }
+.fp4compile td, .fp4compile th { padding: 2px 10px; text-align: left; border-bottom: 1px solid #ddd; }
+.fp4compile .bar { height: 8px; margin: 1px 0; min-width: 1px; }
+.fp4compile .plain { background: #999; }
+.fp4compile .planned { background: #4a7; }
+.fp4compile .slower { background: #c54; }
 """
 # The start of a formula. Spreadsheets may drop white space before it, and read wide characters as narrow ones.
 _FORMULA = re.compile("[\\s=+@\uff1d\uff0b\uff0d\uff20-]")
@@ -42,28 +43,45 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
-def to_html(
+def to_html(title: str, body: str) -> str:
+    """A page that needs no other file, of a `fragment`."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title></head>\n'
+        f'<body style="margin: 2em">{body}</body></html>\n'
+    )
+
+
+def groups_fragment(
     title: str, groups: Sequence[Group], header: Sequence[str], cells: Sequence[Sequence[str]], notes: str
 ) -> str:
-    """A page with the table of the groups. Where times are predicted, a bar for bf16 and a bar for the plan.
+    """The table of the groups. Where times are predicted, a bar for bf16 and a bar for the plan.
 
-    header, cells: the table's header, and a line of cells for each group. notes: plain text below the table.
+    header, cells, notes: as for `fragment`; a line of cells for each group.
     """
     longest = max((group.plain_seconds or 0 for group in groups), default=0) or None
-    if longest is not None:
-        longest = max(longest, *(group.seconds or 0 for group in groups))
-    bars = [_bars(group, longest) for group in groups] if longest else []
-    head = "".join(
-        f"<th>{html.escape(name)}</th>" for name in (*header, *(["bf16 (grey), as planned"] if bars else []))
-    )
+    if longest is None:
+        return fragment(title, header, cells, notes)
+    longest = max(longest, *(group.seconds or 0 for group in groups))
+    bars = [_bars(group, longest) for group in groups]
+    return fragment(title, [*header, "bf16 (grey), as planned"], cells, notes, bars)
+
+
+def fragment(
+    title: str, header: Sequence[str], cells: Sequence[Sequence[str]], notes: str, last: Sequence[str] = ()
+) -> str:
+    """A heading, a table and text, which a page or a notebook shows.
+
+    header, cells: the table's header and lines. notes: plain text below the table. last: markup of one more cell at the
+    end of each line; () for none.
+    """
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     body = []
     for index, line in enumerate(cells):
         row = "".join(f"<td>{html.escape(cell)}</td>" for cell in line)
-        body.append(f"<tr>{row}{f'<td>{bars[index]}</td>' if bars else ''}</tr>")
+        body.append(f"<tr>{row}{f'<td>{last[index]}</td>' if last else ''}</tr>")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n<table><tr>{head}</tr>\n"
-        + "\n".join(body) + f"\n</table>\n<pre>{html.escape(notes)}</pre></body></html>\n"
+        f'<div class="fp4compile"><style>{_STYLE}</style><h3>{html.escape(title)}</h3>\n<table><tr>{head}</tr>\n'
+        + "\n".join(body) + f"\n</table>\n<pre>{html.escape(notes)}</pre></div>"
     )  # fmt: skip
 
 

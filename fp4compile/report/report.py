@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch._guards import TraceId
 
+from fp4compile.recipe.rules import Rule, unmatched
 from fp4compile.report import page
 from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, row_of, shown_name
 from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_name
@@ -26,11 +27,17 @@ _NO_GRAPH = (
     "what runs is not what is captured (a wrapper calls the original model, or `.module` or `._orig_mod` of the "
     "compiled one); compilation is switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable); "
 )
+_CURE = (
+    "uncompiled: other recipes or shapes compiled the same code before. By default the ninth recipe in one process "
+    "compiles nothing (torch._dynamo.config.recompile_limit=8): call torch.compiler.reset() between recipes, or raise "
+    "the limit"
+)
 NOTHING_CAPTURED = f"Likely causes: {_NO_GRAPH}or the model does nothing to tensors."
 NOTHING_COMPILED = (
     "Likely causes: a module of torch's own was compiled in place (nn.Sequential(...).compile(): Dynamo passes over "
     f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}"
-    "another backend reached Dynamo's limit of recompilations; or the model was never called."
+    f"another backend reached Dynamo's limit of recompilations, and the code is left {_CURE}; "
+    "or the model was never called."
 )
 _HEADER: tuple[str, ...] = (
     "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "fused", "saved", "bf16, us",
@@ -39,11 +46,12 @@ _HEADER: tuple[str, ...] = (
 _OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain")
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The rows of every graph that a backend compiled (or `explain` captured), in the order of compilation.
 
-    `print(report)` shows the `table` of the rows, with equal layers on one line, and the line of `summary`.
+    `print(report)` shows the `table` of the rows, with equal layers on one line, and the line of `summary`. A notebook
+    shows the same as HTML.
 
     recipe: the name of the recipe.
     rows: one for each matrix product.
@@ -55,6 +63,8 @@ class Report:
     gpu: the name of the GPU for which the rows' times are predicted; None where no times are predicted.
     uncompiled: for each function that Dynamo no longer compiles for new inputs, the limit in `torch._dynamo.config`
         that was reached.
+    rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
+    packed_before: how many weights of the model were packed already when `fp4compile.pack_` was called.
     """
 
     recipe: str
@@ -65,6 +75,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     gpu: str | None = None
     uncompiled: dict[str, str] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    packed_before: int = 0
     _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
 
     def add(
@@ -123,6 +135,16 @@ class Report:
                 counted[row.reason] = counted.get(row.reason, 0) + 1
         return counted
 
+    def unmatched_rules(self) -> tuple[Rule, ...]:
+        """The rules that decided about no product of all graphs so far.
+
+        Empty while the report cannot know: before the first graph, and where it lacks the rows of a graph or functions
+        run uncompiled.
+        """
+        if not self.graphs or self.lost or self.uncompiled:
+            return ()
+        return unmatched(self.rules, (row.module if row.name is None else row.name for row in self.rows))
+
     def flops_share(self, category: str | None = None) -> float | None:
         """The quantised share (0 to 1) of the known FLOPs; None where no FLOPs are known.
 
@@ -144,8 +166,8 @@ class Report:
     def summary(self) -> str:
         """One line: how many products are quantised, their share of the FLOPs, and the share of each category."""
         recipe = one_line(self.recipe)
-        if self.graphs == 0 and not self.uncompiled:
-            return f"recipe {recipe}: compiled nothing. {NOTHING_COMPILED}"
+        if self.graphs == 0:
+            return f"recipe {recipe}: compiled nothing. {self._limit_line() or NOTHING_COMPILED}"
         share, shares = self.flops_share(), self.flops_shares()
         line = f"recipe {recipe}: {len(self.quantised)} of {len(self.rows)} matrix products quantised"
         if share is not None:
@@ -159,6 +181,10 @@ class Report:
             line += "; what runs uncompiled is not counted"
         if self.lost:
             line += f"; rows of {self.lost} graphs from Inductor's cache are gone, and these not counted"
+        if self.packed_before:
+            line += f"; {self.packed_before} packed already, and not counted"
+        if idle := self.unmatched_rules():
+            line += f"; rules that decided about no product: {', '.join(repr(rule.pattern) for rule in idle)}"
         packed, plain = self.saved()
         return line + (f"; saved for backward: {_size(packed)} packed, unquantised {_size(plain)}" if packed else "")
 
@@ -178,11 +204,21 @@ class Report:
             "saved_plain": self.saved()[1],
             "gpu": self.gpu,
             "uncompiled": dict(self.uncompiled),
+            "unmatched_rules": [rule.pattern for rule in self.unmatched_rules()],
+            "packed_before": self.packed_before,
             "gains": self.gains(),
         }
 
+    def __repr__(self) -> str:
+        quantised = f"{len(self.quantised)} of {len(self.rows)} matrix products quantised"
+        return f"<Report: recipe {one_line(self.recipe)}, {quantised}; print it for the table>"
+
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        header, cells = self._lines(all=False)
+        return page.groups_fragment(self._title(), groups(self.rows), header, cells, "\n".join(self._notes()))
 
     def table(self, *, all: bool = False) -> str:
         """The rows and the summary as text. Layers whose names differ only in numbers are one line, largest first.
@@ -207,9 +243,10 @@ class Report:
 
     def to_html(self) -> str:
         """The table as one HTML page that needs no other file; with bars where times are predicted."""
-        title = one_line(f"fp4compile, recipe {self.recipe}") + (f", predicted on {self.gpu}" if self.gpu else "")
-        header, cells = self._lines(all=False)
-        return page.to_html(title, groups(self.rows), header, cells, "\n".join(self._notes()))
+        return page.to_html(self._title(), self._repr_html_())
+
+    def _title(self) -> str:
+        return one_line(f"fp4compile, recipe {self.recipe}") + (f", predicted on {self.gpu}" if self.gpu else "")
 
     def gains(self) -> dict[str, float]:
         """The predicted speed-up over bf16 of each quantised layer, all its products together.
@@ -266,6 +303,11 @@ class Report:
             f"torch._dynamo.config.{limit}): {', '.join(names)}"
             for limit, names in functions.items()
         ]
+
+    def _limit_line(self) -> str:
+        """The cause where Dynamo's limits kept every function from being compiled; "" where they did not."""
+        limits = ", ".join(f"torch._dynamo.config.{limit}" for limit in dict.fromkeys(self.uncompiled.values()))
+        return limits and f"Dynamo's limit of recompilations ({limits}) leaves {', '.join(self.uncompiled)} {_CURE}."
 
     def _note_lines(self) -> list[str]:
         """A line for each note, with the layers that have it."""

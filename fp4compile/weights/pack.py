@@ -19,7 +19,7 @@ from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
 from fp4compile.report.report import Report, Row
-from fp4compile.weights.buffers import LayerFormat
+from fp4compile.weights.buffers import LayerFormat, PackedWeight
 from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.integration import save_as_packed
@@ -54,7 +54,8 @@ def pack_(
     attributes of the layers. For a model that runs under autocast, call `pack_` under autocast, so that the weights are
     cast before they are quantised, as in a run.
 
-    Returns a report of the packed weights, and the reasons for all others. Warns of rules that decide about no layer.
+    Returns a report of the packed weights, and the reasons for all others; weights that were packed before are counted
+    as `Report.packed_before`. Warns of rules that decide about no layer.
 
     Raises TypeError if `model` is no module, ValueError for a model that is itself a linear layer, TypeError or
     ValueError for a bad `contracted`, and the errors of `backend` for a bad recipe.
@@ -66,7 +67,7 @@ def pack_(
     places = _places(model)
     experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
     _warn_of_rules(model, chosen, places)
-    report = Report(chosen.name)
+    report = Report(chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules()))
     choice = _Choice(model, chosen, places, experts)
     for names in places:  # names, because a list of the modules would keep the weights alive
         linear = model.get_submodule(names[0])

@@ -227,6 +227,47 @@ def test_output_heads_by_name_at_any_depth(name):
     }  # fmt: skip
 
 
+class Flux(torch.nn.Module):
+    """Blocks of which each ends in a `proj_out`, wider than the layer before it, and a head of that name."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.to_q, self.proj_out = linear(), linear(96)
+
+        def forward(self, x):
+            return x + self.proj_out(self.to_q(x))[:, :64]
+
+    def __init__(self):
+        super().__init__()
+        self.single_transformer_blocks = torch.nn.ModuleList(Flux.Block() for _ in range(2))
+        self.proj_out = linear()
+
+    def forward(self, x):
+        for block in self.single_transformer_blocks:
+            x = block(x)
+        return self.proj_out(x)
+
+
+IN_BLOCKS = {f"single_transformer_blocks.{index}.{name}" for index in (0, 1) for name in ("to_q", "proj_out")}
+
+
+def test_no_layer_of_a_numbered_block_is_a_head():
+    assert reasons("mxfp8", model=Flux()) == {**dict.fromkeys(IN_BLOCKS), "proj_out": "output head"}
+    packed = fp4compile.pack_(Flux(), "mxfp8")
+    assert {row.module for row in packed.quantised} == IN_BLOCKS
+
+
+def test_nor_where_blocks_are_compiled_by_themselves(without_kernels):
+    """As diffusers' `compile_repeated_blocks` does: rules see `proj_out`, and so does the choice of heads."""
+    model, backend = Flux(), fp4compile.backend("mxfp8")
+    for block in model.single_transformer_blocks:
+        block.compile(backend=backend)
+    with torch.no_grad():
+        model(torch.randn(8, 64))
+    assert [(row.name, row.reason) for row in backend.report.rows] == [("to_q", None), ("proj_out", None)]
+
+
 def test_an_output_head_by_its_width():
     """The last layer is a head if it is the widest, is not applied in pieces and is in no numbered list."""
     model = modules(up=linear(128), down=linear(), vocabulary=linear(512))

@@ -1,6 +1,7 @@
 """The commands `demo` and `recipes`: what they print, and what they say of bad arguments."""
 
 import functools
+import json
 import re
 import sys
 
@@ -10,7 +11,7 @@ import torch
 from fp4compile import __version__
 from fp4compile.cli import demo
 from fp4compile.cli.main import main
-from fp4compile.recipe import recipes
+from fp4compile.recipe import Recipe, recipes, resolve
 
 train = demo.train
 
@@ -80,6 +81,22 @@ def test_recipes_command_lists_every_recipe(capsys):
     assert "- x nvfp4" in lines[1 + recipes().index("nvfp4_weight_only")]
 
 
+@pytest.mark.parametrize("name", recipes())
+def test_recipes_command_prints_a_recipe_that_can_be_read_again(name, capsys, tmp_path):
+    main(["recipes", name])
+    file = tmp_path / "printed.toml"
+    file.write_text(capsys.readouterr().out)
+    assert Recipe.from_toml(file) == resolve(name)
+    main(["recipes", str(file), "--json"])
+    assert Recipe.from_dict(json.loads(capsys.readouterr().out)) == resolve(name)
+
+
+def test_recipes_command_prints_every_recipe_as_json(capsys):
+    main(["recipes", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert {name: Recipe.from_dict(fields) for name, fields in printed.items()} == {n: resolve(n) for n in recipes()}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -88,7 +105,13 @@ def test_recipes_command_lists_every_recipe(capsys):
         (["demo", "--device", "mps"], "'mps' is not available here"),
         (["demo", "--steps", "0"], "expected a positive whole number"),
         (["run", "absent.py"], "there is no file 'absent.py'"),
-        (["train"], "invalid choice: 'train'"),
+        (["run"], "expected a script, or -m and a module"),
+        (["run", "-m"], "expected a script, or -m and a module"),
+        (["run", "-m", "absent.train", "--lr", "1"], "there is no module 'absent.train'"),
+        (["recipes", "NVFP4"], "unknown recipe 'NVFP4'. Did you mean 'nvfp4'"),
+        (["train"], "unknown command 'train'. Allowed: check-sm100, demo, "),
+        (["recipies", "--json"], "unknown command 'recipies'. Did you mean 'recipes'? Allowed: "),
+        (["check_sm100"], "Did you mean 'check-sm100'?"),
         ([], "commands:"),
     ],
 )
@@ -111,7 +134,7 @@ def test_help_has_one_line_a_command(capsys, monkeypatch):
         main(["--help"])
     lines = capsys.readouterr().out.partition("commands:")[2].splitlines()
     assert [line.split()[0] for line in lines if line.startswith("    ")] == [
-        "demo", "run", "recipes", "roofline", "check-sm100"
+        "demo", "run", "recipes", "explain", "roofline", "check-sm100"
     ]  # fmt: skip
     assert all(len(line.split()) > 3 for line in lines if line.startswith("    "))
 

@@ -77,6 +77,28 @@ def test_training_recipe_and_its_switches():
     assert not high_wgrad.quantizes("wgrad")
 
 
+@pytest.mark.parametrize(
+    "name, nearest", [("NVFP4", "nvfp4"), ("MXFP8_Flor", "mxfp8_floor"), ("Float8-RowWise", "float8_rowwise")]
+)
+def test_an_unknown_recipe_suggests_the_nearest_in_any_case(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown recipe '{name}'. Did you mean '{nearest}'?"):
+        fp4compile.backend(name)
+
+
+@pytest.mark.parametrize(
+    "value, said", [(None, "recipe 'nvfp4', the default"), ("mxfp8", "recipe 'mxfp8', from FP4COMPILE_RECIPE")]
+)
+def test_the_log_says_which_recipe_none_takes(value, said, monkeypatch, caplog):
+    monkeypatch.delenv("FP4COMPILE_RECIPE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FP4COMPILE_RECIPE", value)
+    with caplog.at_level("INFO", "fp4compile"):
+        fp4compile.backend("mxfp4")
+        assert caplog.messages == []
+        fp4compile.backend()
+    assert caplog.messages == [f"no recipe was named: {said}"]
+
+
 def test_unknown_names_suggest_the_nearest():
     with pytest.raises(ValueError, match="unknown recipe 'mxpf8'.*'mxfp8'"):
         named("mxpf8")
@@ -297,3 +319,15 @@ def test_static_scales_of_the_layers_whose_rule_is_static():
 def test_a_product_may_keep_one_operand_in_high_precision():
     assert Recipe(fprop_w="mxfp8").quantizes("fprop")
     assert Recipe(fprop_x="mxfp8", fprop_w="mxfp4").quantizes("fprop")
+
+
+def test_reprs_have_what_differs_from_the_defaults():
+    recipe = Recipe(name="<mine>", fprop_w="nvfp4", rules=[("lm_head", "quantize")])
+    assert repr(recipe) == (
+        "Recipe(name='<mine>', fprop_w='nvfp4', rules=(Rule(pattern='lm_head', action='quantize'),))"
+    )
+    assert eval(repr(recipe)) == recipe and repr(Recipe()) == "Recipe(name='custom')"
+    shown = recipe._repr_html_()
+    assert "<td>fprop_w</td><td><code>&#x27;nvfp4&#x27;</code></td>" in shown and "&lt;mine&gt;" in shown
+    calibrated = named("nvfp4_static").replace(static_scales={f"layers.{i}": 1.0 for i in range(224)})
+    assert "static_scales=<224 entries>" in repr(calibrated) and len(repr(fp4compile.backend(calibrated))) < 400

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -109,6 +110,18 @@ def test_html_page():
     assert 'class="bar slower" style="width:300.0px" title="600.0 us"' in page
     assert not any(word in page for word in ("http", "src=", "<script", "url("))  # nothing beside it
     assert "bar plain" not in Report("mxfp8", [row()]).to_html()
+
+
+def test_a_notebook_shows_the_table_and_a_short_repr_says_what_it_is():
+    report = Report("mxfp8", [*layers(gain=0.5), *(row(f"<b>{index}") for index in range(500))], gpu="B200")
+    shown = report._repr_html_()
+    assert shown in report.to_html() and "&lt;b&gt;499" in shown and 'class="bar slower"' in shown
+    style = re.search("<style>(.*?)</style>", shown, re.DOTALL).group(1)
+    assert all(line.startswith(".fp4compile") for line in style.split("\n") if line), "of the notebook, nothing changes"
+    assert (
+        repr(report)
+        == f"<Report: recipe mxfp8, 506 of {len(report.rows)} matrix products quantised; print it for the table>"
+    )
 
 
 def test_table_with_what_training_saves():

@@ -289,3 +289,12 @@ def test_plot(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     RANKED.plot(tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
+
+
+def test_a_notebook_shows_the_table_and_a_short_repr_says_what_it_is():
+    shown = RANKED._repr_html_()
+    assert all(f"<td>{one.layer}</td><td>{one.weights}</td>" in shown for one in RANKED.layers)
+    worst = RANKED.layers[0].layer
+    assert repr(RANKED) == (
+        f"<Sensitivity: recipe nvfp4, {len(RANKED.layers)} layers, the worst {worst!r}; print it for the table>"
+    )

@@ -141,7 +141,9 @@ def test_every_combination_is_either_one_of_the_valid_formats_or_refused():
     assert accepted == valid
 
 
-@pytest.mark.parametrize("name, nearest", [("nvfp4_onelevel", "nvfp4_one_level"), ("mxfp_8", "mxfp8"), ("NVFP4", None)])
+@pytest.mark.parametrize(
+    "name, nearest", [("nvfp4_onelevel", "nvfp4_one_level"), ("mxfp_8", "mxfp8"), ("NVFP4", "nvfp4"), ("int", None)]
+)
 def test_unknown_name_hints_at_the_nearest_and_lists_all(name, nearest):
     with pytest.raises(ValueError) as error:
         get(name)

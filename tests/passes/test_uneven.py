@@ -395,6 +395,7 @@ def test_the_key_of_the_joint_passes_tells_apart():
         joint(inputs=(Input("up.weight"), Input("down.weight"), Input())),
         joint(inputs=(*INPUTS, Input())),
         joint(inputs=(Input("up.weight"), Input(), Input("down.bias"))),
+        joint(inputs=(Input("up.weight", in_block=True), *INPUTS[1:])),
         joint(user_passes=(UserPass("a"),)),
         joint(user_passes=(UserPass("b"),)),
         lower(),

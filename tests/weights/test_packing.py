@@ -218,3 +218,11 @@ def test_only_the_conv1d_of_transformers():
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     changed = type("Conv1D", (conv1d,), {"forward": lambda self, x: x})
     assert not fp4compile.pack_(torch.nn.Sequential(changed(64, 64)), "mxfp8").quantised
+
+
+def test_a_packed_model_says_that_it_is_packed():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)), torch.nn.Linear(64, 64))
+    fp4compile.pack_(model, "mxfp8", contracted={})
+    again = fp4compile.pack_(model, "mxfp8")
+    assert again.packed_before == again.to_dict()["packed_before"] == 4
+    assert again.summary() == "recipe mxfp8: 0 of 0 matrix products quantised; 4 packed already, and not counted"

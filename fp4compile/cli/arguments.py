@@ -1,0 +1,21 @@
+"""Arguments that several commands take."""
+
+import argparse
+from pathlib import Path
+
+from fp4compile.recipe import Recipe, resolve
+
+
+def recipe(name: str | Path | None) -> Recipe:
+    """The recipe of a name or a path, as `resolve` takes them. Raises ArgumentTypeError where there is none."""
+    try:
+        return resolve(name)
+    except (ValueError, TypeError, OSError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive(value: str) -> int:
+    """A positive whole number. Raises ArgumentTypeError for any other text."""
+    if not value.isdecimal() or int(value) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {value!r}")
+    return int(value)

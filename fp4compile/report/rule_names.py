@@ -1,0 +1,42 @@
+"""Rules that match the name of no layer of a model, found when the first graph of the model is compiled.
+
+One graph may be a part of the model, so its products do not show that a rule is idle. The model does: a rule that
+matches none of its layers' names will decide about no product of any graph.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
+from fp4compile.recipe.rules import Rule
+from fp4compile.report.names import Names
+
+
+def without_layer(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...] | None:
+    """The rules that match no name which a graph may have for a layer of the model.
+
+    known: the names of a graph of the model. None where they do not show what names graphs of the model have: without
+    parameters, and where a parameter is named after a variable.
+    """
+    if known.root is None:
+        return None
+    names = {name[start:] for name in _layers(known.root) for start in _starts(name)}
+    parameters = [entry.parameter for entry in known.inputs if entry.parameter is not None]
+    if not parameters or not names.issuperset(map(module_name, parameters)):
+        return None
+    return tuple(rule for rule in rules if rule.pattern not in names and not any(map(rule.matches, names)))
+
+
+def _layers(model: nn.Module) -> Iterator[str]:
+    """The full names of the modules and parameters that may be layers, packed ones too."""
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        yield module_name(clean_name(name))
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        yield parameter_name(clean_name(name).rpartition(".")[0])
+
+
+def _starts(name: str) -> Iterator[int]:
+    """Where the names below each module on a layer's path start: a module compiled by itself has names below it."""
+    yield 0
+    yield from (place + 1 for place, letter in enumerate(name) if letter == ".")
