@@ -109,7 +109,7 @@ def _in_model(
     """`Names` with the full names that the model on the call stack has for the tensors that enter the graph."""
     named = [(name, value) for name, value in zip(names, values, strict=True)
              if name is not None and isinstance(value, torch.Tensor)]  # fmt: skip
-    stack = [] if root is None else [_unwrapped(root)]
+    stack = [] if root is None else [unwrapped(root)]
     stack.extend(_modules_on_stack())
     full: dict[str, str] = {}
     owner = None
@@ -167,7 +167,7 @@ def _modules_on_stack() -> list[torch.nn.Module]:
     while frame is not None:
         module = _self_of(frame)
         if isinstance(module, torch.nn.Module):
-            module = _unwrapped(module)
+            module = unwrapped(module)
             found[id(module)] = found.pop(id(module), module)  # moved to the end: the position of its outermost call
         frame = frame.f_back
     return list(found.values())[::-1]
@@ -186,7 +186,7 @@ def _self_of(frame: FrameType) -> Any:
     return found
 
 
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside torch.compile's and DDP's wrappers."""
     while True:
         if isinstance(module, DistributedDataParallel):

@@ -12,9 +12,9 @@ address of that memory.
 
 Some writes do not raise the version counter. So three kinds of event mark the storages that they may have written to:
 the steps of all optimisers, because fused ones raise no counter; every forward and backward run of a training graph of
-this backend, for the parameters that it trains, because any code may update them after it; and the beginning and the end
-of torch.distributed's default process group, because collectives raise no counter. While there is such a group, weights
-are quantised at every call. The user calls `refresh` to mark storages after a write that cannot be detected.
+this backend, for the parameters that it trains, because any code may update them after it; and the beginning and the
+end of torch.distributed's default process group, because collectives raise no counter. While there is such a group,
+weights are quantised at every call. The user calls `refresh` to mark storages after a write that cannot be detected.
 """
 
 import functools

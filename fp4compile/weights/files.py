@@ -17,6 +17,7 @@ from torch import nn
 from fp4compile.analysis.module_names import parameter_name
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.atomic_file import write_atomically
+from fp4compile.report.names import unwrapped
 from fp4compile.weights.buffers import BUFFERS, PackedWeight, buffer_shapes, is_extra_state
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.integration import published_names, save_as_packed
@@ -24,6 +25,7 @@ from fp4compile.weights.linear import leave_fast_paths
 from fp4compile.weights.published.conventions import CONFIG, HF_QUANT_CONFIG, read_published
 from fp4compile.weights.published.expert_modules import in_model
 from fp4compile.weights.published.shards import (
+    Checkpoint,
     naming,
     parse_json,
     read_checkpoint,
@@ -31,7 +33,7 @@ from fp4compile.weights.published.shards import (
     read_tensors,
     write_tensors,
 )
-from fp4compile.weights.replacements import Place, check_states, places_of
+from fp4compile.weights.replacements import METHOD, Place, check_states, places_of
 from fp4compile.weights.scale_checks import check_buffers, check_model
 from fp4compile.weights.sharing import (
     Sharing,
@@ -66,6 +68,7 @@ def save_packed(model: nn.Module, path: str | PathLike) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     modules = list(model.named_modules(remove_duplicate=False))
     packed = {name: module for name, module in modules if isinstance(module, PackedWeight)}
     layers = {name: one.description for name, one in packed.items() if not isinstance(one, PackedExperts)}
@@ -123,9 +126,10 @@ def load_packed(
     """Replace layers of an unpacked model by packed layers of a file, and fill its other tensors, in place.
 
     model: a model with the architecture of the saved model.
-    path: a file of `save_packed`; or a checkpoint, as a directory or as a file beside its configuration: of ModelOpt or
-        compressed-tensors in NVFP4, MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it
-        holds one by one become packed experts of a transformers model; see `docs/experts.md` for their scales.
+    path: a file of `save_packed`; a directory that `save_pretrained` of a packed transformers model wrote; or a
+        checkpoint, as a directory or as a file beside its configuration: of ModelOpt or compressed-tensors in NVFP4,
+        MXFP8 or MXFP4, or with experts in MXFP4 as gpt-oss was published. Experts that it holds one by one become
+        packed experts of a transformers model; see `docs/experts.md` for their scales.
     device: the device for parameters and buffers on the meta device; None: the CPU. All other tensors stay in place.
     recipe: only for gpt-oss' files, which do not say how activations are quantised: the recipe's fprop_x, an MX format,
         quantises them in the layers that its rules do not skip. None leaves activations unquantised.
@@ -141,7 +145,7 @@ def load_packed(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    target = _device(device)
+    model, target = unwrapped(model), _device(device)
     states, stored, sharing = _contents(model, path, recipe)
     with naming(path):
         packed = places_of(model, *states)
@@ -174,14 +178,28 @@ def _contents(
     """(states, tensors, sharing), as from `_read`, of a file of `save_packed` or of another library's checkpoint."""
     place = Path(path)
     if place.is_dir() or _METADATA not in read_metadata(place):
+        checkpoint = read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG))
+        if (states := _saved_by_transformers(checkpoint)) is not None and recipe is None:
+            return states, checkpoint.tensors, None
         chosen = None if recipe is None else resolve(recipe)
-        contents = read_published(read_checkpoint(place, (CONFIG, HF_QUANT_CONFIG)), chosen)
+        contents = read_published(checkpoint, chosen)
         with naming(path):
             contents = in_model(model, contents, published_names(model))
         return (contents.layers, contents.experts), contents.tensors, None
     if recipe is not None:
         raise ValueError("recipe: a file of save_packed says itself how its layers multiply; expected None")
     return _read(place)
+
+
+def _saved_by_transformers(checkpoint: Checkpoint) -> States | None:
+    """The states in a directory that `save_pretrained` wrote for a packed model; None for another checkpoint."""
+    described = checkpoint.configs.get(CONFIG, {}).get("quantization_config")
+    if not isinstance(described, dict) or described.get("quant_method") != METHOD:
+        return None
+    states: Any = described.get("layers"), described.get("experts")
+    with naming(checkpoint.folder / CONFIG):
+        check_states(*states)
+    return states
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -87,6 +87,7 @@ class ExpertsPlace:
 
 
 Place = LinearPlace | ExpertsPlace
+METHOD = "fp4compile"  # the quant_method in the config.json of a packed transformers model, which has the states
 
 
 def places_of(model: nn.Module, layers: dict[str, dict], weights: dict[str, dict]) -> list[Place]:

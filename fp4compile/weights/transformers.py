@@ -16,11 +16,9 @@ from fp4compile.analysis.module_names import packed_name, parameter_name
 from fp4compile.weights.buffers import PackedWeight, buffer_shapes, is_extra_state
 from fp4compile.weights.experts import PackedExperts
 from fp4compile.weights.linear import leave_fast_paths
-from fp4compile.weights.replacements import LinearPlace, Place, check_states, places_of
+from fp4compile.weights.replacements import METHOD, LinearPlace, Place, check_states, places_of
 from fp4compile.weights.scale_checks import check_buffers
 from fp4compile.weights.sharing import is_byte_float, storable
-
-METHOD = "fp4compile"
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):

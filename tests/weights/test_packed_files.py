@@ -262,6 +262,47 @@ def test_conv1d(name, tmp_path):
     assert torch.equal(one[0].weight, other[0].weight)
 
 
+def test_of_compiled_models(tmp_path):
+    """The names are the model's, without the wrapper's."""
+    one, other = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 33)) for _ in range(2))
+    fp4compile.pack_(one, "nvfp4")
+    fp4compile.save_packed(torch.compile(one, backend="eager"), tmp_path / "packed.safetensors")
+    fp4compile.load_packed(torch.compile(other, backend="eager"), tmp_path / "packed.safetensors")
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert torch.equal(one(x), other(x))
+
+
+def test_state_dicts_hold_tensors_that_other_libraries_save(tmp_path):
+    torch_files = pytest.importorskip("safetensors.torch")
+    one, other = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 33)) for _ in range(2))
+    for model in (one, other):
+        fp4compile.pack_(model, "nvfp4")
+    torch_files.save_file(one.state_dict(), tmp_path / "plain.safetensors")
+    other.load_state_dict(torch_files.load_file(tmp_path / "plain.safetensors"))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        assert torch.equal(one(x), other(x))
+    state = one.state_dict() | {"0._extra_state": torch.tensor(list(b"{}"), dtype=torch.uint8)}
+    with pytest.raises(RuntimeError, match=r"packed layer '0': the state is of"):
+        other.load_state_dict(state)
+    old = one.state_dict() | {"0._extra_state": {k: v for k, v in one[0].description.items() if k != "scale_rule"}}
+    other.load_state_dict(old)  # as version 0.1 wrote it
+
+
+def test_a_directory_of_save_pretrained(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
+    )
+    one, other = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    fp4compile.pack_(one, "nvfp4")
+    one.save_pretrained(tmp_path)
+    fp4compile.load_packed(other, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(*(model(torch.arange(8)[None]).logits for model in (one, other)))
+
+
 # ---------------------------------------------------------------- models on the meta device
 
 
