@@ -82,7 +82,7 @@ def play(ptx: str, outputs: int, inputs: list[np.ndarray], reciprocal_error: int
         before = registers.get(into)
         with np.errstate(all="ignore"):
             if op in ("mov.b32", "mov.b64") and into[0] == "<":
-                size = {"mov.b64": 32, "mov.b32": 16}[op]
+                size = {"mov.b64": 64, "mov.b32": 32}[op] // len(_parts(into))
                 for i, part in enumerate(_parts(into)):
                     registers[part] = (get(args[0]) >> type(get(args[0])[0])(size * i)).astype(U32) & U32(2**size - 1)
             elif op in ("mov.b32", "mov.b64") and args[0][0] == "<":
@@ -128,6 +128,8 @@ def _convert(op, args, get, single):
         return f16(get(args[0]))[:, 0].astype(F32).view(U32)
     if op == "cvt.rn.f16x2.e4m3x2":
         return pack_f16(fp8_values(get(args[0])))
+    if op == "cvt.rn.f16x2.e2m1x2":
+        return pack_f16(numbers.E2M1[np.stack([get(args[0]) & U32(15), get(args[0]) >> U32(4)], -1)])
     if op == "cvt.rs.satfinite.e2m1x4.f32":
         word = get(args[1])
         codes = (

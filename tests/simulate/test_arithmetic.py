@@ -410,11 +410,11 @@ def narrowed(name: str, value: float) -> int:
 
 def widened(name: str, code: int) -> int:
     """The bits as fp16."""
-    _, values, _ = NARROW[name]
-    magnitude = code & 127
+    bits, values, _ = NARROW[name]
+    sign, magnitude = divmod(code, 2 ** (bits - 1))
     if magnitude >= len(values):
-        return F16.infinity | code >> 7 << 15 if (name, magnitude) == ("e5m2x2", 124) else F16.nan
-    return F16.encode(values[magnitude]) | code >> 7 << 15
+        return F16.infinity | sign << 15 if (name, magnitude) == ("e5m2x2", 124) else F16.nan
+    return F16.encode(values[magnitude]) | sign << 15
 
 
 for _name, (_bits, _, _) in NARROW.items():
@@ -429,9 +429,8 @@ for _name, (_bits, _, _) in NARROW.items():
             return narrowed(name, form.decode(word >> 16)) << bits | narrowed(name, form.decode(word & 0xFFFF))
 
         check(f"b{2 * _bits} {_kind}x2", f"cvt.rn.satfinite.{_name}.{_kind}x2")(of_pair)
-    if _bits == 8:
-        check("f16x2 b16", f"cvt.rn.f16x2.{_name}")(
-            lambda a, name=_name: widened(name, a >> 8) << 16 | widened(name, a & 255))  # fmt: skip
+    check(f"f16x2 b{2 * _bits}", f"cvt.rn.f16x2.{_name}")(
+        lambda a, name=_name, bits=_bits: widened(name, a >> bits) << 16 | widened(name, a & 2**bits - 1))  # fmt: skip
 
 
 @check("b16 f32 f32", "cvt.rp.satfinite.ue8m0x2.f32")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fp4compile.formats import reference
-from fp4compile.templates.device import column_tile, packed_encoding, philox, pointwise, quick_scales
+from fp4compile.templates.device import column_tile, elements, packed_encoding, philox, pointwise, quick_scales
 from tests.helpers.ptx_player import e2m1_stochastic, play
 
 EVERY = np.arange(2**16, dtype=np.uint32) << 16  # the bits of every bfloat16 number, as float32
@@ -63,6 +63,18 @@ def test_packed_products():
         columns = play(packed_encoding._PACKED_RUNS.value, 2, [*values.T, *values[::-1].T, same, others])
         np.testing.assert_array_equal(unpacked(columns[0]), expected.reshape(-1, 8))
         np.testing.assert_array_equal(unpacked(columns[1]), e2m1_codes(values[::-1], others[:, None]))
+
+
+def test_values_of_e2m1_codes():
+    """Every byte of two codes, at each of a register's four places: the values of the first and of the second codes."""
+    byte = np.arange(256, dtype=np.uint32)
+    bytes_ = np.stack([byte, byte[::-1], np.roll(byte, 1), np.roll(byte, 100)])
+    word = np.bitwise_or.reduce([each << np.uint32(8 * i) for i, each in enumerate(bytes_)])
+    got = np.stack(play(elements._E2M1_VALUES.value, 8, [word])).view(np.float32).reshape(2, 4, 256)
+    codes = np.stack([bytes_ & 15, bytes_ >> 4]).astype(np.uint8)
+    expected = reference.e2m1_decode(torch.from_numpy(codes)).numpy()
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(expected))
 
 
 def test_a_word_rounds_four_elements():

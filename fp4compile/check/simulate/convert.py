@@ -140,6 +140,14 @@ for _format, _table in (("e4m3x2", numbers.to_f16(numbers.E4M3)), ("e5m2x2", num
         return joined(table.take(halves(codes)))
 
 
+@elementwise("f16x2 b8", "cvt.rn.f16x2.e2m1x2")
+def _f16_of_e2m1(codes: np.ndarray) -> np.ndarray:
+    return joined(_E2M1_AS_F16.take(np.stack([codes & 15, codes >> 4], -1)))
+
+
+_E2M1_AS_F16 = numbers.to_f16(numbers.E2M1)
+
+
 @form("cvt.rs.satfinite.e2m1x4.f32")
 def _stochastic(instruction: Instruction, program: Program) -> Step:
     """The last of four numbers is the lowest, and is rounded by the lowest byte of the random word.

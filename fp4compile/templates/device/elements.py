@@ -454,10 +454,26 @@ def fp8_pair(units, element: tl.constexpr, ISA: tl.constexpr):
         return first.to(tl.float16), second.to(tl.float16)
 
 
+# PTX for four bytes ($8) of two E2M1 codes each: the first codes' float32 values $0-$3, the second codes' $4-$7.
+_E2M1_VALUES = tl.constexpr(
+    "{ .reg .b8 b<4>; .reg .b16 low, high; .reg .b32 h; mov.b32 {b0, b1, b2, b3}, $8;"
+    + "".join(
+        f" cvt.rn.f16x2.e2m1x2 h, b{i}; mov.b32 {{low, high}}, h; cvt.f32.f16 ${i}, low; cvt.f32.f16 ${i + 4}, high;"
+        for i in range(4)
+    )
+    + " }"
+)
+
+
 @triton.jit
 def decode_pair(units, element: tl.constexpr, ISA: tl.constexpr):
     """Units of two codes -> (first, second) in float32."""
-    if element == "e2m1":
+    if element == "e2m1" and ISA >= 100 and units.dtype == tl.uint8:
+        return tl.inline_asm_elementwise(
+            _E2M1_VALUES, "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r", [units], dtype=(tl.float32, tl.float32), is_pure=True,
+            pack=4,
+        )  # fmt: skip
+    elif element == "e2m1":
         codes = units.to(tl.int32)
         return e2m1_value(codes), e2m1_value(codes >> 4)
     else:

@@ -128,33 +128,87 @@ def aligned_row(ptr, row, x_row, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr):
+def tiles_along(size, TILE: tl.constexpr, UNSIGNED: tl.constexpr):
+    """The number of tiles of TILE that cover `size` (never negative). UNSIGNED: as in `multiple`."""
+    if UNSIGNED and not is_wide(size):
+        return ((tl.cast(size, tl.uint32) + (TILE - 1)) // TILE).to(tl.int32)
+    else:
+        return tl.cdiv(size, TILE)
+
+
+@triton.jit
+def multiple(size, FACTOR: tl.constexpr, UNSIGNED: tl.constexpr):
+    """`size` (never negative), a multiple of FACTOR, in a form that shows the compiler how wide it may store.
+
+    UNSIGNED: take instructions for unsigned numbers of 32 bits, which are fewer, unless the size has 64.
+    """
+    if UNSIGNED and not is_wide(size):
+        return (tl.cast(size, tl.uint32) // FACTOR * FACTOR).to(tl.int32)
+    else:
+        return size // FACTOR * FACTOR
+
+
+@triton.constexpr_function
+def is_wide(size):
+    """Whether a size, an int or an integer tensor, has more than 32 bits."""
+    return size >= 2**31 if isinstance(size, int) else size.dtype.primitive_bitwidth > 32
+
+
+@triton.jit
+def store_units(data_ptr, units, row, unit0, per_row, row_mask, ALIGN: tl.constexpr, WHOLE: tl.constexpr = False,
+                UNSIGNED: tl.constexpr = False):  # fmt: skip
     """Store units [ROWS, n] into a matrix with `per_row` units a row: at its rows `row` [ROWS], from unit0 on.
 
     Nothing is written beyond the end of a row or where row_mask is False. ALIGN: units that divide a row, at most 16.
+    WHOLE: all rows and units exist, so no mask is needed. UNSIGNED: as in `multiple`.
     """
     unit = tl.arange(0, units.shape[1])[None, :]
-    per_row = per_row // ALIGN * ALIGN  # changes nothing, but shows the compiler how wide it may store
+    per_row = multiple(per_row, ALIGN, UNSIGNED)
     units_left = tl.minimum(per_row - unit0, units.shape[1]).to(tl.int32)
-    mask = row_mask[:, None] & (unit // ALIGN < units_left // ALIGN)
+    mask = None if WHOLE else row_mask[:, None] & (unit // ALIGN < units_left // ALIGN)
     ptr = data_ptr.to(tl.pointer_type(units.dtype), bitcast=True) + unit0
     tl.store(ptr + row.to(tl.int64)[:, None] * per_row + unit, units, mask=mask)
 
 
 @triton.jit
-def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr):
+def _store_swizzled_scales(scales_ptr, byte, batch, row, block, inside, rows, blocks, WHOLE: tl.constexpr):
+    """`store_scales` of the swizzled layout by unsigned numbers of tiles: 64 bits only for addresses.
+
+    row: [ROWS, 1], block: [1, n]. inside: mask of the bytes that are not padding.
+    """
+    row = row.to(tl.uint32)
+    block = block.to(tl.uint32)
+    row_tiles = (tl.cast(rows, tl.uint32) + 127) // 128
+    tiles = (tl.cast(blocks, tl.uint32) + 3) // 4
+    tile = row // 128 * tiles + block // 4
+    matrix = scales_ptr + batch.to(tl.int64) * row_tiles * tiles * 512
+    ptr = matrix + tile.to(tl.int64) * 512 + (row % 32 * 16 + row % 128 // 32 * 4 + block % 4)
+    if not WHOLE:
+        byte = tl.where(inside, byte, 0)
+    padded = None if WHOLE else (row // 128 < row_tiles) & (block // 4 < tiles)
+    tl.store(ptr, byte.to(tl.uint8), mask=padded)
+
+
+@triton.jit
+def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
+                 WHOLE: tl.constexpr = False, UNSIGNED: tl.constexpr = False):  # fmt: skip
     """Store scale bytes [ROWS, n] of one matrix of a batch: at its rows `row` [ROWS], from block0 on.
 
     rows, blocks: the shape of the matrix of scales. SWIZZLED: its padding is filled with zeros, as far as this tile
-    covers it. ALIGN: blocks that divide a row of scales, at most 16.
+    covers it. ALIGN: blocks that divide a row of scales, at most 16. WHOLE: all of the tile's scales exist, so no mask
+    is needed. UNSIGNED: as in `multiple`.
     """
     count: tl.constexpr = byte.shape[1]
     align: tl.constexpr = ALIGN if ALIGN < count else count
     block = tl.arange(0, count)[None, :]
-    row = row.to(tl.int64)[:, None]
-    blocks = blocks // align * align  # changes nothing, but shows the compiler how wide it may store
+    if not UNSIGNED:
+        row = row.to(tl.int64)
+    row = row[:, None]
+    blocks = multiple(blocks, align, UNSIGNED)
     inside = (row < rows) & (block // align < tl.minimum(blocks - block0, count).to(tl.int32) // align)
-    if SWIZZLED:
+    if SWIZZLED and UNSIGNED:
+        _store_swizzled_scales(scales_ptr, byte, batch, row, block0 + block, inside, rows, blocks, WHOLE)
+    elif SWIZZLED:
         tiles = tl.cdiv(blocks, 4)
         block = block0 + block
         matrix = scales_ptr + batch.to(tl.int64) * tl.cdiv(rows, 128) * tiles * 512
@@ -162,26 +216,32 @@ def store_scales(scales_ptr, byte, batch, row, block0, rows, blocks, SWIZZLED: t
         tl.store(matrix + swizzle(row, block, tiles), tl.where(inside, byte, 0).to(tl.uint8), mask=padded)
     else:
         at = (batch.to(tl.int64) * rows + row) * blocks + block0 + block
-        tl.store(scales_ptr + at, byte.to(tl.uint8), mask=inside)
+        tl.store(scales_ptr + at, byte.to(tl.uint8), mask=None if WHOLE else inside)
 
 
 @triton.jit
-def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr, UNSIGNED: tl.constexpr):
+def tile_of(program, rows, col_tiles, ROWS: tl.constexpr, FLAT: tl.constexpr, UNSIGNED: tl.constexpr,
+            BATCHED: tl.constexpr = True):  # fmt: skip
     """Program number -> (matrix of the batch, row tile, column tile), the column tile fastest.
 
     FLAT: there is one row, so all tiles are column tiles. UNSIGNED: take two unsigned divisions, half the instructions
-    of three signed ones in most kernels for SM100.
+    of three signed ones in most kernels for SM100. BATCHED: there may be several matrices. With a single one, one
+    division is enough, and the compiler drops the matrix number from addresses.
     """
     if FLAT:
         return program * 0, program * 0, program
     elif UNSIGNED:
-        row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1).to(tl.uint32)
         col_tiles = tl.maximum(col_tiles, 1).to(tl.uint32)
         program = program.to(tl.uint32)
         row_of_tiles = program // col_tiles
-        batch = row_of_tiles // row_tiles
-        row_tile = row_of_tiles - batch * row_tiles
-        return batch.to(tl.int32), row_tile.to(tl.int32), (program - row_of_tiles * col_tiles).to(tl.int32)
+        col_tile = (program - row_of_tiles * col_tiles).to(tl.int32)
+        if not BATCHED:
+            return col_tile * 0, row_of_tiles.to(tl.int32), col_tile
+        else:
+            row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1).to(tl.uint32)
+            batch = row_of_tiles // row_tiles
+            row_tile = row_of_tiles - batch * row_tiles
+            return batch.to(tl.int32), row_tile.to(tl.int32), col_tile
     else:
         row_tiles = tl.maximum(tl.cdiv(rows, ROWS), 1)  # an empty tensor has one program too, which divides by this
         col_tiles = tl.maximum(col_tiles, 1)

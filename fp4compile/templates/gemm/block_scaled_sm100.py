@@ -10,7 +10,14 @@ How the operands reach the matrix units of SM100:
 - Warps are specialised: some issue the copies, some the products, and some apply the epilogue. So copies run ahead by
   as many steps as there are stages, also across tiles.
 - `tcgen05.cp` copies scales from shared to tensor memory (see `device.block_scaled_tile`).
-- The epilogue takes a part of the columns at a time, so that the sums need few registers.
+- The epilogue takes a part of the columns at a time, so that the sums need few registers. TMA stores the parts from one
+  buffer, so each part waits until the one before has left it.
+
+Programs make their descriptors one after the other, before anything else: five take about 400 instructions of one warp,
+and five copies to memory that are fenced. They are no arguments of the kernel, because `torch.library.wrap_triton`,
+which makes launches nodes of a graph, knows no descriptors. And the kernel is not launched early
+(`device.dependent_launch`): descriptors lie in memory that torch may have taken from a tensor that the kernel before
+still reads.
 
 TMA needs rows of whole 16 bytes. Rows of NVFP4 with an odd number of blocks are loaded by pointers instead, without
 specialised warps.

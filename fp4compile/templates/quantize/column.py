@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.templates.device.block_scales import (
     block_scale,
@@ -21,7 +22,7 @@ from fp4compile.templates.device.column_tile import (
     unpack_column_tile,
 )
 from fp4compile.templates.device.elements import encode_run, encode_runs, infinity_to_nan, word_amax
-from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.packed_encoding import encode_exact_runs, exact_in_bf16
 from fp4compile.templates.device.philox import match_layout, philox, runs_of_a_call, words_of_run
 from fp4compile.templates.device.values import takes_values, values_of_units
@@ -103,7 +104,7 @@ def columns_launch(
         "ALONG_ROWS": rows is not None, "TRANSFORM": transform, "SEEDED": seed is not None, "STREAM": stream,
         **along.constants, "SWIZZLED": layout == "swizzled", "ALIGN": source.align, **store_aligns(source.cols, fmt),
         **column_aligns(source.rows, fmt), "WHOLE": isa >= 100 and whole_tiles(source, height, width, layout),
-        "ISA": isa, **config.constants,
+        "BATCHED": isa < 100 or not statically_true(source.batch == 1), "ISA": isa, **config.constants,
     }  # fmt: skip
     arguments = (
         source.view, *(rows or columns).pointers, *along.pointers(data), *columns.pointers, *down.pointers(data),
@@ -314,7 +315,7 @@ def quantize_columns(
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
     OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr, SWIZZLED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, COLUMN_UNIT_ALIGN: tl.constexpr,
-    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+    SCALE_ALIGN: tl.constexpr, COLUMN_SCALE_ALIGN: tl.constexpr, WHOLE: tl.constexpr, BATCHED: tl.constexpr,
     ROW_TILES: tl.constexpr, WORDS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROW_TILES * BLOCK rows by 2 * WORDS columns. x: [batch, rows, cols], strides x_batch, x_row, 1.
@@ -328,8 +329,9 @@ def quantize_columns(
     [batch, rows + cols], and the decode factors of the rows are stored at outer_ptr. OUTER "matrix amax": each matrix
     has an amax at column_amax_ptr, and its decode factor is stored at column_outer_ptr; with ALONG_ROWS and TRANSFORM
     each matrix has two amaxes, of the rows and then of the columns, and the decode factor of the rows is stored at
-    outer_ptr. WHOLE: tiles divide each matrix, so that no load needs a mask. Only for SM100, where masks are a tenth of
-    the instructions.
+    outer_ptr. WHOLE: tiles divide each matrix, so that nothing needs a mask. BATCHED: there may be several matrices.
+    Only on SM100 is WHOLE ever True or BATCHED ever False: there, masks are a tenth of the instructions, and the number
+    of the matrix is a twentieth.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
@@ -338,10 +340,12 @@ def quantize_columns(
     amaxes: tl.constexpr = 2 if ALONG_ROWS and TRANSFORM else 1  # of a matrix
 
     # Swizzled scales have padding below and beside the scales of the tensor. The tiles cover it.
-    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    padded_cols = tl.cdiv(cols, 128) * 128 if SWIZZLED else cols
-    col_tiles = tl.cdiv(padded_cols, col_count)
-    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, ISA >= 100)
+    unsigned: tl.constexpr = ISA >= 100
+    padded_rows = tiles_along(rows, 128, unsigned) * 128 if SWIZZLED else rows
+    padded_cols = tiles_along(cols, 128, unsigned) * 128 if SWIZZLED else cols
+    col_tiles = tiles_along(padded_cols, col_count, unsigned)
+    batch, row_tile, col_tile = tile_of(tl.program_id(0), padded_rows, col_tiles, row_count, False, unsigned,
+                                        BATCHED)  # fmt: skip
     row0 = row_tile * row_count
     col0 = col_tile * col_count
     cols_left = tl.minimum(cols - col0, col_count)
@@ -365,7 +369,8 @@ def quantize_columns(
             encode, decode = outer_scales(OUTER, outer_ptr, amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
         encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr, seed_ptr,
                          batch, row, col0 // BLOCK, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK, has_outer,
-                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA)  # fmt: skip
+                         OUTER != "row amax", SEEDED, 0, SWIZZLED, UNIT_ALIGN, SCALE_ALIGN, ISA, False,
+                         WHOLE)  # fmt: skip
 
     tile = load_column_tile(tile_ptr, row0, rows, cols_left, x_row, dtype, BLOCK, ROW_TILES, WORDS, ALIGN, WHOLE)
     first, second, first_amax, second_amax = read_columns(tile, TRANSFORM, dtype, ISA)
@@ -391,12 +396,12 @@ def quantize_columns(
                 column_amax_ptr + (batch * amaxes + (amaxes - 1)), column_outer_ptr, batch, True, first_tile,
                 SCALE, CONTRACT, ISA,
             )  # fmt: skip
-        else:
+        elif ISA < 100 or not ALONG_ROWS or TRANSFORM:  # else rows and columns share one outer scale
             encode, decode = outer_scales(OUTER, column_outer_ptr, column_amax_ptr, PARTIAL_MAXIMA, CONTRACT, ISA)
         encodes = (encode, encode)
         decodes = (decode, decode)
 
-    blocks = tl.cdiv(rows, BLOCK)
+    blocks = tiles_along(rows, BLOCK, unsigned)
     block0 = row_tile * ROW_TILES
     even_column = batch.to(tl.int64) * cols + col0 + 2 * tl.arange(0, WORDS)[None, :]
     units, first_byte, second_byte = scale_and_encode_columns(
@@ -406,7 +411,7 @@ def quantize_columns(
     )  # fmt: skip
     # An int64 holds 16 codes of four bits, or 8 of eight.
     per_block: tl.constexpr = BLOCK // 16 if ELEMENT == "e2m1" else BLOCK // 8
-    per_column = tl.cdiv(rows, 16) * 2 if SCALE == "none" else blocks * per_block
+    per_column = tiles_along(rows, 16, unsigned) * 2 if SCALE == "none" else blocks * per_block
     column_row = batch.to(tl.int64) * cols + column
     if SCALE != "none":
         bytes = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
@@ -414,6 +419,8 @@ def quantize_columns(
         store_column_values(columns_ptr, units, bytes, column_row, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK,
                             ISA)  # fmt: skip
     else:
-        store_units(columns_ptr, units, column_row, block0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN)
+        store_units(columns_ptr, units, column_row, block0 * per_block, per_column, column < cols, COLUMN_UNIT_ALIGN,
+                    WHOLE, ISA >= 100)  # fmt: skip
     if SCALE != "none" and not takes_values(columns_ptr.dtype):
-        store_scales(column_scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN)
+        store_scales(column_scales_ptr, bytes, batch, column, block0, cols, blocks, SWIZZLED, COLUMN_SCALE_ALIGN, WHOLE,
+                     ISA >= 100)  # fmt: skip

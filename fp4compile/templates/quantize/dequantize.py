@@ -45,11 +45,13 @@ def dequantize(
         codes = torch.nn.functional.pad(codes, (0, 1))  # the kernel reads pairs
     scale_bytes = codes if scales is None else scales.contiguous().view(torch.uint8)
     config = dequantize_config(block)
-    grid = math.prod(batch) * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
+    isa, matrices = target_of(data.device).isa, math.prod(batch)
+    grid = matrices * ceil_div(rows, config.rows) * ceil_div(blocks, config.blocks)
     launch(
         dequantize_rows, grid, codes, scale_bytes, out if outer is None else outer, out, rows, cols,
         **constants, SQUARE=fmt.square, OUTER=mode, SWIZZLED=swizzled, ALIGN=power_of_two(cols, 8) // 2,
-        UNIT_ALIGN=power_of_two(code_pairs(cols, fmt), 16), ISA=target_of(data.device).isa,
+        UNIT_ALIGN=power_of_two(code_pairs(cols, fmt), 16), ISA=isa,
+        BATCHED=isa < 100 or not statically_true(matrices == 1),
         num_warps=config.num_warps, **config.constants,
     )  # fmt: skip
     return out
@@ -60,13 +62,13 @@ def dequantize_rows(
     data_ptr, scales_ptr, outer_ptr, out_ptr, rows, cols,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr,
     OUTER: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr,
+    BATCHED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks of a batch of [rows, cols] matrices. out: contiguous [batch, rows, cols].
 
     SQUARE: linear scales of square blocks, one for BLOCK rows. OUTER: granularity of outer scales, "none", "tensor" or
     "row". ALIGN: pairs of elements that divide a row of out; 0 where the length of a row is odd. UNIT_ALIGN: pairs of
-    codes that divide a row of codes.
+    codes that divide a row of codes. BATCHED: there may be several matrices; False only on SM100.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     bits: tl.constexpr = dtype.primitive_bitwidth
@@ -75,7 +77,7 @@ def dequantize_rows(
     unit_type: tl.constexpr = tl.uint8 if ELEMENT == "e2m1" else tl.uint16
     blocks = tl.cdiv(cols, BLOCK)
     batch, row_tile, col_tile = tile_of(
-        tl.program_id(0), rows, tl.cdiv(blocks, BLOCKS).to(tl.int32), ROWS, False, ISA >= 100
+        tl.program_id(0), rows, tl.cdiv(blocks, BLOCKS).to(tl.int32), ROWS, False, ISA >= 100, BATCHED
     )
     row = (row_tile * ROWS + tl.arange(0, ROWS))[:, None]
     row_mask = row < rows

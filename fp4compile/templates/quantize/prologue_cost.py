@@ -17,8 +17,8 @@ from fp4compile.templates.quantize.heuristics import MAX_ROW_ON_CHIP
 # on an H200 (reached by copies), 148 * 128 * 1.85 GHz over 8 TB/s on a B200 (published), used for all other GPUs.
 INSTRUCTIONS_PER_BYTE = {90: 6.9, 100: 4.4}
 # Instructions of an operation on one element; 1 for operations that are missing here. Together with ROUNDING (masks,
-# rounding and packing) they overestimate ptxas's instructions in `quantize_rows` for SM100: by two for a norm, by three
-# for a gate, and by six for a norm with its statistics. So an untimed prologue is fused only where it pays anyway.
+# rounding and packing) they overestimate ptxas's instructions in `quantize_rows` for SM100 by about six, for a norm, a
+# gate, and a norm with its statistics. So an untimed prologue is fused only where it pays anyway.
 INSTRUCTIONS = {
     "variance": 2, "rsqrt": 3, "div": 9, "silu": 9, "sigmoid": 5, "exp": 9, "erf": 20, "tanh": 18, "cube": 2,
 }  # fmt: skip

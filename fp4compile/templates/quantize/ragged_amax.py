@@ -15,7 +15,7 @@ from fp4compile.formats.layouts import TILE_ROWS, ceil_div
 from fp4compile.templates.device.column_tile import column_tile_amax, load_column_tile, transform_column_tile
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.memory import load_tile
+from fp4compile.templates.device.memory import load_tile, tiles_along
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.amax import raise_row_amaxes
 from fp4compile.templates.quantize.heuristics import column_amax_config, ragged_amax_config
@@ -121,7 +121,7 @@ def grouped_rows_amax(
         number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    col_tiles = tl.maximum(tl.cdiv(cols, BLOCKS * BLOCK), 1)
+    col_tiles = tl.maximum(tiles_along(cols, BLOCKS * BLOCK, ISA >= 100), 1)
     col0 = tl.program_id(0) % col_tiles * (BLOCKS * BLOCK)
     group, start, end, row0 = group_of_tile(before, offs, rows, tl.program_id(0) // col_tiles, ROWS, GROUPS)
     if group < GROUPS:
@@ -156,7 +156,7 @@ def grouped_columns_amax(
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     col_count: tl.constexpr = 2 * WORDS
-    col_tiles = tl.maximum(tl.cdiv(cols, col_count), 1)
+    col_tiles = tl.maximum(tiles_along(cols, col_count, ISA >= 100), 1)
     col0 = tl.program_id(0) % col_tiles * col_count
     group, start, end, row0 = group_of_tile(
         before, offs, rows, tl.program_id(0) // col_tiles, ROW_TILES * BLOCK, GROUPS

@@ -10,13 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.column_tile import load_column_tile
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.memory import load_tile, store_scales, store_units
+from fp4compile.templates.device.memory import load_tile, store_scales, store_units, tiles_along
 from fp4compile.templates.device.values import takes_values
 from fp4compile.templates.launch import Launch
 from fp4compile.templates.quantize.column import (
@@ -52,11 +53,12 @@ def ragged_columns_launch(
     config = ragged_column_config(fmt.element, constants["BLOCK"])
     padded = padded_rows(source.rows, groups)
     cols = ceil_div(source.cols, TILE_ROWS) * TILE_ROWS if layout == "swizzled" else source.cols
-    data = columns.data
+    data, isa = columns.data, source.target.isa
+    whole = statically_true(source.cols % max(2 * config.words, TILE_ROWS) == 0)
     constants |= {
         "GROUPS": groups, "ALONG_ROWS": rows is not None, "TRANSFORM": transform, "SEEDED": seed is not None,
         "OUTER": down.mode, "SWIZZLED": layout == "swizzled", "ALIGN": source.align,
-        **store_aligns(source.cols, fmt), "ISA": source.target.isa, **config.constants,
+        **store_aligns(source.cols, fmt), "WHOLE_COLS": isa >= 100 and whole, "ISA": isa, **config.constants,
     }  # fmt: skip
     arguments = (
         source.view, offs, *(rows or columns).pointers, *along.pointers(data), *columns.pointers,
@@ -90,7 +92,7 @@ def quantize_grouped_columns(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     ALONG_ROWS: tl.constexpr, TRANSFORM: tl.constexpr, SEEDED: tl.constexpr, OUTER: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
-    ROW_TILES: tl.constexpr, WORDS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
+    WHOLE_COLS: tl.constexpr, ROW_TILES: tl.constexpr, WORDS: tl.constexpr, VECTORS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of 128 padded rows (ROW_TILES blocks) of one group by 2 * WORDS columns.
 
@@ -98,7 +100,8 @@ def quantize_grouped_columns(
     columns_ptr points to 16-bit floats, dequantised values. Random bits are stream 1.
     OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": outer scales are made from the bits at
     column_amax_ptr, of each group [GROUPS] or of each column of a group [GROUPS, cols], and stored at column_outer_ptr.
-    ALONG_ROWS: the tile is also quantised as in `quantize_grouped_rows`, whose pointers come first.
+    ALONG_ROWS: the tile is also quantised as in `quantize_grouped_rows`, whose pointers come first. WHOLE_COLS: tiles
+    divide the columns, so that stores down the columns, and stores of scales, need no masks. Only for SM100.
     """
     before = ()
     offs = ()
@@ -110,7 +113,9 @@ def quantize_grouped_columns(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     row_count: tl.constexpr = ROW_TILES * BLOCK
     col_count: tl.constexpr = 2 * WORDS
-    col_tiles = tl.maximum(tl.cdiv(tl.cdiv(cols, 128) * 128 if SWIZZLED else cols, col_count), 1)
+    unsigned: tl.constexpr = ISA >= 100
+    padded_cols = tiles_along(cols, 128, unsigned) * 128 if SWIZZLED else cols
+    col_tiles = tl.maximum(tiles_along(padded_cols, col_count, unsigned), 1)
     tile_index = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
     group, start, end, row0 = group_of_tile(before, offs, rows, tile_index, row_count, GROUPS)
@@ -133,7 +138,15 @@ def quantize_grouped_columns(
     units = tl.zeros((col_count, ROW_TILES * per_block), tl.int64)
     byte = tl.zeros((col_count, ROW_TILES), tl.int32)
     row_byte = tl.zeros((row_count, col_count // BLOCK), tl.int32)
-    if group < GROUPS:
+    # Half of the programs have no group where groups are equal. Zeros of their own need no exchange of lanes. (Without
+    # block scales, ptxas would take 40 registers more in this form.)
+    leaves: tl.constexpr = ISA >= 100 and SCALE != "none"
+    if leaves and group >= GROUPS:
+        store_tile(columns_ptr, column_scales_ptr, data_ptr, scales_ptr, units, byte, row_byte, column, block0,
+                   tile_index, col_tile, row0, end, False, cols, blocks, ELEMENT, SCALE, BLOCK, ALONG_ROWS, SWIZZLED,
+                   SCALE_ALIGN, WHOLE_COLS, ISA)  # fmt: skip
+        return
+    if leaves or group < GROUPS:
         cols_left = tl.minimum(cols - col0, col_count)
         if ALONG_ROWS:
             row = row0 + tl.arange(0, row_count)
@@ -159,17 +172,38 @@ def quantize_grouped_columns(
         if SCALE != "none":
             byte = interleave_columns(first_byte[:, :, None], second_byte[:, :, None])
             byte = tl.where((tl.arange(0, ROW_TILES) * BLOCK < rows_left)[None, :], byte, 0)
+    store_tile(columns_ptr, column_scales_ptr, data_ptr, scales_ptr, units, byte, row_byte, column, block0,
+               tile_index, col_tile, row0, end, leaves or group < GROUPS, cols, blocks, ELEMENT, SCALE, BLOCK,
+               ALONG_ROWS, SWIZZLED, SCALE_ALIGN, WHOLE_COLS, ISA)  # fmt: skip
+
+
+@triton.jit
+def store_tile(
+    columns_ptr, column_scales_ptr, data_ptr, scales_ptr, units, byte, row_byte, column, block0, tile_index, col_tile,
+    row0, end, exists, cols, blocks, ELEMENT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, SWIZZLED: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE_COLS: tl.constexpr,
+    ISA: tl.constexpr,
+):  # fmt: skip
+    """Store a tile's codes (or values) and scales down the columns and, with ALONG_ROWS, the scales of its rows.
+
+    units, byte, row_byte: from `scale_and_encode_columns` and `quantize_row_tile`. block0: the tile's first block in
+    each of the columns `column`, which have `blocks` blocks. exists: whether the tile has rows, of row0 to `end`.
+    """
+    unsigned: tl.constexpr = ISA >= 100
+    per_block: tl.constexpr = units.shape[1] // byte.shape[1]
     if takes_values(columns_ptr.dtype):
         store_column_values(columns_ptr, units, byte, column, block0, blocks, column < cols, ELEMENT, SCALE, BLOCK, ISA)
     else:
-        store_units(columns_ptr, units, column, block0 * per_block, blocks * per_block, column < cols, 2)
+        store_units(columns_ptr, units, column, block0 * per_block, blocks * per_block, column < cols, 2,
+                    WHOLE_COLS, unsigned)  # fmt: skip
     if SCALE != "none":
         if not takes_values(columns_ptr.dtype):
-            store_scales(column_scales_ptr, byte, tile_index * 0, column, block0, cols, blocks, SWIZZLED, 128 // BLOCK)
+            store_scales(column_scales_ptr, byte, tile_index * 0, column, block0, cols, blocks, SWIZZLED, 128 // BLOCK,
+                         WHOLE_COLS, unsigned)  # fmt: skip
         if ALONG_ROWS and not takes_values(data_ptr.dtype):
-            row_end = tl.where(group < GROUPS, end, 0)
+            row_end = tl.where(exists, end, 0)
             store_row_scales(scales_ptr, row_byte, tile_index, col_tile, row0, row_end, cols, BLOCK, SWIZZLED,
-                             SCALE_ALIGN)  # fmt: skip
+                             SCALE_ALIGN, WHOLE_COLS, ISA)  # fmt: skip
 
 
 @triton.jit

@@ -11,13 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
+from fp4compile._compat import statically_true
 from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.groups import padded_rows
 from fp4compile.formats.layouts import TILE_COLS, TILE_ROWS, ceil_div, swizzled_numel
 from fp4compile.templates.device.block_scales import make_outer_scales, outer_scales
 from fp4compile.templates.device.elements import word_amax
 from fp4compile.templates.device.groups import group_of_tile, of_lanes, per_lane
-from fp4compile.templates.device.memory import store_scales
+from fp4compile.templates.device.memory import store_scales, tiles_along
 from fp4compile.templates.device.prologue import read_tile
 from fp4compile.templates.device.values import takes_values
 from fp4compile.templates.launch import Launch
@@ -41,10 +42,13 @@ def ragged_rows_launch(
         tiles, blocks = padded_rows(source.rows, groups) // TILE_ROWS, ceil_div(blocks, TILE_COLS) * TILE_COLS
     else:
         tiles = source.rows // config.rows + groups
+    isa, width = source.target.isa, max(config.blocks * block, TILE_ROWS)
+    # Where each row has an outer scale of its own, scales without masks would take half as many registers again.
+    whole = outer.mode != "each amax" and statically_true(source.cols % width == 0)
     constants |= {
         "GROUPS": groups, "SEEDED": seed is not None, "OUTER": outer.mode, "SWIZZLED": swizzled,
         "ALIGN": source.align, **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text,
-        "ISA": source.target.isa, **config.constants,
+        "WHOLE_COLS": isa >= 100 and whole, "ISA": isa, **config.constants,
     }  # fmt: skip
     arguments = (
         source.view, offs, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
@@ -100,18 +104,23 @@ def quantize_row_tile(
 
 @triton.jit
 def store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK: tl.constexpr, SWIZZLED: tl.constexpr,
-                     ALIGN: tl.constexpr):  # fmt: skip
-    """Store the scale bytes of a tile. SWIZZLED: fill the tile's padding with zeros. ALIGN: see `store_scales`."""
+                     ALIGN: tl.constexpr, WHOLE_COLS: tl.constexpr, ISA: tl.constexpr):  # fmt: skip
+    """Store the scale bytes of a tile. SWIZZLED: fill the tile's padding with zeros. ALIGN: see `store_scales`.
+
+    WHOLE_COLS: tiles divide the columns, so that only rows need masks.
+    """
+    unsigned: tl.constexpr = ISA >= 100
     count: tl.constexpr = byte.shape[0]
     row = row0 + tl.arange(0, count)
     block0 = col_tile * byte.shape[1]
-    blocks = tl.cdiv(cols, BLOCK)
+    blocks = tiles_along(cols, BLOCK, unsigned)
     if SWIZZLED:
         byte = tl.where((row < end)[:, None], byte, 0)
         place = tile * count + tl.arange(0, count)
-        store_scales(scales_ptr, byte, tile * 0, place, block0, (tile + 1) * count, blocks, True, ALIGN)
+        store_scales(scales_ptr, byte, tile * 0, place, block0, (tile + 1) * count, blocks, True, ALIGN,
+                     WHOLE_COLS, unsigned)  # fmt: skip
     else:
-        store_scales(scales_ptr, byte, tile * 0, row, block0, end, blocks, False, ALIGN)
+        store_scales(scales_ptr, byte, tile * 0, row, block0, end, blocks, False, ALIGN, False, unsigned)
 
 
 @triton.jit
@@ -120,7 +129,7 @@ def quantize_grouped_rows(
     operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
     SEEDED: tl.constexpr, OUTER: tl.constexpr, SWIZZLED: tl.constexpr,
-    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
+    ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, WHOLE_COLS: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS x BLOCKS blocks of one group. x: [rows, cols], strides x_row and 1. offs: int32 [GROUPS].
@@ -128,7 +137,7 @@ def quantize_grouped_rows(
     data_ptr: bytes for codes, or 16-bit floats (see `encode_and_store_codes`).
     OUTER "none", "tensor": as in `outer_scales`. "group amax", "each amax": outer scales are made from the bits at
     amax_ptr, of each group or row, and stored at outer_ptr. SWIZZLED (ROWS is 128): tiles beyond the last group fill
-    their scales with zeros.
+    their scales with zeros. WHOLE_COLS: as in `quantize_grouped_columns`.
     """
     before = ()
     offs = ()
@@ -137,8 +146,9 @@ def quantize_grouped_rows(
         before = before + (tl.load(offs_ptr + number, mask=exists, other=0),)
         number, exists = of_lanes(i, GROUPS)
         offs = offs + (tl.load(offs_ptr + number, mask=exists, other=0),)
-    padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
-    col_tiles = tl.maximum(tl.cdiv(padded_cols, BLOCKS * BLOCK), 1)
+    unsigned: tl.constexpr = ISA >= 100
+    padded_cols = tiles_along(cols, 4 * BLOCK, unsigned) * 4 * BLOCK if SWIZZLED else cols
+    col_tiles = tl.maximum(tiles_along(padded_cols, BLOCKS * BLOCK, unsigned), 1)
     tile = tl.program_id(0) // col_tiles
     col_tile = tl.program_id(0) % col_tiles
     group, start, end, row0 = group_of_tile(before, offs, rows, tile, ROWS, GROUPS)
@@ -146,7 +156,8 @@ def quantize_grouped_rows(
     if group >= GROUPS:
         if SWIZZLED:
             byte = tl.zeros((ROWS, BLOCKS), tl.int32)
-            store_row_scales(scales_ptr, byte, tile, col_tile, row0, row0, cols, BLOCK, True, SCALE_ALIGN)
+            store_row_scales(scales_ptr, byte, tile, col_tile, row0, row0, cols, BLOCK, True, SCALE_ALIGN,
+                             WHOLE_COLS, ISA)  # fmt: skip
         return
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr)
@@ -160,4 +171,5 @@ def quantize_grouped_rows(
         ELEMENT, SCALE, CONTRACT, BLOCK, SEEDED, OUTER, UNIT_ALIGN, ISA,
     )  # fmt: skip
     if not takes_values(data_ptr.dtype):
-        store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK, SWIZZLED, SCALE_ALIGN)
+        store_row_scales(scales_ptr, byte, tile, col_tile, row0, end, cols, BLOCK, SWIZZLED, SCALE_ALIGN,
+                         WHOLE_COLS, ISA)  # fmt: skip

@@ -34,7 +34,7 @@ from fp4compile.templates.device.elements import (
     unpack,
     word_amax,
 )
-from fp4compile.templates.device.memory import store_scales, store_units, tile_of
+from fp4compile.templates.device.memory import store_scales, store_units, tile_of, tiles_along
 from fp4compile.templates.device.packed_encoding import encode_exact_words, exact_in_bf16
 from fp4compile.templates.device.packed_rounding import (
     CLAMP_LIMIT,
@@ -54,6 +54,7 @@ from fp4compile.templates.quantize.outputs import (
     format_constants,
     padded_scale_shape,
     store_aligns,
+    whole_tiles,
 )
 from fp4compile.templates.quantize.source import Source
 from fp4compile.templates.view import View
@@ -83,11 +84,15 @@ def rows_launch(
     computed = source.prologue is not None
     config = row_config(fmt.element, block, None if flat is None else source.cols, source.target.isa, computed)
     rows, blocks = padded_scale_shape(source.rows, ceil_div(source.cols, block), layout)
+    isa = source.target.isa
+    # Without masks, a kernel with random words would need more than 64 registers, and ptxas would spill some. And for
+    # compute capability 12.0, ptxas 12.8 would lose block scales of float32.
+    whole = seed is None and whole_tiles(source, config.rows, config.blocks * block, layout)
     constants |= {
         "SEEDED": seed is not None, "STREAM": stream, **outer.constants, "FLAT": flat is not None,
         "SWIZZLED": layout == "swizzled", "PDL": dependent, "PACKED": computed, "ALIGN": source.align,
-        **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text,
-        "ISA": source.target.isa, **config.constants,
+        "WHOLE": isa == 100 and whole, "BATCHED": isa < 100 or not statically_true(source.batch == 1),
+        **store_aligns(source.cols, fmt), "PROLOGUE": source.prologue_text, "ISA": isa, **config.constants,
     }  # fmt: skip
     arguments = (
         source.view, *output.pointers, *outer.pointers(output.data), seed_pointer(seed, output.data),
@@ -195,13 +200,15 @@ def encode_and_store(
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr, SWIZZLED: tl.constexpr,
     UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False,
+    WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes and the scales of a tile's words [ROWS, BLOCKS, BLOCK / 2]; see `encode_and_store_codes`."""
     byte = encode_and_store_codes(words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
                                   dtype, ELEMENT, SCALE, CONTRACT, BLOCK, HAS_OUTER, STATIC, SEEDED, STREAM,
-                                  UNIT_ALIGN, ISA, PACKED)  # fmt: skip
+                                  UNIT_ALIGN, ISA, PACKED, WHOLE)  # fmt: skip
     if SCALE != "none" and not takes_values(data_ptr.dtype):
-        store_scales(scales_ptr, byte, batch, row, block0, rows, tl.cdiv(cols, BLOCK), SWIZZLED, SCALE_ALIGN)
+        store_scales(scales_ptr, byte, batch, row, block0, rows, tiles_along(cols, BLOCK, ISA >= 100), SWIZZLED,
+                     SCALE_ALIGN, WHOLE, ISA >= 100)  # fmt: skip
 
 
 @triton.jit
@@ -209,24 +216,26 @@ def encode_and_store_codes(
     words, amax, encode, decode, data_ptr, seed_ptr, batch, row, block0, rows, cols,
     dtype: tl.constexpr, ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     HAS_OUTER: tl.constexpr, STATIC: tl.constexpr, SEEDED: tl.constexpr, STREAM: tl.constexpr,
-    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False,
+    UNIT_ALIGN: tl.constexpr, ISA: tl.constexpr, PACKED: tl.constexpr = False, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """Write the codes of a tile's words [ROWS, BLOCKS, BLOCK / 2]; return the bytes of its scales.
 
     amax: bits of the block amaxes. encode, decode: outer scales. row, block0: where the tile lies in its matrix.
     If data_ptr points to 16-bit floats, dequantised values are written instead of codes (`device.values`).
     STATIC: the outer scale is static, so it does not show an infinite element. PACKED: round by packed instructions
-    where they are exact. That saves instructions, which pays only after a prologue.
+    where they are exact. That saves instructions, which pays only after a prologue. WHOLE: the whole tile exists, so
+    nothing needs a mask.
     """
     half: tl.constexpr = BLOCK // 2
     fake: tl.constexpr = takes_values(data_ptr.dtype)
     if SEEDED:
         byte, factor = block_scale(amax, encode, decode, HAS_OUTER, ELEMENT, SCALE, CONTRACT, ISA)
-    per_row = tl.cdiv(cols, 2) if SCALE == "none" else tl.cdiv(cols, BLOCK) * half
+    blocks = tiles_along(cols, BLOCK, ISA >= 100)
+    per_row = tiles_along(cols, 2, ISA >= 100) if SCALE == "none" else blocks * half
     matrix_row = batch.to(tl.int64) * rows + row
     per_unit: tl.constexpr = 4 if SEEDED and not fake else 1  # pairs of codes in a unit
     if SEEDED:
-        block = matrix_row[:, None] * tl.cdiv(cols, BLOCK) + (block0 + tl.arange(0, words.shape[1]))[None, :]
+        block = matrix_row[:, None] * blocks + (block0 + tl.arange(0, words.shape[1]))[None, :]
         units = encode_seeded(words, factor, block, seed_ptr, dtype, ELEMENT, STREAM, ISA)
     else:
         outer: tl.constexpr = "tensor" if HAS_OUTER else "none"
@@ -237,7 +246,7 @@ def encode_and_store_codes(
     if fake and (SEEDED or SCALE != "e4m3"):  # else units are dequantised values already
         units = values_of_units(units, byte, ELEMENT, SCALE, data_ptr.dtype.element_ty, ISA)
     store_units(data_ptr, units, matrix_row, block0 * (half // per_unit), per_row // per_unit, row < rows,
-                UNIT_ALIGN // per_unit)  # fmt: skip
+                UNIT_ALIGN // per_unit, WHOLE, ISA >= 100)  # fmt: skip
     return byte
 
 
@@ -248,6 +257,7 @@ def quantize_rows(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, CONTRACT: tl.constexpr, BLOCK: tl.constexpr,
     SEEDED: tl.constexpr, STREAM: tl.constexpr, OUTER: tl.constexpr, PARTIAL_MAXIMA: tl.constexpr,
     FLAT: tl.constexpr, SWIZZLED: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr,
+    WHOLE: tl.constexpr, BATCHED: tl.constexpr,
     ALIGN: tl.constexpr, UNIT_ALIGN: tl.constexpr, SCALE_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, VECTORS: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -257,28 +267,26 @@ def quantize_rows(
     than 2^31 elements. OUTER, PARTIAL_MAXIMA: as in `outer_scales`; or OUTER "row": outer_ptr has a decode factor for
     each row; or OUTER "matrix amax": amax_ptr has the amax of each matrix, whose decode factor is stored at outer_ptr.
     PDL: the kernel of the amax may still run when this one starts, see `device.dependent_launch`. PACKED: as in
-    `encode_and_store_codes`.
+    `encode_and_store_codes`. WHOLE, BATCHED: as in `quantize_columns`.
     """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     operands = (operand_1_ptr, operand_2_ptr, operand_3_ptr, operand_4_ptr, operand_5_ptr,
                 stored_1_ptr, stored_2_ptr, stored_3_ptr)  # fmt: skip
-    padded_rows = tl.cdiv(rows, 128) * 128 if SWIZZLED else rows
-    padded_cols = tl.cdiv(cols, 4 * BLOCK) * 4 * BLOCK if SWIZZLED else cols
+    padded_rows = tiles_along(rows, 128, ISA >= 100) * 128 if SWIZZLED else rows
+    padded_cols = tiles_along(cols, 4 * BLOCK, ISA >= 100) * 4 * BLOCK if SWIZZLED else cols
     program = tl.program_id(0)
     if OUTER == "amax" or OUTER == "matrix amax":
         # The amax kernel has left the end of the tensor in the cache, so the last tile comes first.
         program = tl.num_programs(0) - 1 - program
-    col_tiles = tl.cdiv(padded_cols, BLOCKS * BLOCK)
-    # Unsigned divisions gain nothing for one-level NVFP4, and take two registers more.
-    unsigned: tl.constexpr = ISA >= 100 and (SCALE == "e8m0" or OUTER != "none")
-    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, unsigned)
+    col_tiles = tiles_along(padded_cols, BLOCKS * BLOCK, ISA >= 100)
+    batch, row_tile, col_tile = tile_of(program, padded_rows, col_tiles, ROWS, FLAT, ISA >= 100, BATCHED)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     block0 = (col_tile.to(tl.int64) if FLAT else col_tile) * BLOCKS
     cols_left = tl.minimum(cols - block0 * BLOCK, BLOCKS * BLOCK).to(tl.int32)
     col0 = block0 * BLOCK
     x_row_ptr = x_ptr + batch.to(tl.int64) * x_batch + row.to(tl.int64) * x_row + col0
     words = read_tile(x_row_ptr, operands, batch, row, rows, col0, cols, cols_left, dtype, ROWS, BLOCKS, BLOCK, VECTORS,
-                      ALIGN, False, ISA, True, PROLOGUE)  # fmt: skip
+                      ALIGN, WHOLE, ISA, True, PROLOGUE)  # fmt: skip
 
     if PDL:
         amax_ptr = wait(amax_ptr)
@@ -292,7 +300,7 @@ def quantize_rows(
     encode_and_store(words, word_amax(words, 2, ISA, dtype), encode, decode, data_ptr, scales_ptr,
                      seed_ptr, batch, row, block0, rows, cols, dtype, ELEMENT, SCALE, CONTRACT, BLOCK,
                      OUTER != "none", OUTER == "tensor" or OUTER == "row", SEEDED, STREAM, SWIZZLED, UNIT_ALIGN,
-                     SCALE_ALIGN, ISA, PACKED)  # fmt: skip
+                     SCALE_ALIGN, ISA, PACKED, WHOLE)  # fmt: skip
 
 
 @triton.jit
