@@ -14,7 +14,10 @@ from fp4compile.check.product_table import PRODUCTS  # noqa: E402
 from fp4compile.check.quantiser_table import BOTH, COLUMNS, CONFIGURATIONS, ROWS, Configuration  # noqa: E402
 from fp4compile.check.representatives import representatives  # noqa: E402
 from fp4compile.check.sass import disassemble  # noqa: E402
+from fp4compile.hardware import Target  # noqa: E402
+from fp4compile.ops.quantize import quantize_kernels  # noqa: E402
 from fp4compile.templates.device import block_scales  # noqa: E402
+from fp4compile.templates.launch import dry_run  # noqa: E402
 from tests.helpers.kernels import NEW_PTXAS  # noqa: E402
 
 TARGETS = [90, 100, *([103, 120] if NEW_PTXAS else [])]
@@ -183,3 +186,13 @@ def test_every_shipped_product(sm):
     native = {row.format for row in rows if row.line.startswith("block-scaled")}
     mixed = {"mxfp8 x mxfp4"} if 103 != sm < 120 else set()  # Triton has no mixed block-scaled product on SM120
     assert native >= {"nvfp4 x nvfp4", "mxfp4 x mxfp4", "mxfp8 x mxfp8", *mixed}
+
+
+@pytest.mark.parametrize("sm", (90, 100))
+def test_tensors_of_one_element_compile(sm):
+    """Triton makes a Python int of a size that is 1."""
+    with dry_run(Target(sm)) as launches:
+        quantize_kernels(torch.empty(1, 1, device="meta", dtype=torch.bfloat16), "nvfp4")
+    assert len(launches) == 2
+    for launch in launches:
+        check.compile_launch(launch, sm)
