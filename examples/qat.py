@@ -2,10 +2,10 @@
 
     python examples/qat.py [--recipe nvfp4] [--steps 60]
 
-The sentence-embedding model all-MiniLM-L6-v2 is distilled from itself: the teacher is the unquantised model, the student
-the same model compiled under a recipe that quantises the forward product alone. Afterwards `pack_` stores the student's
-weights, with the bits that it was trained with. Prints the SQNR and the mean cosine of embeddings to the teacher's, over
-sentences that were not trained on.
+The sentence-embedding model all-MiniLM-L6-v2 is distilled from itself: the teacher is the unquantised model, the
+student the same model compiled under a recipe that quantises the forward product alone. Afterwards `pack_` stores the
+student's weights, with the bits that it was trained with. Prints the SQNR and the mean cosine of embeddings to the
+teacher's, over sentences that were not trained on.
 """
 
 import argparse
