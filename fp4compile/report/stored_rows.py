@@ -69,16 +69,21 @@ def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
         log.warning("report rows not stored: %s", error)
 
 
-def load(key: str) -> list[tuple[list[Row], dict[str, int]]] | None:
+MISSING = "a graph came from Inductor's cache, and its report rows are gone: it is not in the report"
+
+
+def load(key: str, missing: str | None = MISSING) -> list[tuple[list[Row], dict[str, int]]] | None:
     """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
 
-    A file with other contents is removed; the graph runs without it.
+    missing: the warning where they do not exist; None for none. A file with other contents is removed; the graph runs
+    without it.
     """
     path = _path(key)
     try:
         stored = path.read_bytes()
     except OSError:
-        log.warning("a graph came from Inductor's cache, and its report rows are gone: it is not in the report")
+        if missing is not None:
+            log.warning(missing)
         return None
     try:
         return _graphs(stored)

@@ -78,3 +78,19 @@ def test_rows_are_written_whole_or_not_at_all(file, monkeypatch, caplog):
         stored_rows.store("key", [([], {"find": 2})])
     assert "report rows not stored: [Errno 28]" in caplog.text
     assert stored_rows.load("key") == [([], {"find": 1})] and list(file.parent.iterdir()) == [file]
+
+
+def test_what_inductors_cache_alone_has_is_in_the_report():
+    """Frozen weights keep a graph out of AOTAutograd's cache, so the joint passes run, and the later ones do not."""
+    summaries, counts = [], []
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        model[0].requires_grad_(False)
+        backend = fp4compile.backend("mxfp8")
+        torch.compile(model, backend=backend)(torch.randn(32, 64, requires_grad=True)).sum().backward()
+        summaries.append(backend.report.summary())
+        counts.append(backend.report.counts)
+    assert "saved for backward" in summaries[0] and "merge_quantize" in counts[0]
+    assert summaries[1] == summaries[0] and counts[1] == counts[0]

@@ -226,3 +226,21 @@ def test_a_packed_model_says_that_it_is_packed():
     again = fp4compile.pack_(model, "mxfp8")
     assert again.packed_before == again.to_dict()["packed_before"] == 4
     assert again.summary() == "recipe mxfp8: 0 of 0 matrix products quantised; 4 packed already, and not counted"
+
+
+def test_packing_after_training_keeps_the_bits_that_training_computed_with():
+    """A recipe of the forward product alone; a teacher in the same function stays unquantised by a rule."""
+    forward = named("nvfp4").replace(dgrad_dy=None, dgrad_w=None, wgrad_dy=None, wgrad_x=None)
+    forward = forward.replace(rules=(("teacher*", "skip"),))
+    model = torch.nn.ModuleDict({"student": Net(), "teacher": Net()})
+    backend = fp4compile.backend(forward)
+    run = torch.compile(lambda tokens: (model["student"](tokens), model["teacher"](tokens)), backend=backend)
+    student, teacher = run(TOKENS)
+    (student - teacher).square().mean().backward()
+    torch.optim.SGD(model["student"].parameters(), 0.1).step()
+    assert {row.product for row in backend.report.quantised} == {"fprop"}
+    with torch.no_grad():
+        trained, exact = run(TOKENS)
+        assert torch.equal(exact, model["teacher"](TOKENS))
+        fp4compile.pack_(model["student"], forward)
+        assert torch.equal(model["student"](TOKENS), trained)
