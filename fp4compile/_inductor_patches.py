@@ -27,6 +27,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.fx_passes import post_grad
 from torch.fx import Graph, Node
+from torch.nn.parallel import DistributedDataParallel
 
 
 def share_kernel_analysis(package: str) -> None:
@@ -223,3 +224,28 @@ def _innermost(compiler_fn: Any) -> Any:
     """The backend that `torch.compile` was given, inside Dynamo's wrappers."""
     backend = torch._dynamo.eval_frame.innermost_backend(compiler_fn)
     return getattr(backend, "compiler_fn", backend)
+
+
+@functools.cache
+def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
+    """Make DistributedDataParallel not broadcast the buffers of modules of a class, which never change.
+
+    It broadcasts all buffers before every forward pass, and its backends cannot send float8 numbers. It leaves out the
+    names in the attribute `_ddp_params_and_buffers_to_ignore` of the module that it wraps (torch 2.11 to 2.13).
+    """
+    wrapped = DistributedDataParallel.__init__
+
+    @functools.wraps(wrapped)
+    def init(self: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        found = {
+            f"{path}.{name}".removeprefix(".")
+            for path, child in module.named_modules(remove_duplicate=False)
+            if isinstance(child, constant)
+            for name in child._buffers
+        }
+        if found:
+            known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*known, *found])
+        wrapped(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = init

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4compile import _inductor_patches
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.ops.quantize import QUANTIZE
@@ -219,6 +220,9 @@ class PackedWeight(nn.Module):
 
     def set_extra_state(self, state: torch.Tensor | dict[str, Any]) -> None:
         """Does nothing: `_misfit` has checked that the state equals this layer's."""
+
+
+_inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
 
 
 def is_extra_state(key: str) -> bool:
