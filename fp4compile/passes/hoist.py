@@ -70,8 +70,12 @@ def hoisting(
         return inner_compile
 
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        # A weight that an optimiser changes at every step is quantised in the graph of the step.
-        lasting = inputs if kwargs.get("is_inference") else tuple(one if one.frozen else Input() for one in inputs)
+        lasting = inputs
+        if not kwargs.get("is_inference"):
+            # A weight that an optimiser changes at every step is quantised in the graph of the step. CUDA graphs of a
+            # training step with packed weights, which the forward saves for the backward, have run on no GPU yet.
+            captured = bool(kwargs.get("cudagraphs"))
+            lasting = tuple(one if one.frozen and not captured else Input() for one in inputs)
         if not any(one.parameter for one in lasting) or not changes_are_seen():
             return inner_compile(gm, example_inputs, **kwargs)
         hoisted = Hoisted()

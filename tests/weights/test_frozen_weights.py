@@ -6,6 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
+from fp4compile.analysis.gemm import Input
+from fp4compile.passes.hoist import hoisting
 
 
 class Net(nn.Module):
@@ -122,3 +124,12 @@ def test_a_layer_that_thaws_is_trained(fused):
     frozen = gradient(model, run, X)
     torch._dynamo.reset()
     assert torch.equal(frozen, gradient(model, torch.compile(model, backend=fp4compile.backend("mxfp8")), X))
+
+
+def test_graphs_for_cuda_graphs_quantise_frozen_weights_themselves():
+    graph, seen = torch.fx.symbolic_trace(nn.Identity()), []
+    inner = hoisting(lambda gm, inputs, **kwargs: seen.append(kwargs), (Input("w", frozen=True),), sink=seen.append)
+    inner(graph, [torch.ones(1)], is_inference=False, cudagraphs=True)
+    assert seen == [{"is_inference": False, "cudagraphs": True}]
+    inner(graph, [torch.ones(1)], is_inference=False, cudagraphs=False)
+    assert "hoist" in seen[1]  # the pass has run
