@@ -23,6 +23,7 @@ from fp4compile.passes.manager import analyse
 from fp4compile.passes.rewrite import insert
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names, page
+from fp4compile.report.decibels import decibels
 from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
 
@@ -90,7 +91,7 @@ class Sensitivity:
 
     def _together(self, first: int = 0) -> float:
         """SQNR of the model's output with `layers[first:]` quantised, if errors are independent."""
-        return _decibels(1.0, math.fsum(10 ** (-one.model_db / 10) for one in self.layers[first:]))
+        return decibels(1.0, math.fsum(10 ** (-one.model_db / 10) for one in self.layers[first:]))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dictionary for JSON, with infinite decibels as text. `from_dict` makes an equal object."""
@@ -249,13 +250,7 @@ class _Error:
     @property
     def decibels(self) -> float:
         """SQNR in decibels: infinite without an error, minus infinite where the error is not finite."""
-        return _decibels(self.signal, self.error)
-
-
-def _decibels(signal: float, error: float) -> float:
-    if error == 0:
-        return math.inf
-    return 10 * math.log10(signal / error) if signal > 0 and math.isfinite(error) else -math.inf
+        return decibels(self.signal, self.error)
 
 
 class _Trials:

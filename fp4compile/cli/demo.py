@@ -22,6 +22,7 @@ from fp4compile.backend import Backend, backend
 from fp4compile.calibration.calibrate import calibrate
 from fp4compile.cli import arguments
 from fp4compile.recipe import Recipe
+from fp4compile.report.decibels import decibels
 
 BATCH, LENGTH = 8, 64
 LEARNING_RATE = 5e-3
@@ -217,12 +218,7 @@ def logit_sqnr(model: nn.Module, compile_backend: Backend, device: torch.device)
         exact = logits_of(model, tokens).double()
         signal += exact.square().sum().item()
         noise += (exact - logits_of(compiled, tokens).double()).square().sum().item()
-    return sqnr(signal, noise)
-
-
-def sqnr(signal: float, noise: float) -> float:
-    """The ratio of two powers in dB; infinity without noise."""
-    return float("inf") if noise == 0 else 10 * torch.tensor(signal / noise).log10().item()
+    return decibels(signal, noise)
 
 
 class Progress:

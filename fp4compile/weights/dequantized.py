@@ -1,9 +1,10 @@
 """The tensor that reading a packed weight returns: dequantised values, to which nobody writes without being told."""
 
-import math
 from typing import Any, Protocol
 
 import torch
+
+from fp4compile.report.decibels import decibels
 
 # Operators that write to their first argument and whose names do not end in one underscore.
 _WRITES = {"__setitem__", *(f"__i{name}__" for name in (
@@ -63,7 +64,6 @@ class DequantizedWeight(torch.Tensor):
 
 
 def sqnr(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """The ratio of signal to quantisation noise in dB: 10 log10(sum wanted^2 / sum (wanted - got)^2)."""
+    """The ratio of signal to quantisation noise in dB: sum wanted^2 over sum (wanted - got)^2."""
     wanted, got = wanted.detach().float(), got.detach().float()
-    noise = float((wanted - got).square().sum())
-    return math.inf if noise == 0 else 10 * math.log10(float(wanted.square().sum()) / noise)
+    return decibels(float(wanted.square().sum()), float((wanted - got).square().sum()))

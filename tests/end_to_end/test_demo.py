@@ -12,6 +12,7 @@ from fp4compile import __version__
 from fp4compile.cli import demo
 from fp4compile.cli.main import main
 from fp4compile.recipe import Recipe, recipes, resolve
+from fp4compile.report.decibels import decibels
 
 train = demo.train
 
@@ -62,8 +63,9 @@ def test_batches_repeat_with_the_seed_and_are_shifted_by_one():
 
 
 def test_sqnr():
-    assert demo.sqnr(100.0, 1.0) == pytest.approx(20.0)
-    assert demo.sqnr(1.0, 0.0) == float("inf")
+    assert decibels(100.0, 1.0) == pytest.approx(20.0)
+    assert decibels(1.0, 0.0) == float("inf")
+    assert decibels(0.0, 1.0) == decibels(1.0, float("nan")) == -float("inf")
 
 
 def test_progress_draws_on_a_terminal(capsys, monkeypatch):

@@ -166,12 +166,15 @@ def test_adapters_train(options):
 def test_a_compiled_step_of_adapters_is_the_eager_one():
     models = [adapted(llama(layers=1)) for _ in range(2)]
     runs = models[0], torch.compile(models[1], backend=fp4compile.backend("nvfp4"))
+    for name, parameter in (*models[0].named_parameters(), *models[1].named_parameters()):
+        if "lora_B" in name:  # zeros would hide the gradients of A
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     tokens, gradients = torch.arange(32).view(2, 16), []
     for model, run in zip(models, runs, strict=True):
         run(input_ids=tokens, labels=tokens).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert len(gradients[0]) == 14  # A and B of 7 layers
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_packed_before_or_after_the_adapter_is_the_same():
