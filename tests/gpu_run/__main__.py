@@ -23,7 +23,7 @@ from tests.gpu_run.tree import commit, environment, tree_hash
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
-IN_A_PART = 250  # programs
+IN_A_PART = 500  # programs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,10 +98,10 @@ def _parser() -> argparse.ArgumentParser:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the parts and whether they have passed")
     parser.add_argument("--parts", type=int, nargs="+", metavar="N", help="which parts to run (all)")
-    parser.add_argument("--limit", type=float, default=470, help="seconds of a part (%(default)s)")
+    parser.add_argument("--limit", type=float, default=560, help="seconds of a part (%(default)s)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of the call; the rest is for another call")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (%(default)s)")
-    parser.add_argument("--suite-parts", type=int, default=3, help="parts of the tests (%(default)s)")
+    parser.add_argument("--suite-parts", type=int, default=1, help="parts of the tests (%(default)s)")
     parser.add_argument("--programs", type=int, default=500, help="random programs (%(default)s)")
     parser.add_argument("--seed", type=int, default=880000, help="of the first program (%(default)s)")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "gpu_run", help="what is remembered of runs")

@@ -1,6 +1,7 @@
 """The parts of a GPU run: which tests, or which programs of the fuzzer, and the command that runs what is left of them.
 
-A test is known by pytest's id, a program by `program SEED`. Whatever runs a part appends a line of JSON to a file of
+A test is known by pytest's id, a program by `program SEED`. Long tests start first, so that at the end of a part no
+process waits for one of them. Whatever runs a part appends a line of JSON to a file of
 records for each of these: {"id", "outcome", "seconds"}, so that a part that is stopped loses nothing.
 """
 
@@ -26,14 +27,16 @@ class Part:
     fuzz: bool = False
 
     def command(self, jobs: int, folder: Path) -> list[str]:
-        """The command that runs those of the ids that `folder / "wanted.json"` lists, and adds to its records."""
+        """The command that runs those of the ids that `folder / "wanted.json"` lists, in that order, and adds to its
+        records."""
         if self.fuzz:
             wanted = [seed_of(name) for name in self.ids]
             return [sys.executable, "-m", "tests.fuzz", *FUZZER, "--seed", str(wanted[0]), "--count", str(len(wanted)),
                     "--jobs", str(jobs), "--records", str(folder / "records.jsonl")]  # fmt: skip
         return [sys.executable, "-m", "pytest", "-qq", "--tb=short", "--no-summary", "-p", "no:cacheprovider",
                 "-p", "tests.gpu_run.record", "--gpu-run", str(folder), "-m", "gpu", "-n", str(jobs),
-                "--dist", "worksteal", "--max-worker-restart", str(4 * jobs), *self.files()]  # fmt: skip
+                "--dist", "load", "--maxschedchunk", "1", "--max-worker-restart", str(4 * jobs),
+                *self.files()]  # fmt: skip
 
     def files(self) -> list[str]:
         return list(dict.fromkeys(name.partition("::")[0] for name in self.ids))
@@ -55,24 +58,23 @@ def seed_of(name: str) -> int:
 
 
 def split_tests(ids: Iterable[str], count: int, seconds: Mapping[str, float]) -> list[Part]:
-    """The tests in `count` parts that take about equally long; fewer where there are fewer tests.
+    """The tests in `count` parts that take about equally long, in each the longest first; fewer parts of fewer tests.
 
-    seconds: of one test of a file, by the file's path, for those files that have been measured.
+    seconds: of a test, by its id; or of one test of a file, by the file's path. What is in neither is guessed.
     """
-    ids = sorted(ids)  # tests of a file, which share kernels, stay together where they can
-    costs = [_seconds_of(name, seconds) for name in ids]
+    cost = {name: _seconds_of(name, seconds) for name in sorted(ids)}  # tests of a file share kernels
     parts: list[list[str]] = [[] for _ in range(count)]
-    before, total = 0.0, sum(costs)
-    for name, cost in zip(ids, costs, strict=True):
-        parts[min(int((before + cost / 2) * count / total), count - 1)].append(name)
-        before += cost
-    return [Part(tuple(part)) for part in parts if part]
+    before, total = 0.0, sum(cost.values())
+    for name, own in cost.items():
+        parts[min(int((before + own / 2) * count / total), count - 1)].append(name)
+        before += own
+    return [Part(tuple(sorted(part, key=lambda name: -cost[name]))) for part in parts if part]
 
 
 def _seconds_of(name: str, seconds: Mapping[str, float]) -> float:
     path = name.partition("::")[0]
-    if path in seconds:
-        return max(seconds[path], 0.01)
+    if name in seconds or path in seconds:
+        return max(seconds.get(name, seconds.get(path)), 0.01)
     return GUESSES.get(Path(path).parent.name, OTHER_GUESS)
 
 

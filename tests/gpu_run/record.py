@@ -1,8 +1,8 @@
 """A pytest plugin: runs the tests that a GPU run wants, records each as it ends, and prints failures as they come.
 
-`--gpu-run FOLDER`: ids of the tests to run are in FOLDER/wanted.json, all where there is no such file; records go to
-FOLDER/records.jsonl, and with `--collect-only` the ids to FOLDER/collected.json. On several GPUs the processes of
-pytest-xdist begin their lists of GPUs with different ones.
+`--gpu-run FOLDER`: ids of the tests to run are in FOLDER/wanted.json in their order, all where there is no such file;
+records go to FOLDER/records.jsonl, and with `--collect-only` the ids to FOLDER/collected.json. On several GPUs the
+processes of pytest-xdist begin their lists of GPUs with different ones.
 """
 
 import json
@@ -37,9 +37,9 @@ def pytest_collection_modifyitems(config, items):
     path = config.getoption("--gpu-run") / "wanted.json"
     if not path.exists():
         return
-    wanted = set(json.loads(path.read_text(encoding="utf-8")))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
-    items[:] = [item for item in items if item.nodeid in wanted]
+    places = {name: i for i, name in enumerate(json.loads(path.read_text(encoding="utf-8")))}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in places])
+    items[:] = sorted((item for item in items if item.nodeid in places), key=lambda item: places[item.nodeid])
 
 
 def pytest_collection_finish(session):

@@ -20,6 +20,7 @@ from typing import Any
 from tests.gpu_run.parts import Part, from_data, is_done, read_records, to_data
 
 SHORTEST = 45.0  # seconds: a part with less than that ahead is not begun
+LONG = 30.0  # seconds from which on the time of a test is kept under its own name
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def result(run: Run, parts: Sequence[Part], identity: Mapping[str, Any]) -> dict
         "tests": _counts(records, [name for part in parts if not part.fuzz for name in part.ids]),
         "programs": _counts(records, [name for part in parts if part.fuzz for name in part.ids]),
         "parts": rows,
-        "seconds_of_a_test": seconds_of_files(records),
+        "seconds_of_a_test": seconds_of_tests(records),
     }
 
 
@@ -145,13 +146,19 @@ def _counts(records: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def seconds_of_files(records: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a core that a test of each file takes, in the mean: by them the next run is split."""
-    times = defaultdict(list)
+def seconds_of_tests(records: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a core that a test of each file takes, in the mean, and that each long test takes.
+
+    By them the next run is split and ordered.
+    """
+    times, long = defaultdict(list), {}
     for name, entry in records.items():
         if "::" in name and entry["outcome"] == "passed":
             times[name.partition("::")[0]].append(entry["seconds"])
-    return {path: round(sum(seconds) / len(seconds), 2) for path, seconds in sorted(times.items())}
+            if entry["seconds"] >= LONG:
+                long[name] = entry["seconds"]
+    means = {path: round(sum(seconds) / len(seconds), 2) for path, seconds in times.items()}
+    return dict(sorted((means | long).items()))
 
 
 def write(path: Path, content: Any) -> None:

@@ -58,6 +58,20 @@ def test_parts_take_equally_long():
     assert max(times) <= sum(times) / 4 + 10
 
 
+def test_long_tests_come_first():
+    """By the time of the test itself, where it was kept."""
+    seconds = {
+        "tests/templates/test_a.py": 0.5,
+        "tests/end_to_end/test_b.py": 10,
+        "tests/templates/test_a.py::test[1]": 99,
+    }
+    [part] = split_tests(ids({"end_to_end/test_b.py": 2, "templates/test_a.py": 2}), 1, seconds)
+    assert [name.removeprefix("tests/") for name in part.ids] == [
+        "templates/test_a.py::test[1]", "end_to_end/test_b.py::test[0]", "end_to_end/test_b.py::test[1]",
+        "templates/test_a.py::test[0]",
+    ]  # fmt: skip
+
+
 def test_every_program_is_in_one_part():
     parts = split_programs(7, 25, 10)
     assert [name for part in parts for name in part.ids] == [program(seed) for seed in range(7, 32)]

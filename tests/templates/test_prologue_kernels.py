@@ -80,17 +80,34 @@ def test_hard_inputs(format):
     check(RESIDUAL, torch.cat([hard_input(name, (2, 80), BF16, block) for name in NON_FINITE]), format)
 
 
+# Outside of the tensor the steps make nothing: matrices have an odd or an even number of columns.
+of_forms = pytest.mark.parametrize(
+    "steps", [NORM, SHIFT, WEIGHT, RESIDUAL], ids=["norm", "shift", "weight", "residual"]
+)
+of_columns = pytest.mark.parametrize("columns", [41, 72])
+
+
 @gpu
-@pytest.mark.parametrize("steps", [NORM, SHIFT, WEIGHT, RESIDUAL], ids=["norm", "shift", "weight", "residual"])
-def test_forms(steps):
-    """Each kernel, with rows and columns of any length: outside of the tensor the steps make nothing."""
-    odd, even, batch = (torch.randn(shape).bfloat16() for shape in ((35, 41), (35, 72), (2, 3, 48)))
-    for format in ("nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"):
-        for first in (odd[:5].contiguous(), even[:5].contiguous()):
-            check(steps, first, format, row_dtype=F32)
-    for format in ("nvfp4_one_level", "mxfp8"):
-        for first in (odd, even):
-            check(steps, first, format, BOTH)
+@of_forms
+@of_columns
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "nvfp4", "nvfp4_rowwise", "mxfp8", "float8_rowwise"])
+def test_rows(steps, columns, format):
+    check(steps, torch.randn(5, columns).bfloat16(), format, row_dtype=F32)
+
+
+@gpu
+@of_forms
+@of_columns
+@pytest.mark.parametrize("format", ["nvfp4_one_level", "mxfp8"])
+def test_both_directions(steps, columns, format):
+    check(steps, torch.randn(35, columns).bfloat16(), format, BOTH)
+
+
+@gpu
+@of_forms
+def test_batches(steps):
+    """Swizzled scales, values, and an outer scale that is given."""
+    batch = torch.randn(2, 3, 48).bfloat16()
     check(steps, batch, "mxfp8", layout="swizzled")
     check(steps, batch.half(), "mxfp8", BOTH, layout="swizzled")
     for format in ("nvfp4", "nvfp4_rowwise", "mxfp8"):
@@ -99,18 +116,18 @@ def test_forms(steps):
 
 
 @gpu
-def test_float32_operands():
+@pytest.mark.parametrize("shape", [(3, 41), (2, 2, 48)])
+def test_float32_operands(shape):
     """A residual stream in float32, whose norm is rounded to bf16 before it is quantised; its sum is stored."""
     norm, stored = ["add aux0 aux1", "mul s0 col2", "mul s1 row3"], ["s0 float32", "s2 bfloat16"]
-    for shape in ((3, 41), (2, 2, 48)):
-        generator = torch.Generator().manual_seed(7)
-        wide, column = (torch.randn(size, generator=generator) for size in (shape, (*shape[:-1], 1)))
-        others = [torch.randn(size, generator=generator).bfloat16() for size in (shape, shape[-1:])]
-        wide.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan])
-        for operands in ([wide, others[0], column, others[1]], [others[0], wide, column, others[1]]):
-            for format in ("nvfp4", "mxfp8"):
-                compare(operands, norm, BF16, format, stored=stored)
-            compare(operands, norm, F16, "nvfp4_rowwise", values=VALUES, stored=["s0 float32"])
+    generator = torch.Generator().manual_seed(7)
+    wide, column = (torch.randn(size, generator=generator) for size in (shape, (*shape[:-1], 1)))
+    others = [torch.randn(size, generator=generator).bfloat16() for size in (shape, shape[-1:])]
+    wide.view(-1)[:3] = torch.tensor([torch.inf, -0.0, torch.nan])
+    for operands in ([wide, others[0], column, others[1]], [others[0], wide, column, others[1]]):
+        for format in ("nvfp4", "mxfp8"):
+            compare(operands, norm, BF16, format, stored=stored)
+        compare(operands, norm, F16, "nvfp4_rowwise", values=VALUES, stored=["s0 float32"])
     compare([wide, wide], RESIDUAL, F32, "mxfp8", stored=["s0 bfloat16"])
 
 
@@ -184,16 +201,21 @@ RESULT, BETWEEN = "s3 bfloat16", "s0 bfloat16"
 
 
 @gpu
-def test_what_is_stored():
+@of_columns
+def test_what_is_stored(columns):
     """Each kernel that reads first writes it, of matrices of any length and nothing beyond."""
-    odd, even, batch = (torch.randn(shape).bfloat16() for shape in ((35, 41), (35, 72), (2, 3, 48)))
-    for first in (odd, even):
-        for stored in ([RESULT], [BETWEEN, RESULT]):
-            for format in ("nvfp4_one_level", "nvfp4", "float8_rowwise"):
-                check(NORM, first[:5].contiguous(), format, stored=stored)
-        for format in ("mxfp8", "nvfp4_one_level"):
-            check(NORM, first, format, BOTH, stored=[BETWEEN, "s2 float16"])
-            check(NORM, first, format, BOTH, stored=[RESULT])
+    first = torch.randn(35, columns).bfloat16()
+    for stored in ([RESULT], [BETWEEN, RESULT]):
+        for format in ("nvfp4_one_level", "nvfp4", "float8_rowwise"):
+            check(NORM, first[:5].contiguous(), format, stored=stored)
+    for format in ("mxfp8", "nvfp4_one_level"):
+        check(NORM, first, format, BOTH, stored=[BETWEEN, "s2 float16"])
+        check(NORM, first, format, BOTH, stored=[RESULT])
+
+
+@gpu
+def test_what_is_stored_of_batches():
+    batch = torch.randn(2, 3, 48).bfloat16()
     check(RESIDUAL, batch, "nvfp4", layout="swizzled", stored=["s0 bfloat16"])
     check(RESIDUAL, batch, "mxfp8", BOTH, layout="swizzled", stored=["s0 bfloat16"])
     check(RESIDUAL, batch, "nvfp4", values=VALUES, stored=["s0 bfloat16"])
