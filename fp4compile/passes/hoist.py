@@ -72,10 +72,8 @@ def hoisting(
     def compile_hoisted(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
         lasting = inputs
         if not kwargs.get("is_inference"):
-            # A weight that an optimiser changes at every step is quantised in the graph of the step. Packed weights
-            # that a forward graph saves for its backward graph have run on no GPU yet.
-            on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
-            lasting = tuple(one if one.frozen and not on_gpu else Input() for one in inputs)
+            # A weight that an optimiser changes at every step is quantised in the graph of the step.
+            lasting = tuple(one if one.frozen else Input() for one in inputs)
         if not any(one.parameter for one in lasting) or not changes_are_seen():
             return inner_compile(gm, example_inputs, **kwargs)
         hoisted = Hoisted()

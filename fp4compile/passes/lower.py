@@ -9,7 +9,7 @@ A model has hundreds of such nodes, and few that differ. Nodes of one signature 
 
 A product stays an op, too, where its `Choice` is not settled or not traceable. No single kernel serves a symbolic
 number of rows that may be small or large: the op chooses at run time. Two guarded launches would cost more on the GPU
-than the op. A product that is computed part by part would fill the graph with launches. A product that first gathers
+than the op. A product that is computed in many parts would fill the graph with launches. A product that first gathers
 experts' matrices by index stays as well: it gathers codes and block scales, and Inductor has no code for the scales.
 """
 

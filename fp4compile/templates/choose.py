@@ -112,7 +112,7 @@ def _decide(problem: Problem, preferred: str | None, registry: tuple[Candidate, 
         found.name, found.tier, config, takes_epilogue=takes_epilogue, dequantizes_a=found.dequantizes_a,
         dequantizes_b=found.dequantizes_b, stores=found is not library.RESCALED,
         group=None if found.group_with is None or problem.empty else found.group_with(problem),
-        traceable=found.traceable(config),
+        traceable=found.traceable(problem, config),
     )  # fmt: skip
 
 

@@ -126,6 +126,21 @@ def test_generated_wrapper_of_a_prologue(monkeypatch):
 
 
 @pretending
+def test_generated_wrapper_of_parts(monkeypatch):
+    """The parts of a large product are written where they belong, and nothing copies them."""
+    pretend(monkeypatch, 90)
+    shapes = (4096, 256), (8192, 256)
+    found = fused_graph(lambda x, w: F.linear(x, w), *shapes, recipe="nvfp4_weight_only", paper=nullcontext, fuse=False)
+    definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
+    parts = re.findall(r"^ *split_k_reduction\w*\.run\(.*, 1, 4096, 2048, 8192, (\d+), 16384, ", calls, re.M)
+    assert parts == ["0", "2048", "4096", "6144"]
+    assert len(re.findall(r"empty_strided_cuda\(.*torch.bfloat16", calls)) == 2  # the result, and a part of the weight
+    assert "triton_poi" not in calls and ".copy_(" not in calls
+    sources = re.findall(r"^split_k_reduction.*?^\'\'\', device_str", definitions, re.DOTALL | re.M)
+    assert len({re.sub(r"split_k_reduction_\d+", "", source) for source in sources}) == 1  # compiled once
+
+
+@pretending
 def test_generated_wrapper_of_a_norm(monkeypatch):
     """One kernel reads both terms once, and writes codes, scales and the sum, of any number of rows."""
     pretend(monkeypatch, 90)

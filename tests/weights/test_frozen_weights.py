@@ -3,12 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile
-from fp4compile.analysis.gemm import Input
-from fp4compile.passes.hoist import hoisting
 
 
 class Net(nn.Module):
@@ -127,11 +124,25 @@ def test_a_layer_that_thaws_is_trained(fused):
     assert torch.equal(frozen, gradient(model, torch.compile(model, backend=fp4compile.backend("mxfp8")), X))
 
 
-def test_training_graphs_on_a_gpu_quantise_frozen_weights_themselves():
-    graph, seen = torch.fx.symbolic_trace(nn.Identity()), []
-    inner = hoisting(lambda gm, inputs, **kwargs: seen.append(kwargs), (Input("w", frozen=True),), sink=seen.append)
-    with FakeTensorMode():
-        inner(graph, [torch.ones(1, device="cuda")], is_inference=False)
-    assert seen == [{"is_inference": False}]
-    inner(graph, [torch.ones(1)], is_inference=False)
-    assert "hoist" in seen[1]  # the pass has run
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", (None, "reduce-overhead"))
+@pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4_train", "float8_rowwise"))
+def test_on_a_gpu(recipe, mode, monkeypatch):
+    """The bits of steps that quantise each time, in CUDA graphs too, before and after the weight changes."""
+    x = X.to("cuda", torch.bfloat16)
+    results = []
+    for disabled in ((), ("hoist",)):
+        monkeypatch.setattr(fp4compile.config, "disabled_passes", disabled)
+        torch._dynamo.reset()
+        model = Net().to("cuda", torch.bfloat16)
+        run = torch.compile(model, backend=fp4compile.backend(recipe, stochastic_rounding=()), mode=mode)
+        found = []
+        for step in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            found.append(gradient(model, run, x))
+            if step == 3:
+                with torch.no_grad():
+                    model.up.weight.mul_(-1.5)
+        results.append(found)
+    assert all(map(torch.equal, *results))
+    assert torch.equal(results[0][2], results[0][3]) and not torch.equal(results[0][3], results[0][4])

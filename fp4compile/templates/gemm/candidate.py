@@ -16,7 +16,7 @@ def _never(problem: Problem) -> bool:
     return False
 
 
-def _always(config: Any) -> bool:
+def _always(problem: Problem, config: Any) -> bool:
     return True
 
 
@@ -31,7 +31,7 @@ class Candidate:
         configure. run: launches a call with that configuration and returns the result, of the problem's shape.
     configurations: the configurations that `max-autotune` times, including the result of `configure`; None where there
         is no other. takes_epilogue: whether it can apply an epilogue before it stores.
-    traceable: whether a graph can hold the launches of a configuration; a loop over parts cannot be traced.
+    traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
@@ -45,7 +45,7 @@ class Candidate:
     run: Callable[[Call, Any], torch.Tensor]
     configurations: Callable[[Problem], tuple] | None = None
     takes_epilogue: Callable[[Problem], bool] = _never
-    traceable: Callable[[Any], bool] = _always
+    traceable: Callable[[Problem, Any], bool] = _always
     any_rows: bool = False
     dequantizes_a: bool = False
     dequantizes_b: bool = False

@@ -16,6 +16,10 @@ from fp4compile.templates.gemm.heuristics import (
 )
 from fp4compile.templates.problem import Problem
 
+# Parts of a product whose launches go into a graph. An op that launches them itself takes the CPU about 65 us for each
+# launch, so that a training step of Llama-3-8B layers waited for the CPU.
+MOST_TRACED = 16
+
 
 def _serves(p: Problem) -> bool:
     """Large matrices whose values 16 bits hold: for them the library's product is faster than `dequant_tiles`."""
@@ -50,26 +54,38 @@ def _run(call: Call, config: DequantOperandConfig) -> torch.Tensor:
     first, rows = (call.a, p.m) if config.by_columns else (call.b, p.n)
     whole = dequantized(first, rows, p.k, dtype, p.target, inexact)
 
-    def part(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product [m, n] of `whole` and the other operand; written to `out` if it is given."""
+    def part(call: Call, out: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
+        """The product of `whole` and the other operand; written to `out`, from line `start` on, if it is given."""
         x, rows = (call.b, call.problem.n) if config.by_columns else (call.a, call.problem.m)
         other = dequantized(x, rows, p.k, dtype, p.target, inexact)
         a, b = (whole, other.t()) if config.by_columns else (other, whole.t())
         with torch.autocast("cuda", enabled=False):  # it would cast fp16 operands to bf16
             if not direct:
-                return dequant_tiles.reduce_split_k(call, torch.mm(a, b, out_dtype=torch.float32), 1, out)
+                first = start * (1 if config.by_columns else p.n)
+                return dequant_tiles.reduce_split_k(call, torch.mm(a, b, out_dtype=torch.float32), 1, out, first)
+            lines = None if out is None else out.narrow(int(config.by_columns), start, rows)
             if call.bias is None:
-                return torch.mm(a, b, out=out)
-            return torch.addmm(call.bias, a, b, out=out)
+                return torch.mm(a, b, out=lines)
+            return torch.addmm(call.bias, a, b, out=lines)
 
     if config.lines is None:
         out = part(call)
     else:
         out = call.empty().view(p.m, p.n)
         for start, size in _parts(p.n if config.by_columns else p.m, config.lines):
-            cut = call.columns(start, size) if config.by_columns else call.rows(start, size)
-            part(cut, out.narrow(int(config.by_columns), start, size))
+            part(call.columns(start, size) if config.by_columns else call.rows(start, size), out, start)
     return dequant_tiles.run(call, dequant_tiles_config(p), out, wanted=inexact) if checked else out
+
+
+def _traceable(p: Problem, config: DequantOperandConfig) -> bool:
+    """Whether a graph can hold the launches: they are few, and all sizes are known.
+
+    The library cannot write a part of a matrix in a graph; where a kernel rescales the parts, that kernel writes them.
+    """
+    if config.lines is None:
+        return True
+    few = p.static and len(_parts(p.n if config.by_columns else p.m, config.lines)) <= MOST_TRACED
+    return few and not _direct(p)
 
 
 def _parts(count: int, most: int) -> list[tuple[int, int]]:
@@ -82,5 +98,5 @@ CANDIDATE = Candidate(
     "dequant_operand", "emulated", _serves, _configure, _run,
     # The library cannot apply an epilogue, and tiles that are computed again must not apply it twice.
     takes_epilogue=lambda p: not _direct(p) and not _checked(p),
-    traceable=lambda config: config.lines is None, dequantizes_a=True, dequantizes_b=True,
+    traceable=_traceable, dequantizes_a=True, dequantizes_b=True,
 )  # fmt: skip

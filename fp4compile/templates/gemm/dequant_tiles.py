@@ -93,13 +93,14 @@ def gemm_dequant_tiles(
 @triton.jit
 def split_k_reduction(
     sums_ptr, a_outer_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr, batches, m, n, out_row,
-    A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr, EPILOGUE: tl.constexpr,
-    SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, PDL: tl.constexpr,
+    first, A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, BIAS: tl.constexpr, B_BATCHED: tl.constexpr,
+    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, COLS: tl.constexpr, ISA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out: the sum over the first axis of float32 sums [SPLIT, batches, m, n], rescaled, through the epilogue.
 
     A program computes COLS columns of one row. out_row: elements from one row of out, and of the epilogue's operands,
-    to the next. PDL: the kernel that makes the sums starts this one early (see `device.dependent_launch`).
+    to the next. first: elements before out's first one, where out is a part of what out_ptr points to. PDL: the kernel
+    that makes the sums starts this one early (see `device.dependent_launch`).
     """
     tiles = tl.cdiv(n, COLS)
     program = tl.program_id(0)
@@ -118,7 +119,7 @@ def split_k_reduction(
     acc = rescale(acc, row, col, m, n, batch, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, B_BATCHED)
     at = flat_row.to(tl.int64) * out_row + col
     acc = epilogue(acc, at, col, mask, n, epilogue_0_ptr, epilogue_1_ptr, EPILOGUE, ISA)
-    store_rounded(out_ptr, at, acc, mask, ISA)
+    store_rounded(out_ptr + first, at, acc, mask, ISA)
 
 
 def run(
@@ -146,18 +147,19 @@ def run(
 
 
 def reduce_split_k(
-    call: Call, sums: torch.Tensor, split_k: int, out: torch.Tensor | None = None, pdl: bool = False
+    call: Call, sums: torch.Tensor, split_k: int, out: torch.Tensor | None = None, first: int = 0, pdl: bool = False
 ) -> torch.Tensor:
-    """[batches, m, n] from float32 sums [split_k, batches, m, n], with rescale, bias and epilogue; in `out` if given.
+    """[batches, m, n] from float32 sums [split_k, batches, m, n], with rescale, bias and epilogue.
 
+    out: a contiguous matrix whose elements from `first` on get the result, in rows of its own length; None makes one.
+    The whole matrix is passed to the kernel: in a graph, each launch on a view of it would be followed by a copy.
     pdl: whether the kernel that makes the sums lets this one start early; see `device.dependent_launch`.
     """
     p, cols = call.problem, 512
-    out_row = p.n if out is None else out.stride(0)
     out = call.empty() if out is None else out
     launch(split_k_reduction, p.batches * p.m * ceil_div(p.n, cols), sums,
-           *call.rescale_pointers(out), out, *call.epilogue_pointers(out), p.batches, p.m, p.n, out_row, num_warps=4,
-           SPLIT=split_k, COLS=cols, ISA=p.target.isa, PDL=int(pdl), EPILOGUE=call.epilogue_text,
+           *call.rescale_pointers(out), out, *call.epilogue_pointers(out), p.batches, p.m, p.n, out.shape[-1], first,
+           num_warps=4, SPLIT=split_k, COLS=cols, ISA=p.target.isa, PDL=int(pdl), EPILOGUE=call.epilogue_text,
            **call.rescale_constants)  # fmt: skip
     return out
 

@@ -412,11 +412,12 @@ def skinny_block_scaled_config(p: Problem) -> SkinnyBlockScaledConfig:
 
 
 # The library's product is computed whole if it needs at most WHOLE_BYTES of memory beside operands, output and the
-# operand that is dequantised first (four times as much if that operand has up to FEW_LINES lines), else in parts of
-# about PART_BYTES. A part has at least LEAST_LINES rows or columns and LEAST_RESULTS results: smaller parts do not fill
-# the GPU, and take longer to launch than to compute. On an H200 with M = N = K = 8192, NVFP4 weights and bf16
-# activations, four parts take 1481 us and the whole 1578 us: dequantised values and sums stay in the cache. With
-# M = 2048, N = 14336, K = 4096, seven parts take 421 us and the whole 388 us.
+# operand that is dequantised first, else in parts of about PART_BYTES. Four times as much is allowed if that operand
+# has up to FEW_LINES lines, or if the library writes the result itself: a graph cannot hold such parts. A part has at
+# least LEAST_LINES rows or columns and LEAST_RESULTS results: smaller parts do not fill the GPU, and take longer to
+# launch than to compute. On an H200 with M = N = K = 8192, NVFP4 weights and bf16 activations, four parts take 1481 us
+# and the whole 1578 us: dequantised values and sums stay in the cache. With M = 2048, N = 14336, K = 4096, seven parts
+# take 421 us and the whole 388 us.
 WHOLE_BYTES, FEW_LINES = 2**26, 2048
 PART_BYTES, LEAST_LINES, LEAST_RESULTS = 2**24, 2048, 2**22
 
@@ -438,7 +439,7 @@ def dequant_operand_config(p: Problem, direct: bool) -> DequantOperandConfig:
     by_columns = _dequantized_bytes(p, p.a.format, p.m) < _dequantized_bytes(p, p.b.format, p.n)
     count, others, cut = (p.n, p.m, p.b) if by_columns else (p.m, p.n, p.a)
     line_bytes = (0 if cut.format is None else 2 * p.k) + (0 if direct else 4 * others)
-    most = 4 * WHOLE_BYTES if statically_true(others <= FEW_LINES) else WHOLE_BYTES
+    most = 4 * WHOLE_BYTES if direct or statically_true(others <= FEW_LINES) else WHOLE_BYTES
     if statically_true(count * line_bytes <= most):
         return DequantOperandConfig(by_columns, None)
     if not all(isinstance(size, int) for size in (count, others, line_bytes)):

@@ -1,0 +1,226 @@
+"""Training LoRA adapters on a frozen base: packed by this project, in bf16, and in bitsandbytes' NF4, in one run.
+
+A Llama-3-8B with random weights, LoRA of rank 16 on all linear layers of its blocks (peft, adapters in bf16), AdamW.
+Blocks are compiled one by one (one graph serves all) and checkpointed; the loss is computed for an eighth of the tokens
+at a time, so that no logits of all tokens are in memory. A time is that of a step among steps that follow each other,
+the median of several runs of them; the peak is that of the allocator in these steps. `--bases` are bf16, nf4, a recipe
+by which the base is packed, or `frozen-` and a recipe: the base stays in bf16, and the backend quantises it.
+
+With `--losses`, a small model is trained on text first; then adapters on its base in bf16 and packed, on other text
+in the same order. Compared are the mean losses of the last 50 steps.
+
+    python -m benchmarks.adapters [--bases bf16 nvfp4_weight_only frozen-mxfp8 nf4 ...] [--losses] [--out FILE]
+"""
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fp4compile
+from benchmarks import common
+from benchmarks.llama_decode import LLAMA_3_8B, TINY
+from fp4compile.cli import demo
+
+BASES = ("bf16", "nvfp4_weight_only", "nvfp4", "nf4")
+SMALL = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "num_hidden_layers": 4, "tie_word_embeddings": False}  # fmt: skip
+PARTS = 8  # of the tokens, for the loss
+TAIL = 50  # steps
+GIB = 2**30
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--bases", nargs="+", default=BASES, help="see above")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
+    parser.add_argument("--losses", action="store_true", help="compare losses of a small model, too")
+    parser.add_argument("--pretraining", type=int, default=600, help="steps of the small model's base")
+    parser.add_argument("--steps", type=int, default=200, help="of its adapters")
+    args = parser.parse_args()
+    rows = []
+    for base in args.bases:
+        row = measure(base, args)
+        if row is not None:
+            rows.append({"base": base, **row})
+            rows[-1] |= {"ms x": row["ms"] / rows[0]["ms"], "peak x": row["peak GiB"] / max(rows[0]["peak GiB"], 1e-9)}
+            print(rows[-1], file=sys.stderr, flush=True)
+    names = ("layers", "batch", "length", "rank", "repeats", "tiny", "pretraining", "steps")
+    settings = {name: getattr(args, name) for name in names}
+    parts = {"rows": rows} | ({"losses": losses(args)} if args.losses else {})
+    common.publish_parts(args, settings, parts)
+
+
+def measure(base: str, args) -> dict | None:
+    """Time and memory of a step on a base; None where bitsandbytes is not installed."""
+    torch._dynamo.reset()
+    gc.collect()
+    sizes = TINY if args.tiny else LLAMA_3_8B
+    config = LlamaConfig(**sizes, num_hidden_layers=args.layers, tie_word_embeddings=False, use_cache=False,
+                         max_position_embeddings=args.length, attn_implementation="sdpa")  # fmt: skip
+    model = in_bf16(lambda: LlamaForCausalLM(config), args.device)
+    if base == "nf4" and not in_nf4(model, args.device):
+        return None
+    how = base_of(model, base) if base not in ("bf16", "nf4") else {}
+    model = with_adapters(model, args.rank)
+    held = allocated(args.device)
+    start = time.perf_counter()
+    train = Training(model, config.vocab_size, **how)
+    tokens = torch.randint(config.vocab_size, (args.batch, args.length + 1), device=args.device)
+
+    def step() -> Tensor:
+        return train.step(tokens)
+
+    first = step().item()
+    compiling = time.perf_counter() - start
+    for _ in range(2):
+        step()
+    if args.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    times = [common.step_time(step, args.device) for _ in range(args.repeats)]
+    peak = torch.cuda.max_memory_allocated() / GIB if args.device.startswith("cuda") else 0.0
+    return {"ms": statistics.median(times), "peak GiB": peak, "at rest GiB": held, "first step s": compiling,
+            "first loss": first}  # fmt: skip
+
+
+def losses(args) -> list[dict]:
+    """Mean losses of adapters on the base of a small trained model, in bf16 and packed."""
+    before, after = text_of(args.device)
+    base = in_bf16(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="sdpa")), args.device)
+    torch._dynamo.reset()
+    full = Training(base, 256, rate=1e-3)
+    print("pretraining", run_of(full, before, args.pretraining)[-1], file=sys.stderr, flush=True)
+    state = {name: value.clone() for name, value in base.state_dict().items()}
+    rows = []
+    for name in [name for name in args.bases if name != "nf4"]:
+        torch._dynamo.reset()
+        model = in_bf16(lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attn_implementation="sdpa")), args.device)
+        model.load_state_dict(state)
+        how = base_of(model, name) if name != "bf16" else {}
+        found = run_of(Training(with_adapters(model, args.rank), 256, rate=1e-3, **how), after, args.steps)
+        rows.append({"base": name, "first loss": found[0], "last loss": statistics.mean(found[-TAIL:]),
+                     "mean loss": statistics.mean(found)})  # fmt: skip
+        rows[-1]["last over bf16 %"] = 100 * (rows[-1]["last loss"] / rows[0]["last loss"] - 1)
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+class Training:
+    """Steps of a model's trained parameters. Its blocks are compiled, as `how` says, and checkpointed."""
+
+    def __init__(self, model: nn.Module, vocabulary: int, rate: float = 1e-4, **how):
+        self.model = model
+        core = model.get_base_model() if hasattr(model, "get_base_model") else model
+        core.enable_input_require_grads()
+        core.gradient_checkpointing_enable({"use_reentrant": False})
+        self.body, self.head = core.model, core.lm_head
+        for block in self.body.layers:
+            block.compile(**how)
+        self.loss = torch.compile(self._loss)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimiser = torch.optim.AdamW(trained, lr=rate, fused=trained[0].is_cuda)
+        model.train()
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(hidden).float(), targets, reduction="sum")
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """One step on tokens [batch, length + 1]; returns the loss."""
+        hidden = self.body(input_ids=tokens[:, :-1]).last_hidden_state.flatten(0, 1)
+        targets = tokens[:, 1:].flatten()
+        parts = zip(hidden.chunk(PARTS), targets.chunk(PARTS), strict=True)
+        loss = sum(checkpoint(self.loss, *part, use_reentrant=False) for part in parts) / len(targets)
+        loss.backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return loss.detach()
+
+
+def in_bf16(make: Callable[[], nn.Module], device: str) -> nn.Module:
+    """A model with random weights, made on the device."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return make()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0)
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def base_of(model: nn.Module, base: str) -> dict:
+    """Pack the model in place, unless the base is `frozen-`; returns how its blocks are compiled."""
+    recipe = base.removeprefix("frozen-")
+    if base == recipe:
+        fp4compile.pack_(model, recipe)
+    return {"backend": fp4compile.backend(recipe)}
+
+
+def in_nf4(model: nn.Module, device: str) -> bool:
+    """Replace the linear layers of the blocks by bitsandbytes' NF4, as QLoRA has them: double quantisation, bf16."""
+    try:
+        import bitsandbytes
+    except ImportError:
+        return False
+    for block in model.model.layers:
+        for parent in list(block.modules()):
+            for name, layer in list(parent.named_children()):
+                if type(layer) is nn.Linear:
+                    made = bitsandbytes.nn.Linear4bit(
+                        layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16,
+                        compress_statistics=True, quant_type="nf4", device="meta",
+                    )  # fmt: skip
+                    made.weight = bitsandbytes.nn.Params4bit(
+                        layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+                    )
+                    setattr(parent, name, made.to(device))
+    model.is_loaded_in_4bit = True  # peft asks
+    return True
+
+
+def allocated(device: str) -> float:
+    gc.collect()
+    return torch.cuda.memory_allocated() / GIB if device.startswith("cuda") else 0.0
+
+
+def text_of(device: str) -> tuple[Tensor, Tensor]:
+    """(text of the base's training, text of the adapters'): bytes of two halves of the standard library."""
+    training, _ = demo.text()
+    cut = len(training) // 2
+    return training[:cut].to(device), training[cut:].to(device)
+
+
+def run_of(training: Training, data: Tensor, steps: int, batch: int = 16, length: int = 256) -> list[float]:
+    """Losses of steps on sequences of the text, in the same order each time."""
+    found = []
+    for tokens in _sequences(data, steps, batch, length):
+        found.append(training.step(tokens))
+    return torch.stack(found).tolist()
+
+
+def _sequences(data: Tensor, steps: int, batch: int, length: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        starts = torch.randint(len(data) - length - 1, (batch, 1), generator=generator)
+        yield data[(starts + torch.arange(length + 1)).to(data.device)].long()
+
+
+if __name__ == "__main__":
+    main()
