@@ -156,13 +156,13 @@ def _scaled_mm_of(node: Node) -> ScaledMM:
     a, b, rest = operand(*node.args[:4]), operand(*node.args[4:8]), node.args[8:]
     if node.target is SCALED_GROUPED_MM:
         offs, rows, out_dtype = rest
-        return ScaledMM(a=a, b=b, bias=None, out_dtype=out_dtype, offs=offs, rows=rows, node=node)
+        return ScaledMM(a=a, b=b, bias=None, out_dtype=out_dtype, offs=offs, rows=rows, node=node, **node.kwargs)
     bias, out_dtype, *epilogue = rest
     if not epilogue:
-        return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, node=node)
+        return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, node=node, **node.kwargs)
     auxiliaries, steps, dtype = epilogue
     return ScaledMM(a=a, b=b, bias=bias, out_dtype=out_dtype, epilogue=Epilogue.parse(steps, out_dtype, dtype),
-                    auxiliaries=tuple(auxiliaries), node=node)  # fmt: skip
+                    auxiliaries=tuple(auxiliaries), node=node, **node.kwargs)  # fmt: skip
 
 
 def reads_by_index(node: Node) -> bool:

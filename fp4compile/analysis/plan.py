@@ -64,6 +64,7 @@ class Decision:
     None keeps an operand in high precision. tier: "reference", "emulated" or "native"; None where it is left alone.
     note: how a quantised product differs from what the recipe says; None where it does not.
     weight_scales: how the block scales of the weight are chosen; None where the recipe says "amax".
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
 
     gemm: Gemm
@@ -73,6 +74,7 @@ class Decision:
     tier: str | None = None
     note: str | None = None
     weight_scales: str | None = None
+    fast_accumulation: bool = False
 
 
 # What a report says of weights whose block scales are not chosen as the recipe says.
@@ -207,7 +209,8 @@ def _quantised(gemm: Gemm, layer_recipe: Recipe, recipe: Recipe, meta: Target | 
     a, b = chosen.get("a"), chosen.get("b")
     if _tier(gemm, *_swizzled(a, b), meta) == "native":
         a, b = _swizzled(a, b)
-    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note)
+    return Decision(gemm, a=a, b=b, tier=_tier(gemm, a, b, meta), weight_scales=weight_scales, note=note,
+                    fast_accumulation=gemm.product in layer_recipe.fast_accumulation)  # fmt: skip
 
 
 def _of_packed_experts(gemm: Gemm, weight: Operand, meta: Target | None) -> Decision:

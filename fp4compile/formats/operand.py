@@ -49,6 +49,7 @@ class Arguments:
 
     bias: [N]. epilogue: the pointwise steps that follow the product; auxiliaries: the tensors that the steps read.
     offs, rows: in a grouped product, where the groups end and how many rows there are (see `groups`).
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
 
     a: Operand
@@ -59,6 +60,7 @@ class Arguments:
     auxiliaries: Sequence[torch.Tensor] = ()
     offs: torch.Tensor | None = None
     rows: Any = None
+    fast_accumulation: bool = False
 
     @property
     def plain(self) -> bool:

@@ -1,15 +1,16 @@
 """The ops that multiply quantised operands.
 
     fp4compile::scaled_mm(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype,
-                          operands, epilogue, dtype) -> product
+                          operands, epilogue, dtype, fast_accumulation) -> product
     fp4compile::scaled_mm_horizontal(..., list of b, ...) -> products of one a; see `passes.fuse_horizontal`
-    fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype) -> the products of groups
+    fp4compile::scaled_grouped_mm(a, ..., b, ..., offs, rows, out_dtype, fast_accumulation) -> the products of groups
     fp4compile::scaled_mm_gathered(a, ..., b, ..., index, out_dtype) -> product
     fp4compile::scaled_mm_library, fp4compile::scaled_grouped_mm_library -> a product by one call of a library
 
 `scaled_mm`. A [..., M, K] and B [..., N, K] are both stored with the contraction last; an operand without a format is
 plain. epilogue: steps that follow the product, which is rounded to out_dtype (`formats.epilogue`); `operands` are the
-tensors that the steps read, and dtype is the dtype of their result.
+tensors that the steps read, and dtype is the dtype of their result. fast_accumulation: FP8 matrix units may keep the
+sums in fewer bits than float32 has; the reference never does.
 
 `scaled_grouped_mm`. `formats.reference_grouped` explains the shapes of its operands, which `quantize` makes with offs
 or each_matrix.
@@ -54,7 +55,7 @@ def _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format) -> tup
 
 def scaled_mm_reference(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None,
+    dtype=None, fast_accumulation=False,
 ):  # fmt: skip
     """`scaled_mm` by the reference."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
@@ -66,17 +67,17 @@ def scaled_mm_reference(
 
 def scaled_mm_kernels(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None, choice=None,
+    dtype=None, fast_accumulation=False, choice=None,
 ):  # fmt: skip
     """`scaled_mm` by the kernel of a `Choice`; None chooses one."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
     steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
-    return multiply.scaled_mm(a, b, bias, out_dtype, steps, operands or [], choice)
+    return multiply.scaled_mm(a, b, bias, out_dtype, steps, operands or [], choice, fast_accumulation)
 
 
 def scaled_mm_shapes(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None,
+    dtype=None, fast_accumulation=False,
 ):  # fmt: skip
     """An empty tensor like the result of `scaled_mm`."""
     check_bias(bias, b.shape[-2])
@@ -85,7 +86,7 @@ def scaled_mm_shapes(
 
 SCALED_MM = define(
     f"scaled_mm({_OPERANDS}, Tensor? bias, ScalarType out_dtype, Tensor[]? operands=None, str[]? epilogue=None,"
-    " ScalarType? dtype=None) -> Tensor",
+    " ScalarType? dtype=None, bool fast_accumulation=False) -> Tensor",
     reference=scaled_mm_reference,
     shapes=scaled_mm_shapes,
     kernels=scaled_mm_kernels,
@@ -135,7 +136,9 @@ SCALED_MM_HORIZONTAL = define(
 # ---------------------------------------------------------------- scaled_grouped_mm
 
 
-def scaled_grouped_mm_reference(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype):
+def scaled_grouped_mm_reference(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype, fast_accumulation=False
+):
     """`scaled_grouped_mm` by the reference."""
     _check_grouped(a, b, offs, rows)
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
@@ -143,14 +146,17 @@ def scaled_grouped_mm_reference(a, a_scales, a_outer, a_format, b, b_scales, b_o
 
 
 def scaled_grouped_mm_kernels(
-    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype, choice=None
-):
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype, fast_accumulation=False,
+    choice=None,
+):  # fmt: skip
     """`scaled_grouped_mm` by the kernel of a choice; None chooses one."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
-    return multiply.scaled_grouped_mm(a, b, offs, rows, out_dtype, choice)
+    return multiply.scaled_grouped_mm(a, b, offs, rows, out_dtype, choice, fast_accumulation)
 
 
-def scaled_grouped_mm_shapes(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype):
+def scaled_grouped_mm_shapes(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype, fast_accumulation=False
+):
     """An empty tensor like the result of `scaled_grouped_mm`."""
     _check_grouped(a, b, offs, rows)
     shape = (a.shape[0], b.shape[1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[0])
@@ -166,7 +172,7 @@ def _check_grouped(a, b, offs, rows) -> None:
         torch._check_value(a.shape[0] == rows, lambda: f"rows: expected the {a.shape[0]} rows of a, got {rows}")
 
 
-_GROUPED = f"({_OPERANDS}, Tensor offs, SymInt rows, ScalarType out_dtype) -> Tensor"
+_GROUPED = f"({_OPERANDS}, Tensor offs, SymInt rows, ScalarType out_dtype, bool fast_accumulation=False) -> Tensor"
 SCALED_GROUPED_MM = define(
     f"scaled_grouped_mm{_GROUPED}",
     reference=scaled_grouped_mm_reference,
@@ -229,27 +235,43 @@ SCALED_MM_GATHERED = define(
 # ---------------------------------------------------------------- products of libraries
 
 
-def scaled_mm_library_kernels(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype):
+def scaled_mm_library_kernels(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, fast_accumulation=False
+):
     """Multiply [M, K] x [N, K] by a call of torch: two-level NVFP4 on SM100, or `float8_rowwise`."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
-    return multiply.scaled_mm_library(a, b, bias, out_dtype)
+    return multiply.scaled_mm_library(a, b, bias, out_dtype, fast_accumulation)
+
+
+def scaled_mm_library_reference(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, fast_accumulation=False
+):
+    """`scaled_mm_library` by the reference of `scaled_mm`."""
+    return scaled_mm_reference(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype)
+
+
+def scaled_mm_library_shapes(
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, fast_accumulation=False
+):
+    """An empty tensor like the result of `scaled_mm_library`."""
+    return scaled_mm_shapes(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype)
 
 
 SCALED_MM_LIBRARY = define(
-    f"scaled_mm_library({_OPERANDS}, Tensor? bias, ScalarType out_dtype) -> Tensor",
-    reference=scaled_mm_reference,
-    shapes=scaled_mm_shapes,
+    f"scaled_mm_library({_OPERANDS}, Tensor? bias, ScalarType out_dtype, bool fast_accumulation=False) -> Tensor",
+    reference=scaled_mm_library_reference,
+    shapes=scaled_mm_library_shapes,
     kernels=scaled_mm_library_kernels,
     lowered=False,
 )
 
 
 def scaled_grouped_mm_library_kernels(
-    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype
+    a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, offs, rows, out_dtype, fast_accumulation=False
 ):
     """Multiply block-scaled operands by MSLK's kernels on SM100, `float8_rowwise` operands by CUTLASS on Hopper."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
-    return multiply.scaled_grouped_mm_library(a, b, offs, out_dtype)
+    return multiply.scaled_grouped_mm_library(a, b, offs, out_dtype, fast_accumulation)
 
 
 SCALED_GROUPED_MM_LIBRARY = define(

@@ -187,7 +187,7 @@ def _fuse(graph: Graph, region: _Region, last: Node) -> None:
     inside, product, value = region.leading_to(last), region.product, last.meta["val"]
     with graph.inserting_before(last):
         arguments = (*product.args, operands, epilogue.strings(), epilogue.dtype)
-        fused = new_node(graph, SCALED_MM, arguments, product.meta)
+        fused = new_node(graph, SCALED_MM, arguments, product.meta, **product.kwargs)
         if not same_shape(region.value.shape, value.shape):
             shape = next(
                 n.args[1] for n in inside if n.target in RESHAPES and same_shape(n.meta["val"].shape, value.shape)

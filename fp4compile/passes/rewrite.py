@@ -81,14 +81,15 @@ class _Builder:
                 return self._gathered(decision, dtype)
             a, b = self._operands(decision)
             args = (*a, *b)
+            how = _accumulation(decision)
             if gemm.bias is None:
-                return self._scaled_mm(args, None, dtype, node.meta)
+                return self._scaled_mm(args, None, dtype, node.meta, how)
             bias = gemm.bias.meta["val"]
             # A one-dimensional bias may also have a single element, which is broadcast.
             one_a_column = bias.dim() == 1 and _compat.statically_true(bias.shape[0] == node.meta["val"].shape[-1])
             if (gemm.beta, gemm.alpha) == (1, 1) and one_a_column:
-                return self._scaled_mm(args, gemm.bias, dtype, node.meta)
-            return self._general_addmm(gemm, args, dtype)
+                return self._scaled_mm(args, gemm.bias, dtype, node.meta, how)
+            return self._general_addmm(gemm, args, dtype, how)
 
     def _grouped(self, decision: Decision, dtype: torch.dtype) -> Node:
         """The grouped product. Groups of the contraction are rows of both operands, quantised along these rows."""
@@ -97,9 +98,10 @@ class _Builder:
         a, b = self._operands(decision)
         source = gemm.a.source
         rows = self._size(source, -1 if gemm.a.transposed == by_rows else -2, meta)
+        how = _accumulation(decision)
         if not by_rows and lies_transposed(gemm.node.meta["val"]):  # a gradient has its weight's memory layout
-            return self._swapped(self._call(SCALED_GROUPED_MM, (*b, *a, gemm.offs, rows, dtype), meta), meta)
-        product = self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta)
+            return self._swapped(self._call(SCALED_GROUPED_MM, (*b, *a, gemm.offs, rows, dtype), meta, **how), meta)
+        product = self._call(SCALED_GROUPED_MM, (*a, *b, gemm.offs, rows, dtype), meta, **how)
         return self._transposed(product, meta) if gemm.swapped else product
 
     def _gathered(self, decision: Decision, dtype: torch.dtype) -> Node:
@@ -124,13 +126,13 @@ class _Builder:
             return size
         return self._call(aten.sym_size.int, (node, dim % node.meta["val"].dim()), meta)
 
-    def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype) -> Node:
+    def _general_addmm(self, gemm: Gemm, args: tuple, dtype: torch.dtype, how: dict) -> Node:
         """beta * bias + alpha * product, computed in float32 and then cast.
 
         For a bias that `scaled_mm` does not take: a scaled bias, or a bias that is not one element for each column.
         """
         meta = gemm.node.meta
-        product = self._scaled_mm(args, None, torch.float32, meta)
+        product = self._scaled_mm(args, None, torch.float32, meta, how)
         if gemm.alpha != 1:
             product = self._call(aten.mul.Tensor, (product, gemm.alpha), meta)
         if gemm.beta != 0:
@@ -139,8 +141,8 @@ class _Builder:
             product = self._call(torch.ops.prims.convert_element_type.default, (product, dtype), meta)
         return product
 
-    def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict) -> Node:
-        return self._call(SCALED_MM, (*args, bias, dtype), meta)
+    def _scaled_mm(self, args: tuple, bias: Node | None, dtype: torch.dtype, meta: dict, how: dict) -> Node:
+        return self._call(SCALED_MM, (*args, bias, dtype), meta, **how)
 
     def _operands(self, decision: Decision) -> tuple[tuple, tuple]:
         gemm = decision.gemm
@@ -261,6 +263,11 @@ class _Builder:
 
     def _call(self, target: Callable, args: tuple, meta: dict, **kwargs: Any) -> Node:
         return new_node(self.graph, target, args, meta, **kwargs)
+
+
+def _accumulation(decision: Decision) -> dict[str, bool]:
+    """The keyword arguments of a product that say how exact its sums are."""
+    return {"fast_accumulation": True} if decision.fast_accumulation else {}
 
 
 def _casts_never_saved(node: Node) -> None:

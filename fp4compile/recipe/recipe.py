@@ -22,6 +22,10 @@ log = logging.getLogger("fp4compile")
 # Smallest normal and largest float32: kernels take scales in float32, and the inverse of a smaller one overflows.
 _SCALE_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 _WEIGHT_CACHES = ("on", "off", "check")
+# The fields that name products, and the products that each may name.
+_SWITCHES = {
+    "hadamard": ("wgrad",), "stochastic_rounding": ("dgrad", "wgrad"), "fast_accumulation": ("fprop", "dgrad", "wgrad")
+}  # fmt: skip
 _PLAIN_FIELDS = (
     ("name", str), ("activation_scale", str), ("weight_cache", str), ("weight_scales", str), ("skip_lm_head", bool)
 )  # fmt: skip
@@ -52,6 +56,8 @@ class Recipe:
         "static".
     hadamard: ("wgrad",) applies the random Hadamard transform to both operands of wgrad, along the tokens.
     stochastic_rounding: the products among "dgrad" and "wgrad" whose gradient operand is rounded stochastically.
+    fast_accumulation: the products, in float8_rowwise, whose sums FP8 matrix units may keep in fewer bits than float32
+        has. On Hopper that is faster and less exact; elsewhere, and in packed layers, it changes nothing.
     weight_cache: for inference. "on" keeps packed weights until a change of the parameter is detected. "off" quantises
         weights at every call. "check" is "on", but raises RuntimeError where a parameter's contents changed undetected;
         it reads every weight at every call, and is slow.
@@ -85,6 +91,7 @@ class Recipe:
     static_scales: tuple[tuple[str, float], ...] = ()
     hadamard: tuple[str, ...] = ()
     stochastic_rounding: tuple[str, ...] = ()
+    fast_accumulation: tuple[str, ...] = ()
     weight_cache: str = "on"
     weight_scales: str = "amax"
 
@@ -105,7 +112,7 @@ class Recipe:
         normal: dict[str, Any] = {role: _format_name(role, getattr(self, role)) for role in ROLES}
         normal["rules"] = tuple(rule_of(entry) for entry in _sequence("rules", self.rules))
         normal["static_scales"] = _scales(self.static_scales)
-        for name in ("hadamard", "stochastic_rounding"):
+        for name in _SWITCHES:
             normal[name] = _products(name, getattr(self, name))
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -155,7 +162,7 @@ class Recipe:
             )
 
     def _check_training(self) -> None:
-        for name, allowed in (("hadamard", ("wgrad",)), ("stochastic_rounding", ("dgrad", "wgrad"))):
+        for name, allowed in _SWITCHES.items():
             for product in getattr(self, name):
                 if product not in allowed:
                     raise ValueError(f"{name}: {unknown_name('product', product, allowed)}")
@@ -164,6 +171,10 @@ class Recipe:
             fmt = getattr(self, role)
             if fmt is None or not formats.get(fmt).packed:
                 raise ValueError(f"stochastic_rounding of {product}: {role} must be an FP4 format, got {fmt}")
+        for product in self.fast_accumulation:
+            if any(fmt is None or formats.get(fmt).scale is not None for fmt in self.operands(product)):
+                raise ValueError(f"fast_accumulation of {product}: both operands must be float8_rowwise, got "
+                                 f"{' and '.join(map(str, self.operands(product)))}")  # fmt: skip
         for role in ("wgrad_dy", "wgrad_x") if self.hadamard else ():
             fmt = getattr(self, role)
             if fmt is None or formats.get(fmt).scale != "e4m3" or formats.get(fmt).square:
@@ -221,8 +232,7 @@ class Recipe:
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["rules"] = [dataclasses.asdict(rule) for rule in self.rules]
         plain["static_scales"] = dict(self.static_scales)
-        plain["hadamard"], plain["stochastic_rounding"] = list(self.hadamard), list(self.stochastic_rounding)
-        return plain
+        return plain | {name: list(plain[name]) for name in _SWITCHES}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Recipe":

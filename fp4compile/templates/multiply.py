@@ -69,19 +69,24 @@ def scaled_mm(
     epilogue: Epilogue | None = None,
     auxiliaries: Sequence[torch.Tensor] = (),
     choice: Choice | None = None,
+    fast_accumulation: bool = False,
 ) -> torch.Tensor:
     """`reference.scaled_mm` by `multiply`: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
 
     epilogue: steps that are applied to the product before it is stored; the choice must take an epilogue.
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
-    return multiply(Arguments(a, b, bias, out_dtype, epilogue, auxiliaries), choice)
+    return multiply(
+        Arguments(a, b, bias, out_dtype, epilogue, auxiliaries, fast_accumulation=fast_accumulation), choice
+    )
 
 
 def scaled_grouped_mm(
-    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype, choice: Choice | None = None
-) -> torch.Tensor:
-    """`reference_grouped.scaled_grouped_mm` by `multiply`."""
-    return multiply(Arguments(a, b, None, out_dtype, offs=offs, rows=rows), choice)
+    a: Operand, b: Operand, offs: torch.Tensor, rows: int, out_dtype: torch.dtype, choice: Choice | None = None,
+    fast_accumulation: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`reference_grouped.scaled_grouped_mm` by `multiply`; fast_accumulation as in `scaled_mm`."""
+    return multiply(Arguments(a, b, None, out_dtype, offs=offs, rows=rows, fast_accumulation=fast_accumulation), choice)
 
 
 def scaled_mm_group(
@@ -105,11 +110,15 @@ def scaled_mm_group(
     return [out.view(*a.data.shape[:-1], b.data.shape[-2]) for out, (b, _) in zip(outs, members, strict=True)]
 
 
-def scaled_mm_library(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def scaled_mm_library(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
     """The implementation of the op `scaled_mm_library`: `library.product`."""
-    return library.product(a, b, bias, out_dtype)
+    return library.product(a, b, bias, out_dtype, fast_accumulation)
 
 
-def scaled_grouped_mm_library(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def scaled_grouped_mm_library(
+    a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
     """The implementation of the op `scaled_grouped_mm_library`: `grouped_library.product`."""
-    return grouped_library.product(a, b, ends, out_dtype)
+    return grouped_library.product(a, b, ends, out_dtype, fast_accumulation)

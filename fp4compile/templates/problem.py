@@ -59,6 +59,7 @@ class Problem:
     ragged: None where all products have the same sizes; else the dimension that groups of any sizes share:
         "rows": [m, k] x [groups, n, k] -> [m, n], the matrix of B by the row's group;
         "contraction": [m, k] x [n, k] -> [groups, m, n], of each group's part of k.
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     *_padded: with groups along the contraction, whether the operand's groups are padded: in quantised operands and in
     plain operands of dequantised values they are.
     """
@@ -78,6 +79,7 @@ class Problem:
     groups: int = 1
     a_padded: bool = True
     b_padded: bool = True
+    fast_accumulation: bool = False
 
     @property
     def static(self) -> bool:
@@ -158,12 +160,13 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     if x.offs is not None:
         groups = x.offs.shape[0]
         if b_batch:
-            return Problem(a, b, m, n, _k(x), x.out_dtype, target, ragged="rows", groups=groups)
+            return Problem(a, b, m, n, _k(x), x.out_dtype, target, ragged="rows", groups=groups,
+                           fast_accumulation=x.fast_accumulation)  # fmt: skip
         padded = padded_rows(x.rows, groups)
         # There are always more padded rows than rows.
         a_padded, b_padded = (each.format is not None or statically_true(each.k == padded) for each in (x.a, x.b))
         return Problem(a, b, m, n, x.rows, x.out_dtype, target, ragged="contraction", groups=groups,
-                       a_padded=a_padded, b_padded=b_padded)  # fmt: skip
+                       a_padded=a_padded, b_padded=b_padded, fast_accumulation=x.fast_accumulation)  # fmt: skip
     batches: Any = 1
     for size in a_batch:
         batches = batches * size
@@ -172,7 +175,7 @@ def problem_of(x: Arguments, target: Target) -> Problem:
     if shared and (linear_rows or statically_true(batches == 1)):  # one product of all rows
         batches, m = 1, batches * m
     return Problem(a, b, m, n, _k(x), x.out_dtype, target, None if x.bias is None else x.bias.dtype, batches,
-                   not shared, x.epilogue is not None)  # fmt: skip
+                   not shared, x.epilogue is not None, fast_accumulation=x.fast_accumulation)  # fmt: skip
 
 
 def _k(x: Arguments) -> Any:

@@ -221,6 +221,11 @@ def test_static_scale_by_module_name():
         ({"stochastic_rounding": ["dgrad"]}, "stochastic_rounding of dgrad: dgrad_dy must be an FP4 format, got None"),
         ({"recipe": "mxfp8", "stochastic_rounding": ["wgrad"]}, "wgrad_dy must be an FP4 format, got mxfp8"),
         ({"stochastic_rounding": ["fprop"]}, "stochastic_rounding: unknown product 'fprop'"),
+        ({"recipe": "mxfp8", "fast_accumulation": ["fprop"]}, "fast_accumulation of fprop: .*got mxfp8 and mxfp8"),
+        (
+            {"recipe": "float8_rowwise", "fast_accumulation": ["forward"]},
+            "fast_accumulation: unknown product 'forward'",
+        ),
         ({"recipe": "nvfp4", "static_scales": {"a": 0.5}}, "static_scales are given and never used"),
         ({"static_scales": {"a": 0.5}, "rules": [("a", "mxfp8")]}, "static_scales are given and never used"),
         ({"rules": [{"action": "skip"}]}, "a rule has a pattern and an action"),

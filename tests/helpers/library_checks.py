@@ -34,7 +34,7 @@ def require(condition, what):
         raise Refused(what)
 
 
-class _Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):
     def __init__(self, torchs_fakes):
         super().__init__()
         self.found, self.torchs_fakes = [], torchs_fakes
@@ -62,7 +62,7 @@ def calls_of(a, b, bias, out_dtype, sm=100, torchs_fakes=True):
 
     torchs_fakes: whether torch's fake implementations see the calls.
     """
-    with dry_run(Target(sm)), _Calls(torchs_fakes) as calls:
+    with dry_run(Target(sm)), Calls(torchs_fakes) as calls:
         scaled_mm(a, b, bias, out_dtype)
     return calls.found
 

@@ -7,16 +7,19 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+import fp4compile
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import ceil_div, swizzled_numel
 from fp4compile.formats.operand import Arguments, Operand
 from fp4compile.hardware import Target
+from fp4compile.recipe import named
 from fp4compile.templates import choose
 from fp4compile.templates.gemm import library
-from fp4compile.templates.launch import dry_run
-from fp4compile.templates.multiply import call_of, scaled_mm
+from fp4compile.templates.launch import cuda_target, dry_run
+from fp4compile.templates.multiply import call_of, multiply, scaled_mm
 from tests.helpers.choices import only, without
-from tests.helpers.library_checks import V1, V2, Refused, calls_of, check
+from tests.helpers.graphs import Recorder
+from tests.helpers.library_checks import V1, V2, Calls, Refused, calls_of, check
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -279,3 +282,35 @@ def test_the_sums_rescaled_on_a_gpu(monkeypatch):
     expected = scaled_mm(a, b, bias, BF16)
     only(monkeypatch, "library_rescaled")
     torch.testing.assert_close(scaled_mm(a, b, bias, BF16), expected, rtol=2.0**-7, atol=2e-3)
+
+
+@pytest.mark.parametrize("sm", [90, 103])
+def test_sums_of_fewer_bits_only_where_the_recipe_allows_them(sm):
+    """By the products whose operands are float8_rowwise, and of these by the recipe's alone; with a bias, too."""
+    recipe = named("float8_rowwise").replace(fast_accumulation=("fprop", "wgrad"))
+    layer = torch.nn.Linear(64, 96)
+    recorder = Recorder()
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=recorder):
+        torch.compile(layer, backend=fp4compile.backend(recipe))(
+            torch.randn(32, 64, requires_grad=True)
+        ).sum().backward()
+    assert [graph.count("fast_accumulation=True") for graph in recorder.graphs] == [1, 1]  # of 1, and of 2
+    with FakeTensorMode(), torch.device("cuda"):
+        a, b, bias = product(256, 512, 1024, "float8_rowwise")
+        for fast in (False, True):
+            with dry_run(Target(sm)), Calls(False) as calls:
+                multiply(Arguments(a, b, bias, BF16, fast_accumulation=fast))
+            assert [arguments["use_fast_accum"] for _, arguments in calls.found] == [fast]
+
+
+@pytest.mark.gpu
+def test_sums_of_fewer_bits_are_close():
+    if not 90 <= cuda_target(0).sm <= 100:
+        pytest.skip("needs SM90 or SM100")
+    fmt = formats.get("float8_rowwise")
+    a, b = (Operand(*reference.quantize(torch.randn(rows, 4096, dtype=BF16), fmt), fmt) for rows in (256, 512))
+    exact = reference.scaled_mm(a, b, None, F32)
+    a, b = (Operand(x.data.cuda(), None, x.outer.cuda(), fmt) for x in (a, b))
+    products = (multiply(Arguments(a, b, None, BF16, fast_accumulation=fast)) for fast in (False, True))
+    errors = [(got.cpu().float() - exact).norm() / exact.norm() for got in products]
+    assert errors[0] < 3e-3 and errors[1] < 1e-2  # rounding to bf16 alone: 1.7e-3

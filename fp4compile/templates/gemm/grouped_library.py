@@ -89,14 +89,19 @@ def run_row_scaled(call: Call, config: None) -> torch.Tensor:
     if _compat.times_products():  # Inductor would time templates of its own for an op that it can lower
         return _clear(_by_op(call, ends), ends, p)
     a, b = (Operand(x.data.view(x.type.format.data_dtype), None, x.outer, x.type.format) for x in (call.a, call.b))
-    return _clear(row_scaled(a, b, ends, p.out_dtype), ends, p)
+    return _clear(row_scaled(a, b, ends, p.out_dtype, p.fast_accumulation), ends, p)
 
 
-def row_scaled(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """The products of all groups of `float8_rowwise` operands, A [M, K] by rows in groups and B [G, N, K] -> [M, N]."""
+def row_scaled(
+    a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
+    """The products of all groups of `float8_rowwise` operands, A [M, K] by rows in groups and B [G, N, K] -> [M, N].
+
+    fast_accumulation: whether the sums may have fewer bits than float32.
+    """
     return torch._scaled_grouped_mm(
         a.data, b.data.transpose(-2, -1), a.outer.view(-1), b.outer.view(b.data.shape[:2]), ends,
-        out_dtype=out_dtype, use_fast_accum=False,
+        out_dtype=out_dtype, use_fast_accum=fast_accumulation,
     )  # fmt: skip
 
 
@@ -130,13 +135,18 @@ def run_block_scaled(call: Call, config: None) -> torch.Tensor:
 
 def _by_op(call: Call, ends: torch.Tensor) -> torch.Tensor:
     return torch.ops.fp4compile.scaled_grouped_mm_library(  # defined in `ops.grouped`, which calls `product`
-        *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.out_dtype
-    )
+        *_arguments(call.a), *_arguments(call.b), ends, call.problem.rows, call.problem.out_dtype,
+        fast_accumulation=call.problem.fast_accumulation,
+    )  # fmt: skip
 
 
-def product(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def product(
+    a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool
+) -> torch.Tensor:
     """The implementation of the op `scaled_grouped_mm_library`."""
-    return (row_scaled if a.format.scale is None else block_scaled)(a, b, ends, out_dtype)
+    if a.format.scale is None:
+        return row_scaled(a, b, ends, out_dtype, fast_accumulation)
+    return block_scaled(a, b, ends, out_dtype)
 
 
 def _arguments(x: KernelOperand) -> tuple:

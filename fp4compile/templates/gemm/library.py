@@ -69,16 +69,21 @@ def _scales(x: KernelOperand) -> torch.Tensor:
     return x.scales.view(x.type.format.scale_dtype)
 
 
-def product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def product(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool = False
+) -> torch.Tensor:
     """The op `scaled_mm_library`: the product of two matrices [M, K] x [N, K] in NVFP4 or `float8_rowwise`.
 
-    `float8_rowwise` operands may lack outer scales.
+    `float8_rowwise` operands may lack outer scales. fast_accumulation: whether their sums may have fewer bits than
+    float32.
     """
     if a.format.scale is not None:
         return two_level(a, b, bias, out_dtype)
     one = a.data.new_ones((), dtype=torch.float32)
     a_outer, b_outer = (one if x.outer is None else x.outer for x in (a, b))
-    return torch._scaled_mm(a.data, b.data.t(), a_outer, b_outer.t(), bias, out_dtype=out_dtype, use_fast_accum=False)
+    return torch._scaled_mm(
+        a.data, b.data.t(), a_outer, b_outer.t(), bias, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+    )
 
 
 def two_level(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -126,7 +131,7 @@ def _serves_row_scaled(p: Problem) -> bool:
 
 def _run_row_scaled(call: Call, config: None) -> torch.Tensor:
     a, b = _rowwise_operands(call)
-    return _float8_product(a, b, call.bias, call.problem.out_dtype)
+    return _float8_product(a, b, call.bias, call.problem.out_dtype, call.problem.fast_accumulation)
 
 
 def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
@@ -139,13 +144,16 @@ def _rowwise_operands(call: Call) -> tuple[Operand, Operand]:
     return a, b
 
 
-def _float8_product(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def _float8_product(
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
+) -> torch.Tensor:
     """`product`, as an op where Inductor would time its own templates for `_scaled_mm`."""
     if not _compat.times_products():
-        return product(a, b, bias, out_dtype)
+        return product(a, b, bias, out_dtype, fast_accumulation)
     return torch.ops.fp4compile.scaled_mm_library(
-        a.data, None, a.outer, a.format.name, b.data, None, b.outer, b.format.name, bias, out_dtype
-    )
+        a.data, None, a.outer, a.format.name, b.data, None, b.outer, b.format.name, bias, out_dtype,
+        fast_accumulation=fast_accumulation,
+    )  # fmt: skip
 
 
 def _serves_rescaled(p: Problem) -> bool:
@@ -156,7 +164,8 @@ def _serves_rescaled(p: Problem) -> bool:
 def _run_rescaled(call: Call, config: None) -> torch.Tensor:
     """Multiply by cuBLASLt with scales of 1, to float32; outer scales and bias are PyTorch operations, for Inductor."""
     a, b = _rowwise_operands(call)
-    sums = _float8_product(replace(a, outer=None), replace(b, outer=None), None, torch.float32)
+    fast = call.problem.fast_accumulation
+    sums = _float8_product(replace(a, outer=None), replace(b, outer=None), None, torch.float32, fast)
     result = sums * (a.outer * b.outer.t())
     if call.bias is not None:
         result = result + call.bias.float()
