@@ -257,6 +257,32 @@ def mlp_block_busy(content: dict) -> Cells:
     return [header, *rows]
 
 
+def _base(name: str) -> str:
+    frozen = name.removeprefix("frozen-")
+    if name == "nf4":
+        return "bitsandbytes 0.50, NF4, double quantisation"
+    if frozen != name:
+        return f"bf16, quantised by `{frozen}`"
+    return name if name == "bf16" else f"packed, `{name}`"
+
+
+def adapters(content: dict) -> Cells:
+    rows = [
+        [_base(row["base"]), number(row["ms"], 1), number(row["ms x"], 2), number(row["peak GiB"], 2),
+         number(row["peak x"], 3), number(row["at rest GiB"], 2), number(row["first step s"], 1)]
+        for row in content["rows"]
+    ]  # fmt: skip
+    return [["base", "ms", "over bf16", "peak, GiB", "over bf16", "at rest, GiB", "first step, s"], *rows]
+
+
+def adapters_losses(content: dict) -> Cells:
+    rows = [
+        [_base(row["base"]), number(row["first loss"], 4), number(row["last loss"], 4),
+         percent(row["last over bf16 %"])] for row in content["losses"]
+    ]  # fmt: skip
+    return [["base", "loss of the first step", "mean loss of the last 50 steps", "over bf16"], *rows]
+
+
 def _distances(rows: list[dict]) -> Cells:
     return [
         [variant(row["variant"]), number(row["loss"], 3), percent(row["over bf16 %"]),
