@@ -27,6 +27,7 @@ class DequantizedWeight(torch.Tensor):
     """
 
     _layer: Packed
+    _is_hf_initialized = True  # transformers gives no initial values to a tensor that has this mark
 
     @staticmethod
     def of(layer: Packed, values: torch.Tensor) -> "DequantizedWeight":

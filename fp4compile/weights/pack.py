@@ -62,31 +62,68 @@ def pack_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    report = Report(
+        resolve(recipe).name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
+    )
+    for decision in decisions(model, recipe, contracted):
+        if decision.weight is not None:
+            decision.weight.pack(model)
+        report.add([] if decision.row is None else [decision.row], {})
+    leave_fast_paths(model)
+    save_as_packed(model)
+    return report
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that a recipe packs. It holds no tensor, so that each weight can be freed as it is packed.
+
+    names: the names of a linear layer in the model, or of a parameter of experts. experts: the parameter's place and
+    whether it is [experts, in, out]; None for a linear layer.
+    """
+
+    names: tuple[str, ...]
+    layer_format: LayerFormat
+    experts: tuple[Place, bool] | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameter in the model."""
+        return self.names if self.experts else tuple(f"{name}.weight" for name in self.names)
+
+    def pack(self, model: nn.Module) -> None:
+        """Replace the weight in `model` by its packed form."""
+        if self.experts is not None:
+            place, in_first = self.experts
+            pack_parameter(place, self.layer_format, in_first)
+            return
+        packed = PackedLinear.pack(model.get_submodule(self.names[0]), self.layer_format)
+        for name in self.names:
+            replace(model, name, packed)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `pack_` does with a weight.
+
+    weight: None where it is left alone. row: its row in the report, if it has one.
+    """
+
+    weight: Weight | None
+    row: Row | None
+
+
+def decisions(
+    model: nn.Module, recipe: str | dict | Recipe | Path | None, contracted: Mapping[str, int] | None = None
+) -> list[Decision]:
+    """What `pack_` does with each weight of a model, which may be on the meta device. Warns and raises as `pack_`."""
     chosen = resolve(recipe)
     known = check_contracted({} if contracted is None else contracted)
     places = _places(model)
     experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
     _warn_of_rules(model, chosen, places)
-    report = Report(chosen.name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules()))
     choice = _Choice(model, chosen, places, experts)
-    for names in places:  # names, because a list of the modules would keep the weights alive
-        linear = model.get_submodule(names[0])
-        layer_format, note = choice.layer_format(names, linear)
-        if isinstance(layer_format, LayerFormat):
-            packed = PackedLinear.pack(linear, layer_format)
-            for name in names:
-                replace(model, name, packed)
-        report.add([_row(names[0], linear, layer_format, chosen, note)], {})
-        del linear
-    for one in experts:
-        layer_format, note = choice.experts_format(one)
-        row = _experts_row(one, layer_format, chosen, note)
-        if isinstance(layer_format, LayerFormat):
-            pack_parameter(one.place, layer_format, bool(one.in_first))
-        report.add([row] if row else [], {})
-    leave_fast_paths(model)
-    save_as_packed(model)
-    return report
+    return [*(_of_linear(choice, names) for names in places), *(_of_experts(choice, one) for one in experts)]
 
 
 # (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
@@ -122,12 +159,13 @@ def _places(model: nn.Module) -> list[list[str]]:
 class _Choice:
     """Decides by recipe about each linear layer and each weight of experts of a model.
 
-    around: the facts about the whole model on which the recipe depends. linears: the names of the linear layers that
-    hold each parameter, by the parameter's id. elsewhere: how many other modules hold each parameter, by its id.
+    model, recipe: the arguments of `pack_`. around: the facts about the whole model on which the recipe depends.
+    linears: the names of the linear layers that hold each parameter, by the parameter's id. elsewhere: how many other
+    modules hold each parameter, by its id.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, places: list[list[str]], experts: list[_Experts]):
-        self.recipe = recipe
+        self.model, self.recipe = model, recipe
         parameters = [clean_name(name) for name, _ in model.named_parameters()]
         parameters += [clean_name(name) for name, module in model.named_modules() if isinstance(module, PackedExperts)]
         layers = {names[0]: _layer(names[0], sizes(model.get_submodule(names[0])), recipe) for names in places}
@@ -204,17 +242,26 @@ def _layer(name: str, sizes: tuple[int, int], recipe: Recipe, tied: bool = False
     return Layer(module_name(clean_name(parameter)), (recipe.min_m, outer, inner), tied, experts=experts)
 
 
-def _row(name: str, linear: nn.Module, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row:
+def _of_linear(choice: _Choice, names: list[str]) -> Decision:
+    linear = choice.model.get_submodule(names[0])
+    found, note = choice.layer_format(names, linear)
     weight = linear._parameters.get("weight")  # `linear.weight` would compute a parametrised weight
-    return _row_of(name, sizes(linear), None if weight is None else weight.dtype, packed, recipe, note)
+    dtype = None if weight is None else weight.dtype
+    row = _row_of(names[0], sizes(linear), dtype, found, choice.recipe, note)
+    return Decision(Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row)
 
 
-def _experts_row(one: _Experts, packed: LayerFormat | str, recipe: Recipe, note: str | None) -> Row | None:
-    """The report row of a parameter; None where its shape shows that it is no weight of experts."""
-    parameter = one.place.parameter
-    if one.in_first is None and parameter.shape[0] == 1:  # a table of positions or the like
-        return None
-    return _row_of(module_name(one.place.names[0]), one.sizes, parameter.dtype, packed, recipe, note)
+def _of_experts(choice: _Choice, one: _Experts) -> Decision:
+    found, note = choice.experts_format(one)
+    place = one.place
+    if isinstance(found, LayerFormat):
+        weight = Weight(place.names, found, (place, bool(one.in_first)))
+    elif one.in_first is None and place.parameter.shape[0] == 1:  # a table of positions or the like, no experts
+        return Decision(None, None)
+    else:
+        weight = None
+    row = _row_of(module_name(place.names[0]), one.sizes, place.parameter.dtype, found, choice.recipe, note)
+    return Decision(weight, row)
 
 
 def _row_of(
@@ -240,4 +287,4 @@ def _warn_of_rules(model: nn.Module, recipe: Recipe, places: list[list[str]]) ->
     names = [*(name for group in places for name in group), *map(module_name, matrices)]
     for rule in unmatched_rules(recipe, map(clean_name, names)):
         known = f"decides for no layer of the model (such as {names[0]!r})" if names else "and the model has no layer"
-        warnings.warn(f"recipe {recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=3)
+        warnings.warn(f"recipe {recipe.name!r}: rule {rule.pattern!r} {known}", stacklevel=4)

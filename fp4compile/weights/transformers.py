@@ -22,7 +22,7 @@ from fp4compile.weights.sharing import is_byte_float, storable
 
 
 class Fp4CompileConfig(QuantizationConfigMixin):
-    """The quantization_config of a packed model, or the order to pack a model when it has been loaded.
+    """The quantization_config of a packed model, or the order to pack a model while it is loaded.
 
     layers, experts: the descriptions of the packed layers and experts, by name. recipe: as for `fp4compile.pack_`, for
     checkpoints that are not packed: `from_pretrained(..., quantization_config={"quant_method": "fp4compile",

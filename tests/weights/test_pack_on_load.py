@@ -1,0 +1,106 @@
+"""`from_pretrained` packs a checkpoint in high precision while it reads it."""
+
+import functools
+import gc
+
+import pytest
+import torch
+
+import fp4compile
+from fp4compile.weights.buffers import PackedWeight
+from fp4compile.weights.linear import PackedLinear
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+ORDER = {"quant_method": "fp4compile", "recipe": "nvfp4"}
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options)).eval()
+
+
+def mixtral():
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    states = one.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert tensor.dtype == states[1][name].dtype
+        assert torch.equal(*(state[name].reshape(-1).view(torch.uint8) for state in states)), name
+
+
+def live() -> int:
+    """Bytes of all weights and activations in high precision that are alive, on the meta device excepted."""
+    tensors = {
+        (t.data_ptr(), t.nbytes)
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor)
+        and t.dtype in (torch.float32, torch.bfloat16)
+        and not t.is_meta
+        and t.dim() > 1
+    }
+    return sum(size for _, size in tensors)
+
+
+@pytest.mark.parametrize("make", (llama, mixtral))
+def test_one_weight_at_a_time_is_in_high_precision(make, tmp_path, monkeypatch):
+    make().save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = make()
+    fp4compile.pack_(expected, "nvfp4")
+    packed = [module for module in expected.modules() if isinstance(module, PackedWeight)]
+    largest = max(4 * module.dequantised().numel() for module in packed)
+    left = sum(parameter.nbytes for parameter in expected.parameters() if parameter.dim() > 1)
+    gc.collect()
+    before, peaks, store = live(), [], PackedWeight.store
+
+    def measured(self, weight):
+        peaks.append(live() - before)
+        store(self, weight)
+
+    monkeypatch.setattr(PackedWeight, "store", measured)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=ORDER)
+    assert len(peaks) == len(packed)
+    assert max(peaks) <= left + largest
+    same(loaded, expected)
+
+
+def test_tied_cast_and_missing_weights(tmp_path):
+    """The head is tied to the embedding, so it is packed when both are known; a missing bias and weight get values."""
+    torch.manual_seed(0)
+    options = {"tie_word_embeddings": True, "attention_bias": True}
+    llama(**options).save_pretrained(tmp_path)
+    recipe = {"recipe": "mxfp8", "skip_lm_head": False}
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    fp4compile.pack_(expected, recipe)
+    order = {"quant_method": "fp4compile", "recipe": recipe}
+    load = functools.partial(transformers.LlamaForCausalLM.from_pretrained, tmp_path, quantization_config=order)
+    loaded = load(dtype=torch.bfloat16)
+    assert type(loaded.lm_head) is PackedLinear and loaded.model.embed_tokens.weight.dtype == torch.bfloat16
+    same(loaded, expected)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(file)
+    lost = {f"model.layers.{name}" for name in ("0.self_attn.q_proj.bias", "1.self_attn.k_proj.weight")}
+    safetensors.save_file({k: v for k, v in tensors.items() if k not in lost}, file, {"format": "pt"})
+    loaded, found = load(output_loading_info=True)
+    assert found["missing_keys"] == lost
+    bias, key = loaded.get_parameter("model.layers.0.self_attn.q_proj.bias"), loaded.model.layers[1].self_attn.k_proj
+    assert not bias.any() and type(key) is PackedLinear and 0 < key.weight.std() < 0.1
+    assert sum(isinstance(module, PackedLinear) for module in loaded.modules()) == 22
+
+
+def test_weights_that_stay_on_disk_are_refused(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="device_map: weights that stay on disk cannot be packed"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=ORDER, device_map={"model": "cpu", "lm_head": "disk"}
+        )
