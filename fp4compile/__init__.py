@@ -11,6 +11,7 @@ from fp4compile.recipe import Recipe, add_arguments, recipes
 from fp4compile.registration import register_with_accelerate, register_with_transformers
 from fp4compile.report.explain import explain
 from fp4compile.report.report import Report
+from fp4compile.weights.buffers import make_shardable_
 from fp4compile.weights.cache import refresh
 from fp4compile.weights.export import export_packed
 from fp4compile.weights.files import load_packed, save_packed
@@ -32,6 +33,7 @@ __all__ = [
     "explain",
     "export_packed",
     "load_packed",
+    "make_shardable_",
     "pack_",
     "quantize",
     "recipes",

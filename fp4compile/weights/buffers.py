@@ -18,6 +18,7 @@ from fp4compile.weights.scale_checks import check_static
 from fp4compile.weights.scale_layout import laid_out, layout_of, layout_on
 
 BUFFERS = ("weight_data", "weight_scales", "weight_outer")
+_SHARDED = ("weight_data", "weight_scales")  # outer scales are few, and a scale of the tensor has no rows
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class PackedWeight(nn.Module):
 
     weight_data, weight_scales, weight_outer: buffers as in `BlockScaled`; None where the format has no such part. They
         move between devices and are never cast. The block scales have the layout of the device, see
-        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear.
+        `weights.scale_layout`: swizzled for native products, else linear. In a state dict they are linear. After
+        `make_shardable`, weight_data and weight_scales are frozen parameters of bytes.
     experts: the number of matrices; None for a single one.
     weight_dtype: the dtype of the dequantised weight: first the original weight's dtype; casts such as `.half()` set
         it.
@@ -80,7 +82,11 @@ class PackedWeight(nn.Module):
         """Quantise a weight along the in features, each expert separately. Its block scales follow the layer's rule.
 
         Under autocast, the weight is cast first, as autocast does before a product.
+
+        Raises RuntimeError for a shardable layer, because FSDP2 would lose what is written to a gathered weight.
         """
+        if self.shardable:
+            raise RuntimeError("weight: a layer that is sharded takes no other weight; merge adapters before it is")
         fmt, dim = formats.get(self.layer_format.weight), -2 if self.in_first else -1
         weight = weight.detach()
         dtype = autocast_dtype(weight.device)
@@ -93,6 +99,35 @@ class PackedWeight(nn.Module):
         self.weight_data = data
         self.weight_scales = scales if fmt.scale else None
         self.weight_outer = outer if fmt.outer else None
+
+    @property
+    def shardable(self) -> bool:
+        """Whether `make_shardable` was called."""
+        return "weight_data" in self._parameters
+
+    def make_shardable(self) -> None:
+        """Turn codes and block scales into frozen parameters of bytes. FSDP2 shards parameters alone.
+
+        As bytes they are cast by no mixed precision, and every communication library sends them.
+        """
+        for name in _SHARDED:
+            tensor = self._buffers.pop(name, None)
+            if tensor is not None:
+                self.register_parameter(name, nn.Parameter(tensor.view(torch.uint8), requires_grad=False))
+            elif name not in self._parameters:
+                self.register_buffer(name, None)
+
+    def part(self, name: str) -> torch.Tensor | None:
+        """One of the tensors `BUFFERS` in the dtype of the format. Raises RuntimeError where a rank has rows of it."""
+        tensor = getattr(self, name)
+        if tensor is None or name not in self._parameters:
+            return tensor
+        if _is_shard(tensor):
+            raise RuntimeError(
+                "weight: this rank has some of its rows; call the module given to fully_shard, or its unshard()"
+            )
+        fmt = formats.get(self.layer_format.weight)
+        return tensor.detach().view(fmt.data_dtype if name == "weight_data" else fmt.scale_dtype)
 
     def dequantised(self) -> torch.Tensor:
         """The weight's values, in weight_dtype."""
@@ -128,8 +163,8 @@ class PackedWeight(nn.Module):
         device = None if self.weight_data is None else self.weight_data.device
         with torch.no_grad():
             probe = fn(torch.empty(0, dtype=self.weight_dtype, device=device))
-        moved = {name: tensor for name in BUFFERS if (tensor := self._buffers[name]) is not None}
-        if self.weight_scales is not None and self.scale_layout_on(probe.device) == "linear":
+        moved = {name: tensor for name in BUFFERS if (tensor := self._buffers.get(name)) is not None}
+        if "weight_scales" in moved and self.scale_layout_on(probe.device) == "linear":
             # The scales are converted before the move, because a copy to the CPU may still be in progress after it.
             moved["weight_scales"] = self.scales_as("linear", self.weight_scales)
         # A cast of a module casts its floating-point tensors only. As integers, codes and scales are not cast.
@@ -155,8 +190,8 @@ class PackedWeight(nn.Module):
         return laid_out(scales, formats.get(self.layer_format.weight), self.out_features, shape, layout)
 
     def lay_out_scales(self) -> None:
-        """Convert the block scales to the layout of their device."""
-        scales = self._buffers["weight_scales"]
+        """Convert the block scales to the layout of their device; those of a shardable layer keep theirs."""
+        scales = self._buffers.get("weight_scales")
         if scales is not None:
             self._buffers["weight_scales"] = self.scales_as(self.scale_layout_on(scales.device), scales)
 
@@ -168,16 +203,18 @@ class PackedWeight(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name, (_, dtype) in buffer_shapes(self).items():
-            if self._buffers[name] is not None:
+            if self._buffers.get(name) is not None:
                 self._buffers[name] = self._buffers[name].view(dtype)
         self.lay_out_scales()  # the file may have been written on another device
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.scale_layout == "swizzled":
+        # A rank's rows keep their layout: linear scales cannot be made of a part. `_as_stored` takes both layouts.
+        if self.scale_layout == "swizzled" and not _is_shard(self.weight_scales):
             # A write to the linear scales would not change the layer; a write to an inference tensor raises.
             with torch.inference_mode():
-                destination[f"{prefix}weight_scales"] = self.scales_as("linear", self.weight_scales)
+                linear = self.scales_as("linear", self.part("weight_scales"))
+                destination[f"{prefix}weight_scales"] = linear.view(self.weight_scales.dtype)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str],
@@ -187,24 +224,35 @@ class PackedWeight(nn.Module):
         if problem is not None:  # load no buffer
             errors.append(f"packed layer {prefix.removesuffix('.')!r}: {problem}")
             return
-        name = f"{prefix}weight_scales"
-        if self.weight_scales is not None and name in state_dict:
-            scales = self.scales_as(self.scale_layout, state_dict[name])
-            state_dict = {**state_dict, name: scales}
+        state_dict = self._as_stored(state_dict, prefix)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
         )  # fmt: skip
         self.lay_out_scales()  # assign=True may have assigned scales on another device
+
+    def _as_stored(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """A state dict with this layer's tensors in the dtype and layout that the layer has them in."""
+        found = {name: tensor for name in _SHARDED if (tensor := state_dict.get(prefix + name)) is not None}
+        for name, tensor in found.items():
+            mine = getattr(self, name)
+            if _is_shard(tensor) or mine is None:
+                continue
+            _, dtype = buffer_shapes(self)[name]
+            if name == "weight_scales":
+                tensor = self.scales_as(self.scale_layout, tensor.view(dtype))
+            found[name] = tensor.view(mine.dtype)
+        return state_dict | {prefix + name: tensor for name, tensor in found.items()}
 
     def _misfit(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Why a state does not fit this layer; None where it does. `nn.Module` itself checks shapes."""
         state, mine = described(state_dict.get(f"{prefix}_extra_state")), self.description
         if state is not None and {"scale_rule": mine["scale_rule"]} | state != mine:
             return f"the state is of {state}, the layer is {mine}"
-        for name in BUFFERS:
-            buffer, given = self._buffers[name], state_dict.get(prefix + name)
-            if buffer is not None and given is not None and buffer.dtype != given.dtype:
-                return f"{name} is {given.dtype} in the state, the layer has {buffer.dtype}"
+        for name, (_, dtype) in buffer_shapes(self).items():
+            given = state_dict.get(prefix + name)
+            # The state of a shardable layer has bytes.
+            if given is not None and given.dtype not in (dtype, torch.uint8 if dtype.itemsize == 1 else dtype):
+                return f"{name} is {given.dtype} in the state, the layer has {dtype}"
         return None
 
     @property
@@ -223,6 +271,29 @@ class PackedWeight(nn.Module):
 
 
 _inductor_patches.leave_buffers_out_of_ddp(PackedWeight)
+
+
+def make_shardable_(model: nn.Module) -> None:
+    """Let FSDP2 shard a model's packed weights: call it before `torch.distributed.fsdp.fully_shard`.
+
+    Codes and block scales become frozen parameters of bytes, of which each rank keeps its rows, and gathers the rest
+    before a module runs. Without it they are buffers, which each rank holds whole. Move the model to its device first.
+    Results keep their bits. Outer scales stay buffers.
+
+    Raises TypeError if `model` is no module, ValueError if it has no packed layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    packed = [module for module in model.modules() if isinstance(module, PackedWeight)]
+    if not packed:
+        raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    for layer in packed:
+        layer.make_shardable()
+
+
+def _is_shard(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor; torch may have been built without torch.distributed."""
+    return hasattr(tensor, "_local_tensor")
 
 
 def is_extra_state(key: str) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from fp4compile.analysis.module_names import packed_name
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
-from fp4compile.weights.buffers import LayerFormat, PackedWeight
+from fp4compile.weights.buffers import BUFFERS, LayerFormat, PackedWeight
 from fp4compile.weights.dequantized import DequantizedWeight
 
 # The parameters of experts that the functions of transformers read, depending on `is_transposed`.
@@ -55,7 +55,7 @@ class PackedExperts(PackedWeight):
         """The contiguous weights in the original parameter's shape, in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         weights = torch.ops.fp4compile.expert_weights(
-            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features, dtype,
+            *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype,
             self.layer_format.activation, self.layer_format.activation_outer,
         ).to(self.weight_dtype)  # fmt: skip
         return weights.transpose(1, 2).contiguous() if self.in_first else weights

@@ -91,7 +91,7 @@ class PackedLinear(PackedWeight, nn.Linear):
         """The weight [out_features, in_features] in weight_dtype."""
         dtype = self.weight_dtype if self.weight_dtype in FLOAT_DTYPES else torch.float32
         return torch.ops.fp4compile.dequantize(
-            self.weight_data, self.weight_scales, self.weight_outer, self.layer_format.weight, self.in_features, dtype
+            *map(self.part, BUFFERS), self.layer_format.weight, self.in_features, dtype
         ).to(self.weight_dtype)  # fmt: skip
 
     def _as_packed(self, values: torch.Tensor) -> torch.Tensor:
@@ -111,8 +111,8 @@ class PackedLinear(PackedWeight, nn.Linear):
         dtype = autocast_dtype(input.device)
         input = input if dtype is None else input.to(dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        weight = self.weight_data, self.weight_scales, self.weight_outer
-        return packed_product(input, bias, *weight, self.layer_format, self.scale_layout)
+        data, scales, outer = map(self.part, BUFFERS)
+        return packed_product(input, bias, data, scales, outer, self.layer_format, self.scale_layout)
 
     def _check(self, input: torch.Tensor) -> None:
         if not isinstance(input, torch.Tensor):

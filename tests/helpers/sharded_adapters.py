@@ -1,0 +1,121 @@
+"""LoRA on a packed model under FSDP2: what each of two ranks runs, see tests/weights/test_sharded.py.
+
+python tests/helpers/sharded_adapters.py STORE: the second rank. STORE: the file at which the ranks meet.
+"""
+
+import sys
+
+import peft
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fp4compile
+
+RANKS, WIDTH, RECIPE = 2, 96, "nvfp4"
+FULL = StateDictOptions(full_state_dict=True)
+
+
+class Block(nn.Module):
+    def __init__(self, recompute):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.recompute = recompute
+
+    def forward(self, x):
+        return x + (checkpoint(self.mlp, x, use_reentrant=False) if self.recompute else self.mlp(x))
+
+    def mlp(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(recompute) for recompute in (False, True))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def build():
+    """A packed model with adapters, in bf16 beside the adapters' float32."""
+    torch.manual_seed(0)
+    model = Net().bfloat16()
+    fp4compile.pack_(model, RECIPE)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False))
+    return model.base_model.model
+
+
+def shard(model, codes=True):
+    if codes:
+        fp4compile.make_shardable_(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def steps(model):
+    """The losses of three steps on one batch, which every rank has: so means over ranks have the bits of one rank."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, 1e-3), []
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(3):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def codes(model):
+    return {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
+
+
+@torch.no_grad()
+def evaluate(model):
+    return model(torch.ones(4, WIDTH).bfloat16())
+
+
+def run():
+    """What a rank finds: losses with codes in shards and whole; its bytes of codes, and all; results of models.
+
+    loaded: the result of a model that was given the gathered state. compiled: of one whose first block is compiled.
+    """
+    model = shard(build())
+    losses = steps(model), steps(shard(build(), codes=False))
+    parts = [p for p in model.parameters() if p.dtype == torch.uint8]
+    assert parts and all(isinstance(part, DTensor) for part in parts)
+    state = get_model_state_dict(model, options=FULL)
+    fresh = build()
+    for tensor in (*fresh.parameters(), *fresh.buffers()):  # loading must replace what is there
+        nn.init.zeros_(tensor)
+    fresh = shard(fresh)
+    set_model_state_dict(fresh, state, options=FULL)
+    found = {"losses": losses, "result": evaluate(model), "loaded": evaluate(fresh)}
+    found |= {"mine": sum(p._local_tensor.nbytes for p in parts), "whole": sum(p.nbytes for p in parts)}
+    backend = fp4compile.backend(RECIPE)
+    fresh.blocks[0].compile(backend=backend)
+    return found | {"compiled": evaluate(fresh), "report": backend.report}
+
+
+def main(store, rank="1"):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS)
+    try:
+        return run()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

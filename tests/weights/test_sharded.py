@@ -1,0 +1,73 @@
+"""Packed layers under FSDP2: each rank keeps its rows of the codes and scales."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp4compile
+
+pytest.importorskip("peft")
+from tests.helpers import sharded_adapters  # noqa: E402
+
+
+def test_adapters_train_on_shards_as_on_whole_codes(tmp_path):
+    store, root = tmp_path / "store", Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-m", "tests.helpers.sharded_adapters", store], cwd=root) as partner:
+        try:
+            run = sharded_adapters.main(store, "0")
+            assert partner.wait(60) == 0
+        finally:
+            partner.kill()
+    assert run["losses"][0] == run["losses"][1] and len(set(run["losses"][0])) == 3
+    assert run["mine"] == run["whole"] / 2
+    assert torch.equal(run["loaded"], run["result"]), "a gathered state gives a sharded model its bits"
+    torch.testing.assert_close(run["compiled"], run["result"], rtol=0.05, atol=0.05)
+    quantised = {(row.module, row.right) for row in run["report"].quantised}
+    assert quantised == {(f"blocks.0.{name}.base_layer", "nvfp4") for name in ("up", "down")}
+
+
+@pytest.mark.parametrize("recipe", ("nvfp4", "mxfp8", "float8_rowwise"))
+def test_whole_and_shardable_layers_exchange_states(recipe, tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(96, 64)), torch.randn(5, 96)
+    fp4compile.pack_(model, recipe)
+    state = model.state_dict()
+    other = nn.Sequential(nn.Linear(96, 64))
+    fp4compile.pack_(other, recipe)
+    fp4compile.make_shardable_(other)
+    other.load_state_dict(state)
+    assert torch.equal(other.bfloat16().float()(x), model.bfloat16().float()(x)), "casts leave the codes alone"
+    model.load_state_dict(copy.deepcopy(other).state_dict())
+    assert torch.equal(model[0].weight, other[0].weight)
+    fp4compile.save_packed(other, tmp_path / "packed.safetensors")
+    loaded = nn.Sequential(nn.Linear(96, 64))
+    fp4compile.load_packed(loaded, tmp_path / "packed.safetensors")
+    assert torch.equal(loaded(x), other(x))
+    with pytest.raises(RuntimeError, match="takes no other weight; merge adapters before"):
+        other[0].weight.data = torch.zeros(64, 96)
+
+
+class Experts(nn.Module):
+    """A module that is none of torch's own."""
+
+
+def test_experts_are_shardable():
+    model = Experts()
+    model.weights = nn.Parameter(torch.randn(3, 64, 96))
+    fp4compile.pack_(model, "nvfp4", contracted={"weights": -1})
+    expected = model.weights.clone()
+    fp4compile.make_shardable_(model)
+    assert [(name, p.dtype) for name, p in model.named_parameters()] == [
+        (f"weights_packed.{name}", torch.uint8) for name in ("weight_data", "weight_scales")
+    ]
+    assert torch.equal(model.weights, expected)
+
+
+def test_a_model_without_packed_layers_is_refused():
+    with pytest.raises(ValueError, match="has no packed layer"):
+        fp4compile.make_shardable_(nn.Sequential(nn.Linear(8, 8)))
