@@ -76,6 +76,16 @@ def test_toml_script(capsys, tmp_path):
     assert losses[-1] < 0.6 * losses[0]
 
 
+def test_precision_schedule_script(capsys, monkeypatch):
+    without_codegen.install(monkeypatch)
+    options = ["--steps", "6", "--width", "32", "--device", "cpu"]
+    losses = main_of("precision_schedule.py")([*options, "--last", "0.5"])
+    summaries = re.findall(r"recipe nvfp4_train: (\d+) of", capsys.readouterr().out)
+    assert summaries == ["6", "4"]  # two layers, with and without their forward products
+    constant = main_of("precision_schedule.py")([*options, "--last", "0"])
+    assert losses[:3] == constant[:3] and losses[4:] != constant[4:]
+
+
 def run_as_command(*arguments):
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600,

@@ -1,5 +1,7 @@
 """Training recipes through torch.compile: switches, seeds, merging, what is saved."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 import fp4compile
 from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.recipe import named
+from tests.helpers import without_codegen
 from tests.helpers.by_hand import assert_rounds_to, by_hand, drawn
 from tests.helpers.graphs import Recorder
 
@@ -223,3 +226,52 @@ def test_fp32_master_weights_under_autocast_save_no_packed_weights(recipe):
     parameters = {p.data_ptr() for p in model.parameters()}
     others = [t for t in y.grad_fn.saved_tensors if t is not None and t.data_ptr() not in parameters]
     assert not any(tuple(t.shape) in weights or tuple(t.t().shape) in weights for t in others if t.dim() == 2)
+
+
+# ---------------------------------------------------------------- recipes that change
+
+
+@pytest.mark.parametrize("in_place", (False, True), ids=("two callables", "compiled in place again"))
+def test_a_changed_recipe_goes_on_as_a_resumed_run(in_place, monkeypatch):
+    """Two steps under each recipe have the bits of two steps, a checkpoint, and two steps in a fresh program."""
+    without_codegen.install(monkeypatch)
+    recipes = [TRAIN, TRAIN.replace(fprop_x=None, fprop_w=None)]
+    x = torch.randn(32, 64)
+
+    def start(state=None):
+        model = TwoLayers()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        return model, optimizer
+
+    def run(model, optimizer, recipe):
+        backend, called = fp4compile.backend(recipe, strict=True), model
+        if in_place:
+            model.compile(backend=backend)
+        else:
+            called = torch.compile(model, backend=backend)
+        for step in range(2):
+            torch.manual_seed(step)
+            called(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                called.eval()(x)  # a graph more for each recipe
+            called.train()
+        return backend.report
+
+    model, optimizer = start()
+    reports = [run(model, optimizer, recipes[0])]
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reports.append(run(model, optimizer, recipes[1]))
+    assert [{row.product for row in report.quantised} for report in reports] == [
+        {"fprop", "dgrad", "wgrad"}, {"dgrad", "wgrad"}
+    ]  # fmt: skip
+    assert not any(report.uncompiled for report in reports)
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {4}
+    torch.compiler.reset()
+    resumed, other = start(state)
+    run(resumed, other, recipes[1])
+    assert equal(model.parameters(), resumed.parameters())
