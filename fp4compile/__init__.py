@@ -1,6 +1,7 @@
 """fp4compile: block-scaled FP4 and FP8 matrix products for torch.compile."""
 
 from fp4compile import config
+from fp4compile.analysis.block_recipe import block_recipe
 from fp4compile.backend import backend
 from fp4compile.calibration.calibrate import calibrate
 from fp4compile.calibration.scale_sweep import scale_sweep
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "add_arguments",
     "backend",
+    "block_recipe",
     "calibrate",
     "config",
     "explain",

@@ -27,10 +27,10 @@ from fp4compile import _inductor_patches
 from fp4compile.passes.hoist import hoisting
 from fp4compile.passes.manager import JointPasses, LowerPasses, switched_off_passes
 from fp4compile.passes.saved import Saved
-from fp4compile.recipe import Recipe, recipes, resolve
+from fp4compile.recipe import Recipe, Rule, recipes, resolve
 from fp4compile.report import names, stored_rows
 from fp4compile.report.report import PassRun, Report, Row
-from fp4compile.report.rule_names import without_layer
+from fp4compile.report.rule_names import out_of_reach, without_layer
 from fp4compile.weights.cache import marking
 
 _JOINT_SLOT, _LOWER_SLOT = "joint_custom_pre_pass", "post_grad_custom_post_pass"
@@ -241,7 +241,9 @@ class Backend:
                 shared.report.add(known.in_full(one), counts, CompileContext.current_trace_id(), seconds=seconds)
             if outcome is None or any(row.quantised for row in rows):
                 shared.quantised[model] = True
-        if why is not None or model not in self._own.quantised:
+        # Rules may skip all of a block that has its own recipe.
+        as_told = known.prefix and rows and all((row.reason or "").startswith("rule ") for row in rows)
+        if why is not None or (model not in self._own.quantised and not as_told):
             self._nothing_matched(model, why or _reasons(rows))
 
     def _left_uncompiled(self, function: str, limit: str) -> None:
@@ -268,15 +270,24 @@ class Backend:
             return
         idle = without_layer(self.recipe.rules, known)
         if idle:
-            message = (
-                f"fp4compile recipe {self.recipe.name!r}: no layer of the model ({type(known.root).__name__}) matches "
-                f"the rule {', '.join(repr(rule.pattern) for rule in idle)}"
+            self._idle(idle, f"no layer of the model ({type(known.root).__name__}) matches the rule {{}}")
+        if idle is not None and (above := out_of_reach(self.recipe.rules, known)):
+            self._idle(
+                above,
+                f"{known.prefix.rstrip('.')!r} is compiled by itself, names in its graph begin below it, and the rule "
+                "{} matches full names alone: compile each block with the recipe "
+                "fp4compile.block_recipe(recipe, model, block)",
             )
-            if self.strict:
-                raise RuntimeError(message)
-            warnings.warn(message, stacklevel=3)
         if idle is not None:
             self._own.rules_checked[known.root] = True
+
+    def _idle(self, rules: tuple[Rule, ...], text: str) -> None:
+        """Warn, or raise, of rules that decide about nothing. text: with {} for their patterns."""
+        patterns = ", ".join(repr(rule.pattern) for rule in rules)
+        message = f"fp4compile recipe {self.recipe.name!r}: {text.format(patterns)}"
+        if self.strict:
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=4)
 
     def _nothing_matched(self, model: Any, why: str) -> None:
         message = f"fp4compile recipe {self.recipe.name!r} quantised nothing: {why}"

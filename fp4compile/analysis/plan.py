@@ -98,7 +98,8 @@ def plan(
     if names and not model.blocks and (recipe.skip_first_blocks or recipe.skip_last_blocks):
         warnings.warn(
             f"recipe {recipe.name!r} leaves blocks alone by their number, and no name in this graph has one "
-            f"(such as {names[0]!r}): where blocks are compiled one by one, compile only those to be quantised",
+            f"(such as {names[0]!r}): where blocks are compiled one by one, compile each with the recipe "
+            "fp4compile.block_recipe(recipe, model, block)",
             stacklevel=2,
         )
     training = recipe.weight_scales != "amax" and _has_gradients(gemms)

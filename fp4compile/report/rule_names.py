@@ -1,14 +1,15 @@
-"""Rules that match the name of no layer of a model, found when the first graph of the model is compiled.
+"""Rules that match no name of a layer of a model, or none in its graphs, found when the first graph is compiled.
 
 One graph may be a part of the model, so its products do not show that a rule is idle. The model does: a rule that
 matches none of its layers' names will decide about no product of any graph.
 """
 
+import re
 from collections.abc import Iterator
 
 from torch import nn
 
-from fp4compile.analysis.module_names import clean_name, module_name, parameter_name
+from fp4compile.analysis.module_names import block_of, clean_name, module_name, parameter_name
 from fp4compile.recipe.rules import Rule
 from fp4compile.report.names import Names
 
@@ -26,6 +27,25 @@ def without_layer(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...] | N
     if not parameters or not names.issuperset(map(module_name, parameters)):
         return None
     return tuple(rule for rule in rules if rule.pattern not in names and not any(map(rule.matches, names)))
+
+
+def out_of_reach(rules: tuple[Rule, ...], known: Names) -> tuple[Rule, ...]:
+    """The rules that match layers of numbered blocks by their full names alone, in graphs whose names begin below them.
+
+    known: the names of a graph of the model. Such a rule decides about no product of the graph, nor of the graphs of
+    other blocks of the same list.
+    """
+    place = block_of(known.prefix.rstrip("."))
+    if known.root is None or place is None:
+        return ()
+    blocks = re.compile(re.escape(place[0]) + r"\.\d+\." if place[0] else r"\d+\.")
+    reached: set[str] = set()
+    above: set[str] = set()
+    for name in _layers(known.root):
+        number = blocks.match(name)
+        for start in _starts(name):
+            (above if number and start < number.end() else reached).add(name[start:])
+    return tuple(rule for rule in rules if any(map(rule.matches, above)) and not any(map(rule.matches, reached)))
 
 
 def _layers(model: nn.Module) -> Iterator[str]:

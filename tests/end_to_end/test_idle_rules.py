@@ -85,9 +85,63 @@ def test_only_all_graphs_show_that_earlier_rules_take_every_layer_or_that_none_r
 
 def test_names_below_a_block_that_is_compiled_by_itself():
     """Rules see `up` there. A rule for the full name matches a layer of the model, and decides about nothing."""
-    report, said = run([("up", "skip"), ("layers.1.down", "skip"), ("late", "skip")], blocks=True)
-    assert said == []
+    rules = [("up", "skip"), ("layers.1.down", "skip"), ("late", "skip")]
+    report, said = run(rules, blocks=True)
+    assert len(said) == 1 and "'layers.0' is compiled by itself" in said[0] and "the rule 'layers.1.down' " in said[0]
+    assert "fp4compile.block_recipe(recipe, model, block)" in said[0]
     assert [rule.pattern for rule in report.unmatched_rules()] == ["layers.1.down", "late"]
+    with pytest.raises(RuntimeError, match="is compiled by itself"):
+        run(rules, blocks=True, strict=True)
+
+
+# ---------------------------------------------------------------- recipes of blocks
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block() for _ in range(5)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def quantised(*reports):
+    return {(row.module, row.right) for report in reports for row in report.quantised}
+
+
+def test_blocks_compiled_by_themselves_follow_rules_with_their_numbers():
+    """As the whole model does. Dynamo shares a graph among equal blocks, and the report names the first of them."""
+    chosen = {"recipe": "mxfp8", "skip_last_blocks": 1}
+    chosen["rules"] = [("layers.1.*", "skip"), ("*.2.up", "mxfp4"), ("layers.4.down", "quantize")]
+    model, whole = Blocks(), fp4compile.backend(chosen, strict=True)
+    backends = [fp4compile.backend(fp4compile.block_recipe(chosen, model, block)) for block in model.layers]
+    assert backends[0] == backends[3] and len(set(backends)) == 4
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        torch.compile(model, backend=whole)(torch.ones(4, 64))
+        for block, backend in zip(model.layers, backends, strict=True):
+            block.compile(backend=backend)
+        model(torch.ones(4, 64))
+    assert [str(one.message) for one in caught if "rule" in str(one.message)] == []
+    found = quantised(*(backend.report for backend in backends))
+    assert found | {("layers.3.up", "mxfp8"), ("layers.3.down", "mxfp8")} == quantised(whole.report)
+    assert len(found) == 5
+    assert {backend.report.graphs for backend in backends} == {1}
+
+
+def test_static_scales_reach_blocks_compiled_by_themselves():
+    model = Blocks()
+    scales = {f"layers.{number}.{name}": 2.0**-number for number in range(5) for name in ("up", "down")}
+    chosen = fp4compile.Recipe.from_dict(
+        {"recipe": "nvfp4", "activation_scale": "static", "static_scales": scales, "skip_first_blocks": 1}
+    )
+    recipe = fp4compile.block_recipe(chosen, model, model.layers[2])
+    assert dict(recipe.static_scales) == {"up": 0.25, "down": 0.25} and recipe.rules == ()
+    assert [rule.pattern for rule in fp4compile.block_recipe(chosen, model, model.layers[0]).rules] == ["up", "down"]
+    with pytest.raises(ValueError, match="block: expected a module of the model, got a Block"):
+        fp4compile.block_recipe(chosen, model, Block())
 
 
 def test_a_packed_model_has_the_names_of_its_layers():

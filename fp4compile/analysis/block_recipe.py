@@ -1,0 +1,67 @@
+"""The recipe for a block that is compiled by itself, where the recipe of its model goes by full names.
+
+Dynamo lets equal blocks share one graph, in which names begin below the block. So a graph has no block number, but a
+backend may be a block's own: blocks of different recipes have different backends and graphs, and others share them.
+"""
+
+from glob import escape
+from pathlib import Path
+
+from torch import nn
+
+from fp4compile.analysis.module_names import block_of, clean_name, module_name, parameter_name
+from fp4compile.analysis.plan import Model
+from fp4compile.recipe import Recipe, Rule, resolve
+
+
+def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, block: nn.Module) -> Recipe:
+    """The recipe for a block that is compiled by itself: it decides as `recipe` does about the block in the model.
+
+    recipe: as for `fp4compile.backend`. Its rules, `skip_first_blocks`, `skip_last_blocks` and static scales go by the
+        names that layers have in `model`; those of the result by the names below the block.
+    block: a module of `model`.
+
+    for block in model.layers:
+        block.compile(backend=fp4compile.backend(fp4compile.block_recipe(recipe, model, block)))
+
+    Raises TypeError for a `model` or `block` that is no module, ValueError for a block that is no part of the model,
+    and the errors of `backend` for a bad recipe.
+    """
+    for name, module in (("model", model), ("block", block)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name}: expected a torch.nn.Module, got {type(module).__name__}")
+    chosen = resolve(recipe)
+    path = next((clean_name(name) for name, module in model.named_modules() if module is block), None)
+    if path is None:
+        raise ValueError(f"block: expected a module of the model, got a {type(block).__name__} that is no part of it")
+    full = {name: f"{path}.{name}".strip(".") for name in _layers(block)}
+    skipped = _is_skipped(chosen, model, path)
+    decided = {name: chosen.rule_for(full[name]) for name in full}
+    rules = [
+        Rule(escape(name), "skip" if rule is None else rule.action)
+        for name, rule in decided.items()
+        if name and (rule is not None or skipped)
+    ]
+    scales = {name: scale for name in full if (scale := chosen.static_scale(full[name])) is not None}
+    if chosen.activation_scale != "static" and not any(rule.takes_static_scale for rule in rules):
+        scales = {}  # a recipe refuses scales that it never uses
+    return chosen.replace(
+        rules=rules, static_scales=scales, skip_first_blocks=0, skip_last_blocks=0, num_blocks=None
+    )  # fmt: skip
+
+
+def _is_skipped(recipe: Recipe, model: nn.Module, path: str) -> bool:
+    """Whether the recipe leaves a block alone because of its number."""
+    place = block_of(path)
+    if place is None:
+        return False
+    container, index = place
+    counts = Model.of(recipe, [clean_name(name) for name, _ in model.named_parameters()], []).blocks
+    return index < recipe.skip_first_blocks or index >= counts.get(container, index + 1) - recipe.skip_last_blocks
+
+
+def _layers(block: nn.Module) -> list[str]:
+    """The names of what may be layers below a block, packed ones too, in the order of the modules."""
+    found = [module_name(clean_name(name)) for name, tensor in block.named_parameters() if tensor.dim() in (2, 3)]
+    packed = [name.rpartition(".")[0] for name, _ in block.named_buffers() if name.endswith("weight_data")]
+    return list(dict.fromkeys([*found, *(parameter_name(clean_name(name)) for name in packed)]))
