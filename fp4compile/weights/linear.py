@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from fp4compile.formats.quantize_spec import FLOAT_DTYPES
@@ -132,6 +133,10 @@ class PackedLinear(PackedWeight, nn.Linear):
 # ---------------------------------------------------------------- what can be packed
 
 
+# Why weights of `nn.MultiheadAttention` are left alone: it reads them and calls no linear layer, not even `out_proj`.
+IN_ATTENTION = "nn.MultiheadAttention multiplies it without calling a layer"
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is an `nn.Linear` with a weight of its own, one of a subclass, or transformers' Conv1D."""
     return (isinstance(module, nn.Linear) and not isinstance(module, PackedLinear)) or _is_conv1d(module)
@@ -154,6 +159,8 @@ def obstacle(linear: nn.Module) -> str | None:
     """Why a packed layer could not replace this linear layer with equal behaviour; None where it could."""
     if parametrize.is_parametrized(linear):
         return f"parametrised: {', '.join(linear.parametrizations)}"
+    if isinstance(linear, NonDynamicallyQuantizableLinear):
+        return IN_ATTENTION
     if not (type(linear) is nn.Linear or _is_conv1d(linear)):
         return f"class {type(linear).__name__} is a subclass of Linear"
     extra = [*(linear._parameters.keys() - {"weight", "bias"}), *linear._buffers, *linear._modules]

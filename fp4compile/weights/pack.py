@@ -23,7 +23,15 @@ from fp4compile.weights.buffers import LayerFormat, PackedWeight
 from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
 from fp4compile.weights.experts import obstacle as experts_obstacle
 from fp4compile.weights.integration import save_as_packed
-from fp4compile.weights.linear import PackedLinear, is_linear, leave_fast_paths, obstacle, replace, sizes
+from fp4compile.weights.linear import (
+    IN_ATTENTION,
+    PackedLinear,
+    is_linear,
+    leave_fast_paths,
+    obstacle,
+    replace,
+    sizes,
+)
 
 UNKNOWN_DIMENSION = "nothing says which dimension is contracted: name it in pack_(contracted=...)"
 
@@ -123,7 +131,8 @@ def decisions(
     experts = [_Experts(place, in_first(place, known)) for place in places_of(model, is_linear)]
     _warn_of_rules(model, chosen, places)
     choice = _Choice(model, chosen, places, experts)
-    return [*(_of_linear(choice, names) for names in places), *(_of_experts(choice, one) for one in experts)]
+    linears = (_of_linear(choice, names) for names in places)
+    return [*linears, *_of_attentions(model, chosen), *(_of_experts(choice, one) for one in experts)]
 
 
 # (the format, or the reason why a weight is left alone; how a packed weight differs from what the recipe says).
@@ -249,6 +258,18 @@ def _of_linear(choice: _Choice, names: list[str]) -> Decision:
     dtype = None if weight is None else weight.dtype
     row = _row_of(names[0], sizes(linear), dtype, found, choice.recipe, note)
     return Decision(Weight(tuple(names), found) if isinstance(found, LayerFormat) else None, row)
+
+
+def _of_attentions(model: nn.Module, recipe: Recipe) -> Iterator[Decision]:
+    """The input projections of `nn.MultiheadAttention`: parameters that it multiplies itself."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        for child, weight in module._parameters.items():
+            if weight is not None and child.endswith("proj_weight"):
+                outer, inner = weight.shape
+                name = f"{path}.{child}".removeprefix(".")
+                yield Decision(None, _row_of(name, (inner, outer), weight.dtype, IN_ATTENTION, recipe, None))
 
 
 def _of_experts(choice: _Choice, one: _Experts) -> Decision:

@@ -9,6 +9,7 @@ import fp4compile
 from fp4compile.analysis.plan import NOT_CALIBRATED
 from fp4compile.recipe import named, recipes
 from fp4compile.weights.pack import PackedLinear
+from tests.helpers import without_codegen
 from tests.helpers.packed_models import TOKENS, Net, Twice, recipe_of
 from tests.helpers.rewritten import rewritten
 
@@ -176,12 +177,32 @@ def test_a_compiled_model_has_the_names_of_the_plain_one():
     assert isinstance(model.layers[0], PackedLinear)
 
 
-def test_attention_keeps_its_projection():
-    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(64, 2)})
+@pytest.mark.parametrize("sizes", ({}, {"kdim": 32, "vdim": 48}))
+def test_attention_of_torch_keeps_its_projections_and_says_so(sizes):
+    model = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(64, 2, batch_first=True, **sizes)})
     report = fp4compile.pack_(model, "mxfp8")
-    assert [(row.module, row.reason) for row in report.rows] == [
-        ("attn.out_proj", "class NonDynamicallyQuantizableLinear is a subclass of Linear")
-    ]
+    inputs = [(192, 64, "in_proj")] if not sizes else [(64, 64, "q_proj"), (64, 32, "k_proj"), (64, 48, "v_proj")]
+    assert [(row.n, row.k, row.module) for row in report.rows] == [
+        (64, 64, "attn.out_proj"), *((n, k, f"attn.{name}_weight") for n, k, name in inputs)
+    ]  # fmt: skip
+    assert {row.reason for row in report.rows} == {"nn.MultiheadAttention multiplies it without calling a layer"}
+
+
+def test_compiled_attention_of_torch_is_quantised_instead(monkeypatch):
+    """What docs/report.md advises. As long as the fast path may be taken, there is one operator for all of it."""
+    without_codegen.install(monkeypatch)
+    layer, x = torch.nn.TransformerEncoderLayer(64, 2, 96, batch_first=True).eval(), torch.randn(2, 5, 64)
+    fp4compile.pack_(layer, "mxfp8")
+    backend = fp4compile.backend("mxfp8")
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            torch.compile(layer, backend=backend)(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert {(row.module, row.right) for row in backend.report.quantised} == {
+        (name, "mxfp8") for name in ("self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2")
+    }
 
 
 # ---------------------------------------------------------------- transformers' Conv1D
