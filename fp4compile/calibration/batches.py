@@ -1,10 +1,11 @@
-"""Run a model over batches: their possible forms, and a progress bar."""
+"""Run a model over batches, in each of their possible forms."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from fp4compile.report.progress import with_bar
 
 
 def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
@@ -21,18 +22,6 @@ def over(batches: Iterable[Any], bar: str | None = None) -> Iterator[Any]:
         yield batch
     if count == 0:
         raise ValueError("batches: got none; at least one is needed")
-
-
-def with_bar(items: Iterable[Any], bar: str | None) -> Iterable[Any]:
-    """The items, with a progress bar on a terminal if the package tqdm is installed.
-
-    bar: the text beside the bar; None for no bar.
-    """
-    if bar is None or find_spec("tqdm") is None:
-        return items
-    from tqdm.auto import tqdm
-
-    return tqdm(items, desc=bar, disable=None)  # None: not where the output is no terminal
 
 
 def call(model: Callable, batch: Any) -> Any:

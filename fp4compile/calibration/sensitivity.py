@@ -26,6 +26,7 @@ from fp4compile.report import names, page
 from fp4compile.report.decibels import decibels
 from fp4compile.report.explain import run_captured
 from fp4compile.report.product_row import one_line
+from fp4compile.report.progress import with_bar
 
 _HEADER = ("layer", "weights", "its output, dB", "model's output, dB")
 
@@ -202,7 +203,7 @@ def sensitivity(
         for number, batch in enumerate(sample.over(batches), 1):
             expected = [tensor.clone() for tensor in trials.run(batch, None)]
             bar = f"sensitivity, batch {number}" if progress else None
-            for layer in sample.with_bar(list(trials.present), bar):
+            for layer in with_bar(list(trials.present), bar):
                 trials.of_model[layer].add(expected, trials.run(batch, layer))
     if not trials.of_layer:
         raise ValueError(

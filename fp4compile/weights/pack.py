@@ -18,6 +18,7 @@ from fp4compile.analysis.module_names import clean_name, module_name
 from fp4compile.analysis.plan import NOT_CALIBRATED, Layer, Model, of_layer
 from fp4compile.formats import formats
 from fp4compile.recipe import Recipe, resolve, unmatched_rules
+from fp4compile.report.progress import with_bar
 from fp4compile.report.report import Report, Row
 from fp4compile.weights.buffers import LayerFormat, PackedWeight
 from fp4compile.weights.experts import PackedExperts, Place, check_contracted, in_first, pack_parameter, places_of
@@ -41,6 +42,7 @@ def pack_(
     recipe: str | dict | Recipe | Path | None = None,
     *,
     contracted: Mapping[str, int] | None = None,
+    progress: bool = True,
 ) -> Report:
     """Replace the linear layers and the weights of experts that a recipe quantises by packed ones, in place.
 
@@ -48,6 +50,7 @@ def pack_(
     contracted: for parameters of experts, by pattern of their full names, the dimension along which they are
         contracted: -1 where they are [experts, out, in], -2 where they are [experts, in, out]. Most experts of
         transformers declare it themselves (`is_transposed`).
+    progress: whether a terminal shows a progress bar, if the package tqdm is installed.
 
     Linear layers are modules of type `nn.Linear`, and the Conv1D of transformers. A layer with several names in the
     model is packed once. `pack_` leaves alone, with a reason in the report: layers of a subclass, parametrised layers,
@@ -73,7 +76,7 @@ def pack_(
     report = Report(
         resolve(recipe).name, packed_before=sum(isinstance(module, PackedWeight) for module in model.modules())
     )
-    for decision in decisions(model, recipe, contracted):
+    for decision in with_bar(decisions(model, recipe, contracted), "pack" if progress else None):
         if decision.weight is not None:
             decision.weight.pack(model)
         report.add([] if decision.row is None else [decision.row], {})

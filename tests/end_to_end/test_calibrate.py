@@ -418,8 +418,16 @@ def test_a_recipe_is_read_from_what_it_was_saved_to(tmp_path):
 
 def test_progress_needs_no_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr("fp4compile.calibration.batches.find_spec", lambda name: None)
+    monkeypatch.setattr("fp4compile.report.progress.find_spec", lambda name: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fp4compile.calibrate(torch.nn.Linear(64, 48), [torch.randn(4, 64)])
+        fp4compile.pack_(torch.nn.Sequential(torch.nn.Linear(64, 48)))
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_what_is_packed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for progress in (True, False):
+        fp4compile.pack_(torch.nn.Sequential(torch.nn.Linear(64, 48)), progress=progress)
+        assert ("pack: 100%" in capsys.readouterr().err) == progress
