@@ -1,8 +1,5 @@
 """Rules that decide about nothing: the backend says so once it can know, and the report of all graphs does."""
 
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import pytest
@@ -161,14 +158,3 @@ def test_nothing_is_said_of_rules_while_rows_are_missing():
     report, _ = run([("typo", "skip")])
     report.lost = 1
     assert report.unmatched_rules() == () and "about no product" not in report.summary()
-
-
-@pytest.mark.slow
-def test_the_end_of_the_program_says_it():
-    code = """
-        import torch, fp4compile
-        backend = fp4compile.backend("mxfp8", rules=[("0", "quantize"), ("0*", "skip")])
-        torch.compile(torch.nn.Sequential(torch.nn.Linear(64, 64)), backend=backend)(torch.ones(4, 64))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
-    assert "rules that decided about no product: '0*'" in done.stderr

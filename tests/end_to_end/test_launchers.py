@@ -61,9 +61,14 @@ def printed(command, **environment):
     return done.stdout
 
 
-def test_accelerates_flag(script):
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--mixed_precision", "no"]
-    assert "recipe nvfp4: 5 of 5" in printed([*launch, "--dynamo_backend", "fp4compile_nvfp4", *script])
+def test_accelerates_flag(script, monkeypatch, capfd):
+    """The launcher runs in this process, the script in one that does not import this package by itself."""
+    from accelerate.commands import launch
+
+    flags = ["--cpu", "--num_processes", "1", "--mixed_precision", "no", "--dynamo_backend", "fp4compile_nvfp4"]
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the launcher writes into it
+    launch.launch_command(launch.launch_command_parser().parse_args([*flags, *script]))
+    assert "recipe nvfp4: 5 of 5" in capfd.readouterr().out
 
 
 def test_accelerates_variable(monkeypatch):

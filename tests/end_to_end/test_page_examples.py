@@ -94,7 +94,8 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
     "docs/experts.md": {
         "": layers, "Eagerly": lambda: {"x": torch.randn(40, 64), "w": torch.randn(3, 96, 64)},
         "Packing": lambda: {"model": Around(Forms(True))}, "gpt-oss as published": lambda: gpt_oss_in("gpt-oss-20b"),
-        "Checkpoints with experts": lambda: checkpoint_in("Qwen3-30B-A3B-NVFP4", "modelopt_nvfp4_mixtral", torch.bfloat16),
+        "Checkpoints with experts":
+            lambda: checkpoint_in("Qwen3-30B-A3B-NVFP4", "modelopt_nvfp4_mixtral", torch.bfloat16),
     },
     "docs/index.md": {"": network},
     "docs/inference.md": {

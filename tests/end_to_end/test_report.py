@@ -7,9 +7,7 @@ import io
 import json
 import pickle
 import re
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -381,41 +379,6 @@ def test_lite_mode_takes_no_rows_of_another_run_from_the_cache(strict, monkeypat
     with pytest.raises(RuntimeError) if strict else pytest.warns(UserWarning, match="quantised nothing"):
         torch.compile(model, backend=backend, options={"use_joint_graph_passes": False})(x)
     assert backend.report.rows == []
-
-
-NEVER_CALLED = """
-    import torch, fp4compile
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    model.compile(backend={backend})
-    model(torch.ones(4, 64))
-    {end}
-"""
-
-
-def run_script(tmp_path, *command, **how):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(NEVER_CALLED).format(**how))
-    done = subprocess.run([sys.executable, *command, str(script)], capture_output=True, text=True, timeout=300)
-    return done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend, command",
-    [("fp4compile.backend('mxfp8')", ()), ("'fp4compile_mxfp8'", ("-m", "fp4compile", "run"))],
-    ids=["python", "run"],
-)
-def test_a_backend_that_was_never_called_says_so_at_the_end(backend, command, tmp_path):
-    said = run_script(tmp_path, *command, backend=backend, end="")
-    assert said.count("recipe mxfp8: compiled nothing. Likely causes: a module of torch's own") == 1
-
-
-@pytest.mark.slow
-def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(tmp_path):
-    said = run_script(tmp_path, "-m", "fp4compile", "run", backend="'eager'", end="")
-    assert "the script gave none of this package's backends to torch.compile" in said
-    said = run_script(tmp_path, backend="'fp4compile_mxfp8'", end="raise OSError('gone')")
-    assert "compiled nothing" not in said and said.endswith("OSError: gone\n")
 
 
 def test_passes_are_told():

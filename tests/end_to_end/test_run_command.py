@@ -1,14 +1,18 @@
-"""`python -m fp4compile run`: scripts and modules get the arguments that they would have alone; launchers run it."""
+"""`python -m fp4compile run`, under launchers too, and what is said at the end of any program.
+
+Programs get the arguments that they would have alone.
+"""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
 
+from tests.helpers.programs import ROOT, ended
+
+pytestmark = pytest.mark.slow
 PROGRAM = """
     import json, sys
     from pathlib import Path
@@ -17,43 +21,90 @@ PROGRAM = """
         found = {"argv": sys.argv[1:], "file": Path(sys.argv[0]).name, "main": sys.modules["__main__"].__file__,
                  "rank": os.environ.get("RANK")}
         torch.compile(torch.nn.Linear(64, 64), backend="fp4compile_mxfp8")  # is never called
-        Path(f"found{found['rank'] or ''}.json").write_text(json.dumps(found))
+        Path(f"found_{found['file']}{found['rank'] or ''}.json").write_text(json.dumps(found))
+"""
+NEVER_CALLED = """
+    import torch, fp4compile
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    model.compile(backend={backend})
+    model(torch.ones(4, 64))
+    {end}
+"""
+IDLE_RULE = """
+    import torch, fp4compile
+    backend = fp4compile.backend("mxfp8", rules=[("0", "quantize"), ("0*", "skip")])
+    torch.compile(torch.nn.Sequential(torch.nn.Linear(64, 64)), backend=backend)(torch.ones(4, 64))
 """
 ARGUMENTS = ["-m", "x", "--flag", "a b", "-h"]  # options of this command's names are the program's
+RUN = ["-m", "fp4compile", "run"]
+# What follows `python`, by the name of a case.
+COMMANDS = {
+    "a script": [*RUN, "script.py", *ARGUMENTS], "a module": [*RUN, "-m", "training.tune", *ARGUMENTS],
+    "a package": [*RUN, "-m", "training", *ARGUMENTS], "an object": ["object.py"], "a name": [*RUN, "name.py"],
+    "another backend": [*RUN, "eager.py"], "a crash": ["crash.py"], "an idle rule": ["idle.py"],
+}  # fmt: skip
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
-    package = folder / "training"
-    package.mkdir()
-    for name in ("__init__", "__main__", "tune"):
-        (package / f"{name}.py").write_text(textwrap.dedent(PROGRAM if name != "__init__" else ""))
-    (folder / "script.py").write_text(textwrap.dedent(PROGRAM))
-    root = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, *command, *ARGUMENTS], cwd=folder, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+def write(folder: Path, **scripts: str) -> None:
+    for name, text in scripts.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """(the folder, how each of the programs ended)."""
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "training").mkdir()
+    write(folder / "training", __init__="", __main__=PROGRAM, tune=PROGRAM)
+    write(
+        folder, script=PROGRAM, idle=IDLE_RULE,
+        object=NEVER_CALLED.format(backend="fp4compile.backend('mxfp8')", end=""),
+        name=NEVER_CALLED.format(backend="'fp4compile_mxfp8'", end=""),
+        eager=NEVER_CALLED.format(backend="'eager'", end=""),
+        crash=NEVER_CALLED.format(backend="'fp4compile_mxfp8'", end="raise OSError('gone')"),
     )  # fmt: skip
+    return folder, dict(zip(COMMANDS, ended(list(COMMANDS.values()), folder), strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "command, file",
-    [(["script.py"], "script.py"), (["-m", "training.tune"], "tune.py"), (["-m", "training"], "__main__.py")],
+    "case, file", [("a script", "script.py"), ("a module", "tune.py"), ("a package", "__main__.py")]
 )
-def test_a_program_sees_what_it_would_see_alone(command, file, tmp_path):
-    done = run(tmp_path, "-m", "fp4compile", "run", *command)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["argv"] == ARGUMENTS and found["file"] == Path(found["main"]).name == file
-    assert "recipe mxfp8: compiled nothing" in done.stderr
+def test_a_program_sees_what_it_would_see_alone(case, file, programs):
+    folder, found = programs
+    assert found[case].status == 0, found[case].said
+    seen = json.loads((folder / f"found_{file}.json").read_text())
+    assert seen["argv"] == ARGUMENTS and seen["file"] == Path(seen["main"]).name == file
+    assert "recipe mxfp8: compiled nothing" in found[case].said
 
 
-@pytest.mark.slow
-def test_a_launcher_runs_it_on_each_rank(tmp_path):
+def test_a_launcher_runs_it_on_each_rank(tmp_path, monkeypatch, capfd):
     """As `torchrun -m fp4compile run -m training.tune` does."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp4compile", "run"]
-    done = run(tmp_path, *launcher, "-m", "training.tune")
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "training").mkdir()
+    write(tmp_path / "training", __init__="", tune=PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    torchrun.main(["--standalone", "--nproc-per-node", "2", *RUN, "-m", "training.tune", *ARGUMENTS])
+    said = capfd.readouterr().err
     for rank in "01":
-        assert json.loads((tmp_path / f"found{rank}.json").read_text())["argv"] == ARGUMENTS
-        assert f"rank {rank}: recipe mxfp8: compiled nothing" in done.stderr
+        assert json.loads((tmp_path / f"found_tune.py{rank}.json").read_text())["argv"] == ARGUMENTS
+        assert f"rank {rank}: recipe mxfp8: compiled nothing" in said
+
+
+# ---------------------------------------------------------------- what is said at the end
+
+
+@pytest.mark.parametrize("case", ["an object", "a name"])
+def test_a_backend_that_was_never_called_says_so_at_the_end(case, programs):
+    said = programs[1][case].said
+    assert said.count("recipe mxfp8: compiled nothing. Likely causes: a module of torch's own") == 1
+
+
+def test_run_says_that_a_script_used_no_backend_and_a_crash_speaks_for_itself(programs):
+    found = programs[1]
+    assert "the script gave none of this package's backends to torch.compile" in found["another backend"].said
+    assert found["a crash"].status == 1 and found["a crash"].said.endswith("OSError: gone\n")
+    assert "compiled nothing" not in found["a crash"].said
+
+
+def test_a_rule_that_decided_about_nothing_is_told_at_the_end(programs):
+    assert "rules that decided about no product: '0*'" in programs[1]["an idle rule"].said
