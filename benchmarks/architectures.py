@@ -44,6 +44,11 @@ class Architecture:
     def generates(self) -> bool:
         return self.model.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
 
+    @property
+    def body(self) -> str:
+        """The class of the model without a head, of transformers."""
+        return f"{self.config.removesuffix('Config')}Model"
+
     def made(self, model: str = "", **sizes: Any) -> nn.Module:
         """A model with random weights. model: the name of another class with the same configuration."""
         package = importlib.import_module(self.package)
@@ -97,7 +102,10 @@ def latents_of_classes() -> Batch:
 
 
 def latents_of_texts() -> Batch:
-    return latents() | {"encoder_hidden_states": torch.randn(TEXTS, 16, 64), "pooled_projections": torch.randn(TEXTS, 64)}
+    return latents() | {
+        "encoder_hidden_states": torch.randn(TEXTS, 16, 64),
+        "pooled_projections": torch.randn(TEXTS, 64),
+    }
 
 
 def patches_of_texts() -> Batch:
@@ -215,5 +223,5 @@ ARCHITECTURES = {
         cross_attention_dim=64, attention_head_dim=8, norm_num_groups=8),
     "Swin": classifying("SwinTransformer", img_size=IMAGE, embed_dim=32, depths=(2, 2), num_heads=(2, 4),
                         window_size=4, num_classes=16),
-    "MLP-Mixer": classifying("MlpMixer", img_size=IMAGE, patch_size=8, num_blocks=2, embed_dim=64, num_classes=16),
+    "MLP-Mixer": classifying("MlpMixer", img_size=IMAGE, patch_size=8, num_blocks=2, embed_dim=64, num_classes=0),
 }  # fmt: skip

@@ -1,17 +1,18 @@
 """One layer of each of many model families, in its real widths and without contents: what `benchmarks.reach` compiles.
 
-Tensors are fake ones of the CPU, so that a DeepSeek-V3 takes no memory. All but DiT are models of transformers.
+Tensors are fake ones of the CPU, so that a DeepSeek-V3 takes no memory. All but DiT are models of transformers; their
+classes are in `benchmarks.architectures`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
+from benchmarks.architectures import ARCHITECTURES
 from benchmarks.llama_decode import LLAMA_3_8B, QWEN3_30B_A3B
 from fp4compile.recipe import Recipe, named
 
@@ -50,21 +51,20 @@ class Family:
 
 
 def reader(
-    kind: str, *, modes: tuple[str, ...] = USUAL, experts: str = "", attention: str = "sdpa", length: int = 2048,
-    block: bool = False, recipes: tuple[Recipe, ...] = (), autocast: bool = False, **sizes: Any,
+    name: str, *, modes: tuple[str, ...] = USUAL, length: int = 2048, block: bool = False,
+    recipes: tuple[Recipe, ...] = (), autocast: bool = False, implementation: dict[str, str] | None = None,
+    **sizes: Any,
 ) -> Family:  # fmt: skip
     """A model that reads texts of `length` tokens.
 
-    experts: how transformers multiplies by experts. block: whether the model is given embeddings, as a block is that is
-    compiled by itself; otherwise it has the embedding, and no tensor between its layers is a graph's input.
+    name: of its architecture. block: whether the model is given embeddings, as a block is that is compiled by itself;
+    otherwise it has the embedding, and no tensor between its layers is a graph's input. implementation: of "experts" or
+    "attention", in the place of the architecture's.
     """
+    architecture = replace(ARCHITECTURES[name], **(implementation or {}))
 
     def make() -> nn.Module:
-        shape = getattr(transformers, f"{kind}Config")(**(ONE_LAYER | sizes), attn_implementation=attention)
-        model = getattr(transformers, f"{kind}Model")(shape)
-        if experts:
-            model.set_experts_implementation(experts)
-        return model
+        return architecture.made(architecture.body, **(ONE_LAYER | sizes))
 
     def inputs(tokens: int) -> dict[str, torch.Tensor]:
         texts = max(1, tokens // length) if tokens > 32 else tokens
@@ -100,10 +100,9 @@ class DiT(nn.Module):
 
 
 def vit() -> nn.Module:
-    shape = transformers.ViTConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=1, num_attention_heads=16
-    )
-    return transformers.ViTModel(shape)
+    architecture = ARCHITECTURES["ViT"]
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 16}
+    return architecture.made(architecture.body, **sizes)
 
 
 def images(tokens: int) -> dict[str, torch.Tensor]:
@@ -122,29 +121,30 @@ QWEN = QWEN3_30B_A3B | ONE_LAYER
 FAMILIES = {
     "Llama-3-8B": reader("Llama", modes=tuple(MODES), **LLAMA),
     "Llama-3-8B, a block": reader("Llama", modes=ONCE, block=True, **LLAMA),
-    "Llama-3-8B, attention": reader("Llama", modes=ONCE, attention="eager", recipes=(WITH_ATTENTION,), **LLAMA),
+    "Llama-3-8B, attention": reader("Llama", modes=ONCE, recipes=(WITH_ATTENTION,),
+                                    implementation={"attention": "eager"}, **LLAMA),
     "Llama-3-8B, autocast": reader("Llama", modes=ONCE, autocast=True, **LLAMA),
     "Llama-3-8B, other recipes": reader("Llama", recipes=OTHERS, **LLAMA),
     "Llama-3-405B": reader("Llama", modes=("forward",), hidden_size=16384, intermediate_size=53248,
                            num_attention_heads=128, num_key_value_heads=8),
-    "Phi-3-mini": reader("Phi3", hidden_size=3072, intermediate_size=8192, num_attention_heads=32,
+    "Phi-3-mini": reader("Phi-3", hidden_size=3072, intermediate_size=8192, num_attention_heads=32,
                          num_key_value_heads=32, pad_token_id=0, eos_token_id=0),
-    "Gemma-3-12B": reader("Gemma3Text", hidden_size=3840, intermediate_size=15360, num_attention_heads=16,
+    "Gemma-3-12B": reader("Gemma 3", hidden_size=3840, intermediate_size=15360, num_attention_heads=16,
                           num_key_value_heads=8, head_dim=256, pad_token_id=0, eos_token_id=0, bos_token_id=0),
-    "Qwen3-30B-A3B": reader("Qwen3Moe", modes=tuple(MODES), experts="grouped_mm", **QWEN),
-    "Qwen3-30B-A3B, a block": reader("Qwen3Moe", modes=ONCE, block=True, experts="grouped_mm", **QWEN),
-    "Qwen3-30B-A3B, by index": reader("Qwen3Moe", modes=("decode",), experts="batched_mm", **QWEN),
-    "Mixtral-8x7B": reader("Mixtral", experts="grouped_mm", hidden_size=4096, intermediate_size=14336,
+    "Qwen3-30B-A3B": reader("Qwen3-MoE", modes=tuple(MODES), **QWEN),
+    "Qwen3-30B-A3B, a block": reader("Qwen3-MoE", modes=ONCE, block=True, **QWEN),
+    "Qwen3-30B-A3B, by index": reader("Qwen3-MoE", modes=("decode",), implementation={"experts": "batched_mm"}, **QWEN),
+    "Mixtral-8x7B": reader("Mixtral", hidden_size=4096, intermediate_size=14336,
                            num_attention_heads=32, num_key_value_heads=8),
-    "DeepSeek-V3": reader("DeepseekV3", experts="grouped_mm", hidden_size=7168, moe_intermediate_size=2048,
+    "DeepSeek-V3": reader("DeepSeek-V3", hidden_size=7168, moe_intermediate_size=2048,
                           n_routed_experts=256, num_attention_heads=128, num_key_value_heads=128,
                           first_k_dense_replace=0),
-    "gpt-oss-20b": reader("GptOss", experts="grouped_mm", attention="eager", pad_token_id=0, eos_token_id=0,
+    "gpt-oss-20b": reader("gpt-oss", pad_token_id=0, eos_token_id=0,
                           hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8,
                           head_dim=64, num_local_experts=32, num_experts_per_tok=4),
-    "BERT-large": reader("Bert", modes=ONCE, length=512, hidden_size=1024, intermediate_size=4096,
+    "BERT-large": reader("BERT", modes=ONCE, length=512, hidden_size=1024, intermediate_size=4096,
                          num_attention_heads=16),
-    "GPT-2-XL": reader("GPT2", modes=ONCE, length=1024, n_layer=1, n_embd=1600, n_head=25, bos_token_id=0,
+    "GPT-2-XL": reader("GPT-2", modes=ONCE, length=1024, n_layer=1, n_embd=1600, n_head=25, bos_token_id=0,
                        eos_token_id=0),
     "ViT-L/16": Family(vit, images, ONCE),
     "DiT-XL/2": Family(lambda: DiT(1152, 16), latents, ONCE),

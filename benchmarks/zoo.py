@@ -4,7 +4,7 @@
 
 Each family of `benchmarks.architectures` has a process of its own, so that a crash costs one family, and the file is
 written after each. A second run with the same --out runs what the file has not, and what failed. Captured graphs run as
-they are, in a quarter of an hour of one core; with --inductor they are compiled, in half an hour. Exits with 1 where a
+they are, which takes a quarter of an hour of one core; --inductor compiles them, in half an hour. Exits with 1 where a
 part of a family failed.
 
 A model is in bf16 and compared with the same weights in float32, uncompiled. A family has four parts:
@@ -18,8 +18,8 @@ training: one step under `nvfp4_train`, in training mode without dropout, to a r
     float32 and none here.
 generation: greedy, through the key-value cache, compiled under `nvfp4_weight_only` in float32, of models that
     generate. equal: how many tokens are those of the packed model, run eagerly; None where nothing is packed.
-packing: `pack_` under `nvfp4`, saved, loaded into a fresh model. layers: how many weights are packed. left: how many are
-    not, by reason. equal: whether all outputs have the same bits.
+packing: `pack_` under `nvfp4`, saved, loaded into a fresh model. layers: how many weights are packed. left: how many
+    are not, by reason. equal: whether all outputs have the same bits.
 """
 
 import argparse

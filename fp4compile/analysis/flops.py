@@ -37,7 +37,8 @@ def count(node: Node) -> int | None:
     if made is not node:
         both = count(made)
         return None if both is None else both // 2
-    formula = flop_registry.get(_packet(node.target)) or _formula(node.target)
+    packet = _packet(node.target)
+    formula = _CORRECTED.get(packet) or flop_registry.get(packet) or _formula(node.target)
     if formula is None:
         return None
     try:
@@ -163,6 +164,17 @@ def _grouped_backward(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> int 
     return None if forward is None else 2 * forward
 
 
+def _convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor, _bias, *settings, out_val: Any, **kwargs
+) -> int:
+    """Each of both gradients has the forward pass's FLOPs. (torch counts a weight gradient as if there were no groups.)
+
+    settings: stride, padding, dilation, transposed, output padding, groups, and which gradients are wanted.
+    """
+    *settings, wanted = settings
+    return sum(wanted[:2]) * flop_registry[aten.convolution](x, w, None, *settings, out_val=grad)
+
+
 def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
     """`scaled_mm`, whose FP4 operands hold two elements a byte."""
     data, fmt = args[0], args[3]
@@ -171,6 +183,7 @@ def _packed(*args, out_val: torch.Tensor, **kwargs) -> int:
 
 
 _OWN = {aten.addbmm: _added, aten._int_mm: _product}
+_CORRECTED = {aten.convolution_backward: _convolution_backward}
 
 
 # ---------------------------------------------------------------- sizes

@@ -144,6 +144,19 @@ def test_convolutions():
     assert rows == [("convolution", once), ("convolution", 2 * once)]
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_in_groups(transposed):
+    """Each channel is convolved with its own four numbers, as in a Mamba, in the backward pass too."""
+
+    def convolve(x, w):
+        return (F.conv_transpose1d if transposed else F.conv1d)(x, w, groups=7, padding=3)
+
+    positions = 64 if transposed else 64 + 2 * 3 - 4 + 1  # of the input, or of the output: four products each
+    once = 2 * 3 * 7 * positions * 4
+    rows = found(Net(convolve, 7, 1, 4), torch.randn(3, 7, 64))
+    assert rows == [("convolution", once), ("convolution", 2 * once)]
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_packed_and_integer_products(recipe):
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 32))
