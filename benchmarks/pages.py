@@ -5,7 +5,7 @@ Texts say what was measured, how, and what a column means. They hold no figure t
 One file, because it is a list: a page's entry is read without the others.
 """
 
-from benchmarks import cells, machine_code_tables, mutation_tables, simulation_tables
+from benchmarks import cells, machine_code_tables, mutation_tables, simulation_tables, zoo_tables
 from benchmarks.markdown import Table, table
 
 _NOTICE = """
@@ -619,6 +619,30 @@ The file has every run, the constants that each kernel was launched with, and th
 """,
 )
 
+_ZOO = _page(
+    "Model families",
+    """
+A small model of each family with random weights in bf16, on a CPU. [Models](../../docs/models.md) has the summary.
+
+    python -m benchmarks.zoo
+
+## What is left alone
+
+Shares of the FLOPs of matrix products, under `nvfp4` in inference and under `nvfp4_train` in training. Attention that is
+not fused appears as "no operand is a parameter", and its backward as "batched product of a gradient".
+""",
+    table("zoo_cpu.json", zoo_tables.left_alone, how="Run on"),
+    """
+## What the figures are read beside
+
+"bf16" is the uncompiled model in bf16, beside float32 as the quantised one is. "Beside the packed model" compares the
+compiled model with the same model packed and run uncompiled: two ways to the same bits. A number is there where one of
+them quantises what the other does not: experts, whose activations are not quantised uncompiled; layers that `pack_`
+leaves alone. Above 40 dB the difference is that of operations in bf16 which the graph computes in float32.
+""",
+    table("zoo_cpu.json", zoo_tables.beside, how="Run on"),
+)
+
 PAGES: dict[str, tuple[str | Table, ...]] = {
     "accuracy.md": _ACCURACY,
     "training_loss.md": _TRAINING_LOSS,
@@ -640,4 +664,5 @@ PAGES: dict[str, tuple[str | Table, ...]] = {
     "simulated_models.md": _SIMULATED_MODELS,
     "simulated_mutations.md": _MUTATIONS,
     "reach.md": _REACH,
+    "zoo.md": _ZOO,
 }

@@ -3,7 +3,7 @@
     python -m benchmarks.tables            # writes the pages
     python -m benchmarks.tables --check    # exits with 1 where a page is out of date, and changes nothing
 
-`docs/results.md` and `docs/roofline.md` are hand-written pages with generated tables. Every other page is generated as
+`docs/results.md`, `docs/models.md` and `docs/roofline.md` are hand-written pages with generated tables. Every other page is generated as
 a whole and lies beside the JSON files; `benchmarks/pages.py` says what each holds. A new benchmark adds a function of
 cells and a page, or a part of one. Needs nothing but Python.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import cells, markdown, summary
+from benchmarks import cells, markdown, summary, zoo_tables
 from benchmarks.markdown import RESULTS, Table, table
 from benchmarks.pages import PAGES
 
@@ -32,6 +32,9 @@ TABLES: dict[str, dict[str, Table]] = {
         "compile_time": Table(
             ("compile_time_cpu.json", "compile_time_h200.json", "mlp_block_h200.json"), summary.compile_time
         ),
+    },
+    "models.md": {
+        "families": table("zoo_cpu.json", zoo_tables.families, how="Run on"),
     },
     "roofline.md": {
         "errors": table("roofline_h200.json", cells.roofline_errors, how="Predicted; measured on"),
