@@ -10,6 +10,7 @@ import torch
 import torch._inductor.inductor_prims
 import triton
 from torch._inductor import config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
@@ -51,6 +52,11 @@ def handed_to_dynamo() -> list[Any]:
     """
     given = getattr(torch._dynamo.eval_frame, "cached_backends", {}).values()
     return [getattr(backend, "compiler_fn", backend) for backend in given]
+
+
+def without_fake_tensors() -> Any:
+    """A context in which new tensors are no fake ones, although the caller runs under a fake tensor mode."""
+    return unset_fake_temporarily()
 
 
 def interpreting() -> bool:

@@ -53,7 +53,7 @@ class Observation:
     def _enter(self, known: names.Names, now: names.Names) -> None:
         self.now = now
 
-    def _watched(self, module: GraphModule, known: names.Names) -> Callable:
+    def _watched(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
         decisions = _with_static_scale(module.graph, self.recipe, known.inputs)
         watcher = _Watcher(module, known.inputs, decisions, self._saw)
 

@@ -280,7 +280,7 @@ class _Trials:
             raise ValueError("model: its output has no floating-point tensor to compare")
         return found
 
-    def _captured(self, module: GraphModule, known: names.Names) -> Callable:
+    def _captured(self, module: GraphModule, known: names.Names, _: int | None) -> Callable:
         decisions = [one for one in analyse(module.graph, self.recipe, known.inputs)
                      if one.reason is None and one.gemm.packed is None]  # fmt: skip
         layers: dict[str, list[Decision]] = {}

@@ -21,6 +21,11 @@ def name_product(product: Node) -> None:
     product.meta[_PRODUCT] = product.name
 
 
+def product_of(node: Node) -> str | None:
+    """The name in the joint graph of the product that a node computes, or helps to compute; None for other nodes."""
+    return node.meta.get(_PRODUCT)
+
+
 def name_operations(quantise: Node, operations: Iterable[Node]) -> None:
     """Note the user's operations that a prologue computes, each once, on its quantiser."""
     quantise.meta[_OPERATIONS] = ", ".join(dict.fromkeys(map(_name, operations)))

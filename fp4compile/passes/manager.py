@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from fp4compile import config
 from fp4compile.analysis import flops
@@ -46,9 +46,6 @@ from fp4compile.templates.launch import cuda_target
 
 log = logging.getLogger("fp4compile")
 
-# Predicts (seconds in bf16, seconds as decided) of products, by their nodes.
-Times = Callable[[list[Decision]], dict[Node, tuple[float, float]]]
-
 JOINT = (Pass("rewrite", rewrite), Pass("recompute", recompute))
 FUSING = (
     Pass("merge_quantize", merge_quantize),
@@ -56,8 +53,9 @@ FUSING = (
     Pass("fuse_epilogue", fuse_epilogue),
     Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
 )
+HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)
 LOWERING = (
-    Pass("fuse_horizontal", fuse_horizontal),  # moves nodes, which is only allowed while no memory is overwritten
+    HORIZONTAL,  # moves nodes, which is only allowed while no memory is overwritten
     Pass("inplace", inplace),
     Pass("lower", lower),
 )
@@ -166,12 +164,8 @@ def analyse(graph: Graph, recipe: Recipe, inputs: tuple[Input, ...], meta: Gpu |
     return plan(find(graph, inputs), recipe, inputs, meta)
 
 
-def describe(
-    graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision], times: Times | None = None
-) -> list[Row]:  # fmt: skip
+def describe(graph: Graph, inputs: tuple[Input, ...], decisions: list[Decision]) -> list[Row]:
     """The report's rows, one for each product, including products that only torch's FLOP counter finds.
-
-    times: predicts the times of all decisions, see `roofline.gains.predicted`; None leaves them out.
 
     Reads the products' nodes, so call it before the rewrite.
     """
@@ -179,22 +173,17 @@ def describe(
     uncounted = [Gemm(node, "other", "", unsupported=f"operator {node.target}") for node in flops.others(graph, listed)]
     decisions = [*decisions, *(Decision(gemm, gemm.unsupported) for gemm in uncounted)]
     categories = flops.Categories(graph, inputs, [decision.gemm for decision in decisions])
-    seconds = {} if times is None else times(decisions)
-    return [
-        _row(decision, categories.of(decision.gemm), *seconds.get(decision.gemm.node, (None, None)))
-        for decision in decisions
-    ]
+    return [_row(decision, categories.of(decision.gemm)) for decision in decisions]
 
 
-def _row(decision: Decision, category: str, plain_seconds: float | None, seconds: float | None) -> Row:
+def _row(decision: Decision, category: str) -> Row:
     gemm = decision.gemm
     m, n, k = (_size(size) for size in gemm.dims) if gemm.dims else (None, None, None)
     return Row(
         module=gemm.module, product=gemm.product, m=m, n=n, k=k,
         left=_operand_format(gemm.a, decision.a), right=_operand_format(gemm.b, decision.b),
         tier=decision.tier, reason=decision.reason, flops=flops.count(gemm.node), category=category,
-        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name, plain_seconds=plain_seconds,
-        seconds=seconds,
+        note=decision.note, weight_scales=decision.weight_scales, node=gemm.node.name,
     )  # fmt: skip
 
 

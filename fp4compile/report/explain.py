@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,15 @@ from fp4compile import hardware
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.hardware import Gpu
 from fp4compile.passes.manager import analyse, describe
+from fp4compile.passes.predict import predict
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.report import names
-from fp4compile.report.report import NOTHING_CAPTURED, Report, Row
-from fp4compile.roofline.gains import predicted
+from fp4compile.report.meta_attention import fuse_attention
+from fp4compile.report.report import NOTHING_CAPTURED, Report, Row, Seconds
 
-# Takes a captured graph and the names of its inputs; returns the function that runs instead of the graph.
-GraphRunner = Callable[[GraphModule, names.Names], Callable]
+# Takes a captured graph, the names of its inputs, and how many of its outputs the forward pass returns (None for a
+# graph without gradients); returns the function that runs instead of the graph.
+GraphRunner = Callable[[GraphModule, names.Names, int | None], Callable]
 
 
 def explain(
@@ -57,15 +58,17 @@ def explain(
     chosen = resolve(recipe)
     target = hardware.present() if gpu is None else hardware.named(gpu)
     report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name, rules=chosen.rules)
-    made: dict[int, list[Row]] = {}
+    made: dict[int, tuple[list[Row], Seconds | None]] = {}
     shown: list[tuple] = []
 
-    def look(module: GraphModule, known: names.Names) -> Callable:
-        times = None if target is None else partial(predicted, recipe=chosen, gpu=target)
-        rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs, target), times)
+    def look(module: GraphModule, known: names.Names, forward_outputs: int | None) -> Callable:
+        rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs, target))
+        rest = None
+        if target is not None:
+            rows, rest = predict(module, known.inputs, rows, chosen, target, forward_outputs)
         report.graphs = (report.graphs or 0) + 1
-        report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id())
-        made.setdefault(id(known), []).extend(rows)
+        report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id(), rest=rest)
+        made.setdefault(id(known), ([], rest))[0].extend(rows)
         shown.append((id(known), known.modules, known.prefix))
         return module.forward
 
@@ -73,7 +76,8 @@ def explain(
         entry = (id(known), now.modules, now.prefix)
         if entry not in shown:  # Dynamo may run one part's graph for another part of the model
             shown.append(entry)
-            report.add(now.in_full(made.get(id(known), [])), {})
+            rows, rest = made.get(id(known), ([], None))
+            report.add(now.in_full(rows), {}, rest=rest)
 
     with torch.random.fork_rng(), _without_cache_on_meta(model):
         run_captured(model, look, enter)(*args, **kwargs)
@@ -113,20 +117,21 @@ def run_captured(
 
     def capturing_backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable:
         known = names.record(gm, example_inputs, root)
+        fuse_attention(gm)
 
         def run_forward(module: GraphModule, _: Any) -> Callable:
-            return _boxed(module.forward if joint else runner(module, known))
+            return _boxed(module.forward if joint else runner(module, known, None))
 
         def partition(graph: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             if joint and not is_nested(graph.graph):
-                runner(graph, known)
+                runner(graph, known, kwargs["num_fwd_outputs"])
             kwargs.pop("static_lifetime_input_indices", None)
             return default_partition(graph, joint_inputs, **kwargs)
 
         compiler = aot_autograd(
             fw_compiler=run_forward,
             bw_compiler=lambda module, _: _boxed(module.forward),
-            inference_compiler=lambda module, _: _boxed(runner(module, known)),
+            inference_compiler=lambda module, _: _boxed(runner(module, known, None)),
             partition_fn=partition,
             decompositions=select_decomp_table(),
         )

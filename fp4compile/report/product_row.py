@@ -33,10 +33,13 @@ class Row:
     fused: the operations that the quantisers of its operands compute in a prologue, such as "silu, mul" (";" separates
         two operands); None without a prologue, and before the graph is compiled.
     node: the product's node in the captured graph, as graph dumps show it.
-    plain_seconds, seconds: the product's predicted time in bf16, and as it is planned; see `fp4compile.roofline`. None
-        where no GPU is named, and for products of unknown size.
+    plain_seconds, seconds: the product's predicted time in bf16, and as it is planned, with its part of launches that
+        several products need; see `passes.predict`. None where no GPU is named, and for products of unknown size.
+    shared_seconds: its part of the launches that products of other layers need too; it is in `seconds`.
+    launches: what is launched for the product, such as "quantise, rows / 3; wgmma_sm90": a third of a quantiser that
+        two other products read too, and a kernel of its own.
 
-    Rows are compared without node and seconds.
+    Rows are compared without node, seconds and launches.
     """
 
     module: str
@@ -59,6 +62,8 @@ class Row:
     node: str | None = field(default=None, compare=False)
     plain_seconds: float | None = field(default=None, compare=False)
     seconds: float | None = field(default=None, compare=False)
+    shared_seconds: float | None = field(default=None, compare=False)
+    launches: str | None = field(default=None, compare=False)
 
     @property
     def quantised(self) -> bool:

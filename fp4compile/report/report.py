@@ -16,6 +16,13 @@ from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_n
 __all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below", "rows_from_json", "rows_to_json"]
 
 
+class Seconds(NamedTuple):
+    """Predicted seconds of what a graph launches for no matrix product, in bf16 and as it is planned."""
+
+    plain_seconds: float
+    seconds: float
+
+
 class PassRun(NamedTuple):
     """A pass's matches and seconds on one graph, or summed over several graphs."""
 
@@ -41,9 +48,9 @@ NOTHING_COMPILED = (
 )
 _HEADER: tuple[str, ...] = (
     "module", "product", "M", "N", "K", "left", "right", "tier", "weight scales", "fused", "saved", "bf16, us",
-    "planned, us", "gain", "left alone because",
+    "planned, us", "gain", "launches", "left alone because",
 )  # fmt: skip
-_OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain")
+_OPTIONAL = ("weight scales", "fused", "saved", "bf16, us", "planned, us", "gain", "launches")
 
 
 @dataclass(repr=False)
@@ -61,6 +68,7 @@ class Report:
     lost: how many of these graphs came from Inductor's cache when their rows no longer existed.
     seconds: how long each pass took in this process, summed over the graphs. A graph from Inductor's cache adds none.
     gpu: the name of the GPU for which the rows' times are predicted; None where no times are predicted.
+    rest: the predicted times of all else in these graphs: norms, activations, embeddings and the like.
     uncompiled: for each function that Dynamo no longer compiles for new inputs, the limit in `torch._dynamo.config`
         that was reached.
     rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
@@ -74,6 +82,7 @@ class Report:
     lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     gpu: str | None = None
+    rest: Seconds = Seconds(0.0, 0.0)
     uncompiled: dict[str, str] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     packed_before: int = 0
@@ -86,13 +95,18 @@ class Report:
         trace: TraceId | None = None,
         *,
         seconds: Mapping[str, float] | None = None,
+        rest: Seconds | None = None,
     ) -> None:
         """Add the rows of one graph, and the match counts and times of its passes.
 
         trace: Dynamo's identity of the compilation. A recompilation of a function adds only rows that the earlier
             compilations of this function did not have. None adds all rows.
+        rest: the graph's `Report.rest`; added where rows are, or where the graph has none.
         """
-        self.rows.extend(rows if trace is None else self._unseen(rows, trace))
+        added = rows if trace is None else self._unseen(rows, trace)
+        self.rows.extend(added)
+        if rest is not None and (added or not rows):
+            self.rest = Seconds(self.rest.plain_seconds + rest.plain_seconds, self.rest.seconds + rest.seconds)
         for name, count in counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
         for name, took in (seconds or {}).items():
@@ -207,6 +221,8 @@ class Report:
             "unmatched_rules": [rule.pattern for rule in self.unmatched_rules()],
             "packed_before": self.packed_before,
             "gains": self.gains(),
+            "losing": self.losing(),
+            "rest": None if self.gpu is None else self.rest._asdict(),
         }
 
     def __repr__(self) -> str:
@@ -259,6 +275,33 @@ class Report:
             if expected is not None:
                 found[layer_name(rows)] = expected
         return found
+
+    def losing(self) -> dict[str, float]:
+        """The predicted speed-up of each layer that would be faster in bf16, even where others stay as they are.
+
+        A launch that another layer needs too runs anyway, so it is not counted here.
+        """
+        found = {}
+        for rows in by_layer(self.rows):
+            alone = [replace(row, seconds=None if row.seconds is None else row.seconds - (row.shared_seconds or 0))
+                     for row in rows]  # fmt: skip
+            expected = gain(alone) if any(row.quantised for row in rows) else None
+            if expected is not None and expected < 1:
+                found[layer_name(rows)] = expected
+        return found
+
+    def predicted(self) -> Seconds | None:
+        """The predicted seconds of all graphs, in bf16 and as planned: the sum of the rows and of `rest`.
+
+        None without predictions.
+        """
+        timed = [row for row in self.rows if row.seconds is not None]
+        if not timed:
+            return None
+        return Seconds(
+            sum(row.plain_seconds or 0 for row in timed) + self.rest.plain_seconds,
+            sum(row.seconds or 0 for row in timed) + self.rest.seconds,
+        )
 
     def reason_shares(self) -> dict[str, tuple[float | None, float | None]]:
         """(share of the FLOPs, share of the planned time) of products left alone, by reason, largest first.
@@ -333,12 +376,13 @@ class Report:
         timed = [row for row in self.rows if row.seconds is not None]
         if not timed:
             return [f"predicted on {self.gpu}: no product of a kind and size that the model is for"]
-        plain, planned = sum(row.plain_seconds or 0 for row in timed), sum(row.seconds or 0 for row in timed)
+        plain, planned = self.predicted() or (0.0, 0.0)
         line = (f"predicted on {self.gpu}, not measured: {_time(plain)} us in bf16, {_time(planned)} us as planned, "
-                f"{plain / planned:.2f} times as fast")  # fmt: skip
+                f"{plain / planned:.2f} times as fast; outside of matrix products {_time(self.rest.plain_seconds)} and "
+                f"{_time(self.rest.seconds)} us of these")  # fmt: skip
         if len(timed) < len(self.rows):
             line += f"; {len(self.rows) - len(timed)} products not predicted"
-        losing = [f"{name} ({value:.2f})" for name, value in self.gains().items() if value < 1]
+        losing = [f"{name} ({value:.2f})" for name, value in self.losing().items()]
         advice = f"predicted to lose, better skipped by a rule: {', '.join(losing)}"
         return [line, *([advice] if losing else [])]
 
@@ -381,7 +425,7 @@ def _cells(group: Group) -> tuple[str, ...]:
         group.name, row.product, row.m, row.n, row.k, row.left, row.right, row.tier, row.weight_scales, row.fused,
         saved,
         None if plain is None else _time(plain), None if planned is None else _time(planned),
-        None if gained is None else f"{gained:.2f}", row.reason,
+        None if gained is None else f"{gained:.2f}", row.launches, row.reason,
     )  # fmt: skip
     return tuple("" if value is None else one_line(str(value)) for value in values)
 

@@ -29,24 +29,20 @@ from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
 from fp4compile.recipe import Recipe, resolve
 from fp4compile.recipe.named_recipes import OPERANDS
+from fp4compile.roofline.product_steps import Chosen, memory_pass, plain_step, product_steps, tiles_of
 from fp4compile.roofline.sizes import Experts, Sizes
 from fp4compile.roofline.time_terms import (
     BF16,
     BOTH_WAYS,
     COLUMN,
-    FLOAT32,
-    KERNELS,
-    LIBRARY,
-    OUTER_SCALES,
     ROWS,
-    Kernel,
     Prediction,
     Step,
     Use,
     quantise_step,
     stored,
 )
-from fp4compile.templates.choose import Choice, choose
+from fp4compile.templates.choose import choose
 from fp4compile.templates.problem import OperandType, Problem
 
 __all__ = ["GPUS", "Experts", "Gpu", "Prediction", "Step", "Use", "layer", "predict", "product"]
@@ -136,13 +132,13 @@ def _layer(
     return Prediction(tuple(plain), tuple(steps))
 
 
-def _chosen_for(name: str, uses: Mapping[str, Use], gpu: Gpu, sizes: Sizes) -> "_Chosen | None":
+def _chosen_for(name: str, uses: Mapping[str, Use], gpu: Gpu, sizes: Sizes) -> "Chosen | None":
     """The kernel of a product; None where no operand is quantised."""
     a, b = (uses.get(role) for role in OPERANDS[name])
     return None if a is None and b is None else _chosen(a, b, gpu, sizes)
 
 
-def _values(name: str, uses: Mapping[str, Use], chosen: "_Chosen | None", packed: bool) -> list[str]:
+def _values(name: str, uses: Mapping[str, Use], chosen: "Chosen | None", packed: bool) -> list[str]:
     """Roles of experts' operands that quantisers write as 16-bit dequantised values; see `passes.fake_quantize`.
 
     Excludes operands whose codes are stored: packed weights, and activations for the weight gradient.
@@ -160,29 +156,6 @@ _OTHER_DIRECTION = {"wgrad_x": "fprop_x", "wgrad_dy": "dgrad_dy"}
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """The kernel of a product: its name and tier.
-
-    fake_quantizes: whether its A may be quantised and dequantised by one kernel. outer: for both operands, what shares
-    an outer scale. values: the dtype to which two quantised operands of groups are dequantised in memory; None where
-    they are not. tiles: the tile of the result that a program computes, and how many programs run at once; None where
-    these are equal for all shapes.
-    """
-
-    kernel: str
-    tier: str
-    fake_quantizes: bool
-    outer: tuple[str, str]
-    values: torch.dtype | None = None
-    tiles: tuple[tuple[int, int], int] | None = None
-
-    @property
-    def shares(self) -> Kernel:
-        """The shares that the kernel reaches."""
-        return KERNELS.get(self.kernel, LIBRARY["dense"])
-
-
-@dataclass(frozen=True)
 class _Product:
     """One product of a layer. uses, products, packed: see `layer`. values: the `_values` of all products."""
 
@@ -196,55 +169,28 @@ class _Product:
 
     def plain(self) -> list[Step]:
         """The steps in bf16. Matrices that are gathered by an index are copied first."""
-        experts, (a, b) = self.sizes.experts, self.sizes.lines_read
-        by_offsets = experts is not None and experts.grouping == "rows"
-        kernel = LIBRARY["grouped" if by_offsets else "dense"]
-        found, length = [], self.sizes.contraction
+        experts, copied = self.sizes.experts, []
         if experts is not None and experts.grouping == "gather" and self.name != "wgrad":
-            found.append(self._pass("copy matrices", 2 * BF16 * b * length))
-        rate = self.gpu.bf16 * self.gpu.bf16_share
-        return [*found, self._multiply(kernel, BF16 * (a + b) * length, rate, "bf16 product")]
+            moved = 2 * BF16 * self.sizes.lines_read[1] * self.sizes.contraction
+            copied = [memory_pass("copy matrices", self.name, moved, self.gpu)]
+        return [*copied, plain_step(self.name, self.sizes, self.gpu)]
 
-    def steps(self, chosen: _Chosen | None) -> list[Step]:
+    def steps(self, chosen: Chosen | None) -> list[Step]:
         """The steps under the recipe: quantising, dequantising, the product, the rescale after it."""
         if chosen is None:
             return self.plain()
         roles = OPERANDS[self.name]
         a, b = (self.uses.get(role) for role in roles)
-        native, length = chosen.tier == "native", self.sizes.contraction
         fake = self._fake_quantised(roles[0], a, b, chosen)
-        found, operands = [], 0
-        for role, use, lines, read in zip(roles, (a, b), self.sizes.lines, self.sizes.lines_read, strict=True):
-            plain = BF16 * read * length
-            if use is None:
-                operands += plain
-                continue
-            in_16_bits = (fake and role == roles[0]) or role in self.values
-            found += self._quantise(role, use, lines, native, in_16_bits)
-            if self._dequantised(role, chosen) and not in_16_bits:
-                whole = stored(use.format, lines, length, native) + BF16 * lines * length
-                found.append(self._pass(f"dequantise {role}", whole))
-                in_16_bits = True
-            operands += plain if in_16_bits else stored(use.format, read, length, native)
-        rate = self._rate(a, b, chosen)
-        found.append(self._multiply(chosen.shares, operands, rate, chosen.kernel, chosen.tiles))
-        if chosen.kernel == "library_block_scaled" and "tensor" in chosen.outer:
-            found.append(self._pass("multiply outer scales", 0, launches=OUTER_SCALES))
-        if self._rescaled_apart(chosen):  # float32 sums are written, read and written in 16 bits
-            found.append(self._pass("rescale", (2 * FLOAT32 + BF16) * self.sizes.result))
-        return found
+        found, codes = [], []
+        for role, use, lines in zip(roles, (a, b), self.sizes.lines, strict=True):
+            in_16_bits = use is None or (fake and role == roles[0]) or role in self.values
+            codes.append(None if in_16_bits else use.format)
+            if use is not None:
+                found += self._quantise(role, use, lines, chosen.tier == "native", in_16_bits)
+        return [*found, *product_steps(self.name, self.sizes, tuple(codes), chosen, self.gpu, names=roles)]
 
-    def _dequantised(self, role: str, chosen: _Chosen) -> bool:
-        """Whether a pass before the product dequantises the operand: any operand, or A where experts are streamed."""
-        streamed = chosen.kernel == "grouped_skinny" and role == OPERANDS[self.name][0]
-        return streamed or chosen.kernel in ("dequant_operand", "grouped_dequant_operand")
-
-    def _rescaled_apart(self, chosen: _Chosen) -> bool:
-        """Whether a separate pass applies the outer scales, because a library product has no argument for them."""
-        by_library = chosen.kernel == "dequant_operand" and self.sizes.experts is None
-        return chosen.kernel == "library_rescaled" or (by_library and chosen.outer != ("none", "none"))
-
-    def _fake_quantised(self, role: str, a: Use | None, b: Use | None, chosen: _Chosen) -> bool:
+    def _fake_quantised(self, role: str, a: Use | None, b: Use | None, chosen: Chosen) -> bool:
         """Whether A is quantised and dequantised by one kernel; see `passes.fake_quantize`."""
         if a is None or b is None or not chosen.fake_quantizes or role.startswith("wgrad"):
             return False
@@ -278,36 +224,9 @@ class _Product:
             made = replace(made, overhead=made.overhead + self.gpu.launch)  # one launch zeroes the experts' amaxes
         return [made]
 
-    def _multiply(self, kernel: Kernel, operands: Any, rate: float, name: str, tiles: tuple | None = None) -> Step:
-        """The step of the product. tiles: see `_Chosen`; by default the kernel's tile, and as many as the GPU runs."""
-        tile, at_once = tiles or (kernel.tile, self.gpu.multiprocessors // kernel.cluster)
-        flops = self.sizes.flops(tile, at_once)
-        overhead = self.gpu.product_launch * kernel.launch + kernel.launches * self.gpu.launch
-        between: Any = 0.0
-        if kernel.turn and tile:
-            between = kernel.turn * self.sizes.turns(tile, at_once)
-        return Step(name, self.name, flops, operands + BF16 * self.sizes.result, rate,
-                    self.gpu.copy_rate * kernel.memory, overhead, between)  # fmt: skip
-
-    def _rate(self, a: Use | None, b: Use | None, chosen: _Chosen) -> float:
-        """FLOP/s of the product: the codes' matrix units' rate in the native tier, bf16's in the emulated tier."""
-        peak, share = self.gpu.bf16, self.gpu.bf16_share
-        if chosen.tier == "native" and a is not None and b is not None:
-            fp4 = a.format.packed and b.format.packed
-            native, reached = (self.gpu.fp4, self.gpu.fp4_share) if fp4 else (self.gpu.fp8, self.gpu.fp8_share)
-            if native is None:
-                raise ValueError(f"gpu: {self.gpu.name} has no rate of {'FP4' if fp4 else 'FP8'} products, and "
-                                 f"{chosen.kernel} multiplies such operands there")  # fmt: skip
-            peak, share = native, reached
-        return peak * (share if chosen.shares.matrix is None else min(chosen.shares.matrix, share))
-
-    def _pass(self, name: str, moved: Any, launches: int = 1) -> Step:
-        """A step whose kernels only move memory."""
-        return Step(name, self.name, 0, moved, self.gpu.bf16, self.gpu.copy_rate, launches * self.gpu.launch)
-
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes) -> _Chosen:
+def _chosen(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes) -> Chosen:
     """The kernel for a product; with swizzled scales if the kernel is then a native one, as in `analysis.plan`."""
     for native in (True, False):
         chosen = _with_layout(a, b, gpu, sizes, native)
@@ -316,7 +235,7 @@ def _chosen(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes) -> _Chosen:
     return chosen
 
 
-def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: bool) -> _Chosen:
+def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: bool) -> Chosen:
     experts = sizes.experts
     by_offsets = experts is not None and experts.grouping == "rows"
     types = _operand_type(a, native, by_offsets), _operand_type(b, native, by_offsets)
@@ -328,24 +247,14 @@ def _with_layout(a: Use | None, b: Use | None, gpu: Gpu, sizes: Sizes, native: b
         if by_offsets or choice.kernel == "grouped_skinny":  # grouped_skinny also takes matrices by index
             in_memory = choice.dequantizes_a and choice.dequantizes_b and None not in (a, b)
             values = problem.compute_dtype if in_memory else None
-            return _Chosen(choice.kernel, choice.tier, False, outer, values, _tiles(choice, gpu))
+            return Chosen(choice.kernel, choice.tier, False, outer, values, tiles_of(choice, gpu))
     rows, contraction = sizes.rows, sizes.contraction
     if experts is not None:
         rows, contraction = (rows, ceil_div(contraction, sizes.count)) if sizes.along_k else (
             ceil_div(rows, sizes.count), contraction)  # fmt: skip
     choice = choose(Problem(*types, rows, sizes.columns, contraction, torch.bfloat16, gpu.target, None, sizes.count,
                             experts is not None))  # fmt: skip
-    return _Chosen(choice.kernel, choice.tier, choice.dequantizes_a and experts is None, outer)
-
-
-def _tiles(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
-    """`_Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
-    config = choice.config
-    if choice.kernel == "grouped_skinny":
-        return (config.rows, 16 * config.tiles), config.grid
-    if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
-        return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
-    return None
+    return Chosen(choice.kernel, choice.tier, choice.dequantizes_a and experts is None, outer)
 
 
 def _operand_type(use: Use | None, native: bool, by_offsets: bool) -> OperandType:

@@ -72,6 +72,9 @@ KERNELS = {
 # torch's bf16 products. The grouped product (GroupMM.cu), streaming the weights of a decode step, reaches a smaller
 # share of the memory's rate than the dense product. A launch before it writes the arguments of each group.
 LIBRARY = {"dense": Kernel(), "grouped": Kernel(memory=0.66, tile=(128, 128), launches=1)}
+# The share of the bf16 FLOP/s that fused attention reaches, forward and backward: fitted to one time, the prefill of a
+# Llama-3-8B block under `float8_rowwise` in benchmarks/results/producers_h200.json, and assumed for other GPUs.
+ATTENTION = 0.42
 # Kernels by which torch multiplies the outer scales of the library's two-level product; see templates/gemm/cost.py.
 OUTER_SCALES = 2
 
@@ -197,16 +200,24 @@ def quantise_step(
     A dynamic outer scale needs an amax, which reads the operand once more. A row's amax, along rows alone, is computed
     inside the kernel.
     """
-    outer, reached = None if use.static else use.format.outer, QUANTISERS
-    own_amax = outer == "tensor" or (outer == "row" and along != ROWS)
-    reads = 2 if own_amax else 1
-    share = {ROWS: 1.0, COLUMN: reached.columns, BOTH_WAYS: reached.both}[along]
-    if use.format.square:
-        share = reached.square
-    share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if use.stochastic else 1.0)
-    launches = reads + (reached.row_amax if outer == "row" and not own_amax else 0)
-    return Step(f"quantise {role}, {along}", product, 0, reads * BF16 * numel + written, gpu.bf16,
-                gpu.copy_rate * share, launches * gpu.launch)  # fmt: skip
+    outer = None if use.static else use.format.outer
+    reads = 2 if outer == "tensor" or (outer == "row" and along != ROWS) else 1
+    moved = reads * BF16 * numel + written
+    return quantiser(f"quantise {role}, {along}", product, use.format, along, moved, reads, gpu,
+                     static=use.static, hadamard=hadamard, stochastic=use.stochastic)  # fmt: skip
+
+
+def quantiser(
+    name: str, product: str, fmt: BlockFormat, along: str, moved: Any, launches: int, gpu: Gpu, *,
+    static: bool = False, hadamard: bool = False, stochastic: bool = False,
+) -> Step:  # fmt: skip
+    """The step of a quantiser that moves so many bytes in so many launches. static: whether its outer scale is."""
+    reached = QUANTISERS
+    share = reached.square if fmt.square else {ROWS: 1.0, COLUMN: reached.columns, BOTH_WAYS: reached.both}[along]
+    share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if stochastic else 1.0)
+    in_kernel = fmt.outer == "row" and along == ROWS and not static
+    overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
+    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead)
 
 
 def quantise_seconds(

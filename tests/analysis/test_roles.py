@@ -496,7 +496,7 @@ def test_bodies_of_nested_regions_are_not_rewritten():
     """Inductor hands them to the joint passes one by one. No input is a parameter there: layers look like attention."""
     model, seen = torch.nn.Sequential(Linear(64, 64)), []
 
-    def passes(module, known):
+    def passes(module, known, forward_outputs):
         for graph in (*(body.graph for body in module.children()), module.graph):
             before = str(graph)
             JointPasses(resolve(ATTENTION_TOO), known.inputs, lambda rows, runs: seen.extend(rows))(graph)

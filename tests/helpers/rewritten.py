@@ -23,7 +23,7 @@ def rewritten(model, recipe, **overrides):
     chosen = resolve(recipe, **overrides)
     decisions: list[Decision] = []
 
-    def run(module, known):
+    def run(module, known, forward_outputs):
         found = analyse(module.graph, chosen, known.inputs)
         decisions.extend(found)
         rewrite(module.graph, found)

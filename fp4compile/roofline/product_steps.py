@@ -1,0 +1,129 @@
+"""The steps of one product: operands that are dequantised in memory, the kernel that multiplies, the rescale after it.
+
+`roofline.model` makes them for a layer of given sizes, `roofline.graph_steps` for a product node of a graph.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp4compile.formats.formats import BlockFormat
+from fp4compile.hardware import Gpu
+from fp4compile.roofline.sizes import Sizes
+from fp4compile.roofline.time_terms import BF16, FLOAT32, KERNELS, LIBRARY, OUTER_SCALES, Kernel, Step, stored
+from fp4compile.templates.choose import Choice
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The kernel of a product: its name and tier.
+
+    fake_quantizes: whether its A may be quantised and dequantised by one kernel. outer: for both operands, what shares
+    an outer scale. values: the dtype to which two quantised operands of groups are dequantised in memory; None where
+    they are not. tiles: the tile of the result that a program computes, and how many programs run at once; None where
+    these are equal for all shapes.
+    """
+
+    kernel: str
+    tier: str
+    fake_quantizes: bool
+    outer: tuple[str, str]
+    values: torch.dtype | None = None
+    tiles: tuple[tuple[int, int], int] | None = None
+
+    @property
+    def shares(self) -> Kernel:
+        """The shares that the kernel reaches."""
+        return KERNELS.get(self.kernel, LIBRARY["dense"])
+
+
+def plain_step(name: str, sizes: Sizes, gpu: Gpu) -> Step:
+    """The product of two 16-bit operands by torch. name: of the product."""
+    by_offsets = sizes.experts is not None and sizes.experts.grouping == "rows"
+    read = BF16 * sum(sizes.lines_read) * sizes.contraction
+    return _multiply("bf16 product", name, sizes, LIBRARY["grouped" if by_offsets else "dense"], read,
+                     gpu.bf16 * gpu.bf16_share, gpu, None)  # fmt: skip
+
+
+def product_steps(
+    name: str, sizes: Sizes, formats: tuple[BlockFormat | None, BlockFormat | None], chosen: Chosen, gpu: Gpu, *,
+    names: tuple[str, str] = ("A", "B"), more: Any = 0,
+) -> list[Step]:  # fmt: skip
+    """The steps of a product of which an operand is quantised, from codes to the result.
+
+    name: of the product. formats: of both operands as they lie in memory, None for 16 bits. names: of the operands.
+    more: bytes that the last kernel moves besides its operands and a result of 16 bits, such as an epilogue's operands.
+    """
+    native, found, operands = chosen.tier == "native", [], 0
+    for place, (fmt, lines, read) in enumerate(zip(formats, sizes.lines, sizes.lines_read, strict=True)):
+        plain = BF16 * read * sizes.contraction
+        if fmt is None:
+            operands += plain
+        elif _dequantised(place, chosen):
+            whole = stored(fmt, lines, sizes.contraction, native) + BF16 * lines * sizes.contraction
+            found.append(memory_pass(f"dequantise {names[place]}", name, whole, gpu))
+            operands += plain
+        else:
+            operands += stored(fmt, read, sizes.contraction, native)
+    rate, rescaled = _rate(formats, chosen, gpu), _rescaled_apart(sizes, chosen)
+    operands += (FLOAT32 - BF16) * sizes.result if rescaled else more  # the library writes float32 sums
+    found.append(_multiply(chosen.kernel, name, sizes, chosen.shares, operands, rate, gpu, chosen.tiles))
+    if chosen.kernel == "library_block_scaled" and "tensor" in chosen.outer:
+        found.append(memory_pass("multiply outer scales", name, 0, gpu, launches=OUTER_SCALES))
+    if rescaled:
+        found.append(memory_pass("rescale", name, (FLOAT32 + BF16) * sizes.result + more, gpu))
+    return found
+
+
+def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1) -> Step:
+    """A step whose kernels only move memory."""
+    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch)
+
+
+def tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
+    """`Chosen.tiles` of a grouped kernel; None for a kernel whose launch is not modelled."""
+    config = choice.config
+    if choice.kernel == "grouped_skinny":
+        return (config.rows, 16 * config.tiles), config.grid
+    if choice.kernel == "grouped_dequant_tiles":  # programs of small tiles share a multiprocessor
+        return (config.bm, config.bn), gpu.multiprocessors * max(128 * 128 // (config.bm * config.bn), 1)
+    return None
+
+
+def _dequantised(place: int, chosen: Chosen) -> bool:
+    """Whether a pass before the product dequantises an operand: any operand, or A where experts are streamed."""
+    streamed = chosen.kernel == "grouped_skinny" and place == 0
+    return streamed or chosen.kernel in ("dequant_operand", "grouped_dequant_operand")
+
+
+def _rescaled_apart(sizes: Sizes, chosen: Chosen) -> bool:
+    """Whether a separate pass applies the outer scales, because a library product has no argument for them."""
+    by_library = chosen.kernel == "dequant_operand" and sizes.experts is None
+    return chosen.kernel == "library_rescaled" or (by_library and chosen.outer != ("none", "none"))
+
+
+def _multiply(
+    name: str, product: str, sizes: Sizes, kernel: Kernel, operands: Any, rate: float, gpu: Gpu, tiles: tuple | None
+) -> Step:  # fmt: skip
+    """The step that multiplies. tiles: see `Chosen`; by default the kernel's tile, and as many as the GPU runs."""
+    tile, at_once = tiles or (kernel.tile, gpu.multiprocessors // kernel.cluster)
+    overhead = gpu.product_launch * kernel.launch + kernel.launches * gpu.launch
+    between: Any = 0.0
+    if kernel.turn and tile:
+        between = kernel.turn * sizes.turns(tile, at_once)
+    return Step(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
+                gpu.copy_rate * kernel.memory, overhead, between)  # fmt: skip
+
+
+def _rate(formats: tuple[BlockFormat | None, BlockFormat | None], chosen: Chosen, gpu: Gpu) -> float:
+    """FLOP/s of the product: the codes' matrix units' rate in the native tier, bf16's in the emulated tier."""
+    peak, share = gpu.bf16, gpu.bf16_share
+    if chosen.tier == "native" and None not in formats:
+        fp4 = all(fmt is not None and fmt.packed for fmt in formats)
+        native, reached = (gpu.fp4, gpu.fp4_share) if fp4 else (gpu.fp8, gpu.fp8_share)
+        if native is None:
+            raise ValueError(f"gpu: {gpu.name} has no rate of {'FP4' if fp4 else 'FP8'} products, and "
+                             f"{chosen.kernel} multiplies such operands there")  # fmt: skip
+        peak, share = native, reached
+    return peak * (share if chosen.shares.matrix is None else min(chosen.shares.matrix, share))
