@@ -10,19 +10,15 @@ input.
 A run says what its graphs have. prologues: quantisers with a prologue, by kind (`kind_of`). products: what `choose`
 gives for each. ops: nodes after the fusing passes. launches: traces of this package's kernels; equal nodes share one.
 
-Times are predictions for a H200 or a B200, in microseconds of a step. layers, layers in bf16: linear layers and experts
-by `fp4compile.roofline`, each quantised by itself. left alone: what it saves to leave those layers in bf16 that are
-predicted to be faster so. attention: its FLOPs at the bf16 rate, half of them where it is causal. pointwise: what
-Inductor's kernels read and write at the speed of a copy, if each result in memory has a kernel of its own; they take
-less. saved: what `prologue_cost.gain` predicts for the prologues of each kind, and one launch for each. "least %" and
-"most %" are that in percent of the step, with all of "pointwise" and without.
+Times are predictions for a H200 or a B200 by `fp4compile.roofline`, in microseconds of a step. products: with their
+quantisers. pointwise: Inductor's kernels. saved: what `prologue_cost.gain` predicts for the prologues of each kind, and
+one launch for each. "least %" and "most %" are that in percent of the step, with "pointwise" and without.
 
 "options" are the constants that each kernel was launched with in any run, "never launched" the kernels that no run has.
 Both are of graphs alone: `pack_` and eager calls launch others.
 """
 
 import copy
-import functools
 import importlib
 import pkgutil
 import sys
@@ -40,27 +36,26 @@ import triton
 from torch._inductor import config as inductor
 from torch._inductor.fx_passes import joint_graph
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 import fp4compile
 from benchmarks import common
 from benchmarks.families import FAMILIES, MODES, Family, on_meta, to_fake
 from fp4compile import hardware, templates
-from fp4compile.analysis.graph import RESHAPES, Quantise, quantise_of, scaled_mm_of
+from fp4compile.analysis.graph import Quantise, quantise_of, scaled_mm_of
 from fp4compile.formats.quantize_spec import ROWS, QuantizeSpec
 from fp4compile.hardware import Gpu
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM
 from fp4compile.ops.quantize import QUANTIZE
 from fp4compile.passes import fuse_prologue, hoist, manager
 from fp4compile.recipe import Recipe
-from fp4compile.roofline.gains import predicted
+from fp4compile.roofline.graph_steps import steps_of
 from fp4compile.templates.launch import Launch, dry_run
 
 GPUS = {90: hardware.GPUS["H200"], 100: hardware.GPUS["B200"]}
 BACKEND = importlib.import_module("fp4compile.backend")  # the package has a function of that name
-REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean")  # what Inductor fuses pointwise operations with
 
-TIMES = ("layers", "layers in bf16", "left alone", "attention", "pointwise")
+TIMES = ("products", "attention", "pointwise")
 
 
 @dataclass
@@ -87,7 +82,7 @@ def compiled(family: Family, mode: str, sms: Iterable[int]) -> Iterator[tuple[in
         for sm in sms:
             for recipe in family.recipes_of(mode):
                 seen = Seen()
-                with absent_gpu(GPUS[sm], recipe, seen):
+                with absent_gpu(GPUS[sm], seen):
                     fp4compile.backend(recipe)(copy.deepcopy(gm), example_inputs)
                 found.append((sm, recipe, seen))
         return gm.forward
@@ -102,20 +97,15 @@ def compiled(family: Family, mode: str, sms: Iterable[int]) -> Iterator[tuple[in
 
 
 @contextmanager
-def absent_gpu(gpu: Gpu, recipe: Recipe, seen: Seen) -> Iterator[None]:
+def absent_gpu(gpu: Gpu, seen: Seen) -> Iterator[None]:
     """While this lasts, the backend compiles for a GPU, without generating code, and notes what it reaches."""
-    gain_of, describe, fused = fuse_prologue.gain, manager.describe, manager.fused
+    gain_of, fused = fuse_prologue.gain, manager.fused
 
     def gain_noted(spec: QuantizeSpec, *others: Any) -> float:
         found = gain_of(spec, *others)
         key = key_of(spec)
         seen.gains[key] = max(found, seen.gains.get(key, 0.0))
         return found
-
-    def described_with_times(graph: Graph, inputs: Any, decisions: Any) -> Any:
-        rows = describe(graph, inputs, decisions, functools.partial(predicted, recipe=recipe, gpu=gpu))
-        note_times(rows, seen)
-        return rows
 
     def fused_and_noted(graph: Graph) -> Any:
         note(graph, gpu, seen)
@@ -128,7 +118,6 @@ def absent_gpu(gpu: Gpu, recipe: Recipe, seen: Seen) -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, value in (
             (fuse_prologue, "gain", gain_noted),
-            (manager, "describe", described_with_times),
             (manager, "fused", fused_and_noted),
             (BACKEND, "compile_fx_inner", inner_compile),
             # A fake weight has no contents to quantise, nor an address to know it by.
@@ -145,17 +134,6 @@ def absent_gpu(gpu: Gpu, recipe: Recipe, seen: Seen) -> Iterator[None]:
 # ---------------------------------------------------------------- reading a graph
 
 
-def note_times(rows: list, seen: Seen) -> None:
-    """Add the predicted times of linear layers and experts."""
-    gained: dict[str, float] = defaultdict(float)  # by layer
-    for row in rows:
-        if row.category in ("dense", "experts") and row.seconds is not None:
-            seen.seconds["layers"] += row.seconds
-            seen.seconds["layers in bf16"] += row.plain_seconds
-            gained[row.module] += row.plain_seconds - row.seconds
-    seen.seconds["left alone"] += sum(-each for each in gained.values() if each < 0)
-
-
 def note(graph: Graph, gpu: Gpu, seen: Seen) -> None:
     """Add what a graph has after the fusing passes."""
     for node in graph.nodes:
@@ -169,9 +147,10 @@ def note(graph: Graph, gpu: Gpu, seen: Seen) -> None:
             seen.prologues[kind] += 1
             bytes_saved = seen.gains.get(key_of(quantise_of(node).spec), 0.0) * value.numel()
             seen.saved[kind] += bytes_saved / gpu.copy_rate + gpu.launch
-        elif "scaled_dot_product" in str(node.target):
-            seen.seconds["attention"] += attention_flops(node) / (gpu.bf16 * gpu.bf16_share)
-    seen.seconds["pointwise"] += pointwise_bytes(graph) / gpu.copy_rate
+    for launched in steps_of(graph, gpu):
+        name = launched.step.name
+        kind = "pointwise" if name in ("pointwise", "reduction") else name if name == "attention" else "products"
+        seen.seconds[kind] += launched.step.seconds
 
 
 def kind_of(quantise: Quantise) -> str:
@@ -198,46 +177,6 @@ def key_of(spec: QuantizeSpec) -> tuple:
     prologue = spec.prologue
     names = sorted(prologue.steps[number].operation for number in prologue.computed)
     return tuple(names), len(prologue.stored), spec.dims, spec.values, spec.ragged, spec.format.name
-
-
-def attention_flops(node: Node) -> float:
-    """Half of them where it is causal; of a backward 5/2 of those of its forward."""
-    backward = "backward" in str(node.target)
-    query, key = (each.meta["val"] for each in node.args[backward : backward + 2])
-    batch, heads, length, width = query.shape
-    causal = any(argument is True for argument in node.args)
-    return 4.0 * batch * heads * length * key.shape[-2] * width * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
-
-
-def pointwise_bytes(graph: Graph) -> int:
-    """What Inductor's kernels read and write, if each result in memory has a kernel of its own."""
-    stored = [node for node in graph.nodes if by_inductor(node) and not all(map(by_inductor, node.users))]
-    return sum(sum(map(nbytes, {node, *read_for(node)})) for node in stored)
-
-
-def by_inductor(node: Node) -> bool:
-    """Whether Inductor fuses a node with others."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in REDUCTIONS
-
-
-def read_for(node: Node) -> set[Node]:
-    """What a kernel reads that computes a node and all that is fused with it."""
-    read: set[Node] = set()
-    inside, waiting = {node}, [node]
-    while waiting:
-        for argument in waiting.pop().all_input_nodes:
-            if not by_inductor(argument) and argument.target not in RESHAPES:
-                read.add(argument)
-            elif argument not in inside:
-                inside.add(argument)
-                waiting.append(argument)
-    return read
-
-
-def nbytes(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 # ---------------------------------------------------------------- tables
@@ -269,7 +208,7 @@ def by_prologue(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def shares_of(row: dict[str, Any], kind: str) -> tuple[float, float]:
     """What the prologues of a kind save of a step, in percent: with all that "pointwise" may take, and without."""
-    saved, products = row["saved us"][kind], row["layers us"] + row["attention us"]
+    saved, products = row["saved us"][kind], row["products us"] + row["attention us"]
     return round(100 * saved / (saved + products + row["pointwise us"]), 2), round(100 * saved / (saved + products), 2)
 
 

@@ -28,6 +28,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--recipe", help="a named recipe, or a .toml or .json file (FP4COMPILE_RECIPE, or nvfp4)")
     parser.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (the one that is there, or {_GPU})")
     parser.add_argument("--tokens", type=arguments.positive, default=4096, help="length of the sequence (4096)")
+    parser.add_argument("--train", action="store_true", help="a training step, without the loss and the optimiser")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page, too")
     parser.set_defaults(run=run)
@@ -37,8 +38,10 @@ def run(args: argparse.Namespace) -> None:
     """Print the report on a model on the meta device. Raises ArgumentTypeError for arguments that cannot be used."""
     recipe, gpu = arguments.recipe(args.recipe), _gpu(args.gpu)
     model, positional, named = model_of(args.model, args.tokens)
+    if args.train and isinstance(model, torch.nn.Module):
+        model.train()
     printed = io.StringIO()
-    with torch.no_grad(), contextlib.redirect_stdout(printed):
+    with torch.set_grad_enabled(args.train), contextlib.redirect_stdout(printed):
         report = explain(model, *positional, recipe=recipe, gpu=gpu, **named)
     print(json.dumps(report.to_dict(), indent=1) if args.json else report)
     if args.html is not None:

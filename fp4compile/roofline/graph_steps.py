@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4compile import _compat
 from fp4compile.analysis import flops
@@ -112,13 +113,25 @@ def _grouped_sizes(node: Node) -> Sizes | None:
 # ---------------------------------------------------------------- quantisers
 
 
+class _Fills(TorchDispatchMode):
+    """Counts the tensors of zeros that are made while it is on: in a graph, each is a kernel of Inductor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (aten.zeros.default, aten.new_zeros.default)
+        return function(*args, **(kwargs or {}))
+
+
 def _quantiser(node: Node, gpu: Gpu) -> Step:
     """All launches of a quantise node."""
     spec = quantise_of(node).spec
-    with _compat.without_fake_tensors(), dry_run(gpu.target) as launches:
+    with _compat.without_fake_tensors(), dry_run(gpu.target) as launches, _Fills() as fills:
         KERNELS[QUANTIZE](*_meta(node.args), **{name: _meta(value) for name, value in node.kwargs.items()})
     moved = sum(map(launch_bytes, launches))
-    return quantiser(_quantiser_name(spec), "other", spec.format, _along(spec), moved, len(launches), gpu,
+    return quantiser(_quantiser_name(spec), "other", spec.format, _along(spec), moved, len(launches) + fills.count, gpu,
                      static=spec.static, hadamard=spec.hadamard, stochastic=spec.seeded)  # fmt: skip
 
 
@@ -194,8 +207,8 @@ def _sizes(product: ScaledMM) -> Sizes:
     values = product.values()
     a, b = _shape(values.a), _shape(values.b)
     if product.offs is not None:
-        count = Experts(_size(product.offs.meta["val"].shape[0]))  # type: ignore[attr-defined]
-        return Sizes(a[-2], b[-2], a[-1], count, along_k=len(b) == 2)
+        count, along_k = Experts(_size(product.offs.meta["val"].shape[0])), len(b) == 2  # type: ignore[attr-defined]
+        return Sizes(a[-2], b[-2], _size(values.rows) if along_k else a[-1], count, along_k=along_k)
     if len(b) > 2:
         return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch"))
     return Sizes(prod(a[:-1]), b[-2], a[-1])
