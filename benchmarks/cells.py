@@ -360,13 +360,19 @@ def roofline_errors(content: dict) -> Cells:
     return [["what", "times", "median error", "largest", "median, not fitted to", "largest, not fitted to"], *rows]
 
 
-def roofline_training(content: dict) -> Cells:
+def roofline_blocks(content: dict) -> Cells:
     rows = [
-        [block(row["case"]), number(row["predicted us"] / 1e3, 2), number(row["measured us"] / 1e3, 2),
-         _error(row["error"])]
+        [_BLOCKS[row["what"]], row["tokens"], block(row["recipe"]), number(row["predicted us"] / 1e3, 3),
+         number(row["measured us"] / 1e3, 3), _error(row["error"])]
         for row in content["foreseen"]
     ]  # fmt: skip
-    return [["block", "predicted, ms", "measured, ms", "error"], *rows]
+    return [["block", "tokens", "recipe", "predicted, ms", "measured, ms", "error"], *rows]
+
+
+_BLOCKS = {
+    "train an MLP": "MLP, training", "prefill": "Llama-3-8B, forward", "train": "Llama-3-8B, training",
+    "decode": "Llama-3-8B, decoding",
+}  # fmt: skip
 
 
 def _error(share: float) -> str:

@@ -456,12 +456,13 @@ The command measures nothing.
 
 The dotted lines are 15 % off.
 
-## A training step
+## Blocks
 
-Nothing was fitted to the training step of the MLP block. Its measured times include what is between the layers, which
-the predicted ones do not.
+Whole graphs, predicted by `explain`: the MLP block of [training](mlp_block.md) and the Llama-3-8B block of
+[norms and activations](producers.md). Nothing was fitted to these times but attention's share, to the forward pass
+under `float8_rowwise`.
 """,
-    _predicted(cells.roofline_training),
+    _predicted(cells.roofline_blocks),
 )
 
 _MACHINE_CODE = _page(

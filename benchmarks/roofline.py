@@ -4,11 +4,11 @@
     python -m benchmarks.roofline --plot     # a scatter plot beside it, too (needs matplotlib)
     python -m benchmarks.roofline --check    # exits with 1 where the file is not what the model says now
 
-Predicted is what the files of FILES and `mlp_block_h200.json` measured. The shares in `fp4compile/hardware.py` and
-`fp4compile/roofline/time_terms.py` are fitted to half of the times ("fitted": every other one, in the order of the
-files; of experts, two of three models) by `benchmarks/roofline_fit.py`. The summary tells of the other half by
-itself. Nothing
-was fitted to the training steps of the MLP block.
+Predicted is what the files of FILES measured, layer by layer, and those of BLOCKS, by `explain`. The shares in
+`fp4compile/hardware.py` and `fp4compile/roofline/time_terms.py` are fitted to half of the former times ("fitted": every
+other one, in the order of the files; of experts, two of three models) by `benchmarks/roofline_fit.py`. The summary
+tells of the other half by itself. Of the blocks, one time was fitted to: attention's share, to the prefill under
+`float8_rowwise`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, llama_block
 from benchmarks.grouped_mm import MODELS
 from fp4compile.formats import formats
 from fp4compile.roofline.model import Experts, Gpu, Use, predict
@@ -30,6 +30,7 @@ FILE = RESULTS / "roofline_h200.json"
 PICTURE = FILE.with_suffix(".png")
 GPU = "H200"
 FILES = ("linear", "quantize", "ceilings", "grouped_mm")
+BLOCKS = ("mlp_block", "producers")
 _FITTED_MODELS = ("DeepSeek-V3", "Llama-4")
 
 
@@ -135,19 +136,10 @@ def _experts(content: dict, gpu: str | Gpu) -> Compared:
                 yield "experts, quantised", row["configurations"], found.seconds, row["us"], model in _FITTED_MODELS
 
 
-def training_block(content: dict) -> list[dict[str, Any]]:
-    """The three layers of the MLP block, forward and backward. What is between them is measured and not predicted."""
-    tokens, hidden, inner = (content["settings"][name] for name in ("tokens", "hidden", "inner"))
-    layers = ((tokens, inner, hidden), (tokens, inner, hidden), (tokens, hidden, inner))
-    found = []
-    for row in content["rows"]:
-        if row["block"].startswith("torchao"):
-            continue
-        recipe = "nvfp4" if row["block"] == "bf16" else row["block"]
-        each = [predict(recipe, GPU, *sizes, train=True) for sizes in layers]
-        seconds = sum(one.plain_seconds if row["block"] == "bf16" else one.seconds for one in each)
-        found.append(_row("training step of an MLP block", row["block"], seconds, 1e3 * row["ms"], False))
-    return found
+def foreseen() -> list[dict[str, Any]]:
+    """Whole blocks, predicted by `explain`. Every kernel is in both times."""
+    files = (json.loads((RESULTS / f"{name}_h200.json").read_text()) for name in BLOCKS)
+    return [row for content in files for row in llama_block.compared(content, GPU)]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,11 +171,10 @@ def stored() -> dict[str, dict]:
 
 def content() -> dict[str, Any]:
     """What the file has to hold."""
-    files, block = stored(), json.loads((RESULTS / "mlp_block_h200.json").read_text())
+    files = stored()
     rows = compared(files, GPU)
     return {
-        "environment": files["linear"]["environment"], "summary": summary(rows), "foreseen": training_block(block),
-        "rows": rows,
+        "environment": files["linear"]["environment"], "summary": summary(rows), "foreseen": foreseen(), "rows": rows,
     }  # fmt: skip
 
 

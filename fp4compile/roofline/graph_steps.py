@@ -51,7 +51,7 @@ def steps_of(graph: Graph, gpu: Gpu) -> list[Launched]:
     """The steps of a graph. Sizes that vary count as in the captured call."""
     found = [Launched(node, step) for node in graph.nodes for step in _steps(node, gpu)]
     return found + [
-        Launched(kernel.stores[0], memory_pass(_pointwise_name(kernel), "other", kernel.moved, gpu))
+        Launched(kernel.stores[0], memory_pass(_pointwise_name(kernel), "other", kernel.moved, gpu, kernel.launches))
         for kernel in pointwise.kernels(graph)
     ]
 
@@ -93,7 +93,8 @@ def _moved(node: Node) -> int:
 
 
 def _is_causal(node: Node) -> bool:
-    names = [argument.name for argument in getattr(node.target, "_schema").arguments]  # noqa: B009
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     return given.get("is_causal") is True
 

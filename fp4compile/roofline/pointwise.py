@@ -9,7 +9,7 @@ writes what is read outside of it.
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -94,10 +94,15 @@ def readers(node: Node) -> list[Node]:
 
 @dataclass
 class Fused:
-    """A kernel of Inductor's. stores: the nodes whose results it computes. moved: bytes that it reads and writes."""
+    """A kernel of Inductor's.
 
-    stores: list[Node] = field(default_factory=list)
-    moved: int = 0
+    stores: the nodes whose results it computes. moved: bytes that it reads and writes. launches: 2 for a sum over
+    columns, of which several programs compute parts, and another kernel adds these up.
+    """
+
+    stores: list[Node]
+    moved: int
+    launches: int = 1
 
 
 def kernels(graph: Graph) -> list[Fused]:
@@ -126,6 +131,8 @@ class _Space:
         if self.columns > 1 and other.columns > 1:
             return self if (self.rows, self.columns, self.along) == (other.rows, other.columns, other.along) else None
         reduced, plain = (self, other) if self.columns > 1 else (other, self)
+        if reduced.columns > 1 and not reduced.along:  # several programs add up parts of a column
+            return None
         if reduced.columns > 1:
             return reduced if plain.rows in (reduced.rows, reduced.elements) else None
         if self.rows == other.rows:
@@ -230,7 +237,8 @@ class _Scheduler:
                 if memory not in inside:
                     reads[memory] = min(reads.get(memory, 0) + size, max(nbytes(memory), size))
         written = sum(nbytes(node) for node in nodes if self._read_outside(node, inside))
-        return Fused(nodes, sum(reads.values()) + written)
+        launches = 1 if all(self.space[node].along for node in nodes) else 2
+        return Fused(nodes, sum(reads.values()) + written, launches)
 
     def _read_outside(self, node: Node, inside: set[Node]) -> bool:
         waiting, seen = readers(node), set()

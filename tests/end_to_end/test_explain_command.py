@@ -55,7 +55,7 @@ def test_a_file_is_reported_as_text_and_as_a_page(tmp_path, capsys):
     page = tmp_path / "report.html"
     out = printed(capsys, tmp_path / "config.json", "--html", page)
     assert (
-        out.startswith("module") and "model.layers.*.mlp.up_proj x2" in out and out.count("of 19 matrix products") == 1
+        out.startswith("module") and "model.layers.*.mlp.up_proj x2" in out and out.count("of 17 matrix products") == 1
     )
     assert "up_proj" in page.read_text() and " 4096 " in out, "the default length"
 
@@ -110,3 +110,12 @@ def test_the_cache_of_transformers_is_off_on_the_meta_device():
     with torch.no_grad():
         report = fp4compile.explain(model, tokens, recipe="mxfp8", gpu="B200")
     assert len(report.quantised) == 14 and model.config.use_cache is True
+
+
+def test_a_training_step(tmp_path, capsys):
+    llama().save_pretrained(tmp_path)
+    command = (tmp_path, "--recipe", "mxfp8", "--tokens", 48, "--gpu", "B200", "--json", "--train")
+    found = json.loads(printed(capsys, *command))
+    products = [row["product"] for row in found["rows"] if row["category"] == "dense"]
+    assert [products.count(name) for name in ("fprop", "dgrad", "wgrad")] == [15, 15, 15] and found["quantised"] == 42
+    assert all(row["seconds"] > 0 for row in found["rows"]) and found["rest"]["seconds"] > 0

@@ -6,6 +6,7 @@ import torch
 import fp4compile
 from fp4compile.recipe import named
 from fp4compile.roofline import model as roofline
+from fp4compile.roofline import time_terms
 from fp4compile.roofline.model import Experts
 from tests.helpers.expert_models import Around, Forms, packed, recipe_of, tokens
 
@@ -32,16 +33,21 @@ def explained(recipe="nvfp4", gpu="B200", grad=False, **sizes):
         return fp4compile.explain(model, x, recipe=recipe, gpu=gpu)
 
 
-def test_the_report_has_the_times_of_the_model():
-    report = explained("nvfp4_train", "H200", grad=True)
+# Launches of a graph move a few bytes that the model of a layer by itself leaves out, and fill tensors with zeros.
+CLOSE = {"rel": 0.02}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_alone_takes_the_time_of_the_model(grad):
+    """The launches of the passes, summed up, are the steps of `roofline.predict`: two ways to one number."""
+    report = explained("nvfp4_train", "H200", grad=grad)
     for module, n in (("up", 4096), ("down", 128)):
-        rows = {row.product: row for row in report.rows if row.module == module}
-        expected = roofline.predict("nvfp4_train", "H200", 8192, n, 4096, train=True)
-        for product, row in rows.items():
-            own = expected.of_product(product)
-            assert (row.plain_seconds, row.seconds) == pytest.approx((own.plain_seconds, own.seconds)), product
-        assert report.gains()[module] == pytest.approx(expected.gain)
-        assert {row.tier for row in rows.values()} == {"emulated"}
+        rows = [row for row in report.rows if row.module == module]
+        expected = roofline.predict("nvfp4_train", "H200", 8192, n, 4096, train=grad)
+        assert sum(row.plain_seconds for row in rows) == pytest.approx(expected.plain_seconds)
+        assert sum(row.seconds for row in rows) == pytest.approx(expected.seconds, **CLOSE)
+        assert report.gains()[module] == pytest.approx(expected.gain, **CLOSE)
+        assert {row.tier for row in rows} == {"emulated"}
 
 
 def test_weights_that_are_not_kept_count():
@@ -49,14 +55,14 @@ def test_weights_that_are_not_kept_count():
     for cache in ("on", "off"):
         recipe = named("nvfp4").replace(weight_cache=cache)
         seconds[cache] = explained(recipe).rows[0].seconds
-        assert seconds[cache] == pytest.approx(roofline.predict(recipe, "B200", 8192, 4096, 4096).seconds)
+        assert seconds[cache] == pytest.approx(roofline.predict(recipe, "B200", 8192, 4096, 4096).seconds, rel=0.05)
     assert seconds["on"] < 0.9 * seconds["off"]
 
 
 def test_the_rules_of_a_layer_decide_what_is_predicted():
     recipe = named("nvfp4").replace(rules=[("up", "mxfp8"), ("down", "skip")])
     up, down = explained(recipe).rows
-    assert up.seconds == pytest.approx(roofline.predict("mxfp8", "B200", 8192, 4096, 4096).seconds)
+    assert up.seconds == pytest.approx(roofline.predict("mxfp8", "B200", 8192, 4096, 4096).seconds, **CLOSE)
     assert down.reason == "rule 'down'" and down.seconds == down.plain_seconds
 
 
@@ -67,7 +73,7 @@ def test_a_size_that_varies_is_predicted_at_that_of_the_call():
         rows = fp4compile.explain(model, x, recipe="nvfp4", gpu="B200").rows
     assert [row.reason for row in rows] == [None, None] and isinstance(rows[0].m, str)
     expected = roofline.predict("nvfp4", "B200", 8192, 128, 4096)
-    assert rows[1].seconds == pytest.approx(expected.seconds)
+    assert rows[1].seconds == pytest.approx(expected.seconds, rel=0.05)
 
 
 def test_tensors_on_meta_stand_for_those_of_a_gpu():
@@ -82,7 +88,7 @@ def test_packed_layers():
     with torch.no_grad():
         x = torch.ones(64, 256, dtype=torch.bfloat16)
         (row,) = fp4compile.explain(model, x, recipe={"recipe": "mxfp8", "weight_cache": "off"}, gpu="H200").rows
-    assert row.seconds == pytest.approx(roofline.predict("nvfp4", "H200", 64, 512, 256).seconds)
+    assert row.seconds == pytest.approx(roofline.predict("nvfp4", "H200", 64, 512, 256).seconds, **CLOSE)
 
 
 def test_other_products():
@@ -99,9 +105,8 @@ def test_other_products():
         report = fp4compile.explain(Attention(), x, recipe="nvfp4", gpu="B200")
     seconds = {row.product: row.seconds for row in report.rows}
     experts = roofline.predict("nvfp4", "B200", 256, 64, 64, experts=Experts(4, "batch"))
-    assert seconds["fprop"] == pytest.approx(experts.seconds)
-    flops = 2 * 4 * 64**3
-    assert seconds["attention"] == pytest.approx(roofline.product("B200", flops).seconds)
+    assert seconds["fprop"] == pytest.approx(experts.seconds, **CLOSE)
+    assert seconds["attention"] == pytest.approx(roofline.product("B200", 2 * 4 * 64**3, (64, 64, 64)).seconds)
     assert "not predicted" not in str(report)
 
 
@@ -131,10 +136,9 @@ def test_experts_are_predicted(gpu, recipe, grad):
     report = of_experts(recipe, gpu, grad)
     expected = roofline.predict(recipe, gpu, 8192, 2048, 1024, train=grad, experts=16)
     assert [row.category for row in report.rows] == ["experts"] * (3 if grad else 1)
-    for row in report.rows:
-        own = expected.of_product(row.product)
-        assert (row.plain_seconds, row.seconds) == pytest.approx((own.plain_seconds, own.seconds)), row.product
-    assert list(report.gains().values()) == pytest.approx([expected.gain])
+    assert sum(row.plain_seconds for row in report.rows) == pytest.approx(expected.plain_seconds)
+    assert report.predicted().seconds == pytest.approx(expected.seconds, **CLOSE)
+    assert list(report.gains().values()) == pytest.approx([expected.gain], **CLOSE)
 
 
 def test_packed_experts_are_predicted_as_those_that_the_cache_packs():
@@ -147,3 +151,74 @@ def test_packed_experts_are_predicted_as_those_that_the_cache_packs():
         )
     assert len(kept) == 9 and all(row.seconds != row.plain_seconds for row in kept)
     assert [row.seconds for row in kept] == [row.seconds for row in cached]
+
+
+# ---------------------------------------------------------------- launches that several products need
+
+
+class Block(torch.nn.Module):
+    """A norm, Q, K and V of its result, and the sum of what is left."""
+
+    def __init__(self, width=4096, narrow=1024):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(width)
+        self.q, self.k, self.v = (torch.nn.Linear(width, n, bias=False) for n in (width, narrow, narrow))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.q(x), self.k(x), self.v(x)
+
+
+def block_report(recipe="nvfp4", gpu="B200", grad=False, tokens=2048):
+    with torch.device("meta"):
+        model, x = Block().bfloat16(), torch.empty(tokens, 4096, dtype=torch.bfloat16, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        return fp4compile.explain(model, x, recipe=recipe, gpu=gpu)
+
+
+def test_q_k_and_v_share_a_quantiser_and_none_is_told_to_lose_for_it():
+    report = block_report()
+    apart = {n: roofline.predict("nvfp4", "B200", 2048, n, 4096) for n in (4096, 1024)}
+    quantiser = apart[1024].steps[0].seconds
+    for row, n in zip(report.rows, (4096, 1024, 1024), strict=True):
+        assert row.launches.startswith("quantise rows, fused / 3; ")
+        assert row.seconds == pytest.approx(apart[n].seconds - quantiser + row.shared_seconds)
+    assert apart[1024].gain < 1, "K and V lose where each quantises the input for itself"
+    assert report.losing() == {}
+
+
+def test_a_fused_norm_is_counted_once():
+    """In bf16 a kernel of its own reads and writes the tensor; in NVFP4 the quantiser's launches read its input."""
+    report, nbytes = block_report(), 2 * 2048 * 4096
+    gpu = roofline.GPUS["B200"]
+    assert report.rest.plain_seconds == pytest.approx(gpu.launch + 2 * nbytes / gpu.copy_rate, rel=0.01)
+    assert report.rest.seconds == 0.0
+    assert {row.fused for row in report.rows} == {"pow, mean, add, rsqrt, mul"}
+    unfused = 2 * nbytes + nbytes // 4 + nbytes // 32  # the norm's result, its amax; codes; scales
+    shared = sum(row.shared_seconds for row in report.rows)
+    assert shared < report.rest.plain_seconds + unfused / gpu.copy_rate + 3 * gpu.launch
+
+
+def test_the_rows_and_the_rest_are_the_total():
+    report = block_report("mxfp8", "H200", grad=True)
+    plain, planned = (sum(getattr(row, name) for row in report.rows) for name in ("plain_seconds", "seconds"))
+    assert report.predicted() == pytest.approx((plain + report.rest.plain_seconds, planned + report.rest.seconds))
+    assert f"{1e6 * report.predicted().seconds:.1f} us as planned" in str(report)
+    # The quantiser of the forward pass writes the codes of the weight gradients, too: six products in two graphs.
+    by_product = {(row.module, row.product): row.launches for row in report.rows}
+    assert all("quantise both / 6" in by_product[name, product] for name in "qkv" for product in ("fprop", "wgrad"))
+
+
+def test_attention_on_meta_is_one_kernel_as_on_a_gpu():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    gpu, shape = roofline.GPUS["B200"], (1, 8, 4096, 128)
+    inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+    report = fp4compile.explain(Attention(), *inputs, gpu="B200")
+    assert [row.reason.split(":")[0] for row in report.rows] == ["fused attention"] * 2
+    forward = 4 * 8 * 4096**2 * 128 / 2  # two products, half of each under the causal mask
+    for row, flops in zip(report.rows, (forward, 2.5 * forward), strict=True):
+        expected = gpu.product_launch + flops / (gpu.bf16 * time_terms.ATTENTION)
+        assert row.seconds == row.plain_seconds == pytest.approx(expected)

@@ -14,7 +14,7 @@ import torch
 from torch._guards import CompileId, TraceId
 
 import fp4compile
-from fp4compile.report.report import Report, Row, rows_from_json, rows_to_json
+from fp4compile.report.report import Report, Row, Seconds, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
 
 
@@ -75,17 +75,23 @@ def test_equal_layers_are_one_line():
 
 
 def test_predicted_times_in_the_table():
-    report = Report("mxfp8", layers(), gpu="B200")
+    report = Report("mxfp8", layers(), gpu="B200", rest=Seconds(20e-6, 10e-6))
     header, _, first, *_ = str(report).splitlines()
     assert "bf16, us  planned, us  gain  left alone because" in header
     assert first.startswith("layers.*.large x3") and first.split()[-3:] == ["300.0", "150.0", "2.00"]
     notes = str(report).splitlines()[-3:]
     assert notes[0] == "left alone, 43.1% of the FLOPs, 60.2% of the predicted time: output head"
-    assert notes[2] == "predicted on B200, not measured: 580.0 us in bf16, 415.0 us as planned, 1.40 times as fast"
+    assert notes[2] == (
+        "predicted on B200, not measured: 600.0 us in bf16, 425.0 us as planned, "
+        "1.41 times as fast; outside of matrix products 20.0 and 10.0 us of these"
+    )
+    assert report.predicted() == pytest.approx((600e-6, 425e-6))
     assert report.gains() == pytest.approx({"layers.*.small x3": 2.0, "layers.*.large x3": 2.0})
     assert report.reason_shares() == {"output head": pytest.approx((250 / 580, 250 / 415))}
     losing = str(Report("mxfp8", layers(gain=0.5), gpu="B200")).splitlines()[-1]
     assert losing == ("predicted to lose, better skipped by a rule: layers.*.small x3 (0.50), layers.*.large x3 (0.50)")
+    shared = [dataclasses.replace(one, shared_seconds=0.6 * one.seconds) for one in layers(gain=0.5)]
+    assert Report("mxfp8", shared, gpu="B200").losing() == {}, "what others need too is not saved by a rule"
     unknown = Report("mxfp8", [row()], gpu="B200")
     assert "no product of a kind and size that the model is for" in str(unknown)
     assert json.loads(json.dumps(report.to_dict()))["gains"] == report.gains()

@@ -2,6 +2,7 @@
 kernels that the compiler really uses, and common sense."""
 
 import itertools
+import json
 import random
 import re
 from dataclasses import replace
@@ -12,8 +13,8 @@ import sympy
 import torch
 
 import fp4compile
+from benchmarks import llama_block, roofline_fit
 from benchmarks import roofline as comparison
-from benchmarks import roofline_fit
 from fp4compile import hardware
 from fp4compile.formats import formats, reference
 from fp4compile.formats.layouts import to_swizzled
@@ -420,12 +421,40 @@ def test_operands_of_other_kinds():
 
 
 def test_stored_predictions_are_those_of_the_model():
-    assert comparison.main(["--check"]) == 0
+    """Of layers, all; of blocks, the quickest of each kind."""
+    stored, rows = json.loads(comparison.FILE.read_text()), comparison.compared(comparison.stored(), "H200")
+    assert (stored["rows"], stored["summary"]) == (rows, comparison.summary(rows))
+    found = {(row["what"], row["recipe"]): row["predicted us"] for row in stored["foreseen"]}
+    for what, tokens, recipe in (("decode", 1, "nvfp4"), ("train an MLP", 8192, "bf16")):
+        assert llama_block.predicted(what, tokens, recipe, "H200") == pytest.approx(found[what, recipe], rel=1e-3)
+
+
+def test_predictions_of_blocks_are_as_near_to_measurements():
+    stored = json.loads(comparison.FILE.read_text())["foreseen"]
+    assert {row["what"] for row in stored} == {"train an MLP", "prefill", "decode", "train"} and len(stored) == 15
+    assert all(abs(row["error"]) < 0.15 for row in stored)
+
+
+def test_a_file_of_measured_blocks_is_compared(tmp_path, capsys):
+    file = tmp_path / "llama_block_h200.json"
+    row = {"what": "decode", "tokens": 1, "recipe": "nvfp4, packed", "us": 100.0, "s in all": 3.0}
+    content = {"environment": {"device": "NVIDIA H200"}, "settings": {"repeats": 5}, "rows": [row]}
+    file.write_text(json.dumps(content))
+    llama_block.main(["--compare", str(file)])
+    stored = next(row for row in json.loads(comparison.FILE.read_text())["foreseen"]
+                  if (row["what"], row["recipe"]) == ("decode", "nvfp4"))  # fmt: skip
+    *_, predicted, measured, error = capsys.readouterr().out.splitlines()[-1].split()
+    assert (float(predicted), float(measured)) == (pytest.approx(stored["predicted us"], rel=1e-3), 100.0)
+    assert float(error) == pytest.approx(stored["predicted us"] / 100 - 1, abs=1e-3)
+    file.write_text(json.dumps(content | {"environment": {"device": "another"}}))
+    with pytest.raises(SystemExit, match="another is none of the GPUs that predictions know: H100, H200"):
+        llama_block.main(["--compare", str(file)])
 
 
 def test_predictions_are_as_near_to_measurements_as_the_issue_asks():
     """Of all times of a kind, and of those to which nothing was fitted."""
-    kinds = {row["what"]: row for row in comparison.content()["summary"]}
+    rows = comparison.compared(comparison.stored(), "H200")
+    kinds = {row["what"]: row for row in comparison.summary(rows)}
     quantisers = [row for what, row in kinds.items() if what.startswith("quantise kernel")]
     assert kinds["all"]["count"] > 100 and sum(row["count"] for row in quantisers) >= 20 and len(quantisers) == 4
     for what in ("bf16 linear", "NVFP4 weight-only linear", "NVFP4 W4A4 linear", "float8 rowwise product"):
