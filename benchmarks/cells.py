@@ -363,7 +363,7 @@ def roofline_errors(content: dict) -> Cells:
 def roofline_blocks(content: dict) -> Cells:
     rows = [
         [_BLOCKS[row["what"]], row["tokens"], block(row["recipe"]), number(row["predicted us"] / 1e3, 3),
-         number(row["measured us"] / 1e3, 3), _error(row["error"])]
+         number(row["us"] / 1e3, 3), _error(row["error"])]
         for row in content["foreseen"]
     ]  # fmt: skip
     return [["block", "tokens", "recipe", "predicted, ms", "measured, ms", "error"], *rows]

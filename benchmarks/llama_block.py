@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> None:
     """Measure the cases in order, and write after each."""
     start, rows, left = time.perf_counter(), [], list(CASES)
     while left and time.perf_counter() - start < args.seconds:
-        rows.append(measured(left.pop(0), args))
+        rows.append(time_of(left.pop(0), args))
         print(rows[-1], file=sys.stderr, flush=True)
         settings = {"repeats": args.repeats, "tiny": args.tiny, "seconds": time.perf_counter() - start, "left": left}
         with contextlib.redirect_stdout(io.StringIO()):
@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> None:
     print(common.table(rows))
 
 
-def measured(case: tuple[str, int, str], args: argparse.Namespace) -> dict[str, Any]:
+def time_of(case: tuple[str, int, str], args: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of the device, and seconds in all."""
     what, tokens, recipe = case
     torch._dynamo.reset()
@@ -108,30 +108,35 @@ def predicted(what: str, tokens: int, recipe: str, gpu: str) -> float:
     return 1e6 * (found.plain_seconds if name == "bf16" else found.seconds)
 
 
-def times_of(content: dict[str, Any]) -> list[tuple[str, int, str, float]]:
-    """(what, tokens, recipe, microseconds) of a file of this benchmark, of `producers` or of `mlp_block`."""
+class Measured(NamedTuple):
+    """A measured time in microseconds. The other fields are as in CASES."""
+
+    what: str
+    tokens: int
+    recipe: str
+    us: float
+
+
+def times_of(content: dict[str, Any]) -> list[Measured]:
+    """The times in a file of this benchmark, of `producers` or of `mlp_block`."""
     settings, rows = content["settings"], content.get("rows", [])
     if "inner" in settings:
-        return [("train an MLP", settings["tokens"], row["block"], 1e3 * row["ms"])
+        return [Measured("train an MLP", settings["tokens"], row["block"], 1e3 * row["ms"])
                 for row in rows if not row["block"].startswith("torchao")]  # fmt: skip
     if rows and "us" in rows[0]:
-        return [(row["what"], row["tokens"], row["recipe"], row["us"]) for row in rows]
+        return [Measured(*(row[name] for name in Measured._fields)) for row in rows]
     return [
-        (what, 1 if what == "decode" else settings["tokens"], row["recipe"],
-         row["fused us" if what == "decode" else "fused device us"])
+        Measured(what, 1 if what == "decode" else settings["tokens"], row["recipe"],
+                 row["fused us" if what == "decode" else "fused device us"])
         for what in ("prefill", "decode", "train") for row in content.get(what, [])
     ]  # fmt: skip
 
 
-def compared(content: dict[str, Any], gpu: str) -> list[dict[str, Any]]:
-    """A row for each measured time of a file, with the predicted one."""
-    return [_row(*each, gpu) for each in times_of(content)]
-
-
-def _row(what: str, tokens: int, recipe: str, us: float, gpu: str) -> dict[str, Any]:
-    found = predicted(what, tokens, recipe, gpu)
-    return {"what": what, "tokens": tokens, "recipe": recipe, "predicted us": round(found, 1),
-            "measured us": round(us, 1), "error": round(found / us - 1, 4)}  # fmt: skip
+def compared(measured: Measured, gpu: str) -> dict[str, Any]:
+    """A row with a measured time and the predicted one."""
+    found = predicted(*measured[:3], gpu)
+    return {**measured._asdict(), "us": round(measured.us, 1), "predicted us": round(found, 1),
+            "error": round(found / measured.us - 1, 4)}  # fmt: skip
 
 
 def _gpu_of(content: dict[str, Any]) -> str:
@@ -155,7 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
     for path in args.compare:
         content = json.loads(path.read_text(encoding="utf-8"))
         print(f"{path.name}, {content['environment']['device']}")
-        print(common.table(compared(content, _gpu_of(content))))
+        gpu = _gpu_of(content)
+        print(common.table([compared(each, gpu) for each in times_of(content)]))
 
 
 if __name__ == "__main__":

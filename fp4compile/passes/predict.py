@@ -91,7 +91,11 @@ def _timed(row: Row, plain: dict[str, _Time], planned: dict[str, _Time], modules
 
 
 def _copy(module: GraphModule) -> GraphModule:
-    return GraphModule(module, copy.deepcopy(module.graph))
+    """A copy of the graph, whose nodes have the names and the metadata of its nodes."""
+    graph = Graph()
+    values, output = graph.graph_copy(module.graph, {}, return_output_node=True)  # type: ignore[misc]
+    graph.output(values).meta = copy.copy(output.meta)  # type: ignore[union-attr]
+    return GraphModule(module, graph)
 
 
 @dataclass(frozen=True)
