@@ -81,10 +81,13 @@ def predict(
 
 
 def _timed(row: Row, plain: dict[str, _Time], planned: dict[str, _Time], modules: dict[str, str]) -> Row:
-    """A row with the predicted times of its product; unchanged where the graphs have nothing of it."""
-    before, after = plain.get(row.node or ""), planned.get(row.node or "")
-    if before is None or after is None:
+    """A row with the predicted times of its product; unchanged for a product of unknown size.
+
+    Nothing is launched for a product that is computed once for two equal ones.
+    """
+    if row.flops is None:
         return row
+    before, after = (times.get(row.node or "", _Time()) for times in (plain, planned))
     shared = sum(seconds for (_, by), seconds in after.parts.items() if {modules[name] for name in by} != {row.module})
     launches = "; ".join(f"{name} / {len(by)}" if len(by) > 1 else name for name, by in after.parts)
     return replace(row, plain_seconds=before.seconds, seconds=after.seconds, shared_seconds=shared, launches=launches)

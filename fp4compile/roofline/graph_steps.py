@@ -103,7 +103,7 @@ def _grouped_sizes(node: Node) -> Sizes | None:
     """The sizes of torch's grouped product; None for any other node."""
     if node.target is not aten._grouped_mm.default:
         return None
-    (a, b), offs = (each.meta["val"] for each in node.args[:2]), node.args[2] if len(node.args) > 2 else None  # type: ignore[union-attr]
+    (a, b), offs = (each.meta["val"] for each in node.args[:2]), node.args[2] if len(node.args) > 2 else None
     if offs is None:
         return Sizes(_size(a.shape[0] * a.shape[1]), _size(b.shape[2]), _size(a.shape[2]),
                      Experts(_size(a.shape[0]), "batch"))  # fmt: skip
@@ -193,8 +193,8 @@ def _product(node: Node, gpu: Gpu) -> list[Step]:
 
 
 def _at_captured_sizes(problem: Problem) -> Problem:
-    names = ("m", "n", "k", "batches", "groups")
-    return replace(problem, **{name: _size(getattr(problem, name)) for name in names})
+    m, n, k = map(_size, (problem.m, problem.n, problem.k))
+    return replace(problem, m=m, n=n, k=k, batches=_size(problem.batches), groups=_size(problem.groups))
 
 
 def _by_choice(sizes: Sizes, problem: Problem, codes: tuple, gpu: Gpu, more: int = 0) -> list[Step]:
@@ -208,7 +208,7 @@ def _sizes(product: ScaledMM) -> Sizes:
     values = product.values()
     a, b = _shape(values.a), _shape(values.b)
     if product.offs is not None:
-        count, along_k = Experts(_size(product.offs.meta["val"].shape[0])), len(b) == 2  # type: ignore[attr-defined]
+        count, along_k = Experts(_size(product.offs.meta["val"].shape[0])), len(b) == 2
         return Sizes(a[-2], b[-2], _size(values.rows) if along_k else a[-1], count, along_k=along_k)
     if len(b) > 2:
         return Sizes(prod(a[:-1]), b[-2], a[-1], Experts(prod(b[:-2]), "batch"))
@@ -222,8 +222,8 @@ def _shape(x: Operand) -> tuple[int, ...]:
 
 def _operand(data: Any, scales: Any, outer: Any, name: Any) -> Operand:
     """The operand of these arguments of a node, with (fake) tensors."""
-    values = (each.meta["val"] if isinstance(each, Node) else each for each in (data, scales, outer))
-    return Operand(*values, None if name is None else formats.get(name))
+    data, scales, outer = (each.meta["val"] if isinstance(each, Node) else each for each in (data, scales, outer))
+    return Operand(data, scales, outer, None if name is None else formats.get(name))
 
 
 def _gathered(node: Node, gpu: Gpu) -> list[Step]:
@@ -246,8 +246,8 @@ def _horizontal(node: Node, gpu: Gpu) -> list[Step]:
     """Products of one A in one launch: as one product of all their columns."""
     weights, scales, outers, name, _, dtype = node.args[4:]
     a = _operand(*node.args[:4])
-    each = [_operand(weight, _first(scales), _first(outers), name) for weight in weights]  # type: ignore[union-attr]
-    problem = problem_of(Arguments(a, each[0], None, dtype), gpu.target)  # type: ignore[arg-type]
+    each = [_operand(weight, _first(scales), _first(outers), name) for weight in weights]
+    problem = problem_of(Arguments(a, each[0], None, dtype), gpu.target)
     sizes = Sizes(prod(_shape(a)[:-1]), sum(_shape(b)[-2] for b in each), _shape(a)[-1])
     return _by_choice(sizes, _at_captured_sizes(problem), (a.format, each[0].format), gpu)
 

@@ -24,6 +24,7 @@ import sympy
 import torch
 
 from fp4compile.formats import formats
+from fp4compile.formats.formats import BlockFormat
 from fp4compile.formats.layouts import ceil_div, scale_layout
 from fp4compile.formats.quantize_spec import holds_values
 from fp4compile.hardware import GPUS, Gpu, named
@@ -182,13 +183,14 @@ class _Product:
         roles = OPERANDS[self.name]
         a, b = (self.uses.get(role) for role in roles)
         fake = self._fake_quantised(roles[0], a, b, chosen)
-        found, codes = [], []
+        found: list[Step] = []
+        codes: list[BlockFormat | None] = []
         for role, use, lines in zip(roles, (a, b), self.sizes.lines, strict=True):
-            in_16_bits = use is None or (fake and role == roles[0]) or role in self.values
-            codes.append(None if in_16_bits else use.format)
+            in_16_bits = (fake and role == roles[0]) or role in self.values
+            codes.append(None if use is None or in_16_bits else use.format)
             if use is not None:
                 found += self._quantise(role, use, lines, chosen.tier == "native", in_16_bits)
-        return [*found, *product_steps(self.name, self.sizes, tuple(codes), chosen, self.gpu, names=roles)]
+        return [*found, *product_steps(self.name, self.sizes, (codes[0], codes[1]), chosen, self.gpu, names=roles)]
 
     def _fake_quantised(self, role: str, a: Use | None, b: Use | None, chosen: Chosen) -> bool:
         """Whether A is quantised and dequantised by one kernel; see `passes.fake_quantize`."""

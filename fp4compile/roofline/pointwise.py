@@ -61,7 +61,7 @@ def kind_of(node: Node) -> str:
     if name in _FREE or value is None or isinstance(value, torch.SymInt | int):
         return "memory" if node.target is not aten.copy_.default else "fused"
     if node.target is operator.getitem:  # results of an operator that is not Inductor's are tensors of their own
-        return "memory" if kind_of(node.args[0]) == "other" else "view"  # type: ignore[arg-type]
+        return "memory" if kind_of(node.args[0]) == "other" else "view"
     if getattr(node.target, "is_view", False) or name in ("_unsafe_view", "reshape"):
         return "view"
     if name == "clone" and _same_layout(node):
@@ -76,7 +76,7 @@ def kind_of(node: Node) -> str:
 def base_of(node: Node) -> Node:
     """The node whose memory a view shows; the node itself if it is none."""
     while kind_of(node) == "view":
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
@@ -231,7 +231,8 @@ class _Scheduler:
         return sorted(shared, key=lambda each: -shared[each])
 
     def _fused(self, nodes: list[Node]) -> Fused:
-        inside, reads = set(nodes), {}
+        inside = set(nodes)
+        reads: dict[Node, int] = {}
         for node in nodes:
             for memory, size in self.loads[node].items():
                 if memory not in inside:
@@ -303,7 +304,7 @@ def in_place_bytes(node: Node) -> int | None:
 
 
 def _same_layout(node: Node) -> bool:
-    source, value = node.args[0].meta.get("val"), node.meta["val"]  # type: ignore[union-attr]
+    source, value = node.args[0].meta.get("val"), node.meta["val"]
     if not isinstance(source, torch.Tensor):
         return False
     return tuple(map(str, source.stride())) == tuple(map(str, value.stride())) and source.dtype == value.dtype
