@@ -3,9 +3,9 @@
     python -m benchmarks.tables            # writes the pages
     python -m benchmarks.tables --check    # exits with 1 where a page is out of date, and changes nothing
 
-`docs/results.md`, `docs/models.md` and `docs/roofline.md` are hand-written pages with generated tables. Every other page is generated as
-a whole and lies beside the JSON files; `benchmarks/pages.py` says what each holds. A new benchmark adds a function of
-cells and a page, or a part of one. Needs nothing but Python.
+`docs/results.md`, `docs/models.md` and `docs/roofline.md` are hand-written pages with generated tables. Every other
+page is generated as a whole and lies beside the JSON files; `benchmarks/pages.py` says what each holds. A new benchmark
+adds a function of cells and a page, or a part of one. Needs nothing but Python.
 """
 
 import argparse
