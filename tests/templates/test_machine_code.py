@@ -1,6 +1,7 @@
 """The kernels' machine code for GPUs that are not here: a claim about code, not about speed."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -132,13 +133,29 @@ def test_quarters_are_not_fused_into_the_sums_of_a_transform(sm):
     assert launched.kernel.__name__ == "columns_amax" and counts[0] and counts[1] == 4 * counts[0]
 
 
+@cache
+def rows_and_columns(format):
+    """The launch of `quantize_both` for compute capability 9.0, compiled."""
+    both = Configuration("both", format, dim=BOTH)
+    (launched,) = (one for one in both.launches(90) if one.kernel.__name__ == "quantize_both")
+    return check.compile_launch(launched, 90)
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_rows_and_columns_at_once_leave_registers_for_other_programs(format):
     """Warps that a multiprocessor holds, by its 65536 registers: while some wait for memory, others work."""
-    both = Configuration("both", format, dim=BOTH)
-    (launched,) = (one for one in both.launches(90) if one.kernel.__name__ == "quantize_both")
-    warps = check.compile_launch(launched, 90).resources.programs * launched.num_warps
-    assert warps >= (12 if NEW_PTXAS and launched.num_warps == 4 else 16)
+    made = rows_and_columns(format)
+    warps = made.resources.programs * made.launched.num_warps
+    assert warps >= (12 if NEW_PTXAS and made.launched.num_warps == 4 else 16)
+
+
+@pytest.mark.parametrize(("format", "operations", "accesses"), [("nvfp4", 1540, 40), ("mxfp8", 1960, 22)])
+def test_rows_and_columns_at_once_compile_from_few_operations(format, operations, accesses):
+    """Of the quantisers this one takes the longest to compile. The time of Triton's coalescing pass grows with both
+    numbers. (Of NVFP4, each row's store is on both sides of a branch.)"""
+    code = rows_and_columns(format).compiled.asm["ttir"]
+    assert len(re.findall(r"(?m)^ .*\b(?:tt|arith|scf|math)\.\w+", code)) <= operations
+    assert len(re.findall(r"\btt\.(?:load|store)\b", code)) <= accesses
 
 
 @pytest.mark.parametrize("sm", TARGETS)

@@ -29,8 +29,9 @@ from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, load_tile, lo
 from fp4compile.templates.device.pointwise import compute, kind_of, part_of, tensor_count, written
 from fp4compile.templates.device.register_tile import (
     DEPTH,
+    every,
     load_register_tile,
-    split_words,
+    split_last,
     store_register_tile,
     tile_index,
 )
@@ -136,65 +137,65 @@ def read_register_tile(
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
     ISA: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr,
 ):  # fmt: skip
-    """The words of register tiles as `load_register_tile` returns them, through the prologue."""
+    """The words of register tiles, through the prologue: DEPTH * WORDS tensors [ROW_TILES, COL_TILES].
+
+    Tensor i * WORDS + j has word j of row i of register tiles.
+    """
     words = load_register_tile(ptr, row0, rows, cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
     if PROLOGUE == "":
-        return words
+        return split_last(words)
     else:
-        evens, odds = unpack_column_tile(words, dtype)
-        evens = (evens,)
-        odds = (odds,)
+        values = (unpacked_rows(words, dtype),)
         for i in tl.static_range(1, tensor_count(PROLOGUE)):
-            even, odd = operand_register_tile(
+            values = values + (operand_register_tile(
                 kind_of(PROLOGUE, i), operands[i - 1], batch, row0, rows, col0,
                 row_stride_of(PROLOGUE, i) if has_row_stride(PROLOGUE, i) else cols,
-                cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE,
-            )  # fmt: skip
-            evens = evens + (even,)
-            odds = odds + (odd,)
-        words = compute_words(evens, odds, operands, dtype, STORES, PROLOGUE, ISA)
-        step: tl.constexpr = 1 + stored_count(PROLOGUE) if STORES else 1
-        for i in tl.static_range(1, step):
-            to_register_tile(operands[STORED_FROM + i - 1], every(words, i, step), batch, row0, rows, col0, cols,
-                             cols_left, x_row, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
-        return inside_register_tile(every(words, 0, step), batch, row0, rows, col0, cols, cols_left, x_row, dtype,
-                                    ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+                cols_left, dtype, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE,
+            ),)  # fmt: skip
+        computed = compute_rows(values, operands, dtype, STORES, PROLOGUE, ISA)
+        results: tl.constexpr = 1 + stored_count(PROLOGUE) if STORES else 1
+        for i in tl.static_range(1, results):
+            to_register_tile(operands[STORED_FROM + i - 1], every(computed, i, results), batch, row0, rows, col0, cols,
+                             cols_left, dtype, COL_TILES, WORDS, ALIGN, WHOLE)  # fmt: skip
+        return inside_register_tile(every(computed, 0, results), row0, rows, cols_left, COL_TILES, WORDS, ALIGN, WHOLE)
 
 
 @triton.jit
-def compute_words(
-    evens, odds, operands, dtype: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr, ISA: tl.constexpr
-):
-    """Operands of register tiles -> for each element, the word of the result, then the words of the stored results.
+def unpacked_rows(words, dtype: tl.constexpr):
+    """Words [a, b, DEPTH * n] of DEPTH rows of register tiles -> DEPTH tensors [a, b, n, 2] in float32."""
+    even, odd = unpack(words, dtype)
+    shape: tl.constexpr = (words.shape[0], words.shape[1], DEPTH, words.shape[2] // DEPTH, 2)
+    return split_last(tl.permute(tl.reshape(tl.join(even, odd), shape), (0, 1, 3, 4, 2)))
 
-    evens, odds: a tuple of tensors for each operand. A thread has one element of each column, so both columns are
-    computed at once, by instructions that compute two elements.
+
+@triton.jit
+def compute_rows(values, operands, dtype: tl.constexpr, STORES: tl.constexpr, PROLOGUE: tl.constexpr,
+                 ISA: tl.constexpr):  # fmt: skip
+    """Operands of register tiles -> for each row, the words of the result, then the words of the stored results.
+
+    values: for each operand, a tuple of rows in float32, with an axis of two columns last. A thread has one element of
+    each column, so both columns are computed at once, by instructions that compute two elements. Row after row, and not
+    the whole tile at once: that would take 40 registers more.
     """
     words = ()
-    for i in tl.static_range(len(evens[0])):
-        values = ()
-        for j in tl.static_range(len(evens)):
-            values = values + (tl.join(evens[j][i], odds[j][i]),)
-        values = compute(values, PROLOGUE, ISA)
-        even, odd = tl.split(values[result_of(PROLOGUE)])
+    for i in tl.static_range(DEPTH):
+        row = ()
+        for j in tl.static_range(len(values)):
+            row = row + (values[j][i],)
+        row = compute(row, PROLOGUE, ISA)
+        even, odd = tl.split(row[result_of(PROLOGUE)])
         words = words + (pack(even, odd, dtype, ISA),)
         if STORES:
             for j in tl.static_range(stored_count(PROLOGUE)):
-                even, odd = tl.split(values[stored_of(PROLOGUE, j)])
+                even, odd = tl.split(row[stored_of(PROLOGUE, j)])
                 words = words + (pack(even, odd, operands[STORED_FROM + j].dtype.element_ty, ISA),)
     return words
 
 
-@triton.jit
-def every(tensors, START: tl.constexpr, STEP: tl.constexpr):
-    """The tensors START, START + STEP, ... of a tuple."""
-    found = ()
-    for i in tl.static_range(START, len(tensors), STEP):
-        found = found + (tensors[i],)
-    return found
-
-
-# ---------------------------------------------------------------- operands: (even columns, odd columns), float32 tuples
+# ---------------------------------------------------------------- operands
+#
+# Of a tile: (even columns, odd columns), tuples in float32. Of register tiles: DEPTH rows in float32, with an axis of
+# two columns last.
 
 
 @triton.constexpr_function
@@ -225,18 +226,16 @@ def operand_tile(
 
 @triton.jit
 def operand_register_tile(
-    KIND: tl.constexpr, ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
+    KIND: tl.constexpr, ptr, batch, row0, rows, col0, cols, cols_left, dtype: tl.constexpr,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     if KIND == "aux":
-        return aux_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES,
-                                 WORDS, ALIGN, WHOLE)  # fmt: skip
+        return aux_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, ROW_TILES, COL_TILES, WORDS, ALIGN,
+                                 WHOLE)  # fmt: skip
     elif KIND == "row":
-        return row_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES,
-                                 WORDS, ALIGN, WHOLE)  # fmt: skip
+        return row_register_tile(ptr, col0, cols_left, COL_TILES, WORDS, ALIGN)
     else:
-        return col_register_tile(ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype, ROW_TILES, COL_TILES,
-                                 WORDS, ALIGN, WHOLE)  # fmt: skip
+        return col_register_tile(ptr, batch, row0, rows, ROW_TILES)
 
 
 @triton.jit
@@ -276,48 +275,37 @@ def col_tile(
 
 @triton.jit
 def aux_register_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
+    ptr, batch, row0, rows, col0, cols, cols_left,
     ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     own: tl.constexpr = ptr.dtype.element_ty
     ptr = operand_ptr(ptr, batch, rows, col0, cols)
-    tile = load_register_tile(ptr, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
-    return unpack_column_tile(tile, own)
+    words = load_register_tile(ptr, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+    return unpacked_rows(words, own)
 
 
 @triton.jit
-def row_register_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+def row_register_tile(ptr, col0, cols_left, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
     own: tl.constexpr = ptr.dtype.element_ty
     word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
     words = load_words(ptr + col0, word, cols_left, True, own, ALIGN)
-    words = split_words(tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words)
-    tile = ()
+    even, odd = unpack(tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words, own)
+    row = tl.join(even, odd)
+    rows = ()
     for _ in tl.static_range(DEPTH):
-        tile = tile + words
-    return unpack_column_tile(tile, own)
+        rows = rows + (row,)
+    return rows
 
 
 @triton.jit
-def col_register_tile(
-    ptr, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+def col_register_tile(ptr, batch, row0, rows, ROW_TILES: tl.constexpr):
     row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
-    return column_operands(ptr + batch.to(tl.int64) * rows, row, rows, DEPTH, WORDS)
-
-
-@triton.jit
-def column_operands(ptr, row, rows, COUNT: tl.constexpr, TIMES: tl.constexpr):
-    """One element for each of the COUNT rows from `row` on, TIMES times, for the even and for the odd columns."""
+    ptr += batch.to(tl.int64) * rows
     values = ()
-    for i in tl.static_range(COUNT):
+    for i in tl.static_range(DEPTH):
         value = tl.load(ptr + row + i, mask=row < rows - i, other=0.0).to(tl.float32)
-        for _ in tl.static_range(TIMES):
-            values = values + (value,)
-    return values, values
+        values = values + (value[:, :, None, None],)
+    return values
 
 
 # ---------------------------------------------------------------- results
@@ -337,12 +325,12 @@ def to_tile(
 
 @triton.jit
 def to_register_tile(
-    ptr, words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+    ptr, tile, batch, row0, rows, col0, cols, cols_left, dtype: tl.constexpr,
+    COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     own: tl.constexpr = ptr.dtype.element_ty
     ptr = operand_ptr(ptr, batch, rows, col0, cols)
-    store_register_tile(ptr, words, row0, rows, cols_left, cols, own, ROW_TILES, COL_TILES, WORDS, ALIGN, WHOLE)
+    store_register_tile(ptr, tile, row0, rows, cols_left, cols, own, COL_TILES, WORDS, ALIGN, WHOLE)
 
 
 @triton.jit
@@ -359,17 +347,15 @@ def inside_tile(
 
 @triton.jit
 def inside_register_tile(
-    words, batch, row0, rows, col0, cols, cols_left, x_row, dtype: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The words of register tiles; words outside of the tensor become 0."""
-    row = row0 + tl.arange(0, ROW_TILES)[:, None] * DEPTH
-    word = tl.arange(0, COL_TILES)[None, :] * WORDS
-    tile = ()
+    tile, row0, rows, cols_left, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Split DEPTH rows of words into tensors [ROW_TILES, COL_TILES]; words outside of the tensor become 0."""
+    row = row0 + tl.arange(0, tile[0].shape[0])[:, None, None] * DEPTH
+    word = tl.arange(0, COL_TILES)[None, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
+    words = ()
     for i in tl.static_range(DEPTH):
-        for j in tl.static_range(WORDS):
-            tile = tile + (words_inside(words[i * WORDS + j], word + j, cols_left, row < rows - i, ALIGN, WHOLE),)
-    return tile
+        words = words + split_last(words_inside(tile[i], word, cols_left, row < rows - i, ALIGN, WHOLE))
+    return words
 
 
 @triton.jit

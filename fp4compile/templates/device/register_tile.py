@@ -1,15 +1,26 @@
 """Register tiles: one thread's part of a program's tile, and the maxima along its rows and down its columns.
 
-A thread holds DEPTH rows of WORDS words (a word is a pair of columns). The program's tile is a tuple of DEPTH * WORDS
-tensors [ROW_TILES, COL_TILES]: one tensor for each position in a register tile, with an element for each thread. So
-operations on words of one register tile stay in registers, along rows as well as down columns.
+A thread holds DEPTH rows of WORDS words (a word is a pair of columns). The program's tile is loaded as one tensor, and
+split into a tuple of DEPTH * WORDS tensors [ROW_TILES, COL_TILES]: one tensor for each position in a register tile,
+with an element for each thread. So operations on words of one register tile stay in registers, along rows as well as
+down columns.
+
+Compile time: for each load and store, Triton's coalescing pass follows all operations of the kernel from all
+operations of the kernel. So all rows of a tile are one load, where their alignment allows it.
 """
 
 import triton
 import triton.language as tl
 
 from fp4compile.templates.device.elements import magnitude_bits, max_words, reduce_words, unpack
-from fp4compile.templates.device.memory import FIRST_AXIS_FASTEST, aligned_row, load_words, store_words
+from fp4compile.templates.device.memory import (
+    FIRST_AXIS_FASTEST,
+    aligned_row,
+    load_index,
+    load_words,
+    restore_axes,
+    store_words,
+)
 
 DEPTH = tl.constexpr(16)
 
@@ -25,38 +36,30 @@ def tile_index(index, AXIS: tl.constexpr):
 
 
 @triton.jit
-def split_last(words):
-    """[a, b, n] -> two tensors [a, b, n / 2]: the even and the odd positions of the last axis."""
-    return tl.split(tl.reshape(words, (words.shape[0], words.shape[1], words.shape[2] // 2, 2)))
-
-
-@triton.jit
-def split_words(words):
-    """[ROW_TILES, COL_TILES, n] -> n tensors [ROW_TILES, COL_TILES], in order."""
-    count: tl.constexpr = words.shape[2]
-    parts = (words,)
+def split_last(tensor):
+    """[..., n], n a power of two -> n tensors [...], in order."""
+    count: tl.constexpr = tensor.shape[len(tensor.shape) - 1]
+    parts = (tl.reshape(tensor, halved(tensor.shape)),)
     for _ in tl.static_range(log2(count)):
         halves = ()
         for i in tl.static_range(len(parts)):
-            halves = halves + split_last(parts[i])
+            halves = halves + tl.split(parts[i])
         parts = halves
-    return in_order(parts)
-
-
-@triton.jit
-def in_order(parts):
-    """The parts of repeated `split_last` in order: splitting leaves part i where i has its bits reversed."""
-    count: tl.constexpr = len(parts)
-    ordered = ()
+    ordered = ()  # splitting leaves part i where i has its bits reversed
     for i in tl.static_range(count):
-        part = parts[reversed_bits(i, count)]
-        ordered = ordered + (tl.reshape(part, (part.shape[0], part.shape[1])),)
+        ordered = ordered + (parts[reversed_bits(i, count)],)
     return ordered
 
 
 @triton.constexpr_function
+def halved(shape):
+    """The shape [..., n] as [..., 2, 2, ..., 2]."""
+    return [*shape[:-1], *[2] * log2(shape[-1])]
+
+
+@triton.constexpr_function
 def log2(count):
-    return count.bit_length() - 1
+    return int(count).bit_length() - 1
 
 
 @triton.constexpr_function
@@ -67,14 +70,29 @@ def reversed_bits(number, count):
 
 @triton.jit
 def stack_tensors(tensors):
-    """n tensors [a, b], n a power of two -> [a, b, n]."""
+    """n tensors [...], n a power of two -> [..., n]."""
     count: tl.constexpr = len(tensors)
+    shape: tl.constexpr = stacked(tensors[0].shape, count)
     for level in tl.static_range(log2(count)):
         joined = ()
         for i in tl.static_range(count >> (level + 1)):
             joined = joined + (tl.join(tensors[i], tensors[i + (count >> (level + 1))]),)
         tensors = joined
-    return tl.reshape(tensors[0], (tensors[0].shape[0], tensors[0].shape[1], count))
+    return tl.reshape(tensors[0], shape)
+
+
+@triton.constexpr_function
+def stacked(shape, count):
+    return [*shape, count]
+
+
+@triton.jit
+def every(tensors, START: tl.constexpr, STEP: tl.constexpr):
+    """The tensors START, START + STEP, ... of a tuple."""
+    found = ()
+    for i in tl.static_range(START, len(tensors), STEP):
+        found = found + (tensors[i],)
+    return found
 
 
 @triton.jit
@@ -84,48 +102,44 @@ def load_register_tile(
 ):  # fmt: skip
     """The words of a tile whose rows begin at row0 and `ptr`; zero beyond `rows` rows and `cols` elements.
 
-    Returns DEPTH * WORDS tensors [ROW_TILES, COL_TILES]: tensor i * WORDS + j has word j of row i of register tiles.
-    WHOLE: the whole tile exists, so nothing needs a mask. ALIGN: as in `load_words`.
+    Returns a tensor [ROW_TILES, COL_TILES, DEPTH * WORDS]: number i * WORDS + j of the last axis is word j of row i of
+    register tiles. WHOLE: the whole tile exists, so nothing needs a mask. ALIGN: as in `load_words`.
     """
-    row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
-    word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
     x_row = tl.full((), 0, tl.int64) + x_row  # Triton makes a constant of a stride of 1
-    tile = ()
     if ALIGN > 0:
+        row = load_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 1)
+        step = load_index(tl.arange(0, DEPTH), 0)
+        word = load_index(tl.arange(0, COL_TILES) * WORDS, 2) + tl.arange(0, WORDS)[None, None, None, :]
         # The stride in words, written so that the compiler sees how wide it may load.
         stride = x_row // (2 * ALIGN) * ALIGN
-        word_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * stride + word
-        inside = word // ALIGN < cols // 2 // ALIGN
-        loads = ()
-        for i in tl.static_range(DEPTH):
-            if WHOLE:
-                loads = loads + (tl.load(word_ptr),)
-            else:
-                loads = loads + (tl.load(word_ptr, mask=(row < rows - i) & inside, other=0),)
-            word_ptr += stride
+        word_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row * stride + word + step * stride
+        if WHOLE:
+            words = tl.load(word_ptr)
+        else:
+            words = tl.load(word_ptr, mask=(row < rows - step) & (word // ALIGN < cols // 2 // ALIGN), other=0)
+        words = tl.permute(restore_axes(words), (1, 2, 0, 3))
     else:
+        # Row after row: all rows at once would take 40 registers more.
+        row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
+        word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
         loads = ()
         for i in tl.static_range(DEPTH):
-            loads = loads + (load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN),)
-    for i in tl.static_range(DEPTH):
-        tile = tile + split_words(tl.permute(loads[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else loads[i])
-    return tile
+            words = load_words(ptr + (row + i) * x_row, word, cols, row < rows - i, dtype, ALIGN)
+            loads = loads + (tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words,)
+        words = tl.permute(stack_tensors(loads), (0, 1, 3, 2))
+    return tl.reshape(words, (ROW_TILES, COL_TILES, DEPTH * WORDS))
 
 
 @triton.jit
 def store_register_tile(
     ptr, tile, row0, rows, cols, x_row, dtype: tl.constexpr,
-    ROW_TILES: tl.constexpr, COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
+    COL_TILES: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store register tiles where `load_register_tile` would load them."""
-    row = tile_index(row0 + tl.arange(0, ROW_TILES) * DEPTH, 0)
+    """Store register tiles, a tuple of DEPTH rows of words [ROW_TILES, COL_TILES, WORDS]."""
+    row = tile_index(row0 + tl.arange(0, tile[0].shape[0]) * DEPTH, 0)
     word = tile_index(tl.arange(0, COL_TILES) * WORDS, 1) + tl.arange(0, WORDS)[None, None, :]
     for i in tl.static_range(DEPTH):
-        of_row = ()
-        for j in tl.static_range(WORDS):
-            of_row = of_row + (tile[i * WORDS + j],)
-        words = stack_tensors(of_row)
-        words = tl.permute(words, (1, 0, 2)) if FIRST_AXIS_FASTEST else words
+        words = tl.permute(tile[i], (1, 0, 2)) if FIRST_AXIS_FASTEST else tile[i]
         store_words(aligned_row(ptr, row + i, x_row, ALIGN), words, word, cols, row < rows - i, dtype, ALIGN, WHOLE)
 
 
