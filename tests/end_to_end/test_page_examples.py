@@ -6,6 +6,7 @@ graph and its recipe decides. Graphs run as captured: other tests generate code.
 """
 
 import argparse
+import contextlib
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
@@ -62,6 +64,18 @@ def llama_in(folder: str) -> Names:
     return brought
 
 
+def blocks_of_llama() -> Names:
+    return {"model": llama()["model"].model, "tokens": TOKENS, "recipe": {"rules": [("layers.0.mlp.*", "mxfp8")]}}
+
+
+def adapted() -> Names:
+    """A packed Llama with adapters, in a group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = llama()["model"]
+    fp4compile.pack_(model, "nvfp4")
+    return {"model": peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")), "tokens": TOKENS}
+
+
 def checkpoint_in(folder: str, of: str, dtype: torch.dtype = torch.float32) -> Names:
     """One of the checkpoints of tests/data, what is not quantised in a dtype; and an unpacked model for it."""
     shutil.copytree(DATA / of, folder)
@@ -90,7 +104,7 @@ def gpt_oss_in(folder: str) -> Names:
 # By page, and by the heading above a block; "" is the top of the page. A page also has torch and fp4compile.
 BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
     "README.md": {"": network, "Inference": lambda: {"fresh_model": Net()}},
-    "docs/adapters.md": {"": lambda: llama_in("a-llama") | {"peft": peft}},
+    "docs/adapters.md": {"": lambda: llama_in("a-llama") | {"peft": peft}, "Several GPUs": adapted},
     "docs/experts.md": {
         "": layers, "Eagerly": lambda: {"x": torch.randn(40, 64), "w": torch.randn(3, 96, 64)},
         "Packing": lambda: {"model": Around(Forms(True))}, "gpt-oss as published": lambda: gpt_oss_in("gpt-oss-20b"),
@@ -110,7 +124,10 @@ BROUGHT: dict[str, dict[str, Callable[[], Names]]] = {
                                                  "LlamaForCausalLM": transformers.LlamaForCausalLM},
     },
     "docs/roofline.md": {"": dict},
-    "docs/training.md": {"": layers, "Quantisation-aware training, then packing": layers},
+    "docs/training.md": {
+        "": layers, "Blocks compiled one by one": blocks_of_llama,
+        "Quantisation-aware training, then packing": layers,
+    },
 }  # fmt: skip
 
 
@@ -153,13 +170,19 @@ class Reader:
             self.bring(block.heading)
         lines = "\n" * (block.line - 1) + block.code  # so that an error has the page's line
         exec(compile(lines, str(PAGES[self.page]), "exec"), self.names)
-        for value in list(self.names.values()):
-            if isinstance(value, OptimizedModule) and id(value) not in self.called:
+        for name, value in list(self.names.items()):
+            if is_compiled(name, value) and id(value) not in self.called:
                 self.called.add(id(value))
                 result = value(self.batch)
-                result = getattr(result, "logits", result)
+                result = result if isinstance(result, torch.Tensor) else result[0]
                 if result.requires_grad:
                     result.sum().backward()
+
+
+def is_compiled(name: str, value: Any) -> bool:
+    """Whether it is a compiled model, or the page's model, whose blocks are compiled in place."""
+    in_place = name == "model" and any(each._compiled_call_impl for each in value.modules())
+    return in_place or isinstance(value, OptimizedModule)
 
 
 def test_blocks_are_found():
@@ -173,8 +196,9 @@ def test_blocks_of_python_run(page, tmp_path, monkeypatch):
     monkeypatch.setattr(fp4compile.config, "disabled_passes", ())  # a page sets it
     without_codegen.install(monkeypatch)
     reader = Reader(page)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.filterwarnings("error", ".*quantised nothing")
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         for block in blocks(PAGES[page].read_text("utf-8")):
             reader.run(block)
     assert not reader.brought, "headings that no block is under"
