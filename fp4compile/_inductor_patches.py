@@ -249,3 +249,26 @@ def leave_buffers_out_of_ddp(constant: type[torch.nn.Module]) -> None:
         wrapped(self, module, *args, **kwargs)
 
     DistributedDataParallel.__init__ = init
+
+
+def compile_in_place(ours: Callable[[Any], bool], inner: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    """Make `torch.compile(module, backend=...)` compile and return the module itself, for backends that are ours.
+
+    So whoever calls the module itself runs the compiled one, as `Trainer` does in evaluation. inner: the module inside
+    of wrappers, which is compiled. Modules of torch's own are compiled as ever, because Dynamo passes over their code
+    where they are compiled in place. Replaces `torch.compile` (torch 2.11 to 2.13).
+    """
+    compiling = torch.compile
+    if hasattr(compiling, "in_place"):
+        return
+
+    @functools.wraps(compiling)
+    def compile(model: Any = None, **options: Any) -> Any:
+        module = inner(model) if isinstance(model, torch.nn.Module) and ours(options.get("backend")) else None
+        if module is None or type(module).__module__.startswith("torch.nn."):
+            return compiling(model, **options)
+        module.compile(**options)
+        return model
+
+    compile.in_place = True  # type: ignore[attr-defined]
+    torch.compile = compile

@@ -36,6 +36,11 @@ def named_reports() -> list[Report]:
     return list(given.values())
 
 
+def is_backend(given: Any) -> bool:
+    """Whether a `backend` argument of `torch.compile` is this package's, as an object or by its name."""
+    return isinstance(given, Backend) or (isinstance(given, str) and given in fp4compile_autoload.backends())
+
+
 def _given_reports() -> list[Report]:
     reports = (getattr(backend, "report", None) for backend in _compat.handed_to_dynamo())
     return [report for report in reports if isinstance(report, Report)]

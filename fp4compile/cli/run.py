@@ -3,6 +3,8 @@
 It prints what was quantised. The names of backends need no such run: `torch.compile`, and accelerate's and the
 `Trainer`'s flags take them wherever this package is installed.
 
+`--in-place` is for scripts that train the compiled model and evaluate the original one, as the `Trainer` does.
+
 `run -m package.module` runs a module, as `python -m` does. Launchers run this command as a module, too:
 `torchrun -m fp4compile run train.py`, `accelerate launch -m fp4compile run train.py`.
 """
@@ -17,14 +19,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp4compile.registration import named_reports, warn_at_exit
+from fp4compile import _inductor_patches
+from fp4compile.registration import is_backend, named_reports, warn_at_exit
+from fp4compile.report.names import unwrapped
 
 
 def add_command(commands: Any) -> None:
     """Add `run` to the subcommands of `python -m fp4compile`."""
     parser = commands.add_parser(
         "run", help="run a script whose flags name a backend of this package",
-        usage="python -m fp4compile run (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        usage="python -m fp4compile run [--in-place] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--in-place", action="store_true",
+        help="torch.compile compiles the script's modules in place, so that what calls the original model runs the "
+        "compiled one, as the evaluation of HuggingFace's Trainer does",
     )  # fmt: skip
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
     parser.add_argument("script", nargs="?", type=_script, help="a Python script")
@@ -39,6 +48,8 @@ def _script(name: str) -> Path:
 
 
 def _run(args: argparse.Namespace) -> None:
+    if args.in_place:
+        _inductor_patches.compile_in_place(is_backend, unwrapped)
     if args.module:
         run_module(args.module[0], args.module[1:])
     elif args.script is not None:

@@ -39,7 +39,7 @@ ARGUMENTS = ["-m", "x", "--flag", "a b", "-h"]  # options of this command's name
 RUN = ["-m", "fp4compile", "run"]
 # What follows `python`, by the name of a case.
 COMMANDS = {
-    "a script": [*RUN, "script.py", *ARGUMENTS], "a module": [*RUN, "-m", "training.tune", *ARGUMENTS],
+    "a script": [*RUN, "--in-place", "script.py", *ARGUMENTS], "a module": [*RUN, "-m", "training.tune", *ARGUMENTS],
     "a package": [*RUN, "-m", "training", *ARGUMENTS], "an object": ["object.py"], "a name": [*RUN, "name.py"],
     "another backend": [*RUN, "eager.py"], "a crash": ["crash.py"], "an idle rule": ["idle.py"],
 }  # fmt: skip
