@@ -188,9 +188,64 @@ def test_saved_adapters_are_loaded_onto_a_packed_model(tmp_path):
     steps(model)
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path)
-    tokens = torch.arange(16).view(1, 16)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+        return model.eval()(input_ids=torch.arange(16).view(1, 16)).logits
+
+
+def weights_of(model: nn.Module, adapter: str) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for name, parameter in model.named_parameters() if f".{adapter}." in name]
+
+
+def test_several_adapters_are_trained_saved_and_trained_on(tmp_path):
+    """A LoRA adapter and a DoRA adapter on one packed model; training goes on after loading, with the same bits."""
+    base = llama()
+    plain, model = logits(base), adapted(base)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], use_dora=True))
+    first = steps(model), weights_of(model, "default")
+    model.set_adapter("second")
+    second = steps(model), weights_of(model, "second")
+    assert all(map(torch.equal, weights_of(model, "default"), first[1])) and second[0][-1] < second[0][0]
+    with model.disable_adapter():
+        assert torch.equal(logits(model), plain), "the codes are as they were"
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True)
+    loaded.load_adapter(tmp_path / "second", "second", is_trainable=True)
+    for name in ("default", "second"):
+        loaded.set_adapter(name), model.set_adapter(name)
+        assert torch.equal(logits(loaded), logits(model))
+        assert steps(loaded) == steps(model)
+
+
+def test_a_merged_dora_adapter_is_the_packed_sum():
+    """DoRA scales the rows of base plus adapter to its own magnitudes, for which it reads the packed weight."""
+    base, plain = llama(layers=1), llama(None, layers=1)
+    for name, module in base.named_modules():
+        if isinstance(module, PackedLinear):
+            plain.get_submodule(name).weight.data = module.weight.clone()
+    models = [adapted(model, use_dora=True) for model in (base, plain)]
+    steps(models[0])
+    trained = {name: value for name, value in models[0].state_dict().items() if "lora_" in name}
+    models[1].load_state_dict(trained, strict=False)
+    with pytest.warns(UserWarning, match="packed them again in nvfp4: SQNR 2"):
+        merged, expected = (model.merge_and_unload() for model in models)
+    fp4compile.pack_(expected, "nvfp4")
+    layers = [model.model.layers[0].mlp.up_proj for model in (merged, expected)]
+    assert type(layers[0]) is PackedLinear
+    assert torch.equal(layers[0].weight_data, layers[1].weight_data)
+
+
+def test_adapters_by_transformers_own_interface():
+    model = llama()
+    plain = logits(model)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["up_proj", "down_proj"]))
+    losses = steps(model)
+    assert losses[-1] < losses[0] and not torch.equal(logits(model), plain)
+    model.disable_adapters()
+    assert torch.equal(logits(model), plain)
 
 
 @pytest.mark.parametrize("safe", (True, False))
