@@ -41,8 +41,8 @@ _CURE = (
 )
 NOTHING_CAPTURED = f"Likely causes: {_NO_GRAPH}or the model does nothing to tensors."
 NOTHING_COMPILED = (
-    "Likely causes: a module of torch's own was compiled in place (nn.Sequential(...).compile(): Dynamo passes over "
-    f"torch's own code; torch.compile(module, ...) works); {_NO_GRAPH}"
+    "Likely causes: a module of torch's own was compiled in place, or in DistributedDataParallel (an nn.Sequential: "
+    f"Dynamo passes over torch's own code; put it into a module of your own); {_NO_GRAPH}"
     f"another backend reached Dynamo's limit of recompilations, and the code is left {_CURE}; "
     "or the model was never called."
 )

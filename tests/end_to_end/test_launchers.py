@@ -1,10 +1,12 @@
 """The lines of docs/launchers.md that start a script which does not know of this package."""
 
 import importlib.machinery
+import json
 import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,30 @@ accelerator.backward(model(torch.randn(4, 64)).sum())
 from fp4compile.registration import named_reports
 print([report.summary() for report in named_reports()])
 """
+
+# Without a bias or another operation, so that no C++ is compiled.
+PREPARED = """
+import json, os, torch, accelerate
+from pathlib import Path
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+accelerator = accelerate.Accelerator(cpu=True)
+model = accelerator.prepare(Net())
+with torch.no_grad():
+    model(torch.randn(4, 64))
+from fp4compile.registration import named_reports
+found = {"rank": accelerator.process_index, "ranks": accelerator.num_processes,
+         "said": [report.summary() for report in named_reports()]}
+(Path(__file__).parent / f"rank{found['rank']}.json").write_text(json.dumps(found))
+"""
+ROOT = Path(__file__).parents[2]
 
 
 def llama():
@@ -72,23 +98,26 @@ def test_accelerates_flag(script, monkeypatch, capfd):
 
 
 def test_accelerates_variable(monkeypatch):
+    """`accelerate launch` itself passes its choice on to the script by this variable."""
     from accelerate.utils import TorchDynamoPlugin
 
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "fp4compile_mxfp8")
     assert TorchDynamoPlugin().to_kwargs()["backend"].lower() == "fp4compile_mxfp8"
 
 
-def test_accelerates_file(tmp_path):
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
+def test_accelerates_file_and_two_ranks(tmp_path):
+    """Port 0 is any free one: without it, two launches at one moment may both find 29500 free, and one fails."""
     (tmp_path / "config.yaml").write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n"
-        "num_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 1\n"
+        "machine_rank: 0\nmixed_precision: 'no'\nmain_process_port: 0\n"
         "dynamo_config:\n  dynamo_backend: FP4COMPILE_NVFP4\n"
     )
-    arguments = launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), "train.py"])
-    chosen, *_ = _validate_launch_command(arguments)
-    assert chosen.dynamo_backend == "FP4COMPILE_NVFP4"
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
+    printed([*launch, "-m", "fp4compile", "run", str(tmp_path / "prepared.py")], PYTHONPATH=str(ROOT))
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [(one["rank"], one["ranks"]) for one in found] == [(0, 2), (1, 2)]
+    assert all(one["said"][0].startswith("recipe nvfp4: 1 of 1 matrix products quantised") for one in found)
 
 
 def test_a_checkpoint_is_packed_as_it_is_loaded(tmp_path):

@@ -20,7 +20,9 @@ PROGRAM = """
         import os, torch
         found = {"argv": sys.argv[1:], "file": Path(sys.argv[0]).name, "main": sys.modules["__main__"].__file__,
                  "rank": os.environ.get("RANK")}
-        torch.compile(torch.nn.Linear(64, 64), backend="fp4compile_mxfp8")  # is never called
+        compiled = torch.compile(torch.nn.Linear(64, 64, bias=False), backend="fp4compile_mxfp8")
+        if found["rank"]:  # else it is never called
+            compiled(torch.randn(4, 64))
         Path(f"found_{found['file']}{found['rank'] or ''}.json").write_text(json.dumps(found))
 """
 NEVER_CALLED = """
@@ -87,7 +89,7 @@ def test_a_launcher_runs_it_on_each_rank(tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().err
     for rank in "01":
         assert json.loads((tmp_path / f"found_tune.py{rank}.json").read_text())["argv"] == ARGUMENTS
-        assert f"rank {rank}: recipe mxfp8: compiled nothing" in said
+        assert f"rank {rank}: recipe mxfp8: 2 of 2 matrix products quantised" in said
 
 
 # ---------------------------------------------------------------- what is said at the end
