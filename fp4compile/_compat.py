@@ -32,6 +32,11 @@ LAUNCH_ERRORS = (TritonError, RuntimeError)
 PACKED_CONVERSIONS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 
 
+# Whether FSDP2 takes frozen parameters of integers. torch 2.5 lets its shards require gradients, which raises for
+# integers; 2.13 does not, and casts integers by no mixed precision. The versions between were not checked.
+SHARDS_INTEGERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
 # The op (count, device) -> int64 [count], drawn from the device's default generator at every run of the compiled graph.
 RANDOM_SEEDS = torch.ops.prims.inductor_seeds.default
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4compile import _inductor_patches
+from fp4compile import _compat, _inductor_patches
 from fp4compile.formats import formats
 from fp4compile.formats.layouts import ceil_div
 from fp4compile.ops.quantize import QUANTIZE
@@ -280,13 +280,16 @@ def make_shardable_(model: nn.Module) -> None:
     before a module runs. Without it they are buffers, which each rank holds whole. Move the model to its device first.
     Results keep their bits. Outer scales stay buffers.
 
-    Raises TypeError if `model` is no module, ValueError if it has no packed layer.
+    Raises TypeError if `model` is no module, ValueError if it has no packed layer, RuntimeError under a torch whose
+    FSDP2 shards no integers (before 2.13).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     packed = [module for module in model.modules() if isinstance(module, PackedWeight)]
     if not packed:
         raise ValueError("model: has no packed layer; call fp4compile.pack_ first")
+    if not _compat.SHARDS_INTEGERS:
+        raise RuntimeError(f"torch {torch.__version__}: its fully_shard takes no parameters of integers; 2.13 does")
     for layer in packed:
         layer.make_shardable()
 

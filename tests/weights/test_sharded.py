@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import fp4compile
+from fp4compile import _compat
 
+pytestmark = pytest.mark.skipif(not _compat.SHARDS_INTEGERS, reason="FSDP2 shards no integers in this torch")
 pytest.importorskip("peft")
 from tests.helpers import sharded_adapters  # noqa: E402
 
@@ -71,3 +73,12 @@ def test_experts_are_shardable():
 def test_a_model_without_packed_layers_is_refused():
     with pytest.raises(ValueError, match="has no packed layer"):
         fp4compile.make_shardable_(nn.Sequential(nn.Linear(8, 8)))
+
+
+def test_an_older_torch_is_told(monkeypatch):
+    monkeypatch.setattr(_compat, "SHARDS_INTEGERS", False)
+    model = nn.Sequential(nn.Linear(96, 64))
+    fp4compile.pack_(model, "nvfp4")
+    with pytest.raises(RuntimeError, match=r"its fully_shard takes no parameters of integers; 2\.13 does"):
+        fp4compile.make_shardable_(model)
+    assert [name for name, _ in model.named_parameters()] == ["0.bias"]
