@@ -88,8 +88,9 @@ class Fp4CompileQuantizer(HfQuantizer):
         return model
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Codes, scales and outer scales keep the dtype of the skeleton's buffers."""
-        return dtype
+        """Bytes stay bytes: they are codes and scales, also in modules that transformers keeps in float32."""
+        stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        return None if stored in ("U8", torch.uint8) else dtype
 
     # ------------------------------------------------------------ saving
 
@@ -115,6 +116,7 @@ class Fp4CompileQuantizer(HfQuantizer):
 class _Shell(nn.Module):
     """The stand-in for a packed layer while weights are loaded: its buffers, with scales and FP8 codes as bytes.
 
+    weight: on the meta device, because code of transformers reads it; marked, so that it gets no initial values.
     missing: the buffers that were not loaded. transformers assigns uninitialised memory to them, and warns; it marks
     the tensors that it has loaded.
     """
@@ -122,15 +124,16 @@ class _Shell(nn.Module):
     def __init__(self, packed: PackedWeight, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
         self.bias = bias
-        self.weight = (weight,)  # in a tuple, so that it is no parameter
+        self.weight = weight.detach()  # so that it is no parameter
+        self.weight._is_hf_initialized = True
         self.missing = set(buffer_shapes(packed))
         for name, (shape, dtype) in buffer_shapes(packed).items():
             stored = torch.uint8 if is_byte_float(dtype) else dtype
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
 
-    def forward(self) -> nn.Parameter:
+    def forward(self) -> torch.Tensor:
         """The weight on the meta device, for code of transformers that would initialise it."""
-        return self.weight[0]
+        return self.weight
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(value, "_is_hf_initialized", False):

@@ -93,6 +93,20 @@ def test_tied_cast_and_missing_weights(tmp_path):
     assert sum(isinstance(module, PackedLinear) for module in loaded.modules()) == 22
 
 
+def test_a_model_whose_modules_initialise_each_other_and_stay_in_float32(tmp_path):
+    """T5's modules read weights of their layers while they are loaded, and `wo` has another dtype than the model."""
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 4, "d_kv": 16, "vocab_size": 100}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "plain")
+    load = functools.partial(transformers.T5ForConditionalGeneration.from_pretrained, dtype=torch.float16)
+    expected = load(tmp_path / "plain")
+    assert expected.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+    fp4compile.pack_(expected, "nvfp4")
+    loaded = load(tmp_path / "plain", quantization_config=ORDER)
+    same(loaded, expected)
+    loaded.save_pretrained(tmp_path / "packed")
+    same(load(tmp_path / "packed"), expected)
+
+
 def test_weights_that_stay_on_disk_are_refused(tmp_path):
     llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="device_map: weights that stay on disk cannot be packed"):
