@@ -23,13 +23,12 @@ from fp4compile.weights.transformers import METHOD, Fp4CompileConfig, Fp4Compile
 class PackOnLoad(Fp4CompileQuantizer):
     """Loads packed models, and packs a model by its configuration's recipe while it is loaded.
 
-    dtype: the dtype that transformers loads weights in. unread: the weights to pack as they are read, by the names of
-    their parameters. late: the weights to pack when the model has been loaded.
+    unread: the weights to pack as they are read, by the names of their parameters. late: the weights to pack when the
+    model has been loaded.
     """
 
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self.dtype: torch.dtype | None = None
         self.unread: dict[str, Weight] = {}
         self.late: list[Weight] = []
 
@@ -38,10 +37,6 @@ class PackOnLoad(Fp4CompileQuantizer):
         super().validate_environment(*args, **kwargs)
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map: weights that stay on disk cannot be packed; allowed are devices and 'cpu'")
-
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        self.dtype = dtype
-        return dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         model = super()._process_model_before_weight_loading(model, **kwargs)

@@ -4,6 +4,7 @@ The quantization_config in config.json holds the state of every packed layer, so
 its packed layers before any weight is read, and no weight in high precision is ever made.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Fp4CompileQuantizer(HfQuantizer):
     def __init__(self, quantization_config: Fp4CompileConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.waiting: list[tuple[Place, PackedWeight, _Shell]] = []
+        self.dtype: torch.dtype | None = None  # which transformers loads weights in
 
     # ------------------------------------------------------------ loading
 
@@ -61,6 +63,10 @@ class Fp4CompileQuantizer(HfQuantizer):
             )
         if self.pre_quantized and self.quantization_config.recipe is not None:
             raise ValueError("quantization_config: the checkpoint is packed already; expected no recipe")
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self.dtype = dtype
+        return dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
@@ -81,11 +87,18 @@ class Fp4CompileQuantizer(HfQuantizer):
             check_buffers({f"{place.names[0]}.{name}": tensor for name, tensor in buffers.items()})
             for name, tensor in buffers.items():
                 setattr(packed, name, tensor)
+            packed.weight_dtype = self._kept_dtype(model, place) or packed.weight_dtype
             _put(model, place, packed, shell)
             packed.lay_out_scales()
         self.waiting.clear()
         leave_fast_paths(model)
         return model
+
+    def _kept_dtype(self, model: Any, place: Place) -> torch.dtype | None:
+        """The dtype in which transformers keeps a weight, where that is not the model's; None where it is."""
+        plan = model._get_dtype_plan(self.dtype) if hasattr(model, "_get_dtype_plan") else {}
+        names = sorted(place.replaced)
+        return next((dtype for part, dtype in plan.items() if re.search(part.replace("*", ".*"), names[0])), None)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Bytes stay bytes: they are codes and scales, also in modules that transformers keeps in float32."""

@@ -104,7 +104,12 @@ def test_a_model_whose_modules_initialise_each_other_and_stay_in_float32(tmp_pat
     loaded = load(tmp_path / "plain", quantization_config=ORDER)
     same(loaded, expected)
     loaded.save_pretrained(tmp_path / "packed")
-    same(load(tmp_path / "packed"), expected)
+    again = load(tmp_path / "packed")
+    same(again, expected)
+    tokens = {name: torch.arange(8)[None] for name in ("input_ids", "decoder_input_ids")}
+    with torch.no_grad():
+        results = [model.eval()(**tokens).logits for model in (expected, loaded, again)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), "`wo` reads float32"
 
 
 def test_weights_that_stay_on_disk_are_refused(tmp_path):
