@@ -38,9 +38,9 @@ def block_recipe(recipe: str | dict | Recipe | Path | None, model: nn.Module, bl
     skipped = _is_skipped(chosen, model, path)
     decided = {name: chosen.rule_for(full[name]) for name in full}
     rules = [
-        Rule(escape(name), "skip" if rule is None else rule.action)
+        Rule(escape(name) or "*", "skip" if rule is None else rule.action)  # "" is the block itself: a layer
         for name, rule in decided.items()
-        if name and (rule is not None or skipped)
+        if rule is not None or skipped
     ]
     scales = {name: scale for name in full if (scale := chosen.static_scale(full[name])) is not None}
     if chosen.activation_scale != "static" and not any(rule.takes_static_scale for rule in rules):

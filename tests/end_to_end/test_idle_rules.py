@@ -128,6 +128,16 @@ def test_blocks_compiled_by_themselves_follow_rules_with_their_numbers():
     assert {backend.report.graphs for backend in backends} == {1}
 
 
+def test_a_layer_may_be_a_block():
+    model = Blocks()
+    recipe = fp4compile.block_recipe(
+        {"recipe": "mxfp8", "rules": [("layers.1.up", "mxfp4")]}, model, model.layers[1].up
+    )
+    backend = fp4compile.backend(recipe)
+    torch.compile(model.layers[1].up, backend=backend)(torch.ones(4, 64))
+    assert {row.right for row in backend.report.quantised if row.product == "fprop"} == {"mxfp4"}
+
+
 def test_static_scales_reach_blocks_compiled_by_themselves():
     model = Blocks()
     scales = {f"layers.{number}.{name}": 2.0**-number for number in range(5) for name in ("up", "down")}
