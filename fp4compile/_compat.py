@@ -11,6 +11,7 @@ import torch._inductor.inductor_prims
 import triton
 from torch._inductor import config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from triton.backends.compiler import GPUTarget
@@ -62,6 +63,11 @@ def handed_to_dynamo() -> list[Any]:
 def without_fake_tensors() -> Any:
     """A context in which new tensors are no fake ones, although the caller runs under a fake tensor mode."""
     return unset_fake_temporarily()
+
+
+def lazy_graph_modules() -> Any:
+    """A context in which a graph module generates its code only when it is called."""
+    return _use_lazy_graph_module(True)
 
 
 def interpreting() -> bool:

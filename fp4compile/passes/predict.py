@@ -17,6 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from fp4compile import _compat
 from fp4compile.analysis import flops
 from fp4compile.analysis.gemm import Input
 from fp4compile.hardware import Gpu
@@ -69,7 +70,7 @@ def predict(
         if node.name in names:
             name_product(node)
 
-    with dry_run(gpu.target):
+    with dry_run(gpu.target), _compat.lazy_graph_modules():
         plain = _times(_split(_copy(module), forward_outputs), gpu)
         parts = _planned(_copy(module), inputs, recipe, gpu, forward_outputs)
         operations = _fuse(parts)
