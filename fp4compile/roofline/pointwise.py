@@ -10,10 +10,10 @@ writes what is read outside of it.
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from fp4compile.analysis import flops
 
@@ -40,8 +40,12 @@ _FREE = {"empty", "empty_strided", "new_empty", "sym_size", "sym_stride", "sym_n
 
 def nbytes(node: Node) -> int:
     """Bytes of a node's tensors, of all of them if it has several; unknown sizes count as nothing."""
-    values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return sum(numel(value) * value.element_size() for value in values if isinstance(value, torch.Tensor))
+    return sum(numel(value) * value.element_size() for value in _tensors(node))
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [value for value in leaves if isinstance(value, torch.Tensor)]
 
 
 def numel(value: torch.Tensor) -> int:
@@ -57,15 +61,16 @@ def kind_of(node: Node) -> str:
     if node.op != "call_function":
         return "memory"
     name = _name(node.target)
-    value = node.meta.get("val")
-    if name in _FREE or value is None or isinstance(value, torch.SymInt | int):
-        return "memory" if node.target is not aten.copy_.default else "fused"
+    if name in _FREE or not _tensors(node):
+        return "memory"
     if node.target is operator.getitem:  # results of an operator that is not Inductor's are tensors of their own
         return "memory" if kind_of(node.args[0]) == "other" else "view"
     if getattr(node.target, "is_view", False) or name in ("_unsafe_view", "reshape"):
         return "view"
     if name == "clone" and _same_layout(node):
         return "view"
+    if name == "copy_" and _name(base_of(node.args[1]).target) in _WRITING_IN_PLACE:
+        return "memory"  # what is copied back was written in place
     if name in _REDUCTIONS:
         return "reduction"
     if name in _FUSED or torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -126,7 +131,7 @@ class _Space:
     def elements(self) -> int:
         return self.rows * self.columns
 
-    def with_(self, other: "_Space") -> "_Space | None":
+    def together_with(self, other: "_Space") -> "_Space | None":
         """What a kernel of both runs over; None where there is none."""
         if self.columns > 1 and other.columns > 1:
             return self if (self.rows, self.columns, self.along) == (other.rows, other.columns, other.along) else None
@@ -142,22 +147,18 @@ class _Space:
 
 
 class _Scheduler:
-    """What Inductor's scheduler decides about one graph."""
+    """What Inductor's scheduler decides about one graph.
+
+    loads: of each expression, the bytes by the memory that it reads. stored: the number of each expression whose result
+    is stored, in order. level: how many products or other kernels have to end before a node. space: of each expression.
+    """
 
     def __init__(self, graph: Graph):
-        self.graph = graph
-        self.loads: dict[Node, dict[Node, int]] = {}  # of each expression: bytes by the memory that it reads
-        self.stored: list[Node] = []
-        self.level: dict[Node, int] = {}  # how many products or other kernels have to end before
+        self.loads: dict[Node, dict[Node, int]] = {}
+        self.stored: dict[Node, int] = {}
+        self.level: dict[Node, int] = {}
         self.space: dict[Node, _Space] = {}
-        self._read()
-
-    @cached_property
-    def _stored(self) -> set[Node]:
-        return set(self.stored)
-
-    def _read(self) -> None:
-        for node in self.graph.nodes:
+        for node in graph.nodes:
             kind = kind_of(node)
             if kind == "view":
                 continue
@@ -168,20 +169,14 @@ class _Scheduler:
             loads: dict[Node, int] = {}
             for argument, size in _arguments(node):
                 base = base_of(argument)
-                inner = {base: size} if base not in self.loads or base in self.loads_ended else self.loads[base]
+                inner = self.loads[base] if base in self.loads and base not in self.stored else {base: size}
                 for each, of_it in inner.items():
                     loads[each] = min(loads.get(each, 0) + of_it, max(nbytes(each), of_it))
             self.loads[node] = loads
             self.space[node] = space = _space(node)
             self.level[node] = max((self._level_after(each, space) for each in loads), default=0)
             if kind == "reduction" or self._is_stored(node, loads):
-                self.stored.append(node)
-                self.loads_ended.add(node)
-
-    @cached_property
-    def loads_ended(self) -> set[Node]:
-        """The stored nodes: readers load their results."""
-        return set()
+                self.stored[node] = len(self.stored)
 
     def _is_stored(self, node: Node, loads: dict[Node, int]) -> bool:
         by = readers(node)
@@ -195,7 +190,7 @@ class _Scheduler:
         """The level of what reads some memory."""
         before = self.level.get(memory, 0)
         made = self.space.get(memory)
-        fits = made is None or (space is not None and made.with_(space) is not None)
+        fits = made is None or (space is not None and made.together_with(space) is not None)
         return before + (not fits)
 
     def kernels(self) -> list[Fused]:
@@ -203,19 +198,19 @@ class _Scheduler:
         group: dict[Node, int] = {}
         members: dict[int, list[Node]] = {}
         spaces: dict[int, _Space] = {}
-        readers_of: dict[tuple[Node, int], set[int]] = {}
-        for number, node in enumerate(self.stored):
+        readers_of: dict[tuple[Node, int], list[Node]] = {}
+        for node, number in self.stored.items():
             group[node], members[number], spaces[number] = number, [node], self.space[node]
             for other in self._near(node, group, readers_of):
                 mine = group[node]
-                together = None if other == mine else spaces[mine].with_(spaces[other])
+                together = None if other == mine else spaces[mine].together_with(spaces[other])
                 if together is not None:
                     spaces[other] = together
                     for each in members.pop(mine):
                         group[each] = other
                         members[other].append(each)
             for memory in self.loads[node]:
-                readers_of.setdefault((memory, self.level[node]), set()).add(number)
+                readers_of.setdefault((memory, self.level[node]), []).append(node)
         return [self._fused(nodes) for nodes in members.values()]
 
     def _near(self, node: Node, group: dict[Node, int], readers_of: dict) -> list[int]:
@@ -225,8 +220,7 @@ class _Scheduler:
         for memory, size in self.loads[node].items():
             if memory in group and self.level[memory] == level:
                 shared[group[memory]] = shared.get(group[memory], 0) + size
-            for number in readers_of.get((memory, level), ()):
-                at = group[self.stored[number]]
+            for at in {group[reader] for reader in readers_of.get((memory, level), ())}:
                 shared[at] = shared.get(at, 0) + size
         return sorted(shared, key=lambda each: -shared[each])
 
@@ -250,14 +244,14 @@ class _Scheduler:
             seen.add(reader)
             if reader in inside:
                 continue
-            if reader not in self.loads or reader in self.loads_ended:
+            if reader not in self.loads or reader in self.stored:
                 return True
             waiting += readers(reader)
         return node.target is aten.copy_.default
 
 
 def _space(node: Node) -> _Space:
-    value = torch.utils._pytree.tree_leaves(node.meta["val"])[0]
+    value = _tensors(node)[0]
     if kind_of(node) == "reduction":
         source = node.all_input_nodes[0].meta["val"]
         rows, elements = numel(value), numel(source)
@@ -279,14 +273,9 @@ def _along(node: Node, rank: int) -> bool:
 
 def _arguments(node: Node) -> Iterator[tuple[Node, int]]:
     """What a node reads, and how many bytes of it."""
-    out = torch.utils._pytree.tree_leaves(node.meta["val"])
-    result = max((numel(value) for value in out if isinstance(value, torch.Tensor)), default=0)
-    inputs = node.all_input_nodes
-    if node.target is aten.copy_.default:
-        inputs = [each for each in inputs if each is not node.args[0]]
-        if _name(base_of(inputs[0]).target) in _WRITING_IN_PLACE:
-            return
-    for place, argument in enumerate(inputs):
+    result = max(map(numel, _tensors(node)))
+    overwritten = node.args[0] if node.target is aten.copy_.default else None
+    for place, argument in enumerate(each for each in node.all_input_nodes if each is not overwritten):
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
