@@ -1,6 +1,6 @@
 """One Llama-3-8B block: how long it takes, and how long `explain` predicts that it takes.
 
-    python -m benchmarks.llama_block --out FILE [--seconds 120]    # measures on the GPU that is there
+    python -m benchmarks.llama_block --out FILE [--seconds 110]    # measures on the GPU that is there
     python -m benchmarks.llama_block --compare FILE ...            # predictions beside the times in such files
 
 Measured is the time of the device, of bf16 and under recipes, each compiled by itself: forward of 8192 and 2048 tokens
@@ -66,11 +66,11 @@ def time_of(case: tuple[str, int, str], args: argparse.Namespace) -> dict[str, A
     backend = "inductor" if name == "bf16" else fp4compile.backend(name, strict=True)
     run = partial(torch.compile(block.train(what == "train"), backend=backend, dynamic=False), x, **others)
     with torch.set_grad_enabled(what == "train"):
-        us = _time(what, run, x, args)
+        us = _time(what, run, block, x, args)
     return {"what": what, "tokens": tokens, "recipe": recipe, "us": us, "s in all": time.perf_counter() - start}
 
 
-def _time(what: str, run: Callable, x: torch.Tensor, args: argparse.Namespace) -> float:
+def _time(what: str, run: Callable, block: torch.nn.Module, x: torch.Tensor, args: argparse.Namespace) -> float:
     if what == "decode" and args.device != "cpu":
         run()
         return common.graph_time([run] * 10, args.repeats)
@@ -81,6 +81,8 @@ def _time(what: str, run: Callable, x: torch.Tensor, args: argparse.Namespace) -
 
         def call() -> None:
             producers.result(run()).backward(gradient)
+            block.zero_grad()  # or gradients would be added to those of the step before
+            x.grad = None
 
     call()
     return producers.device_time(call, args)
@@ -150,7 +152,7 @@ def _gpu_of(content: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help="measure nothing")
-    parser.add_argument("--seconds", type=float, default=120, help="begin no case after so long (120)")
+    parser.add_argument("--seconds", type=float, default=110, help="begin no case after so long (110)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a narrow model, to try the script")
     args = parser.parse_args(arguments)
