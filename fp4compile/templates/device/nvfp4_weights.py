@@ -3,9 +3,11 @@
 A warp's step is 16 rows of B (8 upper and 8 lower ones) times 128 elements along K. It has a buffer of `STEP_BYTES` in
 shared memory: the codes of the upper rows, the codes of the lower rows, then the scales of both in the same order.
 
-Lane 4 * g + q of a warp multiplies rows g and g + 8, as `mma.sync` and `wgmma` define it. It takes blocks q and q + 4
-of the eight blocks of 16 elements. The instructions assign other elements of K to a lane; that changes only the order
-of the sum over K, because A is assigned to the lanes in the same order.
+Lane 4 * g + q of a warp multiplies upper row g and lower row g, as `mma.sync` and `wgmma` define it. The lower rows are
+the eight rows behind the upper ones, or (PAIRED) every second row, so that a lane has neighbouring rows of B, which are
+neighbouring columns of the result. A lane takes blocks q and q + 4 of the eight blocks of 16 elements. The instructions
+assign other elements of K to a lane; that changes only the order of the sum over K, because A is assigned to the lanes
+in the same order.
 """
 
 import triton
@@ -87,19 +89,21 @@ _READ_STEP = tl.constexpr(
 @triton.jit
 def copy_weights(
     buffer, step, wanted, token, lane, row, codes_ptr, scales_ptr, n, k_vectors,
-    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
+    SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, EVEN: tl.constexpr, PAIRED: tl.constexpr = False,
 ):  # fmt: skip
     """Start to copy the codes and scales of a warp's step into a buffer. Returns a token.
 
     step: which 128 elements of K. wanted: whether to copy at all. row: first row of the warp's 16 rows of B [n, K].
-    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist.
+    k_vectors: 16-byte vectors of codes in a row, K / 32. EVEN: all rows and elements of the step exist. PAIRED: each
+    upper row is followed by its lower row.
     """
+    apart: tl.constexpr = 1 if PAIRED else 8  # rows from an upper row to its lower row
     g = lane % 32 // 4
     q = lane % 4
     codes_vector = step * 4 + q  # of 16 bytes
     scales_word = step * 2 + q % 2  # of 4 bytes
-    upper = row + g
-    scales_row = upper + q // 2 * 8  # half of the lanes copy the upper rows' scales, half the lower rows'
+    upper = row + (2 * g if PAIRED else g)
+    scales_row = upper + q // 2 * apart  # half of the lanes copy the upper rows' scales, half the lower rows'
     if SWIZZLED:
         scales = swizzle(scales_row, 0, tl.cdiv(k_vectors, 2)) + scales_word * 512
     elif SQUARE:
@@ -110,7 +114,7 @@ def copy_weights(
     to_codes = buffer + g * _CODES_ROW + (q ^ (g // 2 % 2 * 2)) * 16
     to_scales = buffer + _SCALES + (g + q // 2 * 8) * _SCALES_ROW + q % 2 * 4
     codes = codes_ptr + (upper * k_vectors + codes_vector).to(tl.int64) * 16
-    lower = codes + tl.cast(k_vectors, tl.int64) * 128
+    lower = codes + tl.cast(k_vectors, tl.int64) * (16 * apart)
     places = (to_codes, to_scales, codes, lower, scales_ptr + scales)
     if EVEN:
         ok = wanted & (lane >= 0)
@@ -119,7 +123,7 @@ def copy_weights(
         in_row = wanted & (codes_vector < k_vectors)
         scales_ok = wanted & (scales_word * 2 < k_vectors) & (scales_row < n)
         upper_bytes = (in_row & (upper < n)).to(tl.int32) * 16
-        lower_bytes = (in_row & (upper + 8 < n)).to(tl.int32) * 16
+        lower_bytes = (in_row & (upper + apart < n)).to(tl.int32) * 16
         sizes = (upper_bytes, lower_bytes, scales_ok.to(tl.int32) * 4)
         token = do_ptx(_COPY_PART_OF_STEP, "r,r,l,l,l,r,r,r,r", places + sizes + (token,))
     return token

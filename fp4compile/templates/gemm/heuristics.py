@@ -109,40 +109,44 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 class WgmmaConfig:
     """How `wgmma_sm90` is launched.
 
-    rows: rows of A, padded to 16, 32 or 64. warps: warps of a program. stages: pipeline stages of a warp's weights.
-    steps_per_stage: steps of a pipeline stage of A. split_k: parts of K, whose sums another kernel adds. shared: bytes
-    of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
+    rows: rows of A in a tile of the result, padded to 16, 32, 64, 96 or 128. warps: warps of a program. parts: how
+    often a warp has 16 rows of B, 1 or 2. stages: pipeline stages of a warp's weights. steps_per_stage: steps of a
+    pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles of A that are walked
+    together, so that the L2 cache serves them. shared: bytes of shared memory to reserve for a program; 0 until
+    `with_shared_memory` has set it.
     """
 
     rows: int
     warps: int
+    parts: int
     stages: int
     steps_per_stage: int
     split_k: int = 1
+    group_m: int = 8
     shared: int = 0
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"ROWS": self.rows, "WARPS": self.warps, "STAGES": self.stages,
-                "STEPS_PER_STAGE": self.steps_per_stage, "SHARED": self.shared}  # fmt: skip
+        return {"ROWS": self.rows, "WARPS": self.warps, "PARTS": self.parts, "STAGES": self.stages,
+                "STEPS_PER_STAGE": self.steps_per_stage, "GROUP_M": self.group_m, "SHARED": self.shared}  # fmt: skip
 
-    def grid(self, n):
-        return ceil_div(n, 16 * self.warps) * self.split_k
+    def grid(self, m, n):
+        return ceil_div(m, self.rows) * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
 
 
-def wgmma_config(p: Problem, needed_bytes: Callable[[int, int, int, int], int]) -> WgmmaConfig:
+def wgmma_config(p: Problem, needed_bytes: Callable[[int, int, int, int, int], int]) -> WgmmaConfig:
     """The configuration, tuned for the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
     return with_shared_memory(_wgmma_tile(p), p, needed_bytes)
 
 
-def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[int, int, int, int], int]):
+def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[int, int, int, int, int], int]):
     """The configuration with enough shared memory reserved to spread programs evenly over the multiprocessors.
 
-    needed_bytes: bytes of shared memory of a program, by rows, warps, stages and steps per stage. Raises StopIteration
+    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages and steps per stage. Raises StopIteration
     where not even one program fits.
     """
-    size = needed_bytes(config.rows, config.warps, config.stages, config.steps_per_stage)
-    grid = config.grid(p.n)
+    size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage)
+    grid = config.grid(p.m, p.n)
     each = ceil_div(grid, p.target.multiprocessors) if isinstance(grid, int) else 1
     fitting = (reserved(size, fewer, p.target) for fewer in range(each, 0, -1))
     return replace(config, shared=next(filter(None, fitting)))
@@ -156,14 +160,14 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
     multiprocessor is enough, unless K is very long. An epilogue takes registers, which 16 warps do not have.
     """
     rows = 16 if statically_true(p.m <= 16) else 32 if statically_true(p.m <= 32) else 64
-    few = WgmmaConfig(rows, warps=8, stages=3, steps_per_stage=2)
+    few = WgmmaConfig(rows, warps=8, parts=1, stages=3, steps_per_stage=2)
     if statically_true(p.n <= 2048):
         few = replace(few, warps=4, steps_per_stage=1)
     elif rows == 16 and statically_true(p.n >= 16384) and statically_true(p.k >= 2048):
         return replace(few, warps=4, stages=2, split_k=2)
-    many = WgmmaConfig(rows, warps=16, stages=2, steps_per_stage=2)
+    many = WgmmaConfig(rows, warps=16, parts=1, stages=2, steps_per_stage=2)
     config = many if rows == 64 and statically_true(p.n * p.k > 2**26) else few
-    programs, split_k = config.grid(p.n), 1
+    programs, split_k = config.grid(rows, p.n), 1
     # The exception for long K was timed before dequantisation ran beside wgmma, and not since.
     room = p.target.multiprocessors * (2 if rows == 16 and statically_true(p.k > 16384) else 1)
     # A part has at least 512 elements of K.

@@ -1,7 +1,7 @@
 """Write A to global memory in the layout that `gemm_wgmma_sm90` reads in shared memory, so that bulk copies suffice.
 
-Swizzled A is a sequence of matrices [ROWS, 64]: 64 elements along K of every row of A, ROWS lines of 128 bytes. Each of
-the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight elements)
+Swizzled A is a sequence of matrices [ROWS, 64] for each tile of ROWS rows of A: 64 elements along K of every row, ROWS
+lines of 128 bytes. Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight elements)
 of each of the line's four blocks of 16. In that order a lane of the product dequantises its elements of B. In line r
 unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and elements beyond A are
 zeros.
@@ -22,22 +22,24 @@ from fp4compile.templates.launch import launch
 
 @triton.jit
 def swizzle_a_sm90(
-    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, m, blocks, per_row,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, swizzled_a_ptr, m, blocks, per_row, matrices,
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """One matrix of swizzled A [matrices, ROWS, 64], bf16 or fp16, from a [m, K], plain or E2M1 codes.
+    """LINES lines of one matrix of swizzled A [tiles, matrices, ROWS, 64], bf16 or fp16, from a [m, K].
 
-    Codes are dequantised, without the outer scale. per_row: units of a row (plain: elements); blocks: blocks of 16
-    elements in a row. SQUARE, SWIZZLED: layout of the scales. ROWS: 16, 32 or 64, at least m.
+    a: plain or E2M1 codes, which are dequantised, without the outer scale. per_row: units of a row (plain: elements);
+    blocks: blocks of 16 elements in a row. SQUARE, SWIZZLED: layout of the scales. LINES: a power of two that divides
+    ROWS.
     LAUNCH_DEPENDENTS: the product may start early, and then reads B at once (see `device.dependent_launch`). This
     kernel never reads b and b_scales. They are arguments so that Inductor moves no kernel that writes B between the two
     kernels.
     """
     if LAUNCH_DEPENDENTS:
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
-    matrix = tl.program_id(0)
-    row = tl.arange(0, ROWS)[:, None]
+    matrix = tl.program_id(0) % matrices
+    start = tl.program_id(0) // matrices * LINES
+    row = start + tl.arange(0, LINES)[:, None]
     unit = matrix * 32 + tl.arange(0, 32)[None, :]
     words = load_units(a_ptr, row, unit, m, per_row, per_row, ELEMENT, ALIGN)
     if ELEMENT != "plain":
@@ -48,21 +50,23 @@ def swizzle_a_sm90(
         words = pack(first * scale, second * scale, swizzled_a_ptr.dtype.element_ty, ISA)
     # A word has two elements. A block has two halves, each of two quarters with two words: [row, block, p, quarter,
     # word]. Words at one position of both quarters of a half have elements j and j + 4, which become one word.
-    quarters = tl.permute(tl.reshape(words, (ROWS, 4, 2, 2, 2)), (0, 2, 4, 1, 3))
-    near, far = tl.split(tl.reshape(quarters, (ROWS, 4, 4, 2)))
-    line = (matrix * ROWS + tl.arange(0, ROWS)[:, None, None]) * 32
-    unit = tl.arange(0, 4)[None, :, None] * 2 ^ line // 32 % 8
-    at = swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + line + tl.arange(0, 4)[None, None, :]
+    quarters = tl.permute(tl.reshape(words, (LINES, 4, 2, 2, 2)), (0, 2, 4, 1, 3))
+    near, far = tl.split(tl.reshape(quarters, (LINES, 4, 4, 2)))
+    line = tl.arange(0, LINES)[:, None, None]
+    unit = tl.arange(0, 4)[None, :, None] * 2 ^ (start + line) % 8
+    swizzled_a_ptr += ((start // ROWS * matrices + matrix).to(tl.int64) * ROWS + start % ROWS) * 64
+    at = swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + line * 32 + tl.arange(0, 4)[None, None, :]
     tl.store(at + unit * 4, near & 0xFFFF | far << 16)
     tl.store(at + (unit ^ 1) * 4, near >> 16 & 0xFFFF | far & -65536)
 
 
 def swizzled_a(call: Call, rows: int, steps: int) -> torch.Tensor:
-    """A for `wgmma_sm90`, padded to `rows` rows and whole pipeline stages of `steps` steps: [matrices, rows, 64]."""
+    """A for `wgmma_sm90`: [tiles, matrices, rows, 64], padded to whole tiles and pipeline stages of `steps` steps."""
     a, b, p = call.a, call.b, call.problem
-    matrices = 2 * steps * ceil_div(p.k, 128 * steps)
-    out = a.data.new_empty((matrices, rows, 64), dtype=p.compute_dtype)
-    launch(swizzle_a_sm90, matrices, a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, p.m,
-           p.k // 16, a.units_per_row, num_warps=rows // 16, ROWS=rows, LAUNCH_DEPENDENTS=p.target.dependent_launch,
-           ISA=p.target.isa, **a.reading(64 * steps))  # fmt: skip
+    tiles, matrices = ceil_div(p.m, rows), 2 * steps * ceil_div(p.k, 128 * steps)
+    lines = next(lines for lines in (32, 16) if rows % lines == 0)
+    out = a.data.new_empty((tiles, matrices, rows, 64), dtype=p.compute_dtype)
+    launch(swizzle_a_sm90, tiles * (rows // lines) * matrices, a.data, a.data if a.scales is None else a.scales, b.data,
+           b.scales, out, p.m, p.k // 16, a.units_per_row, matrices, num_warps=lines // 16, ROWS=rows, LINES=lines,
+           LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **a.reading(64 * steps))  # fmt: skip
     return out

@@ -34,6 +34,7 @@ from fp4compile.templates.device.async_copy import (
     wait_ptx,
 )
 from fp4compile.templates.device.dependent_launch import launch_dependents, wait
+from fp4compile.templates.device.elements import pack
 from fp4compile.templates.device.epilogue import epilogue, rescale, store_rounded
 from fp4compile.templates.device.nvfp4_weights import (
     STEP_BYTES,
@@ -113,7 +114,7 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
 
 _MULTIPLY_WGMMA = tl.constexpr({
     (compute, rows, group): _multiply_ptx(compute, rows, group)
-    for compute in _KIND for rows in (16, 32, 64) for group in (2, 4)
+    for compute in _KIND for rows in (16, 32, 64, 96, 128) for group in (2, 4)
 })  # fmt: skip
 
 
@@ -167,9 +168,9 @@ def _copy_a_stage_ptx(size):
     )
 
 
-def needed_bytes(rows: int, warps: int, stages: int, steps: int) -> int:
+def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int) -> int:
     """Shared memory of a program: buffers of A (each a multiple of 1024 bytes), buffers of B, and barriers of A."""
-    return _A_BUFFERS.value * (steps * rows * 256 + 16) + warps * stages * STEP_BYTES.value
+    return _A_BUFFERS.value * (steps * rows * 256 + 16) + warps * parts * stages * STEP_BYTES.value
 
 
 @triton.jit
@@ -199,14 +200,15 @@ def _release_a_stage(stage, barriers, token, lane):
 @triton.jit
 def _copy_b_step(
     buffer, step, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, EVEN: tl.constexpr,
+    B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Start to copy a warp's step of B into a buffer, and commit the copies as one group. Returns a token.
 
     Past the last step nothing is copied, but an empty group is committed, so that `wait_ptx` counts right.
     """
-    token = copy_weights(buffer, step, step < stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-                         B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+    for part in tl.static_range(PARTS):
+        token = copy_weights(buffer + part * STEP_BYTES, step, step < stop, token, lane, row + part * 16, b_ptr,
+                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN, True)  # fmt: skip
     return do_ptx(COMMIT, "r", (token,))
 
 
@@ -232,9 +234,23 @@ def _wait_wgmma(c, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _result_of(row, lane, i: tl.constexpr):
-    """(Row, column) of out that a lane's i-th sum belongs to; row: first row of B of its warp."""
-    return lane % 4 * 2 + i // 4 * 8 + i % 2, row + lane % 32 // 4 + i % 4 // 2 * 8
+def _result_of(lane, i: tl.constexpr, COUNT: tl.constexpr):
+    """(Row, column) that a lane's i-th sum belongs to, counted from the first row of A and of B of its warp.
+
+    COUNT: sums of a part. Sums i and i + 2 of four are neighbours in a row of out.
+    """
+    row = lane % 4 * 2 + i % COUNT // 4 * 8 + i % 2
+    return row, i // COUNT * 16 + lane % 32 // 4 * 2 + i % 4 // 2
+
+
+@triton.jit
+def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
+    """(Tile of A, tile of B) of a program: GROUP_M tiles of A with all tiles of B, then the next ones."""
+    tiles_n = tiles // tiles_m
+    group = program // (GROUP_M * tiles_n)
+    in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    place = program % (GROUP_M * tiles_n)
+    return group * GROUP_M + place % in_group, place // in_group
 
 
 @triton.jit
@@ -242,19 +258,20 @@ def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
     m, n, k_vectors, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
-    BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    ISA: tl.constexpr, SHARED: tl.constexpr,
+    BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, GROUP_M: tl.constexpr,
+    PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
-    swizzled_a: [matrices, ROWS, 64] from `swizzle_a_sm90`, m <= ROWS, in whole stages. b: K / 2 bytes of codes a row.
+    swizzled_a: [tiles, matrices, ROWS, 64] from `swizzle_a_sm90`, in whole stages. b: K / 2 bytes of codes a row.
     k_vectors: K / 32, even.
     splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
     the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
-    WARPS: of a program, a multiple of 4; the launch must have as many. Each has 16 rows of b. ROWS: 16, 32 or 64.
-    STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE: steps of a stage of A. EVEN: no program has a
-    row, and no stage of A a step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for
+    WARPS: of a program, a multiple of 4; the launch must have as many. Each has PARTS times 16 rows of b. ROWS: rows of
+    a of a program, 16, 32, 64, 96 or 128. STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE: steps of
+    a stage of A. GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and
+    no stage of A a step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for
     `needed_bytes`.
     """
     reserve(swizzled_a_ptr, out_ptr, k_vectors, SHARED)
@@ -262,7 +279,8 @@ def gemm_wgmma_sm90(
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
-    row = (tl.program_id(0) // splits * WARPS + lane // 32) * 16
+    tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
+    row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
     all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
     start = split * tl.cdiv(all_stages, splits)
     stages = tl.minimum(tl.cdiv(all_stages, splits), all_stages - start)  # of A, of this program
@@ -270,14 +288,15 @@ def gemm_wgmma_sm90(
     stop = (start + stages) * STEPS_PER_STAGE
 
     a_stage_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
+    b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
     a_buffers = do_ptx(MEMORY, "r", (lane,))
     b_buffers = a_buffers + _A_BUFFERS * a_stage_bytes
-    first_buffer = b_buffers + lane // 32 * (STAGES * STEP_BYTES)  # of the warp
-    barriers = b_buffers + WARPS * STAGES * STEP_BYTES
+    first_buffer = b_buffers + lane // 32 * (STAGES * b_step_bytes)  # of the warp
+    barriers = b_buffers + WARPS * STAGES * b_step_bytes
     token = do_ptx(_barriers_ptx(WARPS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     for early in tl.static_range(STAGES):
-        token = _copy_b_step(first_buffer + early * STEP_BYTES, step + early, stop, token, lane, row, b_ptr,
-                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+        token = _copy_b_step(first_buffer + early * b_step_bytes, step + early, stop, token, lane, row, b_ptr,
+                             b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
     token = do_ptx(BARRIER, "r", (token,))
     if PDL:  # up to here only B is read, and nothing is written
         swizzled_a_ptr = wait(swizzled_a_ptr)
@@ -287,7 +306,7 @@ def gemm_wgmma_sm90(
         out_ptr = wait(out_ptr)
         epilogue_0_ptr = wait(epilogue_0_ptr)
         epilogue_1_ptr = wait(epilogue_1_ptr)
-    swizzled_a_ptr += start * (a_stage_bytes // 2)
+    swizzled_a_ptr += (tile_m * all_stages + start).to(tl.int64) * (a_stage_bytes // 2)
     for early in tl.static_range(_A_AHEAD):
         token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes)
     if B_OUTER == "tensor" and not PARTIAL:
@@ -296,7 +315,7 @@ def gemm_wgmma_sm90(
     count: tl.constexpr = ROWS // 2
     zero = tl.zeros((32 * WARPS,), tl.float32)
     c = ()
-    for _ in tl.static_range(count):
+    for _ in tl.static_range(PARTS * count):
         c = c + (zero,)
     buffer = first_buffer
     for stage in tl.range(0, stages):
@@ -304,35 +323,54 @@ def gemm_wgmma_sm90(
         token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
         for i in tl.static_range(STEPS_PER_STAGE):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
-            w, token = read_weights(buffer, 0, token, lane)
+            w = ()
+            for part in tl.static_range(PARTS):
+                of_part, token = read_weights(buffer, part, token, lane)
+                w = w + of_part
             # Every lane has read its operands, so the buffer can be filled again.
             token = do_ptx(WARP_BARRIER, "r", (token,))
             token = _copy_b_step(buffer, step + STAGES, stop, token, lane, row, b_ptr, b_scales_ptr, n, k_vectors,
-                                 B_SQUARE, B_SWIZZLED, EVEN)  # fmt: skip
+                                 B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
             a_at = a_buffers + (a_buffer * a_stage_bytes + i * (ROWS * 256))
-            c, token = _multiply(w, c, a_at, token, COMPUTE, ROWS, STEPS_PER_STAGE)
+            sums = ()
+            for part in tl.static_range(PARTS):
+                added, token = _multiply(w[6 * part : 6 * part + 6], c[part * count : part * count + count], a_at,
+                                         token, COMPUTE, ROWS, STEPS_PER_STAGE)  # fmt: skip
+                sums = sums + added
+            c = sums
             if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
                 token = _release_a_stage(stage - 1, barriers, token, lane)
                 token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
                                       a_stage_bytes)  # fmt: skip
-            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * STEP_BYTES, first_buffer, buffer + STEP_BYTES)
+            buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
+                              buffer + b_step_bytes)  # fmt: skip
             step += 1
-    c = _wait_wgmma(c, count)
+    c = _wait_wgmma(c, PARTS * count)
 
+    first_m = tile_m * ROWS
+    first = first_m.to(tl.int64) * n + row
     values = ()  # all loads come before all stores: the compiler moves no load across a store
-    for i in tl.static_range(count):
-        at_m, at_n = _result_of(row, lane, i)
+    for i in tl.static_range(PARTS * count):
+        of_m, of_n = _result_of(lane, i, count)
+        at_m = first_m + of_m
+        at_n = row + of_n
         acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
         if not PARTIAL:
             acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
             inside = (at_m < m) & (at_n < n)
-            acc = epilogue(acc, at_m.to(tl.int64) * n + at_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
+            acc = epilogue(acc, first + of_m * n + of_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
                            EPILOGUE, ISA)  # fmt: skip
         values = values + (acc,)
-    for i in tl.static_range(count):
-        at_m, at_n = _result_of(row, lane, i)
-        at = (split * m + at_m).to(tl.int64) * n + at_n
-        store_rounded(out_ptr, at, values[i], (at_m < m) & (at_n < n), ISA)
+    out_ptr += split.to(tl.int64) * m * n
+    for i in tl.static_range(PARTS * count):
+        of_m, of_n = _result_of(lane, i, count)
+        inside = first_m + of_m < m
+        if not EVEN:
+            store_rounded(out_ptr, first + of_m * n + of_n, values[i], inside & (row + of_n < n), ISA)
+        elif i % 4 < 2:
+            word = pack(values[i], values[i + 2], out_ptr.dtype.element_ty, ISA)
+            words_ptr = out_ptr.to(tl.pointer_type(word.dtype), bitcast=True)
+            tl.store(words_ptr + (first + of_m * n + of_n) // 2, word, mask=inside)
 
 
 def _serves(p: Problem) -> bool:
@@ -345,9 +383,9 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
     first = call if split_k == 1 else call.without_epilogue()
     a_outer, b_outer, bias = call.rescale_pointers(out)
-    even = statically_true(p.n % (16 * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
+    even = statically_true(p.n % (16 * config.parts * config.warps) == 0 and p.k % (128 * config.steps_per_stage) == 0)
     launch(
-        gemm_wgmma_sm90, config.grid(p.n),
+        gemm_wgmma_sm90, config.grid(p.m, p.n),
         a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
         p.m, p.n, p.k // 32, split_k, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
