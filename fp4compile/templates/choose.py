@@ -50,8 +50,8 @@ REGISTRY: tuple[Candidate, ...] = (
     grouped_dequant_operand.CANDIDATE,
     grouped_dequant_tiles.CANDIDATE,
 )
-# Numbers of rows of A that stand for a symbolic number: a different kernel serves each.
-_REPRESENTATIVE_ROWS = (1, WGMMA_ROWS, LIBRARY_ROWS)
+# Numbers of rows of A that stand for a symbolic number below LIBRARY_ROWS, and not below it: kernels serve from each on.
+_FEW_ROWS, _MANY_ROWS = (1, LIBRARY_ROWS - 1), (LIBRARY_ROWS, WGMMA_ROWS + 1)
 
 
 @dataclass(frozen=True)
@@ -150,13 +150,22 @@ def _first(problem: Problem, registry: tuple[Candidate, ...]) -> Candidate:
 
 
 def _by_rows(problem: Problem, registry: tuple[Candidate, ...]) -> list[Candidate]:
-    """The kernels for `_REPRESENTATIVE_ROWS` (with groups: for few and for many rows); empty if one kernel serves all.
+    """The kernels for representative numbers of rows; empty if one kernel serves all that the problem allows.
 
-    Without groups, the list is empty if the number of rows is known to be below, or not below, LIBRARY_ROWS.
+    With groups, these are few and many rows. Without groups, a number that is known to be below LIBRARY_ROWS leaves one
+    kernel, and so does one that is not below it, unless the kernels for `_MANY_ROWS` differ.
     """
     if problem.ragged is None:
-        known = statically_true(problem.m < LIBRARY_ROWS) or statically_true(problem.m >= LIBRARY_ROWS)
-        return [] if known else [_first(replace(problem, m=m), registry) for m in _REPRESENTATIVE_ROWS]
+        m = problem.m
+        if statically_true(m < LIBRARY_ROWS) or statically_true(m > WGMMA_ROWS):
+            return []
+        above = statically_true(m >= LIBRARY_ROWS)
+        if above and statically_true(m <= WGMMA_ROWS):
+            return []
+        few, many = ([_first(replace(problem, m=m), registry) for m in rows] for rows in (_FEW_ROWS, _MANY_ROWS))
+        if above:
+            return many if many[0] is not many[1] else []
+        return few + many
     if isinstance(problem.rows, int):
         return []
     dimension = "k" if problem.along_k else "m"

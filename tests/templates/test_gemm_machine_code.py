@@ -34,7 +34,7 @@ def test_dequantised_products_use_matrix_units(a, b, m, instruction):
 def test_shared_memory_is_reserved(m):
     """Triton allocates, for a loop that is never run, what the inline PTX uses."""
     (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
-    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "STAGES", "STEPS_PER_STAGE")))
+    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "PARTS", "STAGES", "STEPS_PER_STAGE")))
     assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == found.constants["SHARED"] >= needed + 1023
 
 

@@ -88,14 +88,16 @@ def test_wgmma(a, b, layout):
     check_shapes([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
 
 
-# Rows, warps, stages, steps per stage, parts of K.
+# Rows of a tile, warps, parts of a warp, stages, steps per stage, parts of K.
 WGMMA_CONFIGURATIONS = [
-    (16, 4, 3, 1, 1),
-    (16, 8, 3, 2, 4),
-    (32, 8, 3, 2, 1),
-    (32, 4, 2, 1, 8),
-    (64, 8, 3, 1, 2),
-    (64, 16, 4, 2, 1),
+    (16, 4, 1, 3, 1, 1),
+    (16, 8, 1, 3, 2, 4),
+    (32, 8, 1, 3, 2, 1),
+    (32, 4, 1, 2, 1, 8),
+    (64, 8, 1, 3, 1, 2),
+    (64, 16, 1, 4, 2, 1),
+    (96, 8, 2, 3, 1, 2),
+    (128, 8, 2, 3, 1, 1),
 ]
 
 
@@ -104,7 +106,7 @@ WGMMA_CONFIGURATIONS = [
 @pytest.mark.parametrize("form", WGMMA_CONFIGURATIONS, ids=str)
 def test_configurations_of_wgmma(form, a, monkeypatch):
     """Each configuration, with fewer stages of A than buffers, and with so many that every buffer is used again."""
-    rows, steps = form[0], form[3]
+    rows, steps = form[0], form[4]
 
     def config(problem):
         return with_shared_memory(WgmmaConfig(*form), problem, needed_bytes)

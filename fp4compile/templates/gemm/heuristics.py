@@ -16,7 +16,7 @@ from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
-WGMMA_ROWS = 64  # rows of A up to which `wgmma_sm90` serves
+WGMMA_ROWS = 1024  # rows of A up to which `wgmma_sm90` serves
 SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm100` serves
 # Rows of A from which on the library's product of dequantised operands is faster. On an H200 with N = K = 8192, 128
 # rows take 90 us by the library and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
@@ -109,11 +109,11 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 class WgmmaConfig:
     """How `wgmma_sm90` is launched.
 
-    rows: rows of A in a tile of the result, padded to 16, 32, 64, 96 or 128. warps: warps of a program. parts: how
+    rows: rows of A in a tile of the result, padded to 16, 32, 64, 96, 128, 192 or 256. warps: warps of a program. parts: how
     often a warp has 16 rows of B, 1 or 2. stages: pipeline stages of a warp's weights. steps_per_stage: steps of a
     pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles of A that are walked
-    together, so that the L2 cache serves them. shared: bytes of shared memory to reserve for a program; 0 until
-    `with_shared_memory` has set it.
+    together, so that the L2 cache serves them. buffers: stages of A in shared memory. shared: bytes of shared memory to
+    reserve for a program; 0 until `with_shared_memory` has set it.
     """
 
     rows: int
@@ -123,29 +123,31 @@ class WgmmaConfig:
     steps_per_stage: int
     split_k: int = 1
     group_m: int = 8
+    buffers: int = 4
     shared: int = 0
 
     @property
     def constants(self) -> dict[str, int]:
         return {"ROWS": self.rows, "WARPS": self.warps, "PARTS": self.parts, "STAGES": self.stages,
-                "STEPS_PER_STAGE": self.steps_per_stage, "GROUP_M": self.group_m, "SHARED": self.shared}  # fmt: skip
+                "STEPS_PER_STAGE": self.steps_per_stage, "BUFFERS": self.buffers, "GROUP_M": self.group_m,
+                "SHARED": self.shared}  # fmt: skip
 
     def grid(self, m, n):
         return ceil_div(m, self.rows) * ceil_div(n, 16 * self.parts * self.warps) * self.split_k
 
 
-def wgmma_config(p: Problem, needed_bytes: Callable[[int, int, int, int, int], int]) -> WgmmaConfig:
+def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The configuration, tuned for the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
     return with_shared_memory(_wgmma_tile(p), p, needed_bytes)
 
 
-def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[[int, int, int, int, int], int]):
+def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[..., int]):
     """The configuration with enough shared memory reserved to spread programs evenly over the multiprocessors.
 
-    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages and steps per stage. Raises StopIteration
+    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages, steps per stage and buffers. Raises StopIteration
     where not even one program fits.
     """
-    size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage)
+    size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage, config.buffers)
     grid = config.grid(p.m, p.n)
     each = ceil_div(grid, p.target.multiprocessors) if isinstance(grid, int) else 1
     fitting = (reserved(size, fewer, p.target) for fewer in range(each, 0, -1))

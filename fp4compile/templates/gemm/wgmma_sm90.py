@@ -54,9 +54,7 @@ from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
-_A_BUFFERS = tl.constexpr(4)  # stages of A in shared memory, a power of two
-# How many stages before its use the copy of a stage starts. At most _A_BUFFERS - 2: the copy then goes to the buffer of
-# the stage two before the one that is multiplied, which other warps have most likely released.
+# How many stages before its use the copy of a stage of A starts.
 _A_AHEAD = tl.constexpr(2)
 
 # The `wgmma` descriptor of a matrix in shared memory, without its address, which the lowest bits take: lines of 128
@@ -114,7 +112,7 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
 
 _MULTIPLY_WGMMA = tl.constexpr({
     (compute, rows, group): _multiply_ptx(compute, rows, group)
-    for compute in _KIND for rows in (16, 32, 64, 96, 128) for group in (2, 4)
+    for compute in _KIND for rows in (16, 32, 64, 80, 96, 128, 192, 256) for group in (2, 4)
 })  # fmt: skip
 
 
@@ -143,10 +141,10 @@ _ARRIVE_EMPTY = tl.constexpr(
 
 
 @triton.constexpr_function
-def _barriers_ptx(warps):
+def _barriers_ptx(warps, buffers):
     """PTX that initialises the barriers. Inputs: their address, whether this lane initialises them, a token."""
     each = "mbarrier.init.shared::cta.b64 [$1 + {}], {};"
-    made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * _A_BUFFERS.value))
+    made = " ".join(each.format(8 * i, warps if i % 2 else 1) for i in range(2 * buffers))
     return (
         f"{{ .reg .pred p; setp.eq.b32 p, $2, 0; @p bra NO; {made} fence.mbarrier_init.release.cluster;"
         " NO: bar.warp.sync 0xffffffff; mov.b32 $0, 0; }"
@@ -168,21 +166,23 @@ def _copy_a_stage_ptx(size):
     )
 
 
-def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int) -> int:
+def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int, buffers: int) -> int:
     """Shared memory of a program: buffers of A (each a multiple of 1024 bytes), buffers of B, and barriers of A."""
-    return _A_BUFFERS.value * (steps * rows * 256 + 16) + warps * parts * stages * STEP_BYTES.value
+    return buffers * (steps * rows * 256 + 16) + warps * parts * stages * STEP_BYTES.value
 
 
 @triton.jit
-def _buffer_of(stage):
+def _buffer_of(stage, BUFFERS: tl.constexpr):
     """The buffer of the program's stage of A, and the parity of the number of stages that used it before."""
-    return stage & _A_BUFFERS - 1, (stage & _A_BUFFERS) // _A_BUFFERS
+    return stage % BUFFERS, stage // BUFFERS % 2
 
 
 @triton.jit
-def _copy_a_stage(swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, SIZE: tl.constexpr):
+def _copy_a_stage(
+    swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, SIZE: tl.constexpr, BUFFERS: tl.constexpr
+):
     """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token."""
-    buffer, parity = _buffer_of(stage)
+    buffer, parity = _buffer_of(stage, BUFFERS)
     source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * SIZE
     wanted = ((lane < 32) & (stage < stages)).to(tl.int32)  # by the first warp
     places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * SIZE, source)
@@ -190,9 +190,9 @@ def _copy_a_stage(swizzled_a_ptr, stage, stages, buffers, barriers, token, lane,
 
 
 @triton.jit
-def _release_a_stage(stage, barriers, token, lane):
+def _release_a_stage(stage, barriers, token, lane, BUFFERS: tl.constexpr):
     """Release the program's stage of A, if it exists, for this warp. Returns a token."""
-    buffer, _ = _buffer_of(stage)
+    buffer, _ = _buffer_of(stage, BUFFERS)
     arrives = ((lane % 32 == 0) & (stage >= 0)).to(tl.int32)
     return do_ptx(_ARRIVE_EMPTY, "r,r,r", (barriers + buffer * 16, arrives, token))
 
@@ -259,8 +259,9 @@ def gemm_wgmma_sm90(
     m, n, k_vectors, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, GROUP_M: tl.constexpr,
-    PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr, SHARED: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
+    GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
@@ -269,10 +270,11 @@ def gemm_wgmma_sm90(
     splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
     the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
     WARPS: of a program, a multiple of 4; the launch must have as many. Each has PARTS times 16 rows of b. ROWS: rows of
-    a of a program, 16, 32, 64, 96 or 128. STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE: steps of
-    a stage of A. GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and
-    no stage of A a step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for
-    `needed_bytes`.
+    a of a program, a key of `_MULTIPLY_WGMMA`. STAGES: steps of B of a warp that are on their way. STEPS_PER_STAGE:
+    steps of a stage of A. BUFFERS: stages of A in shared memory, at least three. With more than three, a copy goes to
+    the buffer of the stage two before the one that is multiplied, which other warps have most likely released.
+    GROUP_M: tiles of A that are walked together, for the L2 cache. EVEN: no program has a row of b, and no stage of A a
+    step, past the end. SHARED: bytes of shared memory to reserve (`reserved`), at least for `needed_bytes`.
     """
     reserve(swizzled_a_ptr, out_ptr, k_vectors, SHARED)
     if PARTIAL:
@@ -290,10 +292,10 @@ def gemm_wgmma_sm90(
     a_stage_bytes: tl.constexpr = STEPS_PER_STAGE * ROWS * 256
     b_step_bytes: tl.constexpr = PARTS * STEP_BYTES
     a_buffers = do_ptx(MEMORY, "r", (lane,))
-    b_buffers = a_buffers + _A_BUFFERS * a_stage_bytes
+    b_buffers = a_buffers + BUFFERS * a_stage_bytes
     first_buffer = b_buffers + lane // 32 * (STAGES * b_step_bytes)  # of the warp
     barriers = b_buffers + WARPS * STAGES * b_step_bytes
-    token = do_ptx(_barriers_ptx(WARPS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
+    token = do_ptx(_barriers_ptx(WARPS, BUFFERS), "r,r,r", (barriers, (lane == 0).to(tl.int32), lane))
     for early in tl.static_range(STAGES):
         token = _copy_b_step(first_buffer + early * b_step_bytes, step + early, stop, token, lane, row, b_ptr,
                              b_scales_ptr, n, k_vectors, B_SQUARE, B_SWIZZLED, PARTS, EVEN)  # fmt: skip
@@ -308,7 +310,8 @@ def gemm_wgmma_sm90(
         epilogue_1_ptr = wait(epilogue_1_ptr)
     swizzled_a_ptr += (tile_m * all_stages + start).to(tl.int64) * (a_stage_bytes // 2)
     for early in tl.static_range(_A_AHEAD):
-        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes)
+        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes,
+                              BUFFERS)  # fmt: skip
     if B_OUTER == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
@@ -319,7 +322,7 @@ def gemm_wgmma_sm90(
         c = c + (zero,)
     buffer = first_buffer
     for stage in tl.range(0, stages):
-        a_buffer, parity = _buffer_of(stage)
+        a_buffer, parity = _buffer_of(stage, BUFFERS)
         token = do_ptx(_WAIT_FULL, "r,r,r", (barriers + a_buffer * 16, parity, token))
         for i in tl.static_range(STEPS_PER_STAGE):
             token = do_ptx(wait_ptx(STAGES - 1), "r", (token,))
@@ -339,9 +342,9 @@ def gemm_wgmma_sm90(
                 sums = sums + added
             c = sums
             if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
-                token = _release_a_stage(stage - 1, barriers, token, lane)
+                token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
                 token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
-                                      a_stage_bytes)  # fmt: skip
+                                      a_stage_bytes, BUFFERS)  # fmt: skip
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
                               buffer + b_step_bytes)  # fmt: skip
             step += 1
