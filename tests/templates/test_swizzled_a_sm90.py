@@ -3,6 +3,7 @@
 As in test_gemm_kernels.py: the kernel runs on a GPU, and in Triton's interpreter in a process of its own.
 """
 
+import math
 import re
 
 import pytest
@@ -20,16 +21,18 @@ compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
 
 def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
-    """[matrices, rows, 64] of x [m, k], as the docstring of the kernel's module says it."""
-    padded = x.new_zeros(rows, matrices * 64)
+    """[tiles, matrices, rows, 64] of x [m, k], as the docstring of the kernel's module says it."""
+    tiles = -(-x.shape[0] // rows)
+    padded = x.new_zeros(tiles * rows, matrices * 64)
     padded[: x.shape[0], : x.shape[1]] = x
-    blocks = padded.view(rows, matrices, 4, 2, 2, 4)  # of a row: matrices, blocks, halves, quarters, elements
-    units = blocks.permute(1, 0, 3, 5, 2, 4).reshape(matrices, rows, 8, 8)
+    # Of a tile's row: matrices, blocks, halves, quarters, elements.
+    blocks = padded.view(tiles, rows, matrices, 4, 2, 2, 4)
+    units = blocks.permute(0, 2, 1, 4, 6, 3, 5).reshape(tiles, matrices, rows, 8, 8)
     swizzled = torch.empty_like(units)
     for row in range(rows):
         for unit in range(8):
-            swizzled[:, row, unit ^ row % 8] = units[:, row, unit]
-    return swizzled.view(matrices, rows, 64)
+            swizzled[:, :, row, unit ^ row % 8] = units[:, :, row, unit]
+    return swizzled.view(tiles, matrices, rows, 64)
 
 
 def check(a, rows: int, steps: int):
@@ -52,7 +55,8 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (32, 32, 128, 1), (17, 32, 64, 2), (64, 64, 192, 1), (50, 64, 576, 2)]
+SHAPES = [(16, 16, 256, 2), (9, 16, 320, 2), (17, 32, 64, 2), (64, 64, 192, 1), (50, 64, 576, 2), (80, 72, 320, 1),
+          (200, 96, 128, 1)]  # fmt: skip
 
 
 @gpu
@@ -80,7 +84,7 @@ def test_swizzled_a_of_every_16_bits():
 
 
 @compiles
-@pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64)])
+@pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64), (300, 160)])
 @pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
 def test_launches(a, m, rows):
     """The product is launched early, after the kernel that swizzles A, which has B as an argument."""
@@ -91,13 +95,15 @@ def test_launches(a, m, rows):
     for name in ("b_ptr", "b_scales_ptr"):
         assert swizzle.args[name] is product.args[name]
     steps = product.constants["STEPS_PER_STAGE"]
-    assert tuple(swizzle.args["swizzled_a_ptr"].shape) == (2 * steps * -(-4096 // (128 * steps)), rows, 64)
-    assert swizzle.grid == len(swizzle.args["swizzled_a_ptr"])
+    shape = (-(-m // rows), 2 * steps * -(-4096 // (128 * steps)), rows, 64)
+    assert tuple(swizzle.args["swizzled_a_ptr"].shape) == shape
+    assert swizzle.grid * swizzle.constants["LINES"] == math.prod(shape[:3])
 
 
 @compiles
-@pytest.mark.parametrize("m", [9, 32, 64])
-@pytest.mark.parametrize("n", [1024, 8192, 32768])
+@pytest.mark.parametrize(("n", "m"), [
+    (1024, 9), (1024, 32), (1024, 64), (8192, 9), (8192, 32), (8192, 64), (32768, 64), (8192, 512),
+])  # fmt: skip
 def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
     """Only B is read before, and nothing is written; afterwards one copy brings each stage of A."""
     from fp4compile import _compat

@@ -16,7 +16,7 @@ from fp4compile.templates.device.shared_memory import reserved
 from fp4compile.templates.problem import Problem
 
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
-WGMMA_ROWS = 1024  # rows of A up to which `wgmma_sm90` serves
+WGMMA_ROWS = 8192  # rows of A up to which `wgmma_sm90` serves: the most that were timed
 SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm100` serves
 # Rows of A from which on the library's product of dequantised operands is faster. On an H200 with N = K = 8192, 128
 # rows take 90 us by the library and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
@@ -138,14 +138,15 @@ class WgmmaConfig:
 
 def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
     """The configuration, tuned for the shapes of Llama-3. needed_bytes: as for `with_shared_memory`."""
-    return with_shared_memory(_wgmma_tile(p), p, needed_bytes)
+    tile = _wgmma_tile(p) if statically_true(p.m <= 64) else _wgmma_large_tile(p)
+    return with_shared_memory(tile, p, needed_bytes)
 
 
 def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[..., int]):
     """The configuration with enough shared memory reserved to spread programs evenly over the multiprocessors.
 
-    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages, steps per stage and buffers. Raises StopIteration
-    where not even one program fits.
+    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages, steps per stage and buffers. Raises
+    StopIteration where not even one program fits.
     """
     size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage, config.buffers)
     grid = config.grid(p.m, p.n)
@@ -155,7 +156,7 @@ def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[.
 
 
 def _wgmma_tile(p: Problem) -> WgmmaConfig:
-    """The tile: a program of eight warps for each multiprocessor, or one program of 16 warps.
+    """The tile up to 64 rows of A: a program of eight warps for each multiprocessor, or one program of 16 warps.
 
     16 warps read A less often, which pays where A has many rows and B is large. Small weights need many small
     programs, and so do large weights with few rows of A. Partial sums cost another launch, so one program for each
@@ -176,6 +177,39 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
     while split_k < 8 and statically_true(2 * programs * split_k <= room) and statically_true(p.k >= 1024 * split_k):
         split_k *= 2
     return replace(few if p.epilogue and split_k == 1 else config, split_k=split_k)
+
+
+# Tiles of more than 64 rows of A, by eight warps: rows, parts, stages, buffers, and the microseconds of a step of 128
+# elements along K on an H100. The times were fitted to 600 timed launches (65 to 8192 rows, the shapes 8192x8192,
+# 28672x8192 and 4096x14336), together with the next two lines, to 5 %. By them the fastest of these tiles is chosen in
+# all cases but three, which lose up to 3 %. Many rows of A leave the fewest bytes in shared memory for each product:
+# with 256 rows the matrix units are busy for 95 % of a program's time. Two parts read A less often than one, but make
+# tiles of twice the size, which pays where one part would leave half of the last round of programs empty.
+_LARGE_TILES = (
+    (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
+    (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
+)  # fmt: skip
+_ROUND = 2.0  # microseconds of a round of programs beside its steps
+_SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds partial sums, and of a million of them
+
+
+def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
+    """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `_LARGE_TILES`."""
+    tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
+             for rows, parts, stages, buffers, step in _LARGE_TILES]  # fmt: skip
+    if not p.static:
+        return tiles[3][0]
+    # A part of K has at least 512 elements.
+    each = [(replace(tile, split_k=split_k), step) for tile, step in tiles for split_k in range(1, 17)
+            if split_k == 1 or p.k >= 512 * split_k]  # fmt: skip
+
+    def microseconds(config: WgmmaConfig, step: float) -> float:
+        rounds = ceil_div(config.grid(p.m, p.n), p.target.multiprocessors)
+        split_k = config.split_k
+        sums = 0.0 if split_k == 1 else _SUMS + _SUMS_PER_MILLION * split_k * p.m * p.n / 1e6
+        return rounds * (_ROUND + ceil_div(p.k, 128 * split_k) * step) + sums
+
+    return min(each, key=lambda config: microseconds(*config))[0]
 
 
 @dataclass(frozen=True)

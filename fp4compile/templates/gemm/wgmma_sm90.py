@@ -56,6 +56,7 @@ from fp4compile.templates.problem import Problem
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 # How many stages before its use the copy of a stage of A starts.
 _A_AHEAD = tl.constexpr(2)
+_TOGETHER = tl.constexpr(16)  # sums of a lane that are stored together
 
 # The `wgmma` descriptor of a matrix in shared memory, without its address, which the lowest bits take: lines of 128
 # bytes with the 128-byte swizzle (16-byte units exchanged by the line's number), groups of eight lines 1024 bytes on.
@@ -112,7 +113,7 @@ def _multiply_ptx(compute: str, rows: int, group: int) -> str:
 
 _MULTIPLY_WGMMA = tl.constexpr({
     (compute, rows, group): _multiply_ptx(compute, rows, group)
-    for compute in _KIND for rows in (16, 32, 64, 80, 96, 128, 192, 256) for group in (2, 4)
+    for compute in _KIND for rows in (16, 32, 64, 72, 80, 96, 128, 160, 192, 224, 256) for group in (2, 4)
 })  # fmt: skip
 
 
@@ -352,28 +353,33 @@ def gemm_wgmma_sm90(
 
     first_m = tile_m * ROWS
     first = first_m.to(tl.int64) * n + row
-    values = ()  # all loads come before all stores: the compiler moves no load across a store
-    for i in tl.static_range(PARTS * count):
-        of_m, of_n = _result_of(lane, i, count)
-        at_m = first_m + of_m
-        at_n = row + of_n
-        acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
-        if not PARTIAL:
-            acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
-            inside = (at_m < m) & (at_n < n)
-            acc = epilogue(acc, first + of_m * n + of_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
-                           EPILOGUE, ISA)  # fmt: skip
-        values = values + (acc,)
     out_ptr += split.to(tl.int64) * m * n
-    for i in tl.static_range(PARTS * count):
-        of_m, of_n = _result_of(lane, i, count)
-        inside = first_m + of_m < m
-        if not EVEN:
-            store_rounded(out_ptr, first + of_m * n + of_n, values[i], inside & (row + of_n < n), ISA)
-        elif i % 4 < 2:
-            word = pack(values[i], values[i + 2], out_ptr.dtype.element_ty, ISA)
-            words_ptr = out_ptr.to(tl.pointer_type(word.dtype), bitcast=True)
-            tl.store(words_ptr + (first + of_m * n + of_n) // 2, word, mask=inside)
+    # The compiler moves no load across a store. So the loads of some sums come before the stores of the sums before,
+    # but not the loads of all sums before all stores: they would take too many registers.
+    values = ()
+    for start in tl.static_range(0, PARTS * count + _TOGETHER, _TOGETHER):
+        previous = values
+        values = ()
+        for i in tl.static_range(start, min(start + _TOGETHER, PARTS * count)):
+            of_m, of_n = _result_of(lane, i, count)
+            at_m = first_m + of_m
+            at_n = row + of_n
+            acc = c[i] * (2.0**14 if COMPUTE == "fp16" else 2.0**7)  # see `dequantize_word`, `scale_registers`
+            if not PARTIAL:
+                acc = rescale(acc, at_m, at_n, m, n, 0, a_outer_ptr, b_outer_ptr, bias_ptr, A_OUTER, B_OUTER, BIAS, 0)
+                inside = (at_m < m) & (at_n < n)
+                acc = epilogue(acc, first + of_m * n + of_n, at_n, inside, n, epilogue_0_ptr, epilogue_1_ptr,
+                               EPILOGUE, ISA)  # fmt: skip
+            values = values + (acc,)
+        for i in tl.static_range(len(previous)):
+            of_m, of_n = _result_of(lane, start - _TOGETHER + i, count)
+            inside = first_m + of_m < m
+            if not EVEN:
+                store_rounded(out_ptr, first + of_m * n + of_n, previous[i], inside & (row + of_n < n), ISA)
+            elif i % 4 < 2:
+                word = pack(previous[i], previous[i + 2], out_ptr.dtype.element_ty, ISA)
+                words_ptr = out_ptr.to(tl.pointer_type(word.dtype), bitcast=True)
+                tl.store(words_ptr + (first + of_m * n + of_n) // 2, word, mask=inside)
 
 
 def _serves(p: Problem) -> bool:
