@@ -195,8 +195,9 @@ _SUMS, _SUMS_PER_MILLION = 4.3, 2.1  # microseconds of the launch that adds part
 
 def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
     """The tile of more than 64 rows of A, and the parts of K, that take the least time; see `_LARGE_TILES`."""
+    most = 224 if p.epilogue else 256  # an epilogue takes registers beside the sums
     tiles = [(WgmmaConfig(rows, 8, parts, stages, 1, buffers=buffers), step)
-             for rows, parts, stages, buffers, step in _LARGE_TILES]  # fmt: skip
+             for rows, parts, stages, buffers, step in _LARGE_TILES if rows * parts <= most]  # fmt: skip
     if not p.static:
         return tiles[3][0]
     # A part of K has at least 512 elements.
