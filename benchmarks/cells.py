@@ -166,6 +166,18 @@ def linear(content: dict) -> Cells:
     return [header, *rows]
 
 
+def many_rows(content: dict) -> Cells:
+    header = ["M, N, K", "bf16", "NVFP4 weight-only", "bf16 over it", "NVFP4 W4A4", "bf16 over it", "in memory"]
+    rows = []
+    for row in content["rows"]:
+        rows.append([
+            ", ".join(row["shape"].split("x")), number(row["bf16"], 1), number(row["weight-only"], 1),
+            number(row["weight-only x"], 2), number(row["w4a4"], 1), number(row["w4a4 x"], 2),
+            number(row["in memory"], 1),
+        ])  # fmt: skip
+    return [header, *rows]
+
+
 def linear_together(content: dict) -> Cells:
     rows = [
         [row["products"], row["M"], number(row["apart us"], 1), number(row["in one launch us"], 1)]

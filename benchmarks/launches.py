@@ -89,11 +89,7 @@ def launches(m: int, n: int, k: int) -> list[Config]:
     """All configurations of the kernel that serves m rows; some of them do not fit."""
     kernel = choose.choose(problem(m, 16, k)).kernel
     if kernel == "wgmma_sm90":
-        rows = 16 if m <= 16 else 32 if m <= 32 else 64
-        every = itertools.product((4, 8, 16), (2, 3, 4, 6), (1, 2, 4), (1, 2, 4, 8))
-        found = [WgmmaConfig(rows, *rest) for *rest, split in [(*each, each[-1]) for each in every]
-                 if (split == 1 or k >= 512 * split) and reserved(wgmma_bytes(rows, *rest[:3]), 1, H200)]  # fmt: skip
-        return [with_shared_memory(config, problem(m, n, k), wgmma_bytes) for config in found]
+        return [with_shared_memory(each, problem(m, n, k), wgmma_bytes) for each in _wgmma_launches(m, k)]
     rows = triton.next_power_of_2(m)
     if kernel == "gemv":
         every = [(warps, ceil_div(k, WIDTH.value * warps), each) for warps in (4, 8, 16) for each in range(1, 8)]
@@ -103,6 +99,20 @@ def launches(m: int, n: int, k: int) -> list[Config]:
     every = itertools.product((1, 2), (4, 8), (1, 2, 3, 4), (1, 2), range(2, 8))
     return [SkinnyConfig(rows, tiles, warps, stages, chains, each * H200.multiprocessors)
             for tiles, warps, stages, chains, each in every]  # fmt: skip
+
+
+def _wgmma_launches(m: int, k: int) -> list[WgmmaConfig]:
+    """Those of which a program fits on a multiprocessor."""
+    splits = [split for split in (1, 2, 4, 8) if split == 1 or k >= 512 * split]
+    if m <= 64:
+        rows = 16 if m <= 16 else 32 if m <= 32 else 64
+        every = itertools.product((rows,), (4, 8, 16), (1,), (2, 3, 4, 6), (1, 2, 4), splits, (8,), (4,))
+    else:
+        rows_of_tiles = (72, 80, 96, 128, 160, 192, 224, 256)
+        every = itertools.product(rows_of_tiles, (8,), (1, 2), (2, 3, 4), (1,), splits, (8,), (3, 4))
+    return [WgmmaConfig(rows, warps, parts, *rest, buffers=buffers)
+            for rows, warps, parts, *rest, buffers in every
+            if rows * parts <= 256 and reserved(wgmma_bytes(rows, warps, parts, *rest[:2], buffers), 1, H200)]  # fmt: skip
 
 
 def computes(m: int, k: int, config: Config):

@@ -158,7 +158,7 @@ def test_the_hadamard_transform_of_operands_that_are_quantised_apart():
     # By hand: an operand that is transformed is not quantised and dequantised by one kernel.
     fmt = formats.get("nvfp4")
     plain, mixed = (
-        roofline.layer({"fprop_x": Use(fmt, hadamard=which), "fprop_w": Use(fmt)}, "H200", 8192, 8192, 8192)
+        roofline.layer({"fprop_x": Use(fmt, hadamard=which), "fprop_w": Use(fmt)}, "H200", 16384, 8192, 8192)
         for which in (False, True)
     )
     assert [step.name for step in plain.steps].count("dequantise fprop_x") == 0
@@ -187,11 +187,13 @@ def test_what_is_not_fused_is_a_pass():
     large = (8192, 8192, 8192)
     assert "rescale" in names("float8_rowwise", "B300", *large)
     assert "rescale" not in names("float8_rowwise", "B200", *large)
-    assert names("nvfp4", "H200", *large) == [
+    assert names("nvfp4", "H200", *large) == ["quantise fprop_x, rows", "wgmma_sm90"]
+    larger = (16384, 8192, 8192)
+    assert names("nvfp4", "H200", *larger) == [
         "quantise fprop_x, rows", "dequantise fprop_w", "dequant_operand", "rescale"
     ]  # fmt: skip
-    assert "dequantise fprop_x" in names("nvfp4", "H200", *large, train=True)  # its codes are kept for the backward
-    assert "rescale" not in names("nvfp4_one_level", "H200", *large)
+    assert "dequantise fprop_x" in names("nvfp4", "H200", *larger, train=True)  # its codes are kept for the backward
+    assert "rescale" not in names("nvfp4_one_level", "H200", *larger)
     assert names("nvfp4_weight_only", "H200", 1, 8192, 8192) == ["gemv"]
     assert names("nvfp4", "B200", *large)[1:] == ["library_block_scaled", "multiply outer scales"]
     assert names("nvfp4_one_level", "B200", *large)[1:] == ["library_block_scaled"]

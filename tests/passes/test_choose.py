@@ -42,7 +42,9 @@ def problem(a, b, m, sm, n=8192, k=4096, **options):
 @pytest.mark.parametrize(("a", "b", "m", "sm", "kernel", "tier"), [
     (None, "nvfp4", 1, 90, "gemv", "emulated"), (None, "nvfp4", 3, 90, "skinny", "emulated"),
     (None, "nvfp4", 40, 90, "wgmma_sm90", "emulated"), (None, "nvfp4", 40, 80, "dequant_tiles", "emulated"),
-    ("nvfp4", "nvfp4", 512, 90, "dequant_operand", "emulated"), ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
+    (None, "nvfp4", 65, 90, "wgmma_sm90", "emulated"), ("nvfp4", "nvfp4", 8192, 90, "wgmma_sm90", "emulated"),
+    (None, "nvfp4", 8193, 90, "dequant_operand", "emulated"), (None, "mxfp4", 512, 90, "dequant_operand", "emulated"),
+    ("mxfp8", "mxfp8", 8, 90, "dequant_tiles", "emulated"),
     ("float8_rowwise", "float8_rowwise", 7, 90, "library_row_scaled", "native"),
     ("float8_rowwise", "float8_rowwise", 7, 86, "dequant_tiles", "emulated"),
     ("nvfp4", "nvfp4", 512, 100, "library_block_scaled", "native"), (None, "nvfp4", 1, 100, "gemv", "emulated"),
@@ -97,6 +99,31 @@ def test_an_epilogue_is_not_the_librarys():
 def test_k_is_split_until_the_gpu_is_full(kernel, n, k, parts):
     sm, a = (100, "nvfp4") if kernel.endswith("sm100") else (90, None)
     assert named(kernel).configure(problem(a, "nvfp4", 16, sm, n=n, k=k)).split_k == parts
+
+
+@pytest.mark.parametrize(("m", "n", "k", "tile"), [
+    # One round of 132 multiprocessors: 128 programs, of as many rows of A as that takes, or of a part of K.
+    (65, 8192, 8192, (72, 1, 2)), (128, 8192, 8192, (128, 1, 2)), (256, 8192, 8192, (128, 1, 1)),
+    (384, 8192, 8192, (192, 1, 1)), (512, 8192, 8192, (256, 1, 1)), (128, 4096, 14336, (128, 1, 4)),
+    # 224 tiles of one part would be two rounds; 112 of two parts are one.
+    (128, 28672, 8192, (128, 2, 1)), (640, 8192, 8192, (160, 1, 1)), (2048, 28672, 8192, (256, 1, 1)),
+])  # fmt: skip
+def test_tiles_of_many_rows_fill_rounds_of_programs(m, n, k, tile):
+    config = choose(problem(None, "nvfp4", m, 90, n=n, k=k)).config
+    assert (config.rows, config.parts, config.split_k) == tile
+    with_epilogue = choose(problem(None, "nvfp4", m, 90, n=n, k=k, epilogue=True)).config
+    assert with_epilogue.rows * with_epilogue.parts <= 224
+
+
+def test_any_number_of_rows_is_settled_where_one_kernel_serves():
+    """Of NVFP4 weights on Hopper: up to 64, 65 to 8192, and more rows."""
+    rows = ShapeEnv().create_unbacked_symint
+    for least, most, kernel in ((1, 64, "wgmma_sm90"), (65, 8192, "wgmma_sm90"), (65, 9000, "by rows"),
+                                (9000, 10000, "dequant_operand"), (1, 100, "by rows")):  # fmt: skip
+        m = rows()
+        torch._check(m >= least)
+        torch._check(m <= most)
+        assert choose(problem(None, "nvfp4", m, 90)).kernel == kernel
 
 
 def test_groups():

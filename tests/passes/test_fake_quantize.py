@@ -106,7 +106,7 @@ def of_plain_weights(x, w):
 
 
 def expanded_in_registers_too(x, w):
-    """Of few columns, the kernel that serves reads codes."""
+    """Of many rows and few columns, the kernel that serves reads codes."""
     data, a = operand(x)
     return product(data, w, a=a), product(data, (*(t.narrow(0, 0, 64) for t in w[:2]), *w[2:]), a=a)
 
@@ -141,8 +141,8 @@ def test_which_ones(name):
     left.
     """
     function, weights = (REPLACED | LEFT)[name], [packed(600, "nvfp4_te" if name == "square" else "nvfp4")]
-    # As B, too, the library multiplies so many rows: their codes would be dequantised first.
-    rows = 512 if name in ("both operands", "right operand") else 128
+    # As B, too, so many rows are not few columns. The library multiplies more than 8192 rows.
+    rows = {"both operands": 512, "right operand": 512, "few columns": 8200}.get(name, 128)
     graph_module = traced(function, weights, rows=rows)
     x = torch.randn(rows, K).bfloat16()
     expected = on_the_cpu(graph_module, x, weights)
@@ -159,7 +159,7 @@ def test_which_ones(name):
 
 
 @pytest.mark.parametrize(("rows", "n", "sm", "count"), [
-    (1, 24, 90, 1), (64, 24, 90, 1), (65, 512, 90, 1), (65, 500, 90, 0), (None, 512, 90, 1), (None, 500, 90, 0),
+    (1, 24, 90, 1), (64, 24, 90, 1), (65, 512, 90, 1), (65, 500, 90, 1), (8193, 500, 90, 0), (None, 512, 90, 1), (None, 500, 90, 0),
     (4, 24, 89, 1), (40, 512, 89, 0), (128, 512, 89, 1), (None, 512, 89, 0), (4, 512, 80, 0), (128, 512, 80, 1),
     (4, 512, 100, 0), (128, 512, 120, 0),
 ])  # fmt: skip
@@ -253,9 +253,10 @@ VALUES, ROW_VALUES = ("quantize_rows", torch.float16), ("quantize_scaled_rows", 
     ("nvfp4_rowwise", [ROW_VALUES], [AMAX, CODES])])  # fmt: skip
 @pytest.mark.parametrize(("m", "n", "served"), [
     (1, 8192, ["gemv"]), (40, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90", "split_k_reduction"]),
-    (256, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
+    (256, 1024, ["swizzle_a_sm90", "gemm_wgmma_sm90"]),
+    (8200, 1024, ["dequant_operand", "split_k_reduction"])])  # fmt: skip
 def test_launches(m, n, served, recipe, activations, weights):
-    """A is fake-quantised, then multiplied. Of large products, only B is dequantised in memory."""
+    """A is fake-quantised, then multiplied. Of the largest products, only B is dequantised in memory."""
     found = launched(recipe, m, n, 1024)
     assert [name for name, _ in found[-len(served) :]] == served
     quantised = found[: -len(served)]
@@ -264,12 +265,12 @@ def test_launches(m, n, served, recipe, activations, weights):
 
 def test_a_product_in_parts():
     """It reads the values as they are, and expands the weights part by part."""
-    parts = ["dequant_operand", "split_k_reduction"] * 4
-    names = launched("nvfp4", 8192, 8192, 8192)
+    parts = ["dequant_operand", "split_k_reduction"] * 8
+    names = launched("nvfp4", 16384, 8192, 8192)
     assert names[:4] == [AMAX, VALUES, AMAX, CODES] and [name for name, *_ in names[4:]] == parts
-    values, outer = torch.empty(8192, 8192, dtype=torch.float16, device="meta"), torch.empty((), device="meta")
+    values, outer = torch.empty(16384, 8192, dtype=torch.float16, device="meta"), torch.empty((), device="meta")
     fmt = formats.get("nvfp4")
-    data, scales, b_outer = quantize(values, "nvfp4")
+    data, scales, b_outer = quantize(values[:8192], "nvfp4")
     with dry_run(Target(90)) as launches:
         scaled_mm(Operand(values, outer=outer), Operand(data, scales, b_outer, fmt), None, BF16)
     assert [one.kernel.__name__ for one in launches] == parts
@@ -319,7 +320,7 @@ def test_compiled(recipe, rows, monkeypatch):
     with config.patch(force_disable_caches=True):
         expected, before = run()
     assert torch.equal(got, expected)
-    by_wgmma = 8 < rows <= 64  # its swizzled A dequantises codes as well
+    by_wgmma = rows > 8  # what swizzles A dequantises codes as well
     assert names.count("dequant_operand") == before.count("dequant_operand") - (not by_wgmma)
     if recipe.name != "nvfp4_static":
         assert_product(got, x, layer, recipe)

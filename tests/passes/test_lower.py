@@ -47,7 +47,7 @@ def test_kernels_are_launched_from_the_wrapper(recipe, dynamic):
 
 
 PRODUCTS = [("nvfp4", 7, "def gemm_skinny("), ("nvfp4_weight_only", 1, "def gemv("),
-            ("nvfp4", 40, "def gemm_wgmma_sm90("), ("nvfp4", 130, "def dequant_operand("),
+            ("nvfp4", 40, "def gemm_wgmma_sm90("), ("nvfp4", 130, "def gemm_wgmma_sm90("),
             ("mxfp8", 130, "def gemm_dequant_tiles("), ("float8_rowwise", 40, "_scaled_mm")]  # fmt: skip
 
 
@@ -163,10 +163,12 @@ def test_who_computes_other_products(sm, recipe, expected):
     assert not any(swizzled for _, swizzled in launches)
 
 
-@pytest.mark.parametrize(("recipe", "parts"), [("nvfp4", True), ("mxfp8", False)])
-def test_products_that_would_fill_the_memory_are_computed_in_parts(recipe, parts):
+@pytest.mark.parametrize(("recipe", "sizes"), [
+    ("mxfp8", ((1024, 1152, True), (4096, 1024, True), (16384, 1024, False), (4096, 9216, False))),
+    ("nvfp4", ((16384, 1024, True), (65536, 8192, False))),
+])  # fmt: skip
+def test_products_that_would_fill_the_memory_are_computed_in_parts(recipe, sizes):
     """A few parts that a kernel rescales are in the graph; the op computes many, and those that the library writes."""
-    sizes = ((1024, 1152, True), (4096, 1024, True), (16384, 1024, parts), (4096, 9216, parts), (65536, 8192, False))
     for rows, columns, lowered in sizes:
         _, launches = launched_on(90, recipe, (rows, columns, 16384))
         assert ("dequant_operand" in dict(launches)) == lowered

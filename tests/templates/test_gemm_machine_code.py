@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(INTERPRETING, reason="compiles")
     ("nvfp4", "nvfp4", 16, "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16"),
     (torch.bfloat16, "nvfp4_16x16", 17, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16"),
     (torch.bfloat16, "nvfp4", 64, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16"),
+    (torch.bfloat16, "nvfp4", 512, "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16"),
     ("mxfp8", "mxfp8", 16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16"),
     (torch.bfloat16, "mxfp8", 64, "wgmma.mma_async"),
     ("mxfp8", "mxfp8", 300, "wgmma.mma_async"),
@@ -30,15 +31,17 @@ def test_dequantised_products_use_matrix_units(a, b, m, instruction):
     assert spilled_bytes(compiled.asm["cubin"]) == 0
 
 
-@pytest.mark.parametrize("m", [9, 32, 64])
+@pytest.mark.parametrize("m", [9, 32, 64, 512])
 def test_shared_memory_is_reserved(m):
     """Triton allocates, for a loop that is never run, what the inline PTX uses."""
     (_, found, *_) = launches(90, torch.bfloat16, "nvfp4", m)
-    needed = needed_bytes(*map(found.constants.get, ("ROWS", "WARPS", "PARTS", "STAGES", "STEPS_PER_STAGE")))
+    sizes = ("ROWS", "WARPS", "PARTS", "STAGES", "STEPS_PER_STAGE", "BUFFERS")
+    needed = needed_bytes(*map(found.constants.get, sizes))
     assert compile_ahead(90, torch.bfloat16, "nvfp4", m).metadata.shared == found.constants["SHARED"] >= needed + 1023
 
 
-@pytest.mark.parametrize(("n", "m"), [(512, 16), (4096, 16), (33792, 16), (4096, 32), (512, 64), (4096, 64)])
+@pytest.mark.parametrize(("n", "m"), [(512, 16), (4096, 16), (33792, 16), (4096, 32), (512, 64), (4096, 64),
+                                    (32768, 128), (8192, 512)])  # fmt: skip
 def test_registers_of_running_wgmma_are_left_alone(n, m):
     """While `wgmma` reads some registers of B, the next elements of B are dequantised to other registers."""
     sass = disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", m, n).asm["cubin"]).text
@@ -51,9 +54,10 @@ def test_registers_of_running_wgmma_are_left_alone(n, m):
     assert all(not one & other for one, other in zip(groups, groups[1:] + groups[:1], strict=True))
 
 
-def test_b_is_dequantised_while_wgmma_runs():
+@pytest.mark.parametrize("m", [64, 512])
+def test_b_is_dequantised_while_wgmma_runs(m):
     """One group of `wgmma` always runs on. ptxas waits for all of them where it cannot follow their registers."""
-    sass = disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", 64).asm["cubin"]).text
+    sass = disassemble(compile_ahead(90, torch.bfloat16, "nvfp4", m).asm["cubin"]).text
     awaited = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
     assert awaited == ["0x1"] * (len(awaited) - 1) + ["0x0"]
     assert len(awaited) > 2

@@ -88,7 +88,18 @@ def test_wgmma(a, b, layout):
     check_shapes([(33, 33792, 64)], a, b, layout, torch.bfloat16)  # in one part
 
 
-# Rows of a tile, warps, parts of a warp, stages, steps per stage, parts of K.
+@gpu
+@pytest.mark.parametrize(("a", "b", "layout"), [
+    (torch.bfloat16, "nvfp4", "linear"), (torch.float16, "nvfp4_16x16", "swizzled"),
+    ("nvfp4_rowwise", "nvfp4", "swizzled"),
+], ids=str)  # fmt: skip
+def test_wgmma_with_many_rows(a, b, layout):
+    """One tile of A and several, the last of them short; K in one part and in several; ragged columns and stages."""
+    shapes = [(65, 512, 2048), (130, 1544, 1088), (300, 1024, 4096), (1100, 2056, 192)]
+    check_shapes(shapes, a, b, layout)
+
+
+# Rows of a tile, warps, parts of a warp, stages, steps per stage, parts of K; tiles walked together, buffers of A.
 WGMMA_CONFIGURATIONS = [
     (16, 4, 1, 3, 1, 1),
     (16, 8, 1, 3, 2, 4),
@@ -98,6 +109,7 @@ WGMMA_CONFIGURATIONS = [
     (64, 16, 1, 4, 2, 1),
     (96, 8, 2, 3, 1, 2),
     (128, 8, 2, 3, 1, 1),
+    (256, 8, 1, 2, 1, 1, 8, 3),
 ]
 
 

@@ -18,8 +18,10 @@ from fp4compile.templates.problem import Problem
 SKINNY_ROWS = 8  # rows of A up to which `skinny` serves
 WGMMA_ROWS = 8192  # rows of A up to which `wgmma_sm90` serves: the most that were timed
 SKINNY_BLOCK_SCALED_ROWS = 64  # rows of A up to which `skinny_block_scaled_sm100` serves
-# Rows of A from which on the library's product of dequantised operands is faster. On an H200 with N = K = 8192, 128
-# rows take 90 us by the library and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410 us and 870 us.
+# Rows of A from which on the library's product of dequantised operands is faster than `dequant_tiles`. On an H200 with
+# N = K = 8192, 128 rows take 90 us by the library and 146 us (codes) to 191 us (plain A) in one kernel, 2048 rows 410
+# us and 870 us. `wgmma_sm90` is faster than both up to WGMMA_ROWS rows: 128 rows take 35 us on an H100, and 116 us by
+# the library; 8192 rows 1646 us and 1764 us.
 LIBRARY_ROWS = 65
 
 
@@ -180,11 +182,13 @@ def _wgmma_tile(p: Problem) -> WgmmaConfig:
 
 
 # Tiles of more than 64 rows of A, by eight warps: rows, parts, stages, buffers, and the microseconds of a step of 128
-# elements along K on an H100. The times were fitted to 600 timed launches (65 to 8192 rows, the shapes 8192x8192,
-# 28672x8192 and 4096x14336), together with the next two lines, to 5 %. By them the fastest of these tiles is chosen in
-# all cases but three, which lose up to 3 %. Many rows of A leave the fewest bytes in shared memory for each product:
-# with 256 rows the matrix units are busy for 95 % of a program's time. Two parts read A less often than one, but make
-# tiles of twice the size, which pays where one part would leave half of the last round of programs empty.
+# elements along K on an H100. The times were fitted to 484 timed launches (80 to 8192 rows, the shapes 8192x8192,
+# 28672x8192 and 4096x14336), together with the next two lines, to 5 %; 72, 160 and 224 rows lie between. By them the
+# fastest of the timed tiles is chosen in all cases but three, which lose up to 3 %. The more rows of A, the fewer bytes
+# go through shared memory for a product: with 256 rows the matrix units are busy for 95 % of a program's time. Two
+# parts make tiles of twice the size, which pays where one part would leave half of the last round of programs empty.
+# Against bf16, 8192x8192, microseconds (benchmarks/results/many_rows_h100.json): 65 rows 51.1 and 29.3, 128 rows 52.5
+# and 35.3, 256 rows 57.1 and 54.2, 512 rows 90.7 and 91.4, 1024 rows 175.8 and 181.4, 2048 rows 347.6 and 373.1.
 _LARGE_TILES = (
     (72, 1, 3, 4, 0.61), (80, 1, 3, 4, 0.66), (96, 1, 4, 4, 0.72), (128, 1, 4, 4, 0.83), (160, 1, 4, 4, 0.95),
     (192, 1, 2, 4, 1.09), (224, 1, 3, 3, 1.26), (256, 1, 2, 3, 1.44), (96, 2, 3, 4, 1.33), (128, 2, 3, 4, 1.565),
@@ -201,7 +205,7 @@ def _wgmma_large_tile(p: Problem) -> WgmmaConfig:
     if not p.static:
         return tiles[3][0]
     # A part of K has at least 512 elements.
-    each = [(replace(tile, split_k=split_k), step) for tile, step in tiles for split_k in range(1, 17)
+    each = [(replace(tile, split_k=split_k), step) for tile, step in tiles for split_k in (1, 2, 4, 8)
             if split_k == 1 or p.k >= 512 * split_k]  # fmt: skip
 
     def microseconds(config: WgmmaConfig, step: float) -> float:

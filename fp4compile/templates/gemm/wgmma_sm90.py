@@ -1,15 +1,19 @@
-"""Skinny GEMM for 9 to 64 rows of 16-bit A times NVFP4 weights B, on the warpgroup matrix units (`wgmma`) of SM90.
+"""GEMM of nine and more rows of 16-bit A times NVFP4 weights B, on the warpgroup matrix units (`wgmma`) of SM90.
 
-B arrives as in `gemm_skinny`: each warp copies the codes and scales of its own 16 rows, 128 elements along K a step,
-into STAGES buffers in shared memory, and dequantises them in registers. B is the first operand of `wgmma`, the one that
-may lie in registers, and the kernel computes the transposed product.
+B arrives as in `gemm_skinny`: each warp copies the codes and scales of its own 16 or 32 rows, 128 elements along K a
+step, into STAGES buffers in shared memory, and dequantises them in registers. B is the first operand of `wgmma`, the
+one that may lie in registers, and the kernel computes the transposed product.
 
-With that many rows, A would be read from the cache too often if each warp had a copy of its own. So the warps of a
-program share A, the second operand of `wgmma`, which it reads from shared memory. A has a pipeline of its own: one
-stage is STEPS_PER_STAGE steps of all rows, in the order in which `swizzle_a_sm90` has written them to global memory, so
-that one lane starts one bulk copy of a whole stage. The stage goes to a buffer that all warps have released; warps wait
-for each other only there. While the matrix units multiply some of a step's elements of B, the warps dequantise the next
-elements.
+A program has a tile of up to 256 rows of A. A would be read from the cache too often if each warp had a copy of its
+own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory. A has a
+pipeline of its own: one stage is STEPS_PER_STAGE steps of all rows of the tile, in the order in which `swizzle_a_sm90`
+has written them to global memory, so that one lane starts one bulk copy of a whole stage. The stage goes to a buffer
+that all warps have released; warps wait for each other only there. While the matrix units multiply some of a step's
+elements of B, the warps dequantise the next elements.
+
+With many rows of A the matrix units are the bound. A multiprocessor multiplies 64 rows of B, 256 rows of A and 16
+elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks in which to dequantise the next 16
+elements of its 64 rows, for which its four warps, on four schedulers, have about 30 instructions each.
 
 The kernel starts before `swizzle_a_sm90` is done (`device.dependent_launch`), and starts its copies of B meanwhile.
 
