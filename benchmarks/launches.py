@@ -110,9 +110,9 @@ def _wgmma_launches(m: int, k: int) -> list[WgmmaConfig]:
     else:
         rows_of_tiles = (72, 80, 96, 128, 160, 192, 224, 256)
         every = itertools.product(rows_of_tiles, (8,), (1, 2), (2, 3, 4), (1,), splits, (8,), (3, 4))
-    return [WgmmaConfig(rows, warps, parts, *rest, buffers=buffers)
-            for rows, warps, parts, *rest, buffers in every
-            if rows * parts <= 256 and reserved(wgmma_bytes(rows, warps, parts, *rest[:2], buffers), 1, H200)]  # fmt: skip
+    found = [WgmmaConfig(*each) for each in every if each[0] * each[2] <= 256]
+    sizes = [(each.rows, each.warps, each.parts, each.stages, each.steps_per_stage, each.buffers) for each in found]
+    return [each for each, size in zip(found, sizes, strict=True) if reserved(wgmma_bytes(*size), 1, H200)]
 
 
 def computes(m: int, k: int, config: Config):

@@ -50,7 +50,7 @@ REGISTRY: tuple[Candidate, ...] = (
     grouped_dequant_operand.CANDIDATE,
     grouped_dequant_tiles.CANDIDATE,
 )
-# Numbers of rows of A that stand for a symbolic number below LIBRARY_ROWS, and not below it: kernels serve from each on.
+# Numbers of rows of A that stand for a symbolic number: below LIBRARY_ROWS, and not below it.
 _FEW_ROWS, _MANY_ROWS = (1, LIBRARY_ROWS - 1), (LIBRARY_ROWS, WGMMA_ROWS + 1)
 
 

@@ -111,11 +111,11 @@ def skinny_config(p: Problem) -> SkinnyConfig:
 class WgmmaConfig:
     """How `wgmma_sm90` is launched.
 
-    rows: rows of A in a tile of the result, padded to 16, 32, 64, 96, 128, 192 or 256. warps: warps of a program. parts: how
-    often a warp has 16 rows of B, 1 or 2. stages: pipeline stages of a warp's weights. steps_per_stage: steps of a
-    pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles of A that are walked
-    together, so that the L2 cache serves them. buffers: stages of A in shared memory. shared: bytes of shared memory to
-    reserve for a program; 0 until `with_shared_memory` has set it.
+    rows: rows of A in a tile of the result, padded to 16, 32, 64, 72, 80, 96, 128, 160, 192, 224 or 256. warps: warps
+    of a program. parts: how often a warp has 16 rows of B, 1 or 2. stages: pipeline stages of a warp's weights.
+    steps_per_stage: steps of a pipeline stage of A. split_k: parts of K, whose sums another kernel adds. group_m: tiles
+    of A that are walked together, so that the L2 cache serves them. buffers: stages of A in shared memory. shared:
+    bytes of shared memory to reserve for a program; 0 until `with_shared_memory` has set it.
     """
 
     rows: int
@@ -147,8 +147,8 @@ def wgmma_config(p: Problem, needed_bytes: Callable[..., int]) -> WgmmaConfig:
 def with_shared_memory(config: WgmmaConfig, p: Problem, needed_bytes: Callable[..., int]):
     """The configuration with enough shared memory reserved to spread programs evenly over the multiprocessors.
 
-    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages, steps per stage and buffers. Raises
-    StopIteration where not even one program fits.
+    needed_bytes: bytes of shared memory of a program, by rows, warps, parts, stages, steps per stage and buffers.
+    Raises StopIteration where not even one program fits.
     """
     size = needed_bytes(config.rows, config.warps, config.parts, config.stages, config.steps_per_stage, config.buffers)
     grid = config.grid(p.m, p.n)

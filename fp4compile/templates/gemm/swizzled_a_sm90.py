@@ -1,10 +1,10 @@
 """Write A to global memory in the layout that `gemm_wgmma_sm90` reads in shared memory, so that bulk copies suffice.
 
-Swizzled A is a sequence of matrices [ROWS, 64] for each tile of ROWS rows of A: 64 elements along K of every row, ROWS
-lines of 128 bytes. Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has elements j and j + 4 of half p (eight elements)
-of each of the line's four blocks of 16. In that order a lane of the product dequantises its elements of B. In line r
-unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads shared memory. Rows and elements beyond A are
-zeros.
+Swizzled A is, for each tile of ROWS rows of A, a sequence of matrices [ROWS, 64]: 64 elements along K of every row of
+the tile, ROWS lines of 128 bytes. Each of the eight 16-byte units of a line has eight elements: unit 4 * p + j has
+elements j and j + 4 of half p (eight elements) of each of the line's four blocks of 16. In that order a lane of the
+product dequantises its elements of B. In line r unit u lies at u ^ (r % 8): the 128-byte swizzle in which `wgmma` reads
+shared memory. Rows and elements beyond A are zeros.
 """
 
 import torch
