@@ -126,7 +126,7 @@ def test_a_bias_is_cut_where_the_product_is(a, b):
 def test_each_launch_of_a_product_in_parts_has_its_part_of_the_bias():
     """The columns are cut where A is not quantised."""
     n = 8192
-    values, bias = torch.empty(n, 512, dtype=torch.float16, device="meta"), torch.empty(n, device="meta")
+    values, bias = torch.empty(n + 8, 512, dtype=torch.float16, device="meta"), torch.empty(n, device="meta")
     _, weights = operands("nvfp4", "nvfp4", 16, n, 512)
     with dry_run(Target(90)) as launches:
         scaled_mm(Operand(values), weights, bias, torch.float32)
