@@ -36,12 +36,11 @@ def lower(graph: Graph) -> int:
     _inductor_patches.decompose_launches_directly("fp4compile")
     lowered = 0
     traces: dict[Hashable, GraphModule] = {}
-    for op, implementation in KERNELS.items():
-        # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
-        pattern = CallFunctionVarArgs(op)
-        for node in graph.find_nodes(op="call_function", target=op):
-            if on_gpu(node.all_input_nodes[0].meta["val"]):
-                lowered += _replace(pattern.match(node), implementation, traces)
+    # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
+    patterns = {op: CallFunctionVarArgs(op) for op in KERNELS}
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
+        if on_gpu(node.all_input_nodes[0].meta["val"]):
+            lowered += _replace(patterns[node.target].match(node), KERNELS[node.target], traces)
     return lowered
 
 

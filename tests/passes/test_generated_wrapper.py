@@ -130,10 +130,10 @@ def test_generated_wrapper_of_a_prologue(monkeypatch):
 def test_generated_wrapper_of_parts(monkeypatch):
     """The parts of a large product are written where they belong, and nothing copies them."""
     pretend(monkeypatch, 90)
-    shapes = (4096, 256), (8192, 256)
+    shapes = (8200, 256), (8192, 256)
     found = fused_graph(lambda x, w: F.linear(x, w), *shapes, recipe="nvfp4_weight_only", paper=nullcontext, fuse=False)
     definitions, calls = wrapper_of(torch.fx.GraphModule({}, found.graph), found.mode).split("def call(")
-    parts = re.findall(r"^ *split_k_reduction\w*\.run\(.*, 1, 4096, 2048, 8192, (\d+), 16384, ", calls, re.M)
+    parts = re.findall(r"^ *split_k_reduction\w*\.run\(.*, 1, 8200, 2048, 8192, (\d+), 32800, ", calls, re.M)
     assert parts == ["0", "2048", "4096", "6144"]
     assert len(re.findall(r"empty_strided_cuda\(.*torch.bfloat16", calls)) == 2  # the result, and a part of the weight
     assert "triton_poi" not in calls and ".copy_(" not in calls
