@@ -1,6 +1,6 @@
 """The model of Inductor's kernels against Inductor's scheduler, on graphs for a GPU that is not there.
 
-In a process of its own: torch remembers what it once found out about the GPU.
+In the process of `test_generated_wrapper.py`: torch remembers what it once found out about the GPU.
 """
 
 import os
@@ -19,11 +19,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4compile.roofline import pointwise
-from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import pretend
 
 PRETENDING = os.environ.get("FP4COMPILE_PRETENDING") == "1"
-pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process of its own")
+pretending = pytest.mark.skipif(not PRETENDING, reason="run in a process apart")
 
 
 def norm(x, scale):
@@ -99,8 +98,3 @@ def test_kernels_move_what_those_of_inductor_move(case, monkeypatch):
         assert sum(own) == pytest.approx(sum(found), rel=0.02)
     else:
         assert own == sorted(found) and len(own) > 0
-
-
-@pytest.mark.skipif(PRETENDING, reason="is this process")
-def test_in_a_process_of_its_own():
-    in_interpreter.assert_passes(__file__, variable="FP4COMPILE_PRETENDING")
