@@ -181,11 +181,18 @@ def generation(family: Architecture) -> dict[str, Any] | None:
     packed, layers = packed_of(family, "nvfp4_weight_only", torch.float32)
     expected = packed.generate(**batch, **options)
     model, backend = made(family, torch.float32), fp4compile.backend("nvfp4_weight_only")
-    model.forward = torch.compile(model.forward, backend=backend, dynamic=True)
+    for part in (model, *encoders(model)):
+        part.forward = torch.compile(part.forward, backend=backend, dynamic=True)
     found = model.generate(**batch, **options)
     new = expected[:, -NEW_TOKENS:]
     equal = int((found[:, -NEW_TOKENS:] == new).sum()) if layers else None
     return counted(backend) | {"tokens": new.numel(), "equal": equal}
+
+
+def encoders(model: nn.Module) -> Iterator[nn.Module]:
+    """What `generate` of transformers calls by itself, outside of the model's forward."""
+    names = ("encoder", "model.encoder", "model.vision_tower", "model.multi_modal_projector")
+    return (part for name, part in model.named_modules() if name in names)
 
 
 def packing(family: Architecture) -> dict[str, Any]:
