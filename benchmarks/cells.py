@@ -3,6 +3,7 @@
 Needs nothing but Python. `pages` says which file each takes.
 """
 
+import statistics
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
@@ -376,9 +377,20 @@ def roofline_blocks(content: dict) -> Cells:
     rows = [
         [_BLOCKS[row["what"]], row["tokens"], block(row["recipe"]), number(row["predicted us"] / 1e3, 3),
          number(row["us"] / 1e3, 3), _error(row["error"])]
-        for row in content["foreseen"]
+        for row in content["foreseen"] if row["what"] in _BLOCKS
     ]  # fmt: skip
     return [["block", "tokens", "recipe", "predicted, ms", "measured, ms", "error"], *rows]
+
+
+def roofline_functions(content: dict) -> Cells:
+    errors: dict[str, list[float]] = {}
+    for row in content["foreseen"]:
+        if row["what"] not in _BLOCKS:
+            errors.setdefault(row["what"], []).append(row["error"])
+    return [["function", "times", "median error", "largest error"], *(
+        [what, len(found), _error(statistics.median(map(abs, found))), _error(max(found, key=abs))]
+        for what, found in errors.items()
+    )]  # fmt: skip
 
 
 _BLOCKS = {

@@ -37,6 +37,7 @@ CASES: tuple[tuple[str, int, str], ...] = (
     ("prefill", 8192, "mxfp8"), ("train", 4096, "mxfp8"), ("prefill", 2048, "bf16"), ("prefill", 2048, "nvfp4"),
     ("prefill", 2048, "float8_rowwise"), ("decode", 1, "mxfp8"),
 )  # fmt: skip
+FUNCTION = "norm or gate, and a quantiser"
 
 
 # ---------------------------------------------------------------- measured
@@ -92,7 +93,13 @@ def _time(what: str, run: Callable, block: torch.nn.Module, x: torch.Tensor, arg
 
 
 def predicted(what: str, tokens: int, recipe: str, gpu: str) -> float:
-    """Microseconds that `explain` predicts. what: as in CASES, or "train an MLP" for the block of `mlp_block`."""
+    """Microseconds that `explain` predicts.
+
+    what: as in CASES; "train an MLP" for the block of `mlp_block`; FUNCTION and "apart" or "fused" for one of the
+    functions of `producers`, which the recipe then names.
+    """
+    if what.startswith(FUNCTION):
+        return _function(tokens, recipe, what.endswith("fused"), gpu)
     name = recipe.partition(", ")[0]
     training = what.startswith("train")
     torch._dynamo.reset()
@@ -108,6 +115,18 @@ def predicted(what: str, tokens: int, recipe: str, gpu: str) -> float:
     found = report.predicted()
     assert found is not None, "every product of a block has a time"
     return 1e6 * (found.plain_seconds if name == "bf16" else found.seconds)
+
+
+def _function(size: int, case: str, fused: bool, gpu: str) -> float:
+    """Microseconds of a producer and a quantiser: there is no product in it."""
+    producer, _, quantised = case.partition(": ")
+    call = producers.then(producers.PRODUCERS[producer], producers.quantiser_of(*quantised.split(", ")))
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        x, y, weight = (torch.empty(shape).bfloat16() for shape in ((size, size), (size, size), (size,)))
+    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+        rest = fp4compile.explain(call, x, y, weight, recipe="mxfp8", gpu=gpu).rest
+    return 1e6 * (rest.seconds if fused else rest.plain_seconds)
 
 
 class Measured(NamedTuple):
@@ -127,7 +146,12 @@ def times_of(content: dict[str, Any]) -> list[Measured]:
                 for row in rows if not row["block"].startswith("torchao")]  # fmt: skip
     if rows and "us" in rows[0]:
         return [Measured(*(row[name] for name in Measured._fields)) for row in rows]
-    return [
+    functions = [
+        Measured(f"{FUNCTION}, {how}", settings["rows"], f"{row['producer']}: {row['quantised']}", row[f"{how} us"])
+        for part in ("rows", "values") for row in content.get(part, []) for how in ("apart", "fused")
+        if row[f"{how} us"] is not None
+    ]  # fmt: skip
+    return functions + [
         Measured(what, 1 if what == "decode" else settings["tokens"], row["recipe"],
                  row["fused us" if what == "decode" else "fused device us"])
         for what in ("prefill", "decode", "train") for row in content.get(what, [])

@@ -473,10 +473,15 @@ The dotted lines are 15 % off.
 ## Blocks
 
 Whole graphs, predicted by `explain`: the MLP block of [training](mlp_block.md) and the Llama-3-8B block of
-[norms and activations](producers.md). Nothing was fitted to these times but attention's share, to the forward pass
-under `float8_rowwise`.
+[norms and activations](producers.md), whose pages say when they were measured. Nothing was fitted to these times but
+attention's share, to the forward pass under `float8_rowwise`.
 """,
     _predicted(cells.roofline_blocks),
+    """
+The functions of [norms and activations](producers.md), along rows, by separate kernels and by the quantiser's. Nothing
+was fitted to them.
+""",
+    _predicted(cells.roofline_functions),
 )
 
 _MACHINE_CODE = _page(

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -430,8 +431,11 @@ def test_stored_predictions_are_those_of_the_model():
 
 def test_predictions_of_blocks_are_as_near_to_measurements():
     stored = json.loads(comparison.FILE.read_text())["foreseen"]
-    assert {row["what"] for row in stored} == {"train an MLP", "prefill", "decode", "train"} and len(stored) == 15
-    assert all(abs(row["error"]) < 0.15 for row in stored)
+    blocks = [row for row in stored if not row["what"].startswith(llama_block.FUNCTION)]
+    assert {row["what"] for row in blocks} == {"train an MLP", "prefill", "decode", "train"} and len(blocks) == 15
+    assert all(abs(row["error"]) < 0.15 for row in blocks)
+    functions = [row for row in stored if row not in blocks]
+    assert len(functions) == 42 and statistics.median(abs(row["error"]) for row in functions) < 0.05
 
 
 def test_a_file_of_measured_blocks_is_compared(tmp_path, capsys):
