@@ -474,7 +474,8 @@ The dotted lines are 15 % off.
 
 Whole graphs, predicted by `explain`: the MLP block of [training](mlp_block.md) and the Llama-3-8B block of
 [norms and activations](producers.md), whose pages say when they were measured. Nothing was fitted to these times but
-attention's share, to the forward pass under `float8_rowwise`.
+attention's share, to the forward pass under `float8_rowwise`. When they were measured, another kernel than now computed
+NVFP4's products of many rows.
 """,
     _predicted(cells.roofline_blocks),
     """
