@@ -171,7 +171,7 @@ def block_of(args: argparse.Namespace, tokens: int) -> tuple[torch.nn.Module, to
     torch.manual_seed(0)
     with torch.device(args.device):
         block = LlamaDecoderLayer(shape, 0).bfloat16()
-        x = torch.randn(1, tokens, shape.hidden_size).bfloat16()
+        x = torch.randn(1, tokens, shape.hidden_size, device=args.device).bfloat16()
         places = torch.arange(tokens).unsqueeze(0)
         angles = LlamaRotaryEmbedding(shape)(x, places)
     return block, x, {"position_embeddings": angles, "position_ids": places}
