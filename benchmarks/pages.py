@@ -658,8 +658,9 @@ is not fused appears as "no operand is a parameter", and its backward as "batche
 
 "bf16" is the uncompiled model in bf16, beside float32 as the quantised one is. "Beside the packed model" compares the
 compiled model with the same model packed and run uncompiled: two ways to the same bits. A number is there where one of
-them quantises what the other does not: experts, whose activations are not quantised uncompiled; layers that `pack_`
-leaves alone. Above 40 dB the difference is that of operations in bf16 which the graph computes in float32.
+them quantises what the other does not (experts, whose activations are not quantised uncompiled; layers that `pack_`
+leaves alone), and where an operation before a quantiser rounds otherwise in the graph, which moves values to the next
+code (Stable Diffusion).
 """,
     table("zoo_cpu.json", zoo_tables.beside, how="Run on"),
 )
