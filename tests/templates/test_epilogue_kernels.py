@@ -1,6 +1,6 @@
 """Products with a pointwise epilogue: the kernels against the same operations after the kernels without one.
 
-As in test_gemm_kernels.py: on a GPU, and in Triton's interpreter in a process of its own.
+As in test_gemm_kernels.py: on a GPU, and in Triton's interpreter in the process of that file.
 """
 
 import importlib.util
@@ -21,7 +21,6 @@ from fp4compile.formats.epilogue import AUXILIARIES, Epilogue
 from fp4compile.formats.operand import Operand
 from fp4compile.ops.matmul import SCALED_MM, scaled_mm_kernels
 from fp4compile.templates.device.epilogue import text
-from tests.helpers import in_interpreter
 from tests.helpers.absent_gpu import fused_graph
 from tests.helpers.choices import only
 from tests.helpers.hard_inputs import FINITE, NON_FINITE, hard_input
@@ -29,7 +28,6 @@ from tests.helpers.kernels import (
     DEVICE,
     INTERPRETING,
     NEW_PTXAS,
-    OLD_TRITON,
     for_gpus,
     gpu,
     launches,
@@ -302,9 +300,3 @@ def test_equal_epilogues_are_equal_constants():
     one, same, other = (last_launch(90, "nvfp4", "nvfp4", 16, name) for name in ("relu", "relu", "silu and gate"))
     assert one.kernel is same.kernel is other.kernel
     assert one.constants == same.constants and one.constants["EPILOGUE"] != other.constants["EPILOGUE"]
-
-
-@pytest.mark.skipif(INTERPRETING, reason="is the interpreter")
-@pytest.mark.skipif(OLD_TRITON, reason="its interpreter has no tl.dot_scaled, and reductions fail on numpy 2.4")
-def test_in_the_interpreter():
-    in_interpreter.assert_passes(__file__, "test_skinny_block_scaled.py")

@@ -1,6 +1,6 @@
 """The block-scaled kernel for few rows of A: values in Triton's interpreter, machine code and launches for SM100.
 
-In Triton's interpreter in the process of test_epilogue_kernels.py.
+In Triton's interpreter in the process of test_gemm_kernels.py.
 """
 
 import re
