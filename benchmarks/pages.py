@@ -324,6 +324,9 @@ A Llama-3-8B with random weights, LoRA of rank 16 on all linear layers of its bl
 texts of 2048 tokens a step. Blocks are compiled one by one and checkpointed; the loss is computed for an eighth of the
 tokens at a time. Embedding and head are in bf16 in every row: 1.96 GiB. The peak is that of the allocator.
 
+Packed bases were measured when their products of more than 64 rows dequantised the weight in memory, in parts that the
+CPU launched one by one. One kernel multiplies them now ([many rows](linear.md)), and steps were not measured again.
+
     python -m benchmarks.adapters --losses
 """,
     table("adapters_h100.json", cells.adapters),

@@ -46,7 +46,7 @@ def test_grids_are_made_for_the_multiprocessors(multiprocessors):
     assert config(4).grid == 6 * multiprocessors
     few = config(32, n=4096)
     assert few.split_k == {16: 1, 114: 2, 132: 4, 148: 4}[multiprocessors]
-    assert few.shared * -(-few.grid(4096) // multiprocessors) <= Target(90).shared_memory
+    assert few.shared * -(-few.grid(32, 4096) // multiprocessors) <= Target(90).shared_memory
 
 
 @pytest.mark.parametrize(("fmt", "target", "n", "programs"), [
