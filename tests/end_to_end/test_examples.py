@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp4compile
+from fp4compile import registration
 from fp4compile.cli.main import main
 from tests.helpers import without_codegen
 
@@ -90,6 +91,7 @@ def test_hf_trainer_with_nothing_but_flags(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     without_codegen.install(monkeypatch)
+    monkeypatch.setattr(registration, "_named", {})  # without what other tests have used in this process
     monkeypatch.setattr(sys, "path", [*sys.path])
     trainer = [str(EXAMPLES / "train_hf_trainer.py"), "--output_dir", str(tmp_path), "--use_cpu", "--max_steps", "4",
                "--logging_steps", "1", "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none",
@@ -103,9 +105,9 @@ def test_hf_trainer_with_nothing_but_flags(tmp_path, monkeypatch, capsys):
 
     exact, said = trained()
     assert "gave none of this package's backends" in said
-    losses, said = trained("--torch_compile", "--torch_compile_backend", "fp4compile_mxfp8")
+    losses, said = trained("--torch_compile", "--torch_compile_backend", "fp4compile_mxfp8_32x32")  # by this test alone
     # Seven linear layers a block, two blocks, three products each.
-    assert re.search(r"recipe mxfp8: 42 of \d+ matrix products quantised", said)
+    assert re.search(r"recipe mxfp8_32x32: 42 of \d+ matrix products quantised", said)
     assert len(losses) == 4 and losses != exact and losses == pytest.approx(exact, abs=0.02)
     assert losses[-1] < losses[0] - 0.3 and all(map(math.isfinite, losses))
 
