@@ -148,10 +148,10 @@ def device_time(call: Callable, args: argparse.Namespace) -> float:
         for _ in range(args.repeats):
             call()
         torch.cuda.synchronize()
-    return sum(event.time_range.elapsed_us() for event in found.events() if _on_device(event)) / args.repeats
+    return sum(event.time_range.elapsed_us() for event in found.events() if on_device(event)) / args.repeats
 
 
-def _on_device(event) -> bool:
+def on_device(event) -> bool:
     """Whether an event is a kernel, a copy or a fill, and no annotation of several."""
     of_host = getattr(event, "is_user_annotation", False) or event.name.startswith(("##", "Torch-Compiled"))
     return event.device_type == torch.autograd.DeviceType.CUDA and not of_host

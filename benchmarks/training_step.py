@@ -1,0 +1,136 @@
+"""A training step of the first layers of a Llama-3-8B: time, time of the device and of the host, launches.
+
+A model of `--layers` blocks with random bf16 weights, embedding and head, compiled as a whole by Inductor alone, under
+recipes, and by torchao's float8 training (left out where torchao is not installed), in one run: the loss of 8192 tokens
+and its backward pass, no optimiser. "ms" is the time of a step among steps that follow each other, the median of
+several runs of them; "device ms" is the sum of the kernels' times by the profiler, "host ms" the time until all of a
+step is issued, and "launches" counts kernels, copies and fills of a step. A name that ends in ", graphs" is compiled
+with mode="reduce-overhead" (CUDA graphs).
+
+    python -m benchmarks.training_step [--cases bf16 mxfp8 nvfp4_train ...] [--layers 4] [--out FILE]
+"""
+
+import argparse
+import collections
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fp4compile
+from benchmarks import common, producers
+from benchmarks.llama_decode import LLAMA_3_8B, TINY
+
+CASES = ("bf16", "torchao tensorwise", "float8_rowwise", "mxfp8", "nvfp4_train", "bf16, graphs", "nvfp4_train, graphs")
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--kernels", type=int, default=0, help="print so many of the kernels that take longest")
+    parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
+    args = parser.parse_args()
+    rows: list[dict] = []
+    for case in args.cases:
+        row = measure(case, args)
+        if row is not None:
+            rows.append({"case": case, "of bf16": None, **row})
+            rows[-1]["of bf16"] = row["ms"] / rows[0]["ms"]
+            print(rows[-1], file=sys.stderr, flush=True)
+    settings = {name: getattr(args, name) for name in ("layers", "tokens", "repeats", "tiny")}
+    common.publish(args, settings, rows)
+
+
+def measure(case: str, args: argparse.Namespace) -> dict | None:
+    """Times and launches of a step; None for a peer that is not installed."""
+    torch._dynamo.reset()
+    gc.collect()
+    name, _, graphs = case.partition(", ")
+    model = model_of(args)
+    start = time.perf_counter()
+    compiled = compiled_model(name, model, "reduce-overhead" if graphs else None)
+    if compiled is None:
+        return None
+    tokens = torch.randint(model.config.vocab_size, (1, args.tokens), device=args.device)
+
+    def step() -> None:
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    for _ in range(3):
+        step()
+    common.synchronize(args.device)
+    compiling = time.perf_counter() - start
+    times = [common.step_time(step, args.device) for _ in range(args.repeats)]
+    kernels = kernels_of(step, args.device)
+    for kernel, (microseconds, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[: args.kernels]:
+        print(f"{microseconds:10.1f} us {count:5d}  {kernel[:100]}")
+    return {
+        "ms": statistics.median(times), "device ms": sum(each for each, _ in kernels.values()) / 1e3,
+        "host ms": statistics.median(host_time(step, args.device) for _ in range(args.repeats)),
+        "launches": sum(count for _, count in kernels.values()), "3 steps s": compiling,
+    }  # fmt: skip
+
+
+def model_of(args: argparse.Namespace) -> LlamaForCausalLM:
+    sizes = TINY if args.tiny else LLAMA_3_8B
+    config = LlamaConfig(**sizes, num_hidden_layers=args.layers, use_cache=False, tie_word_embeddings=False,
+                         max_position_embeddings=args.tokens, attn_implementation="sdpa")  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        return LlamaForCausalLM(config).bfloat16()
+
+
+def compiled_model(name: str, model: torch.nn.Module, mode: str | None) -> Callable | None:
+    """The model compiled for a case; None for a peer that is not installed."""
+    compiled = partial(torch.compile, dynamic=False, mode=mode)
+    if name == "bf16":
+        return compiled(model)
+    if not name.startswith("torchao"):
+        return compiled(model, backend=fp4compile.backend(name, strict=True))
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        return None
+    config = Float8LinearConfig.from_recipe_name(name.partition(" ")[2])
+    return compiled(convert_to_float8_training(model, config=config, module_filter_fn=_is_no_head))
+
+
+def _is_no_head(module: torch.nn.Module, name: str) -> bool:
+    """The head stays in bf16, as recipes leave it."""
+    return "lm_head" not in name
+
+
+def kernels_of(step: Callable, device: str) -> dict[str, tuple[float, int]]:
+    """Microseconds and launches of each kernel in a step; nothing on a CPU."""
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    if device.startswith("cuda"):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        for event in filter(producers.on_device, profile.events()):
+            found[event.name].append(event.time_range.elapsed_us())
+    return {name: (sum(times), len(times)) for name, times in found.items()}
+
+
+def host_time(step: Callable, device: str) -> float:
+    """Milliseconds until the host has issued a step, on a device that is idle before."""
+    common.synchronize(device)
+    start = time.perf_counter()
+    step()
+    issued = 1e3 * (time.perf_counter() - start)
+    common.synchronize(device)
+    return issued
+
+
+if __name__ == "__main__":
+    main()
