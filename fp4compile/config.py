@@ -9,7 +9,7 @@ or, without a change to the program,
     FP4COMPILE_DISABLE_PASSES=fuse_epilogue,inplace python train.py
 
 The names are `rewrite` (without it nothing is quantised), `hoist`, `merge_quantize`, `fake_quantize`, `fuse_epilogue`,
-`fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is
+`scale_results`, `fuse_prologue`, `fuse_horizontal`, `inplace` and `lower`. A pass that is named in either place is
 off. With every pass but `rewrite` off, the graph runs the plain ops, one after another. `report.passes` tells which
 passes ran, how often each matched and how long it took. FP4COMPILE_DUMP=directory writes the graph before and after
 each pass.

@@ -82,11 +82,13 @@ class _Consumers:
     def last(self) -> Node | None:
         """The result to write over the product; None if no result qualifies, or if there is only one.
 
-        It must have the product's dtype. It must not be the only reader of another operand, because Inductor would
-        write it over that operand.
+        It must have the product's dtype, and must not be written over another product already. It must not be the only
+        reader of another operand, because Inductor would write it over that operand.
         """
         dtype = self.product.meta["val"].dtype
         for node in self.results if len(self.results) > 1 else ():
+            if any(user.target is aten.copy_.default for user in node.users):
+                continue
             others = set().union(*(self.results[other] for other in self.results if other is not node))
             own = [operand for operand in self.results[node] - others if self._ends_here(operand)]
             if node.meta["val"].dtype == dtype and not own:
@@ -122,7 +124,7 @@ class _Consumers:
 
     def _pointwise(self, node: Node) -> bool:
         value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        if node.op != "call_function" or node.target is aten.copy_.default or not isinstance(value, torch.Tensor):
             return False
         operation = node.target is CAST or torch.Tag.pointwise in getattr(node.target, "tags", ())
         return operation and value.shape == self.product.meta["val"].shape

@@ -40,6 +40,7 @@ from fp4compile.passes.merge_quantize import merge_quantize
 from fp4compile.passes.recompute import recompute
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.saved import Saved, saved
+from fp4compile.passes.scale_results import scale_results
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import PassRun, Row
 from fp4compile.templates.launch import cuda_target
@@ -51,6 +52,7 @@ FUSING = (
     Pass("merge_quantize", merge_quantize),
     Pass("fake_quantize", fake_quantize),  # before the fusing passes, which depend on the operands that it leaves
     Pass("fuse_epilogue", fuse_epilogue),
+    Pass("scale_results", scale_results),
     Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
 )
 HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)

@@ -22,6 +22,12 @@ def gated(dy, w, gate, up):
     return (d * F.silu(gate)) @ w.t(), (d * up * s * (1 + gate * (1 - s))).t() @ gate
 
 
+def two_products(dy, w, gate, up):
+    """As with an adapter: both results depend on both products, and each result is written over one of them."""
+    d = dy @ w + (dy * dy) @ w
+    return (d * gate).t() @ dy, (d * up * gate + up).t() @ dy, up
+
+
 def late(dy, w, gate, up):
     """As in a backward graph, one result is used before the other is computed. Both read the product reshaped."""
     d = (dy @ w).view(2, -1, w.shape[1])
@@ -65,7 +71,7 @@ def traced(function, monkeypatch):
 
 
 @pytest.mark.parametrize(("function", "count"), [
-    (gated, 1), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1), (other_type, 0),
+    (gated, 1), (two_products, 2), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1), (other_type, 0),
     (waits_for_a_product, 0)])  # fmt: skip
 def test_results(function, count, monkeypatch):
     """The graph computes the same after the pass. (Inductor may write over an operand that is an input of the graph, or
@@ -77,6 +83,10 @@ def test_results(function, count, monkeypatch):
     graph_module.recompile()
     assert found == len(graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default))
     got = graph_module(*args)
+    copies = graph_module.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    assert len({node.args[1] for node in copies}) == len(copies) and aten.copy_.default not in {
+        node.args[1].target for node in copies
+    }
     for a, b in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(expected), strict=True):
         assert torch.equal(a, b)
     assert found == count

@@ -1,0 +1,76 @@
+"""Multiply the result of a product by a power of two, where the graph multiplies an operand that is larger.
+
+Entry: `scale_results(graph)`, on a forward or backward graph after the partitioner.
+
+An adapter multiplies what its two matrices compute by a number, such as 2. So its backward pass multiplies the gradient
+of the layer's output by that number, and writes as much as the gradient has to memory, for two products whose results
+are thin: the gradients of the adapter's second matrix and of what it reads. For a Llama-3-8B with adapters on all
+linear layers that is 336 MiB a block and 4096 tokens, of which 224 MiB are in memory at the peak of a training step.
+
+A power of two only changes exponents. The bits of the results are the same, unless a number overflows or is too small
+to be normal: below 2^-126 in magnitude.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from fp4compile.analysis.graph import RESHAPES, new_node
+
+aten = torch.ops.aten
+_VIEWS = (*RESHAPES, aten.permute.default, aten.t.default, aten.transpose.int)
+_DTYPES = (torch.bfloat16, torch.float32)  # with exponents of eight bits
+_MOST_BITS = 32  # by which an exponent changes
+
+
+def scale_results(graph: Graph) -> int:
+    """Move multiplications behind products; returns the number of multiplications."""
+    count = 0
+    for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        products = _products_of(scaled) if _by_power_of_two(scaled) else []
+        if products and all(_elements(product) < _elements(scaled) for product in products):
+            _scale(products, scaled)
+            count += 1
+    return count
+
+
+def _by_power_of_two(node: Node) -> bool:
+    x, factor = node.args
+    if not isinstance(x, Node) or not isinstance(factor, int | float) or factor == 0:
+        return False
+    fraction, exponent = math.frexp(abs(factor))
+    value, source = node.meta["val"], x.meta["val"]
+    alike = (value.dtype, value.shape, value.stride()) == (source.dtype, source.shape, source.stride())
+    return fraction == 0.5 and abs(exponent - 1) <= _MOST_BITS and alike and value.dtype in _DTYPES
+
+
+def _products_of(scaled: Node) -> list[Node]:
+    """The products that read a node, once for each time; none if anything other than products and views reads it."""
+    found = list(_readers(scaled))
+    return found if all(reader.target is aten.mm.default for reader in found) else []
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """The nodes that read a node or a view of it; a product of a node with itself, twice."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _readers(user)
+        else:
+            yield from [user] * max(sum(arg is node for arg in user.args), 1)
+
+
+def _elements(node: Node) -> int | torch.SymInt:
+    return node.meta["val"].numel()
+
+
+def _scale(products: list[Node], scaled: Node) -> None:
+    """Let the products read the node that is multiplied, and multiply their results."""
+    x, factor = scaled.args
+    scaled.replace_all_uses_with(x)
+    scaled.graph.erase_node(scaled)
+    for product in products:
+        with product.graph.inserting_after(product):
+            result = new_node(product.graph, aten.mul.Tensor, (product, factor), product.meta)
+        product.replace_all_uses_with(result, lambda user, result=result: user is not result)
