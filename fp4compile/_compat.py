@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch._inductor.inductor_prims
 import triton
-from torch._inductor import config
+from torch._dynamo import OptimizedModule
+from torch._inductor import config, list_mode_options
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -58,6 +59,24 @@ def handed_to_dynamo() -> list[Any]:
     """
     given = getattr(torch._dynamo.eval_frame, "cached_backends", {}).values()
     return [getattr(backend, "compiler_fn", backend) for backend in given]
+
+
+def compiled_with(model: OptimizedModule) -> dict[str, Any]:
+    """What the mode and options of a compiled module change of Inductor's configuration; unknown modes: nothing."""
+    given = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # newer and older versions of torch
+        while hasattr(given, name):
+            given = getattr(given, name)
+    if isinstance(given, torch._TorchCompileInductorWrapper):
+        return dict(given.config)
+    if isinstance(given, torch._TorchCompileWrapper):
+        return {**list_mode_options().get(given.kwargs.get("mode"), {}), **given.kwargs.get("options", {})}
+    return {}
+
+
+def cuda_graphs(settings: dict[str, Any]) -> bool:
+    """Whether Inductor makes CUDA graphs. settings: what a compilation changes of its configuration."""
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def without_fake_tensors() -> Any:

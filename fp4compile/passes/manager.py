@@ -43,7 +43,9 @@ from fp4compile.passes.saved import Saved, saved
 from fp4compile.passes.scale_results import scale_results
 from fp4compile.recipe import Recipe
 from fp4compile.report.report import PassRun, Row
-from fp4compile.templates.launch import cuda_target
+from fp4compile.roofline.graph_steps import steps_of
+from fp4compile.roofline.host import GraphLaunches, launches_of
+from fp4compile.templates.launch import cuda_target, on_gpu
 
 log = logging.getLogger("fp4compile")
 
@@ -55,13 +57,11 @@ FUSING = (
     Pass("scale_results", scale_results),
     Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
 )
+# After the names of fused operations are read, and before `inplace`: it moves nodes, which is only allowed while no
+# memory is overwritten.
 HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)
-LOWERING = (
-    HORIZONTAL,  # moves nodes, which is only allowed while no memory is overwritten
-    Pass("inplace", inplace),
-    Pass("lower", lower),
-)
-POST_GRAD = (*FUSING, *LOWERING)
+LOWERING = (Pass("inplace", inplace), Pass("lower", lower))
+POST_GRAD = (*FUSING, HORIZONTAL, *LOWERING)
 ALL = (*JOINT, HOIST, *POST_GRAD)
 SWITCHED_OFF = "the pass rewrite is switched off (fp4compile.config.disabled_passes)"
 
@@ -120,14 +120,16 @@ class LowerPasses(CustomGraphPass):
     """`POST_GRAD` on a forward, backward or inference graph after the partitioner.
 
     sink: takes the packed activations that a forward graph saves, the operations fused into quantisers by product name,
-    and the passes' runs. It is called once for each graph. A backward graph may be compiled only when it first runs,
-    long after the compilation of the forward.
+    the passes' runs, and what the graph launches. It is called once for each graph. A backward graph may be compiled
+    only when it first runs, long after the compilation of the forward.
     user_passes, disabled: as in `JointPasses`.
+    gpu: the GPU for which the launches are counted and their times predicted; None where they are not asked for.
     """
 
-    sink: Callable[[list[Saved], dict[str, str], dict[str, PassRun]], None]
+    sink: Callable[[list[Saved], dict[str, str], dict[str, PassRun], GraphLaunches | None], None]
     user_passes: tuple[Callable[[Graph], None], ...] = ()
     disabled: frozenset[str] = field(default_factory=switched_off_passes)
+    gpu: Gpu | None = None
 
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.user_passes:
@@ -135,13 +137,27 @@ class LowerPasses(CustomGraphPass):
         kept = saved(graph)
         runs = run_passes(FUSING, graph, disabled=self.disabled)
         prologues = fused(graph)
+        runs |= run_passes([HORIZONTAL], graph, disabled=self.disabled)
+        launches = _launches(graph, self.gpu)  # a lowered graph has no quantisers and products any more
         runs |= run_passes(LOWERING, graph, disabled=self.disabled)
         log.info("post-grad graph: %s", summary(runs))
-        self.sink(kept, prologues, runs)
+        self.sink(kept, prologues, runs, launches)
 
     def uuid(self) -> tuple | None:
         """The cache key, as for `JointPasses`, of switched off passes, GPU, this package's source and user's passes."""
         return _uuid(self.user_passes, self.disabled)
+
+
+def _launches(graph: Graph, gpu: Gpu | None) -> GraphLaunches | None:
+    """What a graph launches on a GPU; None without a GPU, for a graph on a CPU, and for the body of a region."""
+    if gpu is None or is_nested(graph) or not _runs_on_gpu(graph):
+        return None
+    return launches_of(launched.step for launched in steps_of(graph, gpu))
+
+
+def _runs_on_gpu(graph: Graph) -> bool:
+    inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, torch.Tensor) and on_gpu(value) for value in inputs)
 
 
 def _uuid(user_passes: tuple, disabled: frozenset[str], *own: str) -> tuple | None:

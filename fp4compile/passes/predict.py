@@ -31,6 +31,7 @@ from fp4compile.recipe import Recipe
 from fp4compile.report.report import Row, Seconds
 from fp4compile.roofline import pointwise
 from fp4compile.roofline.graph_steps import steps_of
+from fp4compile.roofline.host import GraphLaunches, launches_of
 from fp4compile.templates.launch import dry_run
 
 _OWN_PRODUCTS = (SCALED_MM, SCALED_GROUPED_MM, SCALED_MM_GATHERED, SCALED_MM_HORIZONTAL)
@@ -51,17 +52,23 @@ class _Time:
 
 @dataclass(frozen=True)
 class _Times:
-    """The predicted seconds of a graph: of each product, by its node's name in the captured graph, and of all else."""
+    """The predicted seconds of a graph: of each product, by its node's name in the captured graph, and of all else.
+
+    launches: all launches together.
+    """
 
     products: dict[str, _Time]
     rest: float
+    launches: GraphLaunches
 
 
 def predict(
     module: GraphModule, inputs: tuple[Input, ...], rows: list[Row], recipe: Recipe, gpu: Gpu,
     forward_outputs: int | None = None,
-) -> tuple[list[Row], Seconds]:  # fmt: skip
-    """(the rows of a captured graph with predicted times, the predicted times of all else). The graph stays as it is.
+) -> tuple[list[Row], Seconds, GraphLaunches]:  # fmt: skip
+    """(the rows of a captured graph with predicted times, the predicted times of all else, all planned launches).
+
+    The graph stays as it is.
 
     forward_outputs: how many outputs of a joint graph the forward pass returns; None for an inference graph.
     """
@@ -78,7 +85,7 @@ def predict(
     modules = {row.node or "": row.module for row in rows}
     rows = [replace(row, fused=operations.get(row.node or "")) for row in rows]
     timed = [_timed(row, plain.products, planned.products, modules) for row in rows]
-    return timed, Seconds(plain.rest, planned.rest)
+    return timed, Seconds(plain.rest, planned.rest), planned.launches
 
 
 def _timed(row: Row, plain: dict[str, _Time], planned: dict[str, _Time], modules: dict[str, str]) -> Row:
@@ -153,15 +160,17 @@ def _fuse(parts: _Parts) -> dict[str, str]:
 
 def _times(parts: _Parts, gpu: Gpu) -> _Times:
     products: dict[str, _Time] = defaultdict(_Time)
-    rest = 0.0
+    rest, launches = 0.0, GraphLaunches()
     for graph in parts.graphs:
-        for launched in steps_of(graph, gpu):
+        steps = steps_of(graph, gpu)
+        launches += launches_of(launched.step for launched in steps)
+        for launched in steps:
             needed_by = tuple(_products(launched.node, parts))
             for product in needed_by:
                 products[product].add(launched.step.name, launched.step.seconds, needed_by)
             if not needed_by:
                 rest += launched.step.seconds
-    return _Times(dict(products), rest)
+    return _Times(dict(products), rest, launches)
 
 
 def _products(node: Node, parts: _Parts) -> list[str]:

@@ -20,7 +20,7 @@ from torch._guards import CompileContext
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
-from fp4compile import hardware
+from fp4compile import _compat, hardware
 from fp4compile.analysis.gradients import is_nested
 from fp4compile.hardware import Gpu
 from fp4compile.passes.manager import analyse, describe
@@ -60,14 +60,18 @@ def explain(
     report = Report(chosen.name, graphs=0, gpu=None if target is None else target.name, rules=chosen.rules)
     made: dict[int, tuple[list[Row], Seconds | None]] = {}
     shown: list[tuple] = []
+    cuda_graphs = _compat.cuda_graphs(_compat.compiled_with(model) if isinstance(model, OptimizedModule) else {})
 
     def look(module: GraphModule, known: names.Names, forward_outputs: int | None) -> Callable:
         rows = describe(module.graph, known.inputs, analyse(module.graph, chosen, known.inputs, target))
-        rest = None
+        rest = launches = None
         if target is not None:
-            rows, rest = predict(module, known.inputs, rows, chosen, target, forward_outputs)
+            rows, rest, launches = predict(module, known.inputs, rows, chosen, target, forward_outputs)
         report.graphs = (report.graphs or 0) + 1
-        report.add(known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id(), rest=rest)
+        report.add(
+            known.in_full(rows), {"find": len(rows)}, CompileContext.current_trace_id(), rest=rest,
+            launches=None if cuda_graphs else launches,
+        )  # fmt: skip
         made.setdefault(id(known), ([], rest))[0].extend(rows)
         shown.append((id(known), known.modules, known.prefix))
         return module.forward

@@ -1,7 +1,5 @@
 """What was quantised, what was not, and why: one `Row` for each matrix product, gathered in a `Report`."""
 
-import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
@@ -10,10 +8,13 @@ from torch._guards import TraceId
 
 from fp4compile.recipe.rules import Rule, unmatched
 from fp4compile.report import page
-from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, row_of, shown_name
+from fp4compile.report.frames import Frame
+from fp4compile.report.host_bound import advice_lines
+from fp4compile.report.product_row import CATEGORIES, Row, is_below, one_line, shown_name
 from fp4compile.report.row_classes import Group, by_layer, gain, groups, layer_name
+from fp4compile.roofline.host import GraphLaunches
 
-__all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below", "rows_from_json", "rows_to_json"]
+__all__ = ["CATEGORIES", "PassRun", "Report", "Row", "is_below"]
 
 
 class Seconds(NamedTuple):
@@ -73,6 +74,7 @@ class Report:
         that was reached.
     rules: the recipe's rules, where the report is a backend's or of `explain`; see `unmatched_rules`.
     packed_before: how many weights of the model were packed already when `fp4compile.pack_` was called.
+    launches: what is launched for each graph with matrix products, on the GPU, without CUDA graphs; see `host_bound`.
     """
 
     recipe: str
@@ -86,7 +88,8 @@ class Report:
     uncompiled: dict[str, str] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     packed_before: int = 0
-    _frames: dict[tuple, "_Frame"] = field(default_factory=dict, repr=False, compare=False)
+    launches: list[GraphLaunches] = field(default_factory=list, compare=False)
+    _frames: dict[tuple, Frame] = field(default_factory=dict, repr=False, compare=False)
 
     def add(
         self,
@@ -96,17 +99,21 @@ class Report:
         *,
         seconds: Mapping[str, float] | None = None,
         rest: Seconds | None = None,
+        launches: GraphLaunches | None = None,
     ) -> None:
         """Add the rows of one graph, and the match counts and times of its passes.
 
         trace: Dynamo's identity of the compilation. A recompilation of a function adds only rows that the earlier
             compilations of this function did not have. None adds all rows.
         rest: the graph's `Report.rest`; added where rows are, or where the graph has none.
+        launches: what is launched for the graph; None where that is not known, or is issued as a CUDA graph.
         """
         added = rows if trace is None else self._unseen(rows, trace)
         self.rows.extend(added)
         if rest is not None and (added or not rows):
             self.rest = Seconds(self.rest.plain_seconds + rest.plain_seconds, self.rest.seconds + rest.seconds)
+        if launches is not None and rows:
+            self.launches.append(launches)
         for name, count in counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
         for name, took in (seconds or {}).items():
@@ -120,12 +127,19 @@ class Report:
     def _unseen(self, rows: list[Row], trace: TraceId) -> list[Row]:
         compilation = trace.compile_id
         function = (compilation.compiled_autograd_id, compilation.frame_id)
-        frame = self._frames.setdefault(function, _Frame())
+        frame = self._frames.setdefault(function, Frame())
         frame.enter((compilation.frame_compile_id, trace.attempt))
         return [row for row in rows if frame.is_new(row)]
 
-    def complete(self, rows: list[Row], fused: Mapping[str, str]) -> None:
-        """Set `fused` in the report's rows, by node name, after a backward graph was compiled late."""
+    def complete(
+        self, rows: list[Row], fused: Mapping[str, str], before: GraphLaunches | None, after: GraphLaunches | None
+    ) -> None:
+        """Set `fused` in the report's rows, by node name, after a backward graph was compiled late.
+
+        before, after: what is launched for the graph, without and with this backward graph.
+        """
+        if before is not None and after is not None and before in self.launches:
+            self.launches[self.launches.index(before)] = after
         changed = {(row, row.node): text for row in rows if (text := fused.get(row.node or "")) is not None}
         self.rows = [
             replace(row, fused=changed[row, row.node]) if (row, row.node) in changed else row for row in self.rows
@@ -222,6 +236,10 @@ class Report:
             "packed_before": self.packed_before,
             "gains": self.gains(),
             "losing": self.losing(),
+            "host_bound": [
+                {"launches": graph.count, "host_seconds": graph.host_seconds, "seconds": graph.seconds}
+                for graph in self.host_bound()
+            ],
             "rest": None if self.gpu is None else self.rest._asdict(),
         }
 
@@ -290,6 +308,13 @@ class Report:
                 found[layer_name(rows)] = expected
         return found
 
+    def host_bound(self) -> list[GraphLaunches]:
+        """The launches of each graph that the host is predicted to issue more slowly than the GPU runs them.
+
+        CUDA graphs (`torch.compile(..., mode="reduce-overhead")`) issue them at once. Empty where graphs use these.
+        """
+        return [graph for graph in self.launches if graph.host_binds]
+
     def predicted(self) -> Seconds | None:
         """The predicted seconds of all graphs, in bf16 and as planned: the sum of the rows and of `rest`.
 
@@ -332,7 +357,7 @@ class Report:
         """The lines below the table."""
         lines = (
             *self._reason_lines(), self.summary(), *self._uncompiled_lines(), *self._note_lines(),
-            *self._predicted_lines(), *self._passes_line(),
+            *self._predicted_lines(), *advice_lines(self.host_bound(), self.graphs), *self._passes_line(),
         )  # fmt: skip
         return [one_line(line) for line in lines]
 
@@ -393,30 +418,6 @@ class Report:
         return [f"passes: {', '.join(told)}"] if self.passes else []
 
 
-@dataclass
-class _Frame:
-    """A function that Dynamo compiles, maybe several times.
-
-    number: the current compilation's number. rows: how often each row occurs in the current compilation. earlier: the
-    largest such count of each row among the earlier compilations.
-    """
-
-    number: tuple[int, ...] | None = None
-    rows: Counter = field(default_factory=Counter)
-    earlier: Counter = field(default_factory=Counter)
-
-    def enter(self, number: tuple[int, ...]) -> None:
-        """Begin a compilation if the number is new. One compilation may make several graphs under one number."""
-        if self.number is not None and number != self.number:
-            self.earlier, self.rows = self.earlier | self.rows, Counter()
-        self.number = number
-
-    def is_new(self, row: Row) -> bool:
-        """Count a row, and return whether the current compilation has it more often than each earlier one."""
-        self.rows[row] += 1
-        return self.rows[row] > self.earlier[row]
-
-
 def _cells(group: Group) -> tuple[str, ...]:
     row = group.first
     saved = None if row.saved is None else f"{_size(row.saved)} of {_size(row.saved_plain or 0)}"
@@ -440,21 +441,3 @@ def _share(part: float | None) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-def rows_to_json(rows: list[Row], counts: dict[str, int]) -> str:
-    """One line of JSON with the rows and the match counts of a graph."""
-    return json.dumps({"rows": [asdict(row) for row in rows], "counts": counts})
-
-
-def rows_from_json(text: str) -> tuple[list[Row], dict[str, int]]:
-    """(rows, match counts) of what `rows_to_json` wrote. Raises ValueError for any other text."""
-    stored = json.loads(text)
-    match stored:
-        case {"rows": list(rows), "counts": dict(counts), **others} if not others:
-            pass
-        case _:
-            raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
-    if wrong := [count for count in counts.values() if type(count) is not int]:
-        raise ValueError(f"a count is {wrong[0]!r}")
-    return [row_of(row) for row in rows], counts

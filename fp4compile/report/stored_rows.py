@@ -7,10 +7,12 @@ cache reads them.
 
 import contextlib
 import hashlib
+import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import config as functorch_config
@@ -19,9 +21,18 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from fp4compile.recipe.atomic_file import write_atomically
-from fp4compile.report.report import Row, rows_from_json, rows_to_json
+from fp4compile.report.product_row import Row, row_of
+from fp4compile.roofline.host import GraphLaunches
 
 log = logging.getLogger("fp4compile")
+
+
+class Outcome(NamedTuple):
+    """What the passes tell of one graph: its rows, each pass's matches, and what it launches, if that was counted."""
+
+    rows: list[Row]
+    counts: dict[str, int]
+    launches: GraphLaunches | None = None
 
 
 def key(gm: GraphModule, example_inputs: Sequence[Any], uuid: object, config_patches: dict[str, Any]) -> str:
@@ -58,12 +69,12 @@ def _describe(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device} {value.requires_grad}"
 
 
-def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
+def store(key: str, graphs: list[Outcome]) -> None:
     """Write the rows of a compilation. Logs a cache that cannot be written, and does not raise."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(rows_to_json(rows, counts) for rows, counts in graphs)
+        text = "\n".join(map(rows_to_json, graphs))
         write_atomically(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
         log.warning("report rows not stored: %s", error)
@@ -72,7 +83,7 @@ def store(key: str, graphs: list[tuple[list[Row], dict[str, int]]]) -> None:
 MISSING = "a graph came from Inductor's cache, and its report rows are gone: it is not in the report"
 
 
-def load(key: str, missing: str | None = MISSING) -> list[tuple[list[Row], dict[str, int]]] | None:
+def load(key: str, missing: str | None = MISSING) -> list[Outcome] | None:
     """The stored rows of a compilation; None, and a logged warning, where they no longer exist or cannot be read.
 
     missing: the warning where they do not exist; None for none. A file with other contents is removed; the graph runs
@@ -95,7 +106,7 @@ def load(key: str, missing: str | None = MISSING) -> list[tuple[list[Row], dict[
         return None
 
 
-def _graphs(stored: bytes) -> list[tuple[list[Row], dict[str, int]]]:
+def _graphs(stored: bytes) -> list[Outcome]:
     """The rows that `store` wrote: one line for each of at least one graph. Raises ValueError for anything else."""
     lines = stored.decode().splitlines()
     if not lines:
@@ -105,3 +116,33 @@ def _graphs(stored: bytes) -> list[tuple[list[Row], dict[str, int]]]:
 
 def _path(key: str) -> Path:
     return Path(cache_dir()) / "fp4compile" / f"{key}.json"
+
+
+def rows_to_json(outcome: Outcome) -> str:
+    """One line of JSON with what the passes tell of a graph."""
+    rows, counts, launches = outcome
+    stored = {"rows": [asdict(row) for row in rows], "counts": counts}
+    return json.dumps(stored if launches is None else stored | {"launches": [launches.count, launches.seconds]})
+
+
+def rows_from_json(text: str) -> Outcome:
+    """What `rows_to_json` wrote. Raises ValueError for any other text."""
+    stored = json.loads(text)
+    match stored:
+        case {"rows": list(rows), "counts": dict(counts), **others} if not others.keys() - {"launches"}:
+            pass
+        case _:
+            raise ValueError(f"expected rows and counts, got a {type(stored).__name__} {text[:40]!r}")
+    if wrong := [count for count in counts.values() if type(count) is not int]:
+        raise ValueError(f"a count is {wrong[0]!r}")
+    return Outcome([row_of(row) for row in rows], counts, _launches_of(others.get("launches")))
+
+
+def _launches_of(stored: Any) -> GraphLaunches | None:
+    match stored:
+        case None:
+            return None
+        case [int(count), float(seconds)]:
+            return GraphLaunches(count, seconds)
+        case _:
+            raise ValueError(f"launches are {stored!r}")

@@ -1,8 +1,8 @@
 """The steps of a whole graph: what a GPU launches for it, after all passes, each launch once.
 
-Entry: `steps_of(graph, gpu)`, inside `templates.launch.dry_run` of the GPU. A product of this package's is the kernel
-that `choose` names; a quantiser is the launches of `templates.quantize.plan`; what is left to Inductor is counted by
-its bytes (`roofline.pointwise`), and attention and torch's products by their FLOPs and bytes.
+Entry: `steps_of(graph, gpu)`, of tensors on the GPU, or inside `templates.launch.dry_run` of it. A product of this
+package's is the kernel that `choose` names; a quantiser is the launches of `templates.quantize.plan`; what is left to
+Inductor is counted by its bytes (`roofline.pointwise`), and attention and torch's products by their FLOPs and bytes.
 """
 
 import re

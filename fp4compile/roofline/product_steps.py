@@ -78,7 +78,7 @@ def product_steps(
 
 def memory_pass(name: str, product: str, moved: Any, gpu: Gpu, launches: int = 1) -> Step:
     """A step whose kernels only move memory."""
-    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch)
+    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate, launches * gpu.launch, launches=launches)
 
 
 def tiles_of(choice: Choice, gpu: Gpu) -> tuple[tuple[int, int], int] | None:
@@ -113,7 +113,7 @@ def _multiply(
     if kernel.turn and tile:
         between = kernel.turn * sizes.turns(tile, at_once)
     return Step(name, product, sizes.flops(tile, at_once), operands + BF16 * sizes.result, rate,
-                gpu.copy_rate * kernel.memory, overhead, between)  # fmt: skip
+                gpu.copy_rate * kernel.memory, overhead, between, 1 + kernel.launches)  # fmt: skip
 
 
 def _rate(formats: tuple[BlockFormat | None, BlockFormat | None], chosen: Chosen, gpu: Gpu) -> float:

@@ -125,7 +125,7 @@ class Step:
     flops: floating-point operations of the matrix units in whole tiles (`Kernel.tile`); bytes: bytes read and written.
         Numbers, or sympy expressions.
     rate, bandwidth: FLOP/s and bytes/s that these kernels are expected to reach. overhead: seconds of the launches.
-    between: seconds between the tiles of a program (`Kernel.turn`).
+    between: seconds between the tiles of a program (`Kernel.turn`). launches: how many kernels are launched.
     """
 
     name: str
@@ -136,6 +136,7 @@ class Step:
     bandwidth: float
     overhead: float
     between: Any = 0.0
+    launches: int = 1
 
     @property
     def matrix(self) -> Any:
@@ -218,7 +219,7 @@ def quantiser(
     share *= (reached.hadamard if hadamard else 1.0) * (reached.stochastic if stochastic else 1.0)
     in_kernel = fmt.outer == "row" and along == ROWS and not static
     overhead = (launches + (reached.row_amax if in_kernel else 0)) * gpu.launch
-    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead)
+    return Step(name, product, 0, moved, gpu.bf16, gpu.copy_rate * share, overhead, launches=launches)
 
 
 def quantise_seconds(

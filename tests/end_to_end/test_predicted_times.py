@@ -1,13 +1,21 @@
 """Predicted times of a graph's products, as `explain` reports them, on the meta device."""
 
+import dataclasses
+from html import escape
+
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 import fp4compile
+from fp4compile import config, hardware
+from fp4compile.hardware import Target
 from fp4compile.recipe import named
 from fp4compile.roofline import model as roofline
 from fp4compile.roofline import time_terms
 from fp4compile.roofline.model import Experts
+from fp4compile.templates.launch import dry_run
+from tests.helpers import without_codegen
 from tests.helpers.expert_models import Around, Forms, packed, recipe_of, tokens
 
 
@@ -222,3 +230,62 @@ def test_attention_on_meta_is_one_kernel_as_on_a_gpu():
     for row, flops in zip(report.rows, (forward, 2.5 * forward), strict=True):
         expected = gpu.product_launch + flops / (gpu.bf16 * time_terms.ATTENTION)
         assert row.seconds == row.plain_seconds == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------- launches that the host issues
+
+ADVICE = 'better compiled with torch.compile(..., mode="reduce-overhead")'
+
+
+@pytest.mark.parametrize("tokens, advised", [(256, True), (8192, False)])
+def test_cuda_graphs_are_advised_where_the_host_issues_launches_more_slowly_than_they_run(tokens, advised):
+    model, x = on_meta(tokens, grad=True)
+    report = fp4compile.explain(model, x, recipe="nvfp4_train", gpu="H100")
+    (graph,) = report.launches  # of the forward and the backward graph together
+    assert graph.count == 29, "six products; eight quantisers, 2 or 3 each; seeds"
+    assert graph.seconds == pytest.approx(report.predicted().seconds)
+    assert (15e-6 * graph.count > graph.seconds) == advised
+    assert [text in page for text, page in ((ADVICE, str(report)), (escape(ADVICE), report.to_html()))] == 2 * [advised]
+    assert [each["launches"] for each in report.to_dict()["host_bound"]] == advised * [graph.count]
+
+
+def test_cuda_graphs_are_not_advised_where_they_are_used():
+    model, x = on_meta(256, grad=True)
+    for backend in (fp4compile.backend("nvfp4_train"), "inductor"):
+        compiled = torch.compile(model, backend=backend, mode="reduce-overhead")
+        assert fp4compile.explain(compiled, x, gpu="H100").launches == []
+    with inductor.patch({"triton.cudagraphs": True}):
+        assert ADVICE not in str(fp4compile.explain(model, x, gpu="H100"))
+
+
+SLOW = dataclasses.replace(roofline.GPUS["H100"], bandwidth=1e9)
+COMPILED = {
+    "host binds": (roofline.GPUS["H100"], {}, True),
+    "sizes that vary": (roofline.GPUS["H100"], {"dynamic": True}, True),
+    "device binds": (SLOW, {}, False),
+    "reduce-overhead": (roofline.GPUS["H100"], {"mode": "reduce-overhead"}, False),
+    "option": (roofline.GPUS["H100"], {"options": {"triton.cudagraphs": True}}, False),
+    "no known GPU": (None, {}, False),
+}
+
+
+@pytest.mark.parametrize("gpu, settings, advised", COMPILED.values(), ids=COMPILED)
+def test_the_report_of_a_compiled_step_advises_as_explain_does(gpu, settings, advised, monkeypatch):
+    """The passes decide as on a GPU; the reference runs what they leave."""
+    monkeypatch.setattr(hardware, "present", lambda: gpu)
+    monkeypatch.setattr(config, "disabled_passes", ("inplace", "lower"))
+    without_codegen.install(monkeypatch, deciding=lambda: dry_run(Target(90)))
+    model, x = Pair(64, 64).bfloat16(), torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    backend = fp4compile.backend("mxfp8")
+    compiled = torch.compile(model, backend=backend, **settings)
+    compiled(x).sum().backward()
+    assert (ADVICE in str(backend.report)) == advised
+    assert backend.report.launches == fp4compile.explain(compiled, x, recipe="mxfp8").launches
+
+
+def test_a_graph_on_a_cpu_waits_for_no_gpu(monkeypatch):
+    monkeypatch.setattr(hardware, "present", lambda: roofline.GPUS["H100"])
+    without_codegen.install(monkeypatch)
+    backend = fp4compile.backend("mxfp8")
+    torch.compile(torch.nn.Linear(64, 64), backend=backend)(torch.randn(32, 64))
+    assert backend.report.quantised and backend.report.launches == []

@@ -14,7 +14,8 @@ import torch
 from torch._guards import CompileId, TraceId
 
 import fp4compile
-from fp4compile.report.report import Report, Row, Seconds, rows_from_json, rows_to_json
+from fp4compile.report.report import Report, Row, Seconds
+from fp4compile.report.stored_rows import Outcome, rows_from_json, rows_to_json
 from tests.helpers import without_codegen
 
 
@@ -176,7 +177,8 @@ def test_recompilation_adds_only_what_is_new():
 
 def test_json():
     rows = [row(), row("b", "output head"), row(m="s0", flops=None)]
-    assert rows_from_json(rows_to_json(rows, {"find": 3})) == (rows, {"find": 3})
+    outcome = Outcome(rows, {"find": 3})
+    assert rows_from_json(rows_to_json(outcome)) == outcome
     report = Report("mxfp8", rows, {"find": 3})
     assert json.loads(json.dumps(report.to_dict()))["quantised"] == 2
 
