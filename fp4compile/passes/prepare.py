@@ -72,9 +72,7 @@ def _copy_of_a(node: Node) -> Node:
         a, b = (operand(*(given.get(first + i) for i in range(3)), node.args[first + 3]) for first in (0, 4))
         return prepare_a(Arguments(a, b, None, out_dtype), choice)
 
-    values = [each.meta["val"] for each in operands]
-    with values[0].fake_mode:
-        trace = fwd_only(torch.func.functionalize(launched), values)
+    trace = fwd_only(torch.func.functionalize(launched), [each.meta["val"] for each in operands])
     return node.graph.graph_copy(
         trace.graph, dict(zip(trace.graph.find_nodes(op="placeholder"), operands, strict=True))
     )

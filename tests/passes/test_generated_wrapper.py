@@ -17,9 +17,6 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.graph import CodeGen
 
 from fp4compile import _compat, _inductor_patches
 from fp4compile.passes.fake_quantize import fake_quantize
@@ -225,26 +222,6 @@ def test_what_starts_early(monkeypatch):
     assert len(early) == sum("'PDL': True" in text for text in kernels.values())
     products = [index for index, call in enumerate(calls) if call.startswith("gemm_wgmma_sm90")]
     assert len(products) == 2 and all(calls[index - 1].startswith("swizzle_a_sm90") for index in products)
-
-
-@pretending
-@pytest.mark.parametrize("rows", [16, 300])
-def test_packed_projections_share_swizzled_a(rows, monkeypatch):
-    """One launch writes it, and three products read it, where their weights are inputs of the graph."""
-    pretend(monkeypatch, 90)
-
-    def projections(x, *packed):
-        return [torch.ops.fp4compile.scaled_mm(x, None, None, None, *w, "nvfp4", None, x.dtype) for w in packed]
-
-    with FakeTensorMode() as mode:
-        x = torch.empty(rows, 512, device="cuda:0", dtype=torch.bfloat16)
-        packed = [torch.ops.fp4compile.quantize(x.new_empty(size, 512), "nvfp4") for size in (1024, 256, 256)]
-        traced = make_fx(projections)(x, *packed)
-    traced.graph.set_codegen(CodeGen())  # the arguments one by one, as Inductor has them
-    calls = re.findall(r"^ *(swizzle_a|gemm_wgmma)_sm90_\d+\.run\((.*), stream=", wrapper_of(traced, mode), re.M)
-    assert [name for name, _ in calls] == ["swizzle_a", *["gemm_wgmma"] * 3]
-    (written,) = {arguments.split(", ")[0] for name, arguments in calls if name == "gemm_wgmma"}
-    assert f", {written}, " in calls[0][1]
 
 
 @pretending

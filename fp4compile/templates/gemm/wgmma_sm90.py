@@ -304,9 +304,7 @@ def gemm_wgmma_sm90(
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     lane = tl.arange(0, 32 * WARPS)
     split = tl.program_id(0) % splits
-    tile_m, tile_n = 0, tl.program_id(0) // splits
-    if not ONE_TILE:  # divisions take time in which B is not on its way yet
-        tile_m, tile_n = _tile_of(tile_n, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
+    tile_m, tile_n = _tile_of(tl.program_id(0) // splits, tl.cdiv(m, ROWS), tl.num_programs(0) // splits, GROUP_M)
     row = (tile_n * WARPS + lane // 32) * (16 * PARTS)
     all_stages = tl.cdiv(k_vectors, 4 * STEPS_PER_STAGE)
     start = split * tl.cdiv(all_stages, splits)
@@ -376,7 +374,7 @@ def gemm_wgmma_sm90(
     c = _wait_wgmma(c, PARTS * count)
 
     first_m = tile_m * ROWS
-    first = tl.cast(first_m, tl.int64) * n + row
+    first = first_m.to(tl.int64) * n + row
     out_ptr += split.to(tl.int64) * m * n
     # The compiler moves no load across a store. So the loads of some sums come before the stores of the sums before,
     # but not the loads of all sums before all stores: they would take too many registers.
