@@ -53,18 +53,19 @@ def swizzle_a_sm90(
         swizzled_a_ptr = launch_dependents(swizzled_a_ptr)
     matrix = tl.program_id(0) % matrices
     start = tl.program_id(0) // matrices * LINES
-    behind = tl.program_id(0) - tl.cdiv(lines, LINES) * matrices  # negative but for the programs that write zeros
-    line = tl.where(behind < 0, tl.cast(matrix, tl.int64) * lines + start,
-                    tl.cast(matrices, tl.int64) * lines + behind * LINES)  # fmt: skip
-    rows = tl.where(behind < 0, m, 0)
-    stored = tl.where(behind < 0, lines, start + LINES)
+    line = matrix.to(tl.int64) * lines + start
+    behind = tl.program_id(0) - tl.cdiv(lines, LINES) * matrices
+    if behind >= 0:
+        line = matrices.to(tl.int64) * lines + behind * LINES
+        m = 0
+        lines = start + LINES
     word = tl.arange(0, LINES * 32)
     row = start + word // 32
     unit = word // 4 % 8 ^ row % 8
     block = matrix * 4 + word % 4
     # The first of the word's two elements. The other one is four elements on.
     column = block * 16 + unit // 4 * 8 + unit % 4
-    inside = (row < rows) & (block < blocks)
+    inside = (row < m) & (block < blocks)
     if ELEMENT == "plain":
         at = a_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + row.to(tl.int64) * per_row + column
         near = tl.load(at, mask=inside, other=0).to(tl.int32)
@@ -80,7 +81,7 @@ def swizzle_a_sm90(
         far = tl.where(column % 2 == 0, even, odd) * scale
         content = pack(near, far, swizzled_a_ptr.dtype.element_ty, ISA)
     swizzled_a_ptr += line * 64
-    tl.store(swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, content, mask=row < stored)
+    tl.store(swizzled_a_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, content, mask=row < lines)
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,10 @@ def swizzled_a(call: Call, size: SwizzledSize) -> torch.Tensor:
     a, b, p = call.a, call.b, call.problem
     out = a.data.new_empty(size.shape, dtype=p.compute_dtype)
     lines = 16 if statically_true(size.lines == 16) else 32
-    warps = lines // 4 if size.one_tile else lines // 8  # few programs: more lanes, each with less to wait for
     reading = a.reading(64)
     del reading["ALIGN"]  # lanes read single elements
     programs = ceil_div(size.lines, lines) * size.matrices + (0 if size.one_tile else _MOST_LINES // lines)
     launch(swizzle_a_sm90, programs, a.data, a.data if a.scales is None else a.scales, b.data, b.scales, out, p.m,
-           p.k // 16, a.units_per_row, size.matrices, size.lines, num_warps=warps, LINES=lines,
+           p.k // 16, a.units_per_row, size.matrices, size.lines, num_warps=lines // 8, LINES=lines,
            LAUNCH_DEPENDENTS=p.target.dependent_launch, ISA=p.target.isa, **reading)  # fmt: skip
     return out
