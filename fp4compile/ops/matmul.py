@@ -67,12 +67,12 @@ def scaled_mm_reference(
 
 def scaled_mm_kernels(
     a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format, bias, out_dtype, operands=None, epilogue=None,
-    dtype=None, fast_accumulation=False, choice=None, prepared_a=None,
+    dtype=None, fast_accumulation=False, choice=None,
 ):  # fmt: skip
-    """`scaled_mm` by the kernel of a `Choice`; None chooses one. prepared_a: as for `multiply.multiply`."""
+    """`scaled_mm` by the kernel of a `Choice`; None chooses one."""
     a, b = _pair(a, a_scales, a_outer, a_format, b, b_scales, b_outer, b_format)
     steps = None if epilogue is None else Epilogue.parse(epilogue, out_dtype, dtype)
-    return multiply.scaled_mm(a, b, bias, out_dtype, steps, operands or [], choice, fast_accumulation, prepared_a)
+    return multiply.scaled_mm(a, b, bias, out_dtype, steps, operands or [], choice, fast_accumulation)
 
 
 def scaled_mm_shapes(

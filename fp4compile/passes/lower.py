@@ -26,7 +26,6 @@ from fp4compile.analysis.graph import reads_by_index, scaled_mm_of
 from fp4compile.ops.define import KERNELS
 from fp4compile.ops.matmul import SCALED_GROUPED_MM, SCALED_MM, SCALED_MM_GATHERED
 from fp4compile.passes.autotune import fastest
-from fp4compile.passes.prepare import prepare
 from fp4compile.templates.launch import on_gpu
 
 
@@ -39,21 +38,16 @@ def lower(graph: Graph) -> int:
     traces: dict[Hashable, GraphModule] = {}
     # A PatternMatcherPass would pass over nodes with E8M0 tensors, for which Inductor has no code of its own.
     patterns = {op: CallFunctionVarArgs(op) for op in KERNELS}
-    prepared = prepare(graph)
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in KERNELS]:
         if on_gpu(node.all_input_nodes[0].meta["val"]):
-            match = patterns[node.target].match(node)
-            lowered += _replace(match, KERNELS[node.target], traces, prepared.get(node))
+            lowered += _replace(patterns[node.target].match(node), KERNELS[node.target], traces)
     return lowered
 
 
-def _replace(
-    match: Match, implementation: Callable, traces: dict[Hashable, GraphModule], prepared_a: Node | None
-) -> bool:
+def _replace(match: Match, implementation: Callable, traces: dict[Hashable, GraphModule]) -> bool:
     """Replace a node by the trace of its implementation; strings and numbers are fixed in it.
 
-    traces: the traces made in this graph, by signature. prepared_a: the copy of A that a product shares with others, if
-    it does (`passes.prepare`). Returns whether the node was replaced.
+    traces: the traces made in this graph, by signature. Returns whether the node was replaced.
     """
     node, options = match.output_node(), {}
     if node.target in (SCALED_MM, SCALED_GROUPED_MM):
@@ -63,8 +57,7 @@ def _replace(
         options = {"choice": choice}
     if node.target is SCALED_MM_GATHERED and not reads_by_index(node):
         return False
-    kwargs = match.kwargs if prepared_a is None else {**match.kwargs, "prepared_a": prepared_a}
-    flat, spec = pytree.tree_flatten((match.args, kwargs))
+    flat, spec = pytree.tree_flatten((match.args, match.kwargs))
     places = [i for i, value in enumerate(flat) if isinstance(value, Node)]
     for place in places:
         # Kernels read views of their inputs. Inductor would compute every view of a tensor that is not materialised

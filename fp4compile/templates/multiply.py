@@ -7,7 +7,6 @@ on Hopper are less exact than float32. The host never reads the offsets of group
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -25,10 +24,10 @@ from fp4compile.templates.launch import target_of
 from fp4compile.templates.problem import problem_of
 
 
-def multiply(x: Arguments, choice: Choice | None = None, prepared_a: torch.Tensor | None = None) -> torch.Tensor:
+def multiply(x: Arguments, choice: Choice | None = None) -> torch.Tensor:
     """The product of the arguments on the GPU: [..., M, N] or, with groups, of the shape that `Problem.ragged` gives.
 
-    choice: the kernel; None calls `choose`. prepared_a: what `prepare_a` returned for this choice and this A.
+    choice: the kernel; None calls `choose`.
     Raises ValueError or TypeError, naming the argument, for arguments that do not fit, and for an epilogue that the
     kernel does not take.
     """
@@ -36,13 +35,7 @@ def multiply(x: Arguments, choice: Choice | None = None, prepared_a: torch.Tenso
         if x.epilogue is not None:
             raise ValueError("epilogue: the product of two plain operands is the library's, which takes none")
         return reference.scaled_mm(x.a, x.b, x.bias, x.out_dtype)
-    return _launched(replace(call_of(x), prepared_a=prepared_a), choice)
-
-
-def prepare_a(x: Arguments, choice: Choice) -> torch.Tensor:
-    """A in the layout that the kernel of a choice reads (`Candidate.prepare_a`), for it and products that share it."""
-    call, candidate = call_of(x), named(choice.kernel)
-    return candidate.prepare_a(call, candidate.prepared_with(call.problem, choice.config))
+    return _launched(call_of(x), choice)
 
 
 def _launched(call: Call, choice: Choice | None) -> torch.Tensor:
@@ -77,16 +70,15 @@ def scaled_mm(
     auxiliaries: Sequence[torch.Tensor] = (),
     choice: Choice | None = None,
     fast_accumulation: bool = False,
-    prepared_a: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`reference.scaled_mm` by `multiply`: [..., M, K] x [..., N, K] (or [N, K] for every batch) -> [..., M, N].
 
     epilogue: steps that are applied to the product before it is stored; the choice must take an epilogue.
-    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has. prepared_a: as for
-    `multiply`.
+    fast_accumulation: whether FP8 matrix units may keep the sums in fewer bits than float32 has.
     """
-    x = Arguments(a, b, bias, out_dtype, epilogue, auxiliaries, fast_accumulation=fast_accumulation)
-    return multiply(x, choice, prepared_a)
+    return multiply(
+        Arguments(a, b, bias, out_dtype, epilogue, auxiliaries, fast_accumulation=fast_accumulation), choice
+    )
 
 
 def scaled_grouped_mm(

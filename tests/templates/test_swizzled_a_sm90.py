@@ -3,6 +3,7 @@
 As in test_gemm_kernels.py: the kernel runs on a GPU, and in Triton's interpreter in a process of its own.
 """
 
+import math
 import re
 
 import pytest
@@ -13,37 +14,34 @@ from fp4compile.formats.operand import Arguments, Operand
 from tests.helpers.kernels import INTERPRETING, gpu, launches, on_device, quantized
 
 if INTERPRETING or torch.cuda.is_available():
-    from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a, swizzled_size
+    from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
     from fp4compile.templates.multiply import call_of
 
 compiles = pytest.mark.skipif(INTERPRETING, reason="compiles")
 
 
-def swizzled_a_of(x: torch.Tensor, matrices: int, lines: int) -> torch.Tensor:
-    """[matrices, lines, 64] of x [m, k], as the docstring of the kernel's module says it."""
-    padded = x.new_zeros(lines, matrices * 64)
+def swizzled_a_of(x: torch.Tensor, rows: int, matrices: int) -> torch.Tensor:
+    """[tiles, matrices, rows, 64] of x [m, k], as the docstring of the kernel's module says it."""
+    tiles = -(-x.shape[0] // rows)
+    padded = x.new_zeros(tiles * rows, matrices * 64)
     padded[: x.shape[0], : x.shape[1]] = x
-    # Of a line: matrices, blocks, halves, quarters, elements.
-    blocks = padded.view(lines, matrices, 4, 2, 2, 4)
-    units = blocks.permute(1, 0, 3, 5, 2, 4).reshape(matrices, lines, 8, 8)
+    # Of a tile's row: matrices, blocks, halves, quarters, elements.
+    blocks = padded.view(tiles, rows, matrices, 4, 2, 2, 4)
+    units = blocks.permute(0, 2, 1, 4, 6, 3, 5).reshape(tiles, matrices, rows, 8, 8)
     swizzled = torch.empty_like(units)
-    for line in range(lines):
+    for row in range(rows):
         for unit in range(8):
-            swizzled[:, line, unit ^ line % 8] = units[:, line, unit]
-    return swizzled.view(matrices, lines, 64)
+            swizzled[:, :, row, unit ^ row % 8] = units[:, :, row, unit]
+    return swizzled.view(tiles, matrices, rows, 64)
 
 
 def check(a, rows: int, steps: int):
     """Swizzled A of an operand, in memory in which every bit was set before."""
     x = a.data if a.format is None else reference.dequantize_blocks(a.data, a.scales, a.format).half()
     b = quantized(torch.randn(16, x.shape[1]), formats.get("nvfp4"))
-    call = call_of(Arguments(on_device(a), on_device(b), None, torch.float32))
-    got = swizzled_a(call, swizzled_size(call.problem, rows, steps)).cpu()
-    one_tile = x.shape[0] <= rows <= 64
-    lines = rows if one_tile else -(-x.shape[0] // 8) * 8
-    expected = swizzled_a_of(x, 2 * steps * -(-x.shape[1] // (128 * steps)), lines).view(-1, 64)
-    if not one_tile:
-        expected = torch.cat([expected, expected.new_zeros(256, 64)])
+    got = swizzled_a(call_of(Arguments(on_device(a), on_device(b), None, torch.float32)), rows, steps).cpu()
+    stages = -(-x.shape[1] // (128 * steps))
+    expected = swizzled_a_of(x, rows, 2 * steps * stages)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     nans = expected.isnan()
     assert torch.equal(got.isnan(), nans)
@@ -86,9 +84,9 @@ def test_swizzled_a_of_every_16_bits():
 
 
 @compiles
-@pytest.mark.parametrize(("m", "lines"), [(9, 16), (17, 32), (64, 64), (301, 304)])
+@pytest.mark.parametrize(("m", "rows"), [(9, 16), (17, 32), (64, 64), (300, 160)])
 @pytest.mark.parametrize("a", [torch.bfloat16, "nvfp4"], ids=str)
-def test_launches(a, m, lines):
+def test_launches(a, m, rows):
     """The product is launched early, after the kernel that swizzles A, which has B as an argument."""
     swizzle, product, *_ = launches(90, a, "nvfp4", m)
     assert [swizzle.kernel.__name__, product.kernel.__name__] == ["swizzle_a_sm90", "gemm_wgmma_sm90"]
@@ -96,12 +94,10 @@ def test_launches(a, m, lines):
     assert swizzle.args["swizzled_a_ptr"] is product.args["swizzled_a_ptr"]
     for name in ("b_ptr", "b_scales_ptr"):
         assert swizzle.args[name] is product.args[name]
-    assert product.constants["ONE_TILE"] == (m <= 64) and product.args["lines"] == swizzle.args["lines"] == lines
-    matrices, of_program = swizzle.args["matrices"], swizzle.constants["LINES"]
-    assert matrices * 64 == 4096
-    behind = 0 if m <= 64 else 256
-    assert tuple(swizzle.args["swizzled_a_ptr"].shape) == (matrices * lines + behind, 64)
-    assert swizzle.grid == matrices * -(-lines // of_program) + behind // of_program
+    steps = product.constants["STEPS_PER_STAGE"]
+    shape = (-(-m // rows), 2 * steps * -(-4096 // (128 * steps)), rows, 64)
+    assert tuple(swizzle.args["swizzled_a_ptr"].shape) == shape
+    assert swizzle.grid * swizzle.constants["LINES"] == math.prod(shape[:3])
 
 
 @compiles
@@ -109,7 +105,7 @@ def test_launches(a, m, lines):
     (1024, 9), (1024, 32), (1024, 64), (8192, 9), (8192, 32), (8192, 64), (32768, 64), (8192, 512),
 ])  # fmt: skip
 def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
-    """Only B is read before, and nothing is written; afterwards one copy, or one a matrix, brings each stage of A."""
+    """Only B is read before, and nothing is written; afterwards one copy brings each stage of A."""
     from fp4compile import _compat
     from fp4compile.check.sass import disassemble
 
@@ -124,10 +120,9 @@ def test_b_is_on_its_way_before_swizzled_a_is_awaited(n, m):
         before.rindex("SYNCS.EXCH") :
     ]  # from where the barriers are made; before that is what reserves shared memory
     assert "LDGSTS" in before and not re.search(r"UBLKCP|\bLDG\b|\bSTG\b", before)
-    copies = 1 if m <= 64 else 2
-    assert after.count("UBLKCP") == 3 * copies  # two stages at first, then one a stage
+    assert after.count("UBLKCP") == 3  # two stages at first, then one a stage
 
     size = product.constants["STEPS_PER_STAGE"] * product.constants["ROWS"] * 256
-    assert re.findall(r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", multiplies["ptx"]) == [str(size)] * 3
-    copied = re.findall(r"cp\.async\.bulk\S*\s+\[\S.*?\], \[\S+\], (\d+)", multiplies["ptx"])
-    assert copied == [str(size // copies)] * 3 * copies
+    for copy in (r"arrive\.expect_tx\S* _, \[\S+\], (\d+)", r"cp\.async\.bulk\S*\s+\[\S+\], \[\S+\], (\d+)"):
+        assert re.findall(copy, multiplies["ptx"]) == [str(size)] * 3
+    assert swizzle.args["swizzled_a_ptr"].numel() * 2 % size == 0

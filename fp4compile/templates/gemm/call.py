@@ -114,7 +114,6 @@ class Call:
 
     epilogue: None, or the steps; auxiliaries: the tensors that the steps read, of the product's size or of n elements.
     offs: int32 [groups], contiguous; None without groups.
-    prepared_a: A in the layout of `Candidate.prepare_a`, made before; None where the kernel's launches make it.
     Raises RuntimeError where a kernel of the problem's sizes would leave the storage of a tensor.
     """
 
@@ -125,7 +124,6 @@ class Call:
     epilogue: Epilogue | None = None
     auxiliaries: tuple[torch.Tensor, ...] = ()
     offs: torch.Tensor | None = None
-    prepared_a: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         p = self.problem

@@ -34,9 +34,6 @@ class Candidate:
     traceable: whether a graph can hold the launches of a problem and its configuration.
     any_rows: whether it serves the problem for every number of rows of A, if it does for one.
     dequantizes_a, dequantizes_b: whether it writes the operand, if it is quantised, to memory in 16 bits first.
-    prepared_with, prepare_a: for a kernel that reads a copy of A in a layout of its own: which layout, for a problem
-        and its configuration, and the launch that makes the copy. Products of one A with equal layouts can share it
-        (`passes.prepare`). None for other kernels.
     group_with, run_group: for a kernel that computes several products of one A in one launch: what these products must
         have in common beside A, and the launch of all of them. None for other kernels.
     """
@@ -52,8 +49,6 @@ class Candidate:
     any_rows: bool = False
     dequantizes_a: bool = False
     dequantizes_b: bool = False
-    prepared_with: Callable[[Problem, Any], Any] | None = None
-    prepare_a: Callable[[Call, Any], torch.Tensor] | None = None
     group_with: Callable[[Problem], tuple] | None = None
     run_group: Callable[[Sequence[Call], Any], list[torch.Tensor]] | None = None
 

@@ -7,9 +7,9 @@ one that may lie in registers, and the kernel computes the transposed product.
 A program has a tile of up to 256 rows of A. A would be read from the cache too often if each warp had a copy of its
 own. So the warps of a program share A, the second operand of `wgmma`, which it reads from shared memory. A has a
 pipeline of its own: one stage is STEPS_PER_STAGE steps of all rows of the tile, in the order in which `swizzle_a_sm90`
-has written them to global memory, so that one lane starts a few bulk copies for a whole stage. The stage goes to a
-buffer that all warps have released; warps wait for each other only there. While the matrix units multiply some of a
-step's elements of B, the warps dequantise the next elements.
+has written them to global memory, so that one lane starts one bulk copy of a whole stage. The stage goes to a buffer
+that all warps have released; warps wait for each other only there. While the matrix units multiply some of a step's
+elements of B, the warps dequantise the next elements.
 
 With many rows of A the matrix units are the bound. A multiprocessor multiplies 64 rows of B, 256 rows of A and 16
 elements of K in 128 clocks, and two warpgroups take turns: each has 256 clocks in which to dequantise the next 16
@@ -53,10 +53,9 @@ from fp4compile.templates.gemm.candidate import Candidate
 from fp4compile.templates.gemm.dequant_tiles import reduce_split_k
 from fp4compile.templates.gemm.heuristics import WGMMA_ROWS, WgmmaConfig, wgmma_config
 from fp4compile.templates.gemm.streaming import streams
-from fp4compile.templates.gemm.swizzled_a_sm90 import SwizzledSize, swizzled_a, swizzled_size
+from fp4compile.templates.gemm.swizzled_a_sm90 import swizzled_a
 from fp4compile.templates.launch import launch
 from fp4compile.templates.problem import Problem
-from fp4compile.templates.view import span, within
 
 _KIND = {"fp16": "f16x2", "bf16": "bf16x2"}
 # How many stages before its use the copy of a stage of A starts.
@@ -158,26 +157,18 @@ def _barriers_ptx(warps, buffers):
 
 
 @triton.constexpr_function
-def _copy_a_stage_ptx(size, copies):
-    """PTX that waits for an empty buffer and starts to copy `copies` pieces of A, of `size` bytes each, to it.
+def _copy_a_stage_ptx(size):
+    """PTX that waits for an empty buffer and starts to copy `size` bytes of A to it, by one elected lane.
 
-    One elected lane starts the copies. Inputs: the buffer's barriers, the parity to wait for, the buffer, the source,
-    bytes from one piece of the source to the next, whether this warp copies, a token.
+    Inputs: the buffer's barriers, the parity to wait for, the buffer, the source, whether this warp copies, a token.
     """
-    text = [
-        "{ .reg .pred p; .reg .b64 from; setp.eq.b32 p, $6, 0; @p bra.uni NO;",
-        "WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;",
-        f"elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size * copies};",
-        "mov.b64 from, $4;",
-    ]
-    for i in range(copies):
-        if i > 0:
-            text.append("add.s64 from, from, $5;")
-        text.append(
-            "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            f" [$3 + {i * size}], [from], {size}, [$1];"
-        )
-    return " ".join([*text, "NO: mov.b32 $0, 0; }"])
+    return (
+        "{ .reg .pred p; setp.eq.b32 p, $5, 0; @p bra.uni NO;"
+        " WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$1 + 8], $2; @!p bra.uni WAIT;"
+        f" elect.sync _|p, 0xffffffff; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size};"
+        " @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        f" [$3], [$4], {size}, [$1]; NO: mov.b32 $0, 0; }}"
+    )
 
 
 def needed_bytes(rows: int, warps: int, parts: int, stages: int, steps: int, buffers: int) -> int:
@@ -193,22 +184,14 @@ def _buffer_of(stage, BUFFERS: tl.constexpr):
 
 @triton.jit
 def _copy_a_stage(
-    swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, lines, ONE_TILE: tl.constexpr, ROWS: tl.constexpr,
-    STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
-):  # fmt: skip
-    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token.
-
-    swizzled_a: from the program's first line in its first matrix on. lines: of a matrix. ONE_TILE: the tile has all of
-    them, so that one copy brings a stage; else each matrix needs a copy.
-    """
-    matrices: tl.constexpr = 2 * STEPS_PER_STAGE
-    copies: tl.constexpr = 1 if ONE_TILE else matrices
+    swizzled_a_ptr, stage, stages, buffers, barriers, token, lane, SIZE: tl.constexpr, BUFFERS: tl.constexpr
+):
+    """Start to copy the program's stage of A, if it exists, as soon as its buffer is empty. Returns a token."""
     buffer, parity = _buffer_of(stage, BUFFERS)
-    to_next = tl.cast(lines, tl.int64) * 128
-    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * matrices * to_next
+    source = swizzled_a_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + stage * SIZE
     wanted = ((lane < 32) & (stage < stages)).to(tl.int32)  # by the first warp
-    places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * (matrices * ROWS * 128), source, to_next)
-    return do_ptx(_copy_a_stage_ptx(matrices * ROWS * 128 // copies, copies), "r,r,r,l,l,r,r", places + (wanted, token))
+    places = (barriers + buffer * 16, parity ^ 1, buffers + buffer * SIZE, source)
+    return do_ptx(_copy_a_stage_ptx(SIZE), "r,r,r,l,r,r", places + (wanted, token))
 
 
 @triton.jit
@@ -278,17 +261,16 @@ def _tile_of(program, tiles_m, tiles, GROUP_M: tl.constexpr):
 @triton.jit
 def gemm_wgmma_sm90(
     swizzled_a_ptr, a_outer_ptr, b_ptr, b_scales_ptr, b_outer_ptr, bias_ptr, out_ptr, epilogue_0_ptr, epilogue_1_ptr,
-    m, n, k_vectors, splits, lines,
+    m, n, k_vectors, splits,
     A_OUTER: tl.constexpr, B_OUTER: tl.constexpr, B_SQUARE: tl.constexpr, B_SWIZZLED: tl.constexpr,
     BIAS: tl.constexpr, EPILOGUE: tl.constexpr, COMPUTE: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, STEPS_PER_STAGE: tl.constexpr, BUFFERS: tl.constexpr,
-    GROUP_M: tl.constexpr, ONE_TILE: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-    ISA: tl.constexpr, SHARED: tl.constexpr,
+    GROUP_M: tl.constexpr, PARTIAL: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ISA: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """out [m, n] = a [m, K] x b [n, K]^T, rescaled, plus a bias, through the epilogue; or (PARTIAL) partial sums.
 
-    swizzled_a: [matrices, lines, 64] from `swizzle_a_sm90`, in whole stages. ONE_TILE: a tile has all lines; else the
-    last tile may read lines behind its matrix, for sums that are not stored. b: K / 2 bytes of codes a row.
+    swizzled_a: [tiles, matrices, ROWS, 64] from `swizzle_a_sm90`, in whole stages. b: K / 2 bytes of codes a row.
     k_vectors: K / 32, even.
     splits: into how many parts K is cut (split-K). PARTIAL: out is [splits, m, n], the raw float32 sums of each part;
     the kernel that adds them may start early. PDL: this kernel itself starts early (see `device.dependent_launch`).
@@ -331,10 +313,10 @@ def gemm_wgmma_sm90(
         out_ptr = wait(out_ptr)
         epilogue_0_ptr = wait(epilogue_0_ptr)
         epilogue_1_ptr = wait(epilogue_1_ptr)
-    swizzled_a_ptr += (start.to(tl.int64) * (2 * STEPS_PER_STAGE) * lines + tile_m * ROWS) * 64
+    swizzled_a_ptr += (tile_m * all_stages + start).to(tl.int64) * (a_stage_bytes // 2)
     for early in tl.static_range(_A_AHEAD):
-        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, lines, ONE_TILE,
-                              ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
+        token = _copy_a_stage(swizzled_a_ptr, early, stages, a_buffers, barriers, token, lane, a_stage_bytes,
+                              BUFFERS)  # fmt: skip
     if B_OUTER == "tensor" and not PARTIAL:
         token = do_ptx(AWAIT_VALUE, "f,r", (tl.load(b_outer_ptr), token))  # brings it to the cache for the end
 
@@ -367,7 +349,7 @@ def gemm_wgmma_sm90(
             if i == 0:  # `_multiply` has waited for all earlier products, which read the stage before
                 token = _release_a_stage(stage - 1, barriers, token, lane, BUFFERS)
                 token = _copy_a_stage(swizzled_a_ptr, stage + _A_AHEAD, stages, a_buffers, barriers, token, lane,
-                                      lines, ONE_TILE, ROWS, STEPS_PER_STAGE, BUFFERS)  # fmt: skip
+                                      a_stage_bytes, BUFFERS)  # fmt: skip
             buffer = tl.where(buffer == first_buffer + (STAGES - 1) * b_step_bytes, first_buffer,
                               buffer + b_step_bytes)  # fmt: skip
             step += 1
@@ -408,15 +390,9 @@ def _serves(p: Problem) -> bool:
     return statically_true(p.m <= WGMMA_ROWS) and 90 <= p.target.sm < 100 and streams(p)
 
 
-def _size_of_a(p: Problem, config: WgmmaConfig) -> SwizzledSize:
-    return swizzled_size(p, config.rows, config.steps_per_stage)
-
-
 def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     p, split_k = call.problem, config.split_k
-    size = _size_of_a(p, config)
-    a = swizzled_a(call, size) if call.prepared_a is None else call.prepared_a
-    within(a, span(size.shape, (64, 1)))
+    a = swizzled_a(call, config.rows, config.steps_per_stage)
     out = call.empty() if split_k == 1 else call.empty_sums(split_k)
     first = call if split_k == 1 else call.without_epilogue()
     a_outer, b_outer, bias = call.rescale_pointers(out)
@@ -424,16 +400,15 @@ def _run(call: Call, config: WgmmaConfig) -> torch.Tensor:
     launch(
         gemm_wgmma_sm90, config.grid(p.m, p.n),
         a, a_outer, call.b.data, call.b.scales, b_outer, bias, out, *first.epilogue_pointers(out),
-        p.m, p.n, p.k // 32, split_k, size.lines, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
+        p.m, p.n, p.k // 32, split_k, A_OUTER=p.a.outer, B_OUTER=p.b.outer,
         BIAS=int(call.bias is not None), EPILOGUE=first.epilogue_text, PARTIAL=int(split_k > 1),
-        ONE_TILE=int(size.one_tile), B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled),
-        COMPUTE=p.compute, EVEN=int(even), PDL=p.target.dependent_launch, ISA=p.target.isa,
-        num_warps=config.warps, **config.constants,
+        B_SQUARE=int(p.b.format.square), B_SWIZZLED=int(p.b.swizzled), COMPUTE=p.compute, EVEN=int(even),
+        PDL=p.target.dependent_launch, ISA=p.target.isa, num_warps=config.warps, **config.constants,
     )  # fmt: skip
     return out if split_k == 1 else reduce_split_k(call, out, split_k, pdl=True)
 
 
 CANDIDATE = Candidate(
     "wgmma_sm90", "emulated", _serves, lambda p: wgmma_config(p, needed_bytes), _run,
-    takes_epilogue=lambda p: True, dequantizes_a=True, prepared_with=_size_of_a, prepare_a=swizzled_a,
+    takes_epilogue=lambda p: True, dequantizes_a=True,
 )  # fmt: skip
