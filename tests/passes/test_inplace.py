@@ -71,8 +71,8 @@ def traced(function, monkeypatch):
 
 
 @pytest.mark.parametrize(("function", "count"), [
-    (gated, 1), (two_products, 2), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1), (other_type, 0),
-    (waits_for_a_product, 0)])  # fmt: skip
+    (gated, 1), (two_products, 2), (late, 1), (one_result, 0), (own_operands, 0), (product_read_elsewhere, 1),
+    (other_type, 0), (waits_for_a_product, 0)])  # fmt: skip
 def test_results(function, count, monkeypatch):
     """The graph computes the same after the pass. (Inductor may write over an operand that is an input of the graph, or
     not; the pass assumes that it may.)"""
