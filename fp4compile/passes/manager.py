@@ -149,10 +149,17 @@ class LowerPasses(CustomGraphPass):
 
 
 def _launches(graph: Graph, gpu: Gpu | None) -> GraphLaunches | None:
-    """What a graph launches on a GPU; None without a GPU, for a graph on a CPU, and for the body of a region."""
+    """What a graph launches on a GPU; None without a GPU, for a graph on a CPU, and for the body of a region.
+
+    None, too, for a graph with a launch that has no predicted time: the advice that this is for is not worth an error.
+    """
     if gpu is None or is_nested(graph) or not _runs_on_gpu(graph):
         return None
-    return launches_of(launched.step for launched in steps_of(graph, gpu))
+    try:
+        return launches_of(launched.step for launched in steps_of(graph, gpu))
+    except ValueError as error:
+        log.info("launches are not counted: %s", error)
+        return None
 
 
 def _runs_on_gpu(graph: Graph) -> bool:

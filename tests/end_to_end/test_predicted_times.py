@@ -283,6 +283,16 @@ def test_the_report_of_a_compiled_step_advises_as_explain_does(gpu, settings, ad
     assert backend.report.launches == fp4compile.explain(compiled, x, recipe="mxfp8").launches
 
 
+def test_a_launch_without_a_predicted_time_is_no_error(monkeypatch):
+    """An H100 has no rate of FP4 products; kernels that need one are chosen for a GPU of compute capability 10.0."""
+    monkeypatch.setattr(hardware, "present", lambda: roofline.GPUS["H100"])
+    monkeypatch.setattr(config, "disabled_passes", ("inplace", "lower"))
+    without_codegen.install(monkeypatch, deciding=lambda: dry_run(Target(100)))
+    backend = fp4compile.backend("mxfp4")
+    torch.compile(torch.nn.Linear(64, 64).bfloat16(), backend=backend)(torch.randn(32, 64, dtype=torch.bfloat16))
+    assert backend.report.quantised and backend.report.launches == []
+
+
 def test_a_graph_on_a_cpu_waits_for_no_gpu(monkeypatch):
     monkeypatch.setattr(hardware, "present", lambda: roofline.GPUS["H100"])
     without_codegen.install(monkeypatch)
