@@ -1,7 +1,7 @@
 """One Llama-3-8B block: how long it takes, and how long `explain` predicts that it takes.
 
     python -m benchmarks.llama_block --out FILE [--seconds 110]    # measures on the GPU that is there
-    python -m benchmarks.llama_block --compare FILE ...            # predictions beside the times in such files
+    python -m benchmarks.llama_block --compare FILE ... [--save]   # predictions beside the times in such files
 
 Measured is the time of the device, of bf16 and under recipes, each compiled by itself: forward of 8192 and 2048 tokens
 and a training step of 4096 by the profiler, forward of 1 and 64 tokens by replaying a CUDA graph. "packed" packs the
@@ -176,6 +176,7 @@ def _gpu_of(content: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help="measure nothing")
+    parser.add_argument("--save", action="store_true", help='write the comparison to the file, as "foreseen"')
     parser.add_argument("--seconds", type=float, default=110, help="begin no case after so long (110)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="a narrow model, to try the script")
@@ -187,7 +188,10 @@ def main(arguments: list[str] | None = None) -> None:
         content = json.loads(path.read_text(encoding="utf-8"))
         print(f"{path.name}, {content['environment']['device']}")
         gpu = _gpu_of(content)
-        print(common.table([compared(each, gpu) for each in times_of(content)]))
+        rows = [compared(each, gpu) for each in times_of(content)]
+        print(common.table(rows))
+        if args.save:
+            path.write_text(json.dumps(content | {"foreseen": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -324,8 +324,9 @@ A Llama-3-8B with random weights, LoRA of rank 16 on all linear layers of its bl
 texts of 2048 tokens a step. Blocks are compiled one by one and checkpointed; the loss is computed for an eighth of the
 tokens at a time. Embedding and head are in bf16 in every row: 1.96 GiB. The peak is that of the allocator.
 
-Packed bases were measured when their products of more than 64 rows dequantised the weight in memory, in parts that the
-CPU launched one by one. One kernel multiplies them now ([many rows](linear.md)), and steps were not measured again.
+While this ran, other models were compiled on the same host. NF4's steps wait for the host the longest: in the run of
+the losses below, with nothing beside it, the step took 387 ms in bf16, 415 ms packed and 415 ms in NF4. That run was
+before the pass `scale_results`, which saves the time and the memory of writing scaled gradients.
 
     python -m benchmarks.adapters --losses
 """,
@@ -481,6 +482,13 @@ attention's share, to the forward pass under `float8_rowwise`. When they were me
 NVFP4's products of many rows.
 """,
     _predicted(cells.roofline_blocks),
+    """
+The Llama-3-8B block on an H100, for which shares fitted on an H200 are assumed:
+
+    python -m benchmarks.llama_block --out benchmarks/results/llama_block_h100.json
+    python -m benchmarks.llama_block --compare benchmarks/results/llama_block_h100.json --save
+""",
+    table("llama_block_h100.json", cells.roofline_blocks, how="Predicted; measured on"),
     """
 The functions of [norms and activations](producers.md), along rows, by separate kernels and by the quantiser's. Nothing
 was fitted to them.

@@ -1,11 +1,11 @@
 """A training step of the first layers of a Llama-3-8B: time, time of the device and of the host, launches.
 
 A model of `--layers` blocks with random bf16 weights, embedding and head, compiled as a whole by Inductor alone, under
-recipes, and by torchao's float8 training (left out where torchao is not installed), in one run: the loss of 8192 tokens
-and its backward pass, no optimiser. "ms" is the time of a step among steps that follow each other, the median of
-several runs of them; "device ms" is the sum of the kernels' times by the profiler, "host ms" the time until all of a
-step is issued, and "launches" counts kernels, copies and fills of a step. A name that ends in ", graphs" is compiled
-with mode="reduce-overhead" (CUDA graphs).
+recipes, and by torchao's float8 training (left out where torchao is not installed), in one run: the loss of 4 texts of
+2048 tokens and its backward pass, no optimiser. "ms" is the time of a step among steps that follow each other, the
+median of several runs of them; "device ms" is the sum of the kernels' times by the profiler, "host ms" the time until
+all of a step is issued, and "launches" counts kernels, copies and fills of a step. A name that ends in ", graphs" is
+compiled with mode="reduce-overhead" (CUDA graphs).
 
     python -m benchmarks.training_step [--cases bf16 mxfp8 nvfp4_train ...] [--layers 4] [--out FILE]
 """
@@ -33,7 +33,8 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kernels", type=int, default=0, help="print so many of the kernels that take longest")
     parser.add_argument("--tiny", action="store_true", help="narrow layers, to try the script")
@@ -45,7 +46,7 @@ def main() -> None:
             rows.append({"case": case, "of bf16": None, **row})
             rows[-1]["of bf16"] = row["ms"] / rows[0]["ms"]
             print(rows[-1], file=sys.stderr, flush=True)
-    settings = {name: getattr(args, name) for name in ("layers", "tokens", "repeats", "tiny")}
+    settings = {name: getattr(args, name) for name in ("layers", "batch", "length", "repeats", "tiny")}
     common.publish(args, settings, rows)
 
 
@@ -59,7 +60,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
     compiled = compiled_model(name, model, "reduce-overhead" if graphs else None)
     if compiled is None:
         return None
-    tokens = torch.randint(model.config.vocab_size, (1, args.tokens), device=args.device)
+    tokens = torch.randint(model.config.vocab_size, (args.batch, args.length), device=args.device)
 
     def step() -> None:
         compiled(input_ids=tokens, labels=tokens).loss.backward()
@@ -84,7 +85,7 @@ def measure(case: str, args: argparse.Namespace) -> dict | None:
 def model_of(args: argparse.Namespace) -> LlamaForCausalLM:
     sizes = TINY if args.tiny else LLAMA_3_8B
     config = LlamaConfig(**sizes, num_hidden_layers=args.layers, use_cache=False, tie_word_embeddings=False,
-                         max_position_embeddings=args.tokens, attn_implementation="sdpa")  # fmt: skip
+                         max_position_embeddings=args.length, attn_implementation="sdpa")  # fmt: skip
     torch.manual_seed(0)
     with torch.device(args.device):
         return LlamaForCausalLM(config).bfloat16()

@@ -1,8 +1,8 @@
 """GPUs: what kernels and launches depend on (`Target`), and published figures (`Gpu`, for predicted times).
 
 The `heuristics` of each family of templates decide how kernels are launched on a GPU. Each published figure has its
-source. A share of a published rate was measured on an H200, in the file that is named. No other GPU was measured, so
-the shares of other GPUs are assumptions, and `GPUS[name].share_source` says so.
+source. A share of a published rate was measured on an H200, in the file that is named. Shares of other GPUs were not
+measured: they are assumptions, and `GPUS[name].share_source` says so.
 """
 
 import math
