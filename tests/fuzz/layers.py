@@ -114,8 +114,10 @@ def again(d: Draft) -> None:
     # Without gradients a graph that multiplies both directions may hold a gradient in disguise.
     policy = "" if same or d.train else ", fprop='may'"
     d.step("again", [x], shape, [f"{h} = {code}"], [f"{h} = q.linear('{layer.name}', {x}, {w}{policy})"])
-    if policy:
-        _relax(d, layer)
+    if not d.train and any(
+        f"'{layer.name}', " in line and "fprop='may'" in line for each in d.steps for line in each.oracle
+    ):
+        _relax(d, layer)  # this use, too, where an earlier one had the other direction
 
 
 def _widths(layer: Layer, into: int) -> list[int]:
