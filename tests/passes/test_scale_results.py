@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4compile
 from fp4compile.passes.scale_results import scale_results
+from tests.helpers import without_codegen
 
 aten = torch.ops.aten
 WIDE, THIN = (2, 12, 64), (4, 64)
@@ -90,8 +91,9 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
-def test_gradients_of_an_adapter():
+def test_gradients_of_an_adapter(monkeypatch):
     """The backend runs the pass on the backward graph, and gradients have the bits that they have without it."""
+    without_codegen.install(monkeypatch)
     torch.manual_seed(0)
     model, x = Adapted().bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
     found = []
