@@ -324,9 +324,8 @@ A Llama-3-8B with random weights, LoRA of rank 16 on all linear layers of its bl
 texts of 2048 tokens a step. Blocks are compiled one by one and checkpointed; the loss is computed for an eighth of the
 tokens at a time. Embedding and head are in bf16 in every row: 1.96 GiB. The peak is that of the allocator.
 
-While this ran, other models were compiled on the same host. NF4's steps wait for the host the longest: in the run of
-the losses below, with nothing beside it, the step took 387 ms in bf16, 415 ms packed and 415 ms in NF4. That run was
-before the pass `scale_results`, which saves the time and the memory of writing scaled gradients.
+While this ran, other models were compiled on the same host. In the run of the losses below, with nothing beside it and
+before there was the pass `scale_results`, the step took 387 ms in bf16, 415 ms packed and 415 ms in NF4.
 
     python -m benchmarks.adapters --losses
 """,

@@ -57,8 +57,8 @@ FUSING = (
     Pass("scale_results", scale_results),
     Pass("fuse_prologue", fuse_prologue),  # after fuse_epilogue: a quantiser need not compute a product's epilogue
 )
-# After the names of fused operations are read, and before `inplace`: it moves nodes, which is only allowed while no
-# memory is overwritten.
+# `fuse_horizontal` runs after the names of fused operations are read. It runs before `inplace`, because it moves nodes,
+# which is only allowed while no memory is overwritten.
 HORIZONTAL = Pass("fuse_horizontal", fuse_horizontal)
 LOWERING = (Pass("inplace", inplace), Pass("lower", lower))
 POST_GRAD = (*FUSING, HORIZONTAL, *LOWERING)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from fp4compile._compat import statically_true
 from fp4compile.analysis.graph import RESHAPES, new_node
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def scale_results(graph: Graph) -> int:
     count = 0
     for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         products = _products_of(scaled) if _by_power_of_two(scaled) else []
-        if products and all(_elements(product) < _elements(scaled) for product in products):
+        if products and all(statically_true(_elements(product) < _elements(scaled)) for product in products):
             _scale(products, scaled)
             count += 1
     return count
@@ -42,8 +43,15 @@ def _by_power_of_two(node: Node) -> bool:
         return False
     fraction, exponent = math.frexp(abs(factor))
     value, source = node.meta["val"], x.meta["val"]
-    alike = (value.dtype, value.shape, value.stride()) == (source.dtype, source.shape, source.stride())
-    return fraction == 0.5 and abs(exponent - 1) <= _MOST_BITS and alike and value.dtype in _DTYPES
+    exact = fraction == 0.5 and abs(exponent - 1) <= _MOST_BITS and value.dtype == source.dtype in _DTYPES
+    return (
+        exact
+        and value.dim() == source.dim()
+        and all(
+            statically_true(one == other)
+            for one, other in zip((*value.shape, *value.stride()), (*source.shape, *source.stride()), strict=True)
+        )
+    )
 
 
 def _products_of(scaled: Node) -> list[Node]:

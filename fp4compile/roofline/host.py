@@ -1,6 +1,6 @@
 """The host's part of a graph's time: how long it takes to issue the graph's launches.
 
-Predicted times are those of the GPU, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
+Predicted times are the GPU's, as under CUDA graphs. Without CUDA graphs the host issues each launch from the
 code that Inductor generates, and the GPU waits for the host where that takes longer than the kernels.
 """
 

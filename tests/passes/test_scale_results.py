@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fp4compile
 from fp4compile.passes.scale_results import scale_results
@@ -71,6 +73,18 @@ def test_multiplications_that_move(function, count):
         assert mul.args[0].target in (aten.mm.default, aten.mul.Tensor)
     for got, wanted in zip(*map(torch.utils._pytree.tree_leaves, (graph_module(x, b), expected)), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_sizes_that_vary_get_no_guards():
+    """Also where nothing but a guard could tell which tensor is larger: then the multiplication stays."""
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    x, b = (mode.from_tensor(torch.randn(shape).bfloat16(), symbolic_context=dynamic) for shape in ((24, 64), (4, 64)))
+    graph_module = make_fx(lambda x, b: (x * 2.0) @ b.t(), tracing_mode="symbolic")(x, b)
+    before = len(shapes.guards)
+    scale_results(graph_module.graph)
+    assert len(shapes.guards) == before
 
 
 def test_half_precision_stays():
