@@ -90,7 +90,7 @@ def test_what_inductors_cache_alone_has_is_in_the_report():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
         model[0].requires_grad_(False)
-        backend = fp4compile.backend("mxfp8")
+        backend = fp4compile.backend("mxfp8", name="of this test")  # equal backends that live share a report
         torch.compile(model, backend=backend)(torch.randn(32, 64, requires_grad=True)).sum().backward()
         summaries.append(backend.report.summary())
         counts.append(backend.report.counts)
